@@ -1,0 +1,325 @@
+"""The dataset: global sample number -> tokens, pictures, or just counts, each read on its own.
+
+Three promises that the ranks of a run rely on:
+- What the index tells (token counts, sizes) is the same on every rank and costs no read.
+- Text and media are read apart: a rank that asks for text never touches a pixel.
+- A bad sample never changes a shape. Two kinds are told apart:
+  * known from the index (no record, a picture or clip without a readable header, a size that a module refuses, more
+    media tokens than `sequence_length`): every rank knows it, and the sample stands in as text without media: its
+    counts are 0.
+  * found when reading (damaged bytes, bad JSON, placeholders that do not match): the stand-in keeps the counts and
+    sizes from the index: placeholders without loss, and zeros for pixels. A rank that does not read the damaged part
+    cannot know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data import collate
+from data.decode import DecodeError, decode_audio, decode_resized
+from data.faults import Fault, FaultLog
+from data.index import Member, ShardIndex, open_index
+from data.order import GlobalOrder
+from data.read import ReadError, ShardReader
+from data.records import Conversation, RecordError, parse_record
+from data.shards import ShardError, find_shards
+from data.tokens import Tokenizer
+
+_SAMPLE_FAULTS = (RecordError, DecodeError, ReadError)
+_OPEN_INDEXES = 256  # each holds a file descriptor
+
+
+@dataclass(frozen=True)
+class Media:
+    """What one encoder module needs of a sample.
+
+    For pictures `num_tokens` and `size` take (height, width) in pixels of the original; for audio (samples per channel,
+    samples per second). Both are pure; they may raise ValueError for a size that the encoder cannot take.
+    """
+
+    module: str
+    kind: str  # "image" | "audio"
+    placeholder: str
+    num_tokens: Callable[[int, int], int]
+    """Tokens that one picture or clip takes in the sequence."""
+    size: Callable[[int, int], tuple[int, int]]
+    """What is handed to the encoder: (height, width); for audio (samples, samples per second)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("image", "audio"):
+            raise ValueError(f"modules.{self.module}: media kind {self.kind!r} is neither 'image' nor 'audio'")
+
+    @property
+    def field(self) -> str:
+        """Name of its tensor in a batch."""
+        return "pixels" if self.kind == "image" else "waveforms"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the index tells of one sample. `members`: those of the kinds that the run uses, by kind, in order; empty if
+    the sample has a `fault`."""
+
+    number: int
+    shard: int
+    key: str
+    record: Member | None
+    members: dict[str, list[Member]]
+    counts: dict[str, list[int]]  # module -> tokens of each of its pictures or clips
+    fault: str | None
+
+
+class Dataset:
+    """An endless, shuffled stream of samples over WebDataset shards, addressed by number.
+
+    shards: see `find_shards`; tokenizer: see `build_tokenizer`, made with each module's placeholder; sequence_length:
+    S; media: the encoder modules (several may take one kind: then each picture expands to the tokens of each, in this
+    order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of beside the shards;
+    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many bad samples are stood in for;
+    keep_text: text samples carry (question, truth) too. Methods may be called from several threads.
+
+    Raises ValueError (shards not found, none holds a sample), ShardError (a shard is unusable).
+    """
+
+    def __init__(
+        self,
+        shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        media: Sequence[Media] = (),
+        seed: int = 0,
+        shuffle: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+        blind: bool = False,
+        max_bad_samples: int = 0,
+        keep_text: bool = False,
+    ) -> None:
+        assert sequence_length > 0, sequence_length
+        self.shards = find_shards(shards)
+        self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
+        self.blind, self.keep_text = blind, keep_text
+        self.faults = FaultLog(max_bad_samples)
+        self.reader = ShardReader()
+        self._by_module = {item.module: item for item in self.modules}
+        assert len(self._by_module) == len(self.modules), "one Media per module"
+        self._kinds = list(dict.fromkeys(item.kind for item in self.modules))
+        self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
+        self._cache_dir = cache_dir
+        self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._lock = threading.Lock()
+        self._stamps: list[tuple[int, int]] = []
+        counts = []
+        for number, path in enumerate(self.shards):
+            index = open_index(path, cache_dir)
+            self._stamps.append((index.size, index.mtime_ns))
+            counts.append(len(index))
+            if number < _OPEN_INDEXES:
+                self._indexes[number] = index
+        self._ends = np.cumsum(counts)
+        if not self._ends[-1]:
+            raise ValueError(
+                f"data.shards: the {len(self.shards)} shard(s) hold no sample, for example {self.shards[0]}"
+            )
+        self.order = GlobalOrder(int(self._ends[-1]), seed, shuffle)
+        names = [
+            [path.name, stamp[0], count] for path, stamp, count in zip(self.shards, self._stamps, counts, strict=True)
+        ]
+        self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32]
+        """Of the names, sizes and sample counts of the shards, in order; it does not change when the folder moves."""
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return self.order.size
+
+    def locate(self, number: int) -> tuple[Path, str]:
+        """(shard, key) of a global sample number, of any epoch."""
+        shard, row = self._place(number)
+        return self.shards[shard], self._index(shard).key(row)
+
+    def plan(self, number: int) -> Plan:
+        """What the index tells of a sample; reads no member."""
+        shard, row = self._place(number)
+        index = self._index(shard)
+        key, fault, at = index.key(row), index.fault(row), index.record(row)
+        every = index.members(row)
+        members = {kind: [member for member in every if member.kind == kind] for kind in self._kinds}
+        counts: dict[str, list[int]] = {}
+        if fault is None:
+            counts, fault = self._count(members)
+        if fault is not None:
+            members, counts = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
+        return Plan(number, shard, key, None if at is None else every[at], members, counts, fault)
+
+    def token_counts(self, number: int) -> dict[str, int]:
+        """Tokens that each module's pictures or clips take in this sample, from the index alone."""
+        return {module: sum(counts) for module, counts in self.plan(number).counts.items()}
+
+    def text(self, number: int) -> collate.TextSample:
+        """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""
+        sample, fault = self.read_text(number)
+        self._record(fault)
+        return sample
+
+    def media(self, number: int, module: str) -> list[torch.Tensor]:
+        """The module's inputs, one per picture (uint8 [3, height, width]) or clip (float32 [samples]); zeros if bad.
+
+        Reads media members only. Raises TooManyBadSamples.
+        """
+        items, fault = self.read_media(number, module)
+        self._record(fault)
+        return items
+
+    def is_bad(self, number: int) -> bool:
+        """Whether this process has found sample `number` bad; False for one that it has not read."""
+        return number in self.faults
+
+    def prompt_and_truth(self, number: int) -> tuple[str, str]:
+        """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
+        try:
+            return _question_and_truth(self._conversation(self.plan(number)))
+        except _SAMPLE_FAULTS:
+            return "", ""
+
+    def prompt_ids(self, number: int) -> list[int]:
+        """Tokens up to and including the marker that opens the last assistant turn; raises RecordError or ReadError."""
+        plan = self.plan(number)
+        turns = self._conversation(plan).turns
+        last = max((at for at, turn in enumerate(turns) if turn.role == "assistant"), default=len(turns))
+        return collate.encode_prompt(turns[:last], self.tokenizer, self._media_tokens(plan))
+
+    def read_text(self, number: int) -> tuple[collate.TextSample, Fault | None]:
+        """`text`, with its fault handed back instead of counted: for readers that run ahead."""
+        plan = self.plan(number)
+        tokens = self._media_tokens(plan)
+        try:
+            conversation = self._conversation(plan)
+            sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, plan.key)
+            if self.keep_text:
+                sample = replace(sample, question_and_truth=_question_and_truth(conversation))
+            return sample, None
+        except _SAMPLE_FAULTS as error:
+            sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
+            if self.keep_text:
+                sample = replace(sample, question_and_truth=("", ""))
+            return sample, self._fault(plan, str(error))
+
+    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], Fault | None]:
+        """`media`, with its fault handed back instead of counted."""
+        spec, plan = self._by_module[module], self.plan(number)
+        members = plan.members[spec.kind]
+        sizes = [spec.size(*_extent(member)) for member in members]
+        if plan.fault is None and not self.blind:
+            try:
+                return [self._decode(spec, plan, *pair) for pair in zip(members, sizes, strict=True)], None
+            except _SAMPLE_FAULTS as error:
+                plan = replace(plan, fault=str(error))
+        if spec.kind == "image":
+            zeros = [torch.zeros(3, height, width, dtype=torch.uint8) for height, width in sizes]
+        else:
+            zeros = [torch.zeros(samples) for samples, _ in sizes]
+        return zeros, None if plan.fault is None else self._fault(plan, plan.fault)
+
+    def close(self) -> None:
+        """Closes the shard files."""
+        self.reader.close()
+
+    def _decode(self, spec: Media, plan: Plan, member: Member, size: tuple[int, int]) -> torch.Tensor:
+        raw = self._read(plan, member)
+        try:
+            if spec.kind == "image":
+                return decode_resized(raw, *size)
+            return decode_audio(raw, rate=size[1], samples=size[0])
+        except DecodeError as error:
+            raise DecodeError(f"member .{member.extension}: {error}") from error
+
+    def _conversation(self, plan: Plan) -> Conversation:
+        if plan.fault is not None:
+            raise RecordError(plan.fault)
+        assert plan.record is not None
+        counts = {kind: len(members) for kind, members in plan.members.items()}
+        return parse_record(self._read(plan, plan.record), plan.record.extension, plan.key, counts)
+
+    def _read(self, plan: Plan, member: Member) -> bytes:
+        stamp = self._stamps[plan.shard]
+        return self.reader.read(self.shards[plan.shard], member.offset, member.size, member.extension, stamp)
+
+    def _count(self, members: dict[str, list[Member]]) -> tuple[dict[str, list[int]], str | None]:
+        counts: dict[str, list[int]] = {}
+        for spec in self.modules:
+            counts[spec.module] = []
+            for member in members[spec.kind]:
+                extent = _extent(member)
+                if 0 in extent:
+                    return {}, f"member .{member.extension} ({member.size} bytes) has no readable {spec.kind} header"
+                try:
+                    spec.size(*extent)
+                    counts[spec.module].append(spec.num_tokens(*extent))
+                except ValueError as error:
+                    return {}, f"member .{member.extension} of {extent}: module {spec.module} cannot take it: {error}"
+        needed = sum(map(sum, counts.values()))
+        if needed > self.sequence_length:
+            return {}, f"its media alone need {needed} tokens, but data.sequence_length is {self.sequence_length}"
+        return counts, None
+
+    def _media_tokens(self, plan: Plan) -> collate.MediaTokens:
+        return {
+            kind: [
+                [
+                    (self._placeholders[spec.module], plan.counts[spec.module][at])
+                    for spec in self.modules
+                    if spec.kind == kind
+                ]
+                for at in range(len(members))
+            ]
+            for kind, members in plan.members.items()
+        }
+
+    def _place(self, number: int) -> tuple[int, int]:
+        row = self.order.row(number)
+        shard = int(np.searchsorted(self._ends, row, side="right"))
+        return shard, row - (int(self._ends[shard - 1]) if shard else 0)
+
+    def _index(self, shard: int) -> ShardIndex:
+        with self._lock:
+            index = self._indexes.get(shard)
+            if index is None:
+                index = open_index(self.shards[shard], self._cache_dir)
+                if (index.size, index.mtime_ns) != self._stamps[shard]:
+                    raise ShardError(f"{self.shards[shard]}: the shard changed while the run was reading it")
+                self._indexes[shard] = index
+                if len(self._indexes) > _OPEN_INDEXES:
+                    self._indexes.popitem(last=False)
+            self._indexes.move_to_end(shard)
+            return index
+
+    def _fault(self, plan: Plan, reason: str) -> Fault:
+        return Fault(plan.number, self.shards[plan.shard], plan.key, reason.removeprefix(f"key {plan.key!r}: "))
+
+    def _record(self, fault: Fault | None) -> None:
+        if fault is not None:
+            self.faults.record(fault)
+
+
+def _extent(member: Member) -> tuple[int, int]:
+    return (member.height, member.width) if member.kind == "image" else (member.frames, member.rate)
+
+
+def _question_and_truth(conversation: Conversation) -> tuple[str, str]:
+    """Text of the last assistant turn and of the last user turn before it; a plain text has no question."""
+    turns = conversation.turns
+    last = max((at for at, turn in enumerate(turns) if turn.role in ("assistant", "plain")), default=None)
+    assert last is not None, "parse_record refuses conversations without an assistant turn"
+    questions = [turn.text.strip() for turn in turns[:last] if turn.role == "user"]
+    return questions[-1] if questions else "", turns[last].text.strip()

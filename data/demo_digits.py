@@ -1,0 +1,147 @@
+"""What the digits demo shows and asks: pictures of real handwritten digits, and short conversations about them.
+
+The digits are the 1,797 scans of 8 x 8 pixels that scikit-learn carries. They are split once, by source image and for
+every seed alike, so that a held-out picture never shows a digit seen in training.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+CANVAS = 48  # pixels, height and width of every picture
+COLOURS = {
+    "red": (235, 50, 50),
+    "green": (50, 205, 70),
+    "blue": (70, 110, 255),
+    "yellow": (240, 220, 60),
+    "pink": (240, 90, 215),
+    "white": (240, 240, 240),
+}
+_NAMES = list(COLOURS)
+_HEIGHT = 36  # pixels, of the box that each digit has to itself; its width is a half or a third of the canvas
+_SPLIT_SEED = 20_240_229
+_HELD_OUT_SHARE = 0.2
+_TWO_PICTURES = 0.02
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The scans of one part. `sources`: their numbers in scikit-learn's set."""
+
+    scans: np.ndarray  # uint8 [N, 10, 10], 0 to 255: a frame of no ink around 8 x 8, so that ink at the edge fades out
+    labels: np.ndarray  # int [N]
+    sources: np.ndarray  # int [N]
+
+
+@dataclass(frozen=True)
+class DemoSample:
+    """`turns`: (role, text) with `<image>` markers; `pictures`: encoded files in order; `sources`: their scans."""
+
+    turns: list[tuple[str, str]]
+    pictures: list[bytes]
+    extension: str
+    sources: list[int]
+
+
+def load_scans(held_out: bool) -> Digits:
+    """The training scans, or the fifth that is held out. Raises ValueError if scikit-learn is not installed."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ValueError("the digits demo takes its scans from scikit-learn: pip install mimo-train[demo]") from error
+    bundle = load_digits()
+    shuffled = np.random.default_rng(_SPLIT_SEED).permutation(len(bundle.target))
+    cut = round(len(shuffled) * (1 - _HELD_OUT_SHARE))
+    chosen = np.sort(shuffled[cut:] if held_out else shuffled[:cut])
+    scans = np.pad(bundle.images[chosen] * (255 / 16), ((0, 0), (1, 1), (1, 1))).astype(np.uint8)
+    return Digits(scans, bundle.target[chosen].astype(int), chosen)
+
+
+def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: float) -> DemoSample:
+    """One sample, drawn from `rng` alone."""
+    if rng.random() < text_only_fraction:
+        first, second = rng.integers(0, 10, size=2).tolist()
+        turns = [("user", f"What is {first} plus {second}?"), ("assistant", str(first + second))]
+        return DemoSample(turns, [], "", [])
+    extension = "jpg" if rng.random() < 0.5 else "png"
+    if rng.random() < _TWO_PICTURES:
+        return _two_pictures(digits, rng, extension)
+    count = 1 + int(np.searchsorted([0.6, 0.9], rng.random(), side="right"))  # 60 %, 30 %, 10 % have 1, 2, 3
+    chosen = rng.integers(0, len(digits.labels), size=count)
+    colours = rng.permutation(len(_NAMES))[:count].tolist()
+    question, answer = _ask([str(digits.labels[at]) for at in chosen], [_NAMES[at] for at in colours], rng)
+    picture = _encode(_draw(digits, chosen, colours, rng), extension)
+    turns = [("user", "<image>\n" + question), ("assistant", answer)]
+    return DemoSample(turns, [picture], extension, digits.sources[chosen].tolist())
+
+
+def _ask(values: list[str], colours: list[str], rng: np.random.Generator) -> tuple[str, str]:
+    draw = rng.random()
+    at = int(rng.integers(0, len(values)))
+    if draw < 0.05:
+        return "How many digits are there?", str(len(values))
+    if draw < 0.35:
+        return "Read the digits from left to right.", " ".join(values)
+    if draw < 0.5 and values.count(values[at]) == 1:
+        return f"What colour is the {values[at]}?", colours[at]
+    return f"Which digit is {colours[at]}?", values[at]
+
+
+def _two_pictures(digits: Digits, rng: np.random.Generator, extension: str) -> DemoSample:
+    chosen = rng.integers(0, len(digits.labels), size=2)
+    colours = rng.permutation(len(_NAMES))[:2].tolist()
+    pictures = [
+        _encode(_draw(digits, chosen[at : at + 1], colours[at : at + 1], rng), extension) for at in range(len(chosen))
+    ]
+    asked = int(rng.integers(0, 2))
+    question = f"<image>\n<image>\nWhich digit is in the {('first', 'second')[asked]} picture?"
+    turns = [("user", question), ("assistant", str(digits.labels[chosen[asked]]))]
+    return DemoSample(turns, pictures, extension, digits.sources[chosen].tolist())
+
+
+def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random.Generator) -> np.ndarray:
+    """uint8 [CANVAS, CANVAS, 3]: the digits side by side, each in a column of its own, on a dark background."""
+    canvas = np.full((CANVAS, CANVAS, 3), rng.integers(0, 24), dtype=np.uint8)
+    # One digit takes the left or the right half, so that its size does not tell one from two.
+    places = rng.integers(0, 2, size=1) if len(chosen) == 1 else np.arange(len(chosen))
+    width = CANVAS // max(len(chosen), 2)
+    top = (CANVAS - _HEIGHT) // 2
+    for place, at, colour in zip(places.tolist(), chosen.tolist(), colours, strict=True):
+        ink = _render(digits.scans[at], width, rng)
+        box = canvas[top : top + _HEIGHT, place * width : (place + 1) * width]
+        tint = np.asarray(COLOURS[_NAMES[colour]], dtype=np.float32)
+        shade = ink[..., None].astype(np.float32) / 255
+        box[:] = (box * (1 - shade) + tint * shade).astype(np.uint8)
+    return canvas
+
+
+def _render(scan: np.ndarray, width: int, rng: np.random.Generator) -> np.ndarray:
+    """A scan as ink, uint8 [_HEIGHT, width]: enlarged smoothly, with a mild random scale, turn and shift."""
+    across = width / 8 * rng.uniform(0.92, 1.08)  # pixels per pixel of the scan
+    down = _HEIGHT / 8 * rng.uniform(0.8, 0.95)
+    angle = math.radians(rng.uniform(-6, 6))
+    shift_x, shift_y = rng.uniform(-1, 1), rng.uniform(-2, 2)
+    cos, sin = math.cos(angle), math.sin(angle)
+    # Pillow asks where a pixel of the result comes from: back to the centre, unturned, then scaled down.
+    middle_x, middle_y = width / 2 + shift_x, _HEIGHT / 2 + shift_y
+    a, b = cos / across, sin / across
+    d, e = -sin / down, cos / down
+    coefficients = (a, b, 5 - a * middle_x - b * middle_y, d, e, 5 - d * middle_x - e * middle_y)
+    picture = Image.fromarray(scan).transform(
+        (width, _HEIGHT), Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC
+    )
+    return np.asarray(picture)
+
+
+def _encode(pixels: np.ndarray, extension: str) -> bytes:
+    buffer = io.BytesIO()
+    if extension == "jpg":
+        Image.fromarray(pixels).save(buffer, "JPEG", quality=95, subsampling=0)
+    else:
+        Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()

@@ -1,0 +1,334 @@
+"""Index of one WebDataset shard: where each member of each sample lies, and how large its pictures are.
+
+A sample is a run of neighbouring tar members with one key. The key rule is WebDataset's: the key is the member's path
+up to the FIRST dot of its base name, the extension is everything after it, in lower case. So `a/img.2024.01.jpg` has
+the key `a/img` and the extension `2024.01.jpg`; names such as `img.2024.01` and `img.2024.02` share one key, and are
+one sample when they stand side by side. Members that start with a dot, have no extension, or are named `__*__` are
+skipped. What a member is (picture, audio, JSON record, text record) follows from the last part of its extension.
+
+The file `<shard>.mimo-index` is one JSON line (padded) and three arrays; it is mapped into memory, not read. It is
+checked against the shard's size and modification time and rebuilt when they differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.header import parse_header
+from data.shards import ShardError, find_shards, refuse_compressed
+
+__all__ = [
+    "AUDIO",
+    "IMAGES",
+    "Member",
+    "ShardError",
+    "ShardIndex",
+    "build_index",
+    "find_shards",
+    "index_path",
+    "open_index",
+]
+
+IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp"])
+AUDIO = frozenset(["wav", "flac", "mp3", "ogg"])
+
+_VERSION = 1
+_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_META = re.compile(r"__[^/]*__($|/)")
+_SAMPLE = np.dtype([("first_member", "<i8"), ("key_at", "<i8"), ("fault", "<i4"), ("record", "<i4")])
+_MEMBER = np.dtype(
+    [("offset", "<i8"), ("size", "<i8"), ("frames", "<i8"), ("rate", "<i4")]
+    + [("height", "<i4"), ("width", "<i4"), ("extension", "<i4")]
+)
+
+
+class Member(NamedTuple):
+    """One file of a sample. `height`, `width`: pixels, after EXIF orientation; 0 if not a picture or unreadable.
+    `frames`, `rate`: audio samples per channel and their number per second; 0 if not audio or unreadable."""
+
+    extension: str
+    offset: int
+    size: int
+    height: int
+    width: int
+    frames: int
+    rate: int
+
+    @property
+    def kind(self) -> str:
+        """ "image", "audio" or "other"."""
+        return _kind(self.extension)
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Read with `sample`, `key`, `members`, `record` and `fault`; rows are 0 to len - 1 in the shard's order."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    extensions: list[str]
+    faults: list[str]
+    samples: np.ndarray  # [N + 1] _SAMPLE; the last row only ends the one before
+    all_members: np.ndarray  # [M] _MEMBER
+    keys: np.ndarray  # uint8: the keys, UTF-8, end to end
+
+    def __len__(self) -> int:
+        return len(self.samples) - 1
+
+    def key(self, row: int) -> str:
+        start, end = int(self.samples["key_at"][row]), int(self.samples["key_at"][row + 1])
+        return self.keys[start:end].tobytes().decode("utf-8", "surrogateescape")
+
+    def members(self, row: int) -> list[Member]:
+        """Members in the order in which they stand in the tar: the n-th picture belongs to the n-th placeholder."""
+        start, end = int(self.samples["first_member"][row]), int(self.samples["first_member"][row + 1])
+        return [
+            Member(self.extensions[extension], offset, size, height, width, frames, rate)
+            for offset, size, frames, rate, height, width, extension in self.all_members[start:end].tolist()
+        ]
+
+    def record(self, row: int) -> int | None:
+        """Which member holds the JSON or text record; None if the sample has none (then `fault` says so)."""
+        at = int(self.samples["record"][row])
+        return None if at < 0 else at
+
+    def fault(self, row: int) -> str | None:
+        """Why the sample cannot be used, as far as the tar's directory tells; None if it can."""
+        code = int(self.samples["fault"][row])
+        return self.faults[code - 1] if code else None
+
+
+def open_index(shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> ShardIndex:
+    """The shard's index; built and saved first if it is absent or out of date. Several processes may call this at once.
+
+    Raises ShardError if the shard is compressed, truncated or damaged; FileNotFoundError if it is absent.
+    """
+    shard = Path(shard)
+    stat = os.stat(shard)
+    for path in dict.fromkeys([index_path(shard, cache_dir), index_path(shard, cache_dir, writable=True)]):
+        index = _load(path, shard, stat.st_size, stat.st_mtime_ns)
+        if index is not None:
+            return index
+    index = build_index(shard)
+    _save(index, index_path(shard, cache_dir, writable=True))
+    return index
+
+
+def index_path(
+    shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, writable: bool = False
+) -> Path:
+    """Where the index lies: beside the shard, or in `cache_dir` if given. With `writable`, a user-wide cache folder
+    takes the place of a shard folder that this process may not write to."""
+    shard = Path(shard)
+    if cache_dir is None and writable and not os.access(shard.parent, os.W_OK):
+        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train" / "index"
+    if cache_dir is None:
+        return shard.with_name(shard.name + ".mimo-index")
+    # Shards of several folders often share their names; the hash keeps their indexes apart.
+    place = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:12]
+    return Path(cache_dir).expanduser() / f"{shard.name}.{place}.mimo-index"
+
+
+def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
+    """Reads the shard's directory and picture headers; writes nothing. Raises ShardError as `open_index` does."""
+    shard = Path(shard)
+    refuse_compressed(shard)
+    extensions: dict[str, int] = {}
+    faults: dict[str, int] = {}
+    samples: list[tuple[int, int, int, int]] = []
+    members: list[tuple[int, ...]] = []
+    keys = bytearray()
+    current: tuple[str, list[str]] | None = None
+
+    def close_sample() -> None:
+        if current is None:
+            return
+        key, names = current
+        record, fault = _find_record(names)
+        code = faults.setdefault(fault, len(faults) + 1) if fault else 0
+        samples.append((len(members) - len(names), len(keys), code, record))
+        keys.extend(key.encode("utf-8", "surrogateescape"))
+
+    with open(shard, "rb") as file:
+        stat = os.fstat(file.fileno())
+        for name, offset, size in _walk(shard, file, stat.st_size):
+            split = _NAME.match(name)
+            if split is None or _META.search(name):
+                continue
+            key, extension = split[1], split[2].lower()
+            if current is None or current[0] != key:
+                close_sample()
+                current = (key, [])
+            current[1].append(extension)
+            code = extensions.setdefault(extension, len(extensions))
+            members.append((offset, size, *_measure(file.fileno(), extension, offset, size), code))
+        close_sample()
+    return ShardIndex(
+        path=shard,
+        size=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        extensions=list(extensions),
+        faults=list(faults),
+        samples=np.array([*samples, (len(members), len(keys), 0, -1)], dtype=_SAMPLE),
+        all_members=np.array(members, dtype=_MEMBER),
+        keys=np.frombuffer(bytes(keys), dtype=np.uint8),
+    )
+
+
+def _walk(shard: Path, file: io.BufferedReader, shard_size: int):
+    """Yields (name, offset, size) of the regular members, and proves that the tar was read to its very end.
+
+    `tarfile` stops without a word at a damaged header, so what follows the last member is checked here: at least 1,024
+    bytes, all of them zero.
+    """
+    if shard_size == 0:
+        raise ShardError(f"{shard}: the file is empty (0 bytes). Write or copy it again.")
+    end = 0
+    try:
+        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as tar:
+            while (info := tar.next()) is not None:
+                tar.members.clear()  # else it keeps every entry
+                if info.issparse():
+                    raise ShardError(
+                        f"{shard}: member {info.name!r} is a sparse file; write the shard again without them"
+                    )
+                if info.offset_data + info.size > shard_size:
+                    missing = info.offset_data + info.size - shard_size
+                    raise ShardError(
+                        f"{shard}: truncated at {shard_size} bytes: {missing} bytes of member {info.name!r} are "
+                        "missing. Copy or write the shard again."
+                    )
+                end = info.offset_data + -(-info.size // 512) * 512 if info.isreg() else tar.offset
+                if info.isreg():
+                    yield info.name, info.offset_data, info.size
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ShardError(
+            f"{shard}: not a readable uncompressed tar of {shard_size} bytes ({error}; last whole member ends at byte "
+            f"{end}). Copy or write the shard again."
+        ) from error
+    tail = 0
+    while tail < shard_size - end:
+        block = os.pread(file.fileno(), 1 << 20, end + tail)
+        if not block:
+            break
+        filled = len(block.lstrip(b"\0"))
+        if filled and shard_size - end >= 512:
+            at = end + tail + len(block) - filled
+            raise ShardError(
+                f"{shard}: damaged header at byte {end} of {shard_size} (no end mark; data at byte {at}): the samples "
+                "behind it cannot be read. Copy or write the shard again."
+            )
+        tail += len(block)
+    if tail < 1024:  # or cut within a header
+        raise ShardError(
+            f"{shard}: truncated at {shard_size} bytes: a tar ends in 1024 zero bytes, this one in {max(tail, 0)}. "
+            "Samples may be missing; copy or write the shard again."
+        )
+
+
+def _find_record(names: list[str]) -> tuple[int, str | None]:
+    """(which member is the record or -1, fault). `json` goes before `txt`; `*.json` and `*.txt` serve when alone."""
+    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if repeated:
+        return -1, f"the extension .{repeated[0]} occurs {names.count(repeated[0])} times under one key"
+    for last in ("json", "txt"):
+        if last in names:
+            return names.index(last), None
+        found = [at for at, name in enumerate(names) if name.rpartition(".")[2] == last]
+        if len(found) > 1:
+            return -1, (
+                f"{len(found)} records (.{names[found[0]]}, .{names[found[1]]}) under one key: a key ends at the "
+                "first dot of the name, so names of different samples must differ before it"
+            )
+        if found:
+            return found[0], None
+    return -1, f"no .json and no .txt member (members: {', '.join('.' + name for name in names)})"
+
+
+def _kind(extension: str) -> str:
+    last = extension.rpartition(".")[2]
+    return "image" if last in IMAGES else "audio" if last in AUDIO else "other"
+
+
+def _measure(fd: int, extension: str, offset: int, size: int) -> tuple[int, int, int, int]:
+    """(frames, rate, height, width) of a member; zeros where they do not apply or cannot be read."""
+    kind = _kind(extension)
+    if kind == "image":
+        header = parse_header(lambda at, length: os.pread(fd, max(min(length, size - at), 0), offset + at), size)
+        return (0, 0, header.height, header.width) if header else (0, 0, 0, 0)
+    if kind == "audio":
+        import soundfile
+
+        try:
+            info = soundfile.info(io.BytesIO(os.pread(fd, size, offset)))
+        except (soundfile.SoundFileError, RuntimeError):
+            return 0, 0, 0, 0
+        return int(info.frames), int(info.samplerate), 0, 0
+    return 0, 0, 0, 0
+
+
+def _save(index: ShardIndex, path: Path) -> None:
+    meta = {"version": _VERSION, "shard_size": index.size, "shard_mtime_ns": index.mtime_ns}
+    meta |= {"samples": len(index), "members": len(index.all_members), "key_bytes": len(index.keys)}
+    meta |= {"extensions": index.extensions, "faults": index.faults}
+    head = json.dumps(meta).encode()
+    head += b" " * (-(len(head) + 1) % 64) + b"\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the index {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
+        ) from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(head)
+            for array in (index.samples, index.all_members, index.keys):
+                file.write(array.tobytes())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _load(path: Path, shard: Path, size: int, mtime_ns: int) -> ShardIndex | None:
+    """The saved index, or None if it is absent, out of date, of another version, or damaged."""
+    try:
+        with open(path, "rb") as file:
+            head = file.readline()
+            length = os.fstat(file.fileno()).st_size
+        meta = json.loads(head)
+        if (meta["version"], meta["shard_size"], meta["shard_mtime_ns"]) != (_VERSION, size, mtime_ns):
+            return None
+        bounds = np.cumsum(
+            [len(head), (meta["samples"] + 1) * _SAMPLE.itemsize, meta["members"] * _MEMBER.itemsize, meta["key_bytes"]]
+        )
+        if length != bounds[-1]:
+            return None
+        # One mapping for all arrays: each mapping holds a file descriptor.
+        blob = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return ShardIndex(
+        path=shard,
+        size=size,
+        mtime_ns=mtime_ns,
+        extensions=meta["extensions"],
+        faults=meta["faults"],
+        samples=blob[bounds[0] : bounds[1]].view(_SAMPLE),
+        all_members=blob[bounds[1] : bounds[2]].view(_MEMBER),
+        keys=blob[bounds[2] : bounds[3]],
+    )

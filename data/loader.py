@@ -1,0 +1,239 @@
+"""The step loader: optimizer steps for one rank, read ahead in threads, in an order that no worker count changes.
+
+Where a run stands is `consumed_samples` alone. Step after step the loader hands out samples [consumed, consumed +
+global_batch_size), cut in microbatches of `microbatch_samples`; each reader takes its contiguous data-parallel slice
+of each. Faults are counted when a step is handed out, not when it is read ahead: the same bad sample ends a run at the
+same step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.collate import collate, collate_media
+from data.dataset import Dataset
+
+LANGUAGE = "language"
+
+
+@dataclass(frozen=True)
+class Batching:
+    """`global_batch_size`: samples per optimizer step; `microbatch_samples`: samples of one microbatch over ALL
+    data-parallel ranks, that is micro_batch_size x dp(language)."""
+
+    global_batch_size: int
+    microbatch_samples: int
+
+    def __post_init__(self) -> None:
+        assert self.microbatch_samples > 0, self
+        assert self.global_batch_size > 0 and self.global_batch_size % self.microbatch_samples == 0, self
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch_size // self.microbatch_samples
+
+
+@dataclass(frozen=True)
+class Reader:
+    """This rank's part of one module ("language" or a `Media.module`): the `dp_rank`-th of `dp_size` equal, contiguous
+    slices of each microbatch."""
+
+    module: str
+    dp_rank: int
+    dp_size: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dp_rank < self.dp_size, self
+
+    def slice(self, first: int, count: int) -> range:
+        """Its sample numbers of the `count` that start at `first`."""
+        assert count % self.dp_size == 0, (self, count)
+        share = count // self.dp_size
+        return range(first + self.dp_rank * share, first + (self.dp_rank + 1) * share)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step of one rank.
+
+    microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S], loss_mask
+    float32 [B, S], and `texts` (list of (question, truth)) if the dataset keeps text. With media modules:
+    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of
+    tensors if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N,
+    samples]. Always: `sample_numbers` int64 [B], of the language slice, else of the first media module's.
+    token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks.
+    bad: bool [global_batch_size], samples of the step that this rank found bad (a rank sees only what it reads).
+    """
+
+    first_sample: int
+    microbatches: list[dict[str, Any]]
+    token_counts: dict[str, list[list[int]]]
+    bad: np.ndarray
+
+
+class StepLoader:
+    """Iterator over steps. Use it as a context manager, or call `close`.
+
+    readers: one per module that this rank reads; none is allowed (such a rank gets numbers and counts only).
+    workers: threads; 0 reads in the caller. prefetch_steps: steps read ahead. limit: steps to hand out, None = endless.
+    `next` raises what went wrong in a worker, as it was: TooManyBadSamples, ShardError, ...
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batching: Batching,
+        readers: Sequence[Reader],
+        *,
+        consumed_samples: int = 0,
+        workers: int = 2,
+        prefetch_steps: int = 2,
+        limit: int | None = None,
+    ) -> None:
+        assert consumed_samples >= 0 and workers >= 0 and prefetch_steps >= 1, (
+            consumed_samples,
+            workers,
+            prefetch_steps,
+        )
+        known = {LANGUAGE, *(item.module for item in dataset.modules)}
+        names = [reader.module for reader in readers]
+        assert len(set(names)) == len(names) and known.issuperset(names), (names, known)
+        for reader in readers:
+            reader.slice(0, batching.microbatch_samples)
+        self._dataset, self._batching, self._limit = dataset, batching, limit
+        self._language = next((reader for reader in readers if reader.module == LANGUAGE), None)
+        self._media = [reader for reader in readers if reader.module != LANGUAGE]
+        self._next, self._issued, self._closed = consumed_samples, 0, False
+        self._ahead = prefetch_steps if workers else 1
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers else None
+        self._pending: deque[_Step] = deque()
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        if self._closed:
+            raise RuntimeError("this StepLoader is closed")
+        try:
+            self._read_ahead()
+            if not self._pending:
+                raise StopIteration
+            step = self._pending.popleft()
+            self._read_ahead()  # the place that has become free
+            return self._assemble(step)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> StepLoader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops what was read ahead and waits for the threads to end. May be called twice."""
+        self._closed = True
+        self._pending.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read_ahead(self) -> None:
+        # In the caller's thread nothing is read before it is asked for.
+        while len(self._pending) < self._ahead and (self._limit is None or self._issued < self._limit):
+            if self._pool is None and self._pending:
+                return
+            self._pending.append(self._issue(self._next))
+            self._next += self._batching.global_batch_size
+            self._issued += 1
+
+    def _issue(self, first: int) -> _Step:
+        """Hands every sample of the step to the workers; the samples of one reader are in order."""
+        size, count = self._batching.microbatch_samples, self._batching.num_microbatches
+        starts = [first + at * size for at in range(count)]
+        text, media = self._dataset.read_text, self._dataset.read_media
+        return _Step(
+            first,
+            counts=[self._submit(self._token_counts, start) for start in starts],
+            texts=[
+                [self._submit(text, number) for number in self._language.slice(start, size)] if self._language else []
+                for start in starts
+            ],
+            media=[
+                {
+                    reader.module: [self._submit(media, number, reader.module) for number in reader.slice(start, size)]
+                    for reader in self._media
+                }
+                for start in starts
+            ],
+        )
+
+    def _submit(self, work: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        """The result, when called."""
+        if self._pool is None:
+            return lambda: work(*args)
+        future: Future[Any] = self._pool.submit(work, *args)
+        return future.result
+
+    def _token_counts(self, start: int) -> list[dict[str, int]]:
+        return [
+            self._dataset.token_counts(number) for number in range(start, start + self._batching.microbatch_samples)
+        ]
+
+    def _assemble(self, step: _Step) -> StepBatch:
+        size, modules = self._batching.microbatch_samples, [item.module for item in self._dataset.modules]
+        faults, microbatches = {}, []
+        for at in range(self._batching.num_microbatches):
+            start = step.first + at * size
+            texts = [result() for result in step.texts[at]]
+            media = {module: [result() for result in results] for module, results in step.media[at].items()}
+            for _, fault in (*texts, *(pair for pairs in media.values() for pair in pairs)):
+                if fault is not None:
+                    faults.setdefault(fault.number, fault)
+            microbatches.append(self._microbatch(start, texts, media, faults))
+        bad = np.zeros(self._batching.global_batch_size, dtype=bool)
+        for number in sorted(faults):
+            bad[number - step.first] = True
+            self._dataset.faults.record(faults[number])
+        counts = [result() for result in step.counts]
+        return StepBatch(step.first, microbatches, {m: [[c[m] for c in part] for part in counts] for m in modules}, bad)
+
+    def _microbatch(self, start: int, texts: list, media: dict[str, list], faults: dict) -> dict[str, Any]:
+        leader = self._language or (self._media[0] if self._media else None)
+        numbers = leader.slice(start, self._batching.microbatch_samples) if leader else ()
+        batch: dict[str, Any] = {"sample_numbers": torch.tensor(list(numbers), dtype=torch.int64)}
+        if self._language:
+            # A sample whose picture failed on this very rank must not be learned from either.
+            samples = [sample.without_loss() if sample.number in faults else sample for sample, _ in texts]
+            batch |= collate(samples)
+            if self._dataset.keep_text:
+                batch["texts"] = [sample.question_and_truth for sample in samples]
+        if media:
+            fields = {item.module: item.field for item in self._dataset.modules}
+            inputs = {
+                module: collate_media([item for items, _ in pairs for item in items], fields[module])
+                for module, pairs in media.items()
+            }
+            batch["modality_inputs"] = {
+                module: None if value is None else {module: value} for module, value in inputs.items()
+            }
+        return batch
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step on its way: callables that give each result, by microbatch."""
+
+    first: int
+    counts: list[Callable[[], list[dict[str, int]]]]
+    texts: list[list[Callable[[], Any]]]
+    media: list[dict[str, list[Callable[[], Any]]]]

@@ -1,0 +1,114 @@
+"""The global order: sample number -> (epoch, position) -> row of the dataset.
+
+Sample number n is the place in an endless stream: epoch n // N, position n % N, for N rows. Within an epoch the row is
+a keyed permutation of the position, so it is a function of (seed, epoch, position) alone: no state, no memory, the
+same on every rank, and any number can be asked for first.
+
+Construction: let b = bit length of N - 1. An unbalanced Feistel network permutes the integers below 2**b: a number is
+split into a high part of b // 2 bits and a low part of the rest, and in each of 12 rounds one part is XORed with a
+keyed hash of the other, turn by turn (each round is its own inverse, hence the whole is a bijection). The hash is the
+finaliser of SplitMix64 (Steele, Lea, Flood 2014), as are the round keys, drawn from (seed, epoch, round). Since 2**b
+may exceed N, results of N or more are permuted again until they fall below N (cycle walking, Black and Rogaway 2002):
+the walk follows a cycle of the permutation, so it ends, and restricted to [0, N) it is again a bijection. 2**b < 2 N:
+fewer than two walks on average.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """Order of a dataset of `size` rows. `shuffle=False` is the identity in each epoch."""
+
+    size: int
+    seed: int = 0
+    shuffle: bool = True
+    _keys: object = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert self.size > 0, self.size
+        object.__setattr__(self, "_keys", lru_cache(maxsize=4)(lambda epoch: _round_keys(self.seed, epoch)))
+
+    def epoch_and_position(self, number: int) -> tuple[int, int]:
+        """Epoch of sample `number` and its position in it, both from 0."""
+        assert number >= 0, number
+        return divmod(number, self.size)
+
+    def row(self, number: int) -> int:
+        """Row of the dataset for sample `number` (>= 0)."""
+        epoch, value = self.epoch_and_position(number)
+        if not self.shuffle or self.size == 1:
+            return value
+        keys = self._keys(epoch)
+        low_bits, low_mask, high_mask = _split(self.size)
+        while True:
+            high, low = value >> low_bits, value & low_mask
+            for turn in range(0, _ROUNDS, 2):
+                high ^= _mix(low + keys[turn]) & high_mask
+                low ^= _mix(high + keys[turn + 1]) & low_mask
+            value = high << low_bits | low
+            if value < self.size:
+                return value
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """`row` for an array of sample numbers (int64, any shape), several epochs allowed."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        assert numbers.size == 0 or numbers.min() >= 0
+        epochs, positions = np.divmod(numbers, self.size)
+        if not self.shuffle or self.size == 1:
+            return positions
+        rows = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            rows[chosen] = _permute(positions[chosen].astype(np.uint64), self.size, self._keys(int(epoch)))
+        return rows
+
+
+def _permute(values: np.ndarray, size: int, keys: tuple[int, ...]) -> np.ndarray:
+    low_bits, low_mask, high_mask = (np.uint64(number) for number in _split(size))
+    result = values.copy()
+    pending = np.arange(len(result))
+    while len(pending):
+        high, low = result[pending] >> low_bits, result[pending] & low_mask
+        for turn in range(0, _ROUNDS, 2):
+            high ^= _mix_array(low + np.uint64(keys[turn])) & high_mask
+            low ^= _mix_array(high + np.uint64(keys[turn + 1])) & low_mask
+        moved = high << low_bits | low
+        result[pending] = moved
+        pending = pending[moved >= np.uint64(size)]
+    return result.astype(np.int64)
+
+
+def _split(size: int) -> tuple[int, int, int]:
+    """(bits of the low part, its mask, mask of the high part)."""
+    bits = (size - 1).bit_length()
+    high_bits = bits // 2
+    return bits - high_bits, (1 << bits - high_bits) - 1, (1 << high_bits) - 1
+
+
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    state = _mix(_mix(seed & _MASK) + epoch)
+    return tuple(_mix(state + 0x9E3779B97F4A7C15 * (turn + 1)) for turn in range(_ROUNDS))
+
+
+def _mix(value: int) -> int:
+    """Finaliser of SplitMix64 on Python integers; `_mix_array` is the same on uint64 arrays."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
+
+
+def _mix_array(value: np.ndarray) -> np.ndarray:
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return value ^ value >> np.uint64(31)

@@ -1,0 +1,139 @@
+"""Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer.
+
+Template of a conversation (ours, neutral, the same for both kinds; `collate.py` applies it):
+
+    [begin] then for each turn: [role marker] text and placeholders [end of turn]
+
+Byte tokenizer: each marker is one special id. Hugging Face tokenizer: begin is its BOS token (left out if it has
+none), end of turn its EOS token, and a role marker is the special token `<|user|>`, `<|assistant|>` or `<|system|>`
+where the vocabulary has all three, else the plain text "user:", "assistant:" or "system:" and a line break. Its own
+chat template is not used. Text is never read as special tokens, so that a record cannot forge a marker or a
+placeholder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+ROLES = ("user", "assistant", "system")
+_MULTIPLE = 64  # vocabularies are padded to this, so that tensor-parallel ranks and matrix units divide them
+
+
+class Tokenizer(Protocol):
+    """What the data path asks of a tokenizer. All ids are below `vocab_size`."""
+
+    pad_id: int
+    begin_id: int | None
+    end_of_turn_id: int
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; no special id among them."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; special ids are left out."""
+
+    def role_ids(self, role: str) -> list[int]:
+        """Marker that opens a turn of `role`: user, assistant or system."""
+
+    def placeholder_id(self, name: str) -> int:
+        """Id of a placeholder such as `<image>`. Raises ValueError for a name that the tokenizer was not built with."""
+
+
+def build_tokenizer(name: str | os.PathLike[str], placeholders: Sequence[str] = ()) -> Tokenizer:
+    """`name` (config key `data.tokenizer`): "bytes", or a folder or hub name of a Hugging Face tokenizer.
+
+    placeholders: one per media module, e.g. ["<image>"]. Raises ValueError if it cannot be loaded.
+    """
+    if len(set(placeholders)) < len(placeholders):
+        raise ValueError(f"each media module needs a placeholder of its own, got {list(placeholders)}")
+    return ByteTokenizer(placeholders) if name == "bytes" else HuggingFaceTokenizer(name, placeholders)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; then pad, begin, end of turn, user, assistant, system, and the placeholders."""
+
+    def __init__(self, placeholders: Sequence[str] = ()) -> None:
+        self.pad_id, self.begin_id, self.end_of_turn_id = 256, 257, 258
+        self._roles = {role: 259 + at for at, role in enumerate(ROLES)}
+        first = 259 + len(ROLES)
+        self._placeholders = {name: first + at for at, name in enumerate(placeholders)}
+        self.vocab_size = _round_up(first + len(placeholders))
+
+    def encode(self, text: str) -> list[int]:
+        # JSON may hold half of a surrogate pair, which UTF-8 cannot: it becomes "?".
+        return list(text.encode("utf-8", "replace"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(token) for token in ids if 0 <= int(token) < 256).decode("utf-8", "replace")
+
+    def role_ids(self, role: str) -> list[int]:
+        return [self._roles[role]]
+
+    def placeholder_id(self, name: str) -> int:
+        return _lookup(self._placeholders, name)
+
+
+class HuggingFaceTokenizer:
+    """A `transformers` tokenizer. Placeholders that it lacks are added as special tokens; pad falls back to EOS.
+
+    `vocab_size` counts the added tokens and is rounded up to a multiple of 64. Raises ValueError (names
+    `data.tokenizer`) if it cannot be loaded or has no EOS token.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], placeholders: Sequence[str] = ()) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"data.tokenizer: cannot load {str(path)!r}: {reason}. Use 'bytes' or a Hugging Face tokenizer"
+            ) from error
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn; set eos_token in its config"
+            )
+        known = self._tokenizer.get_vocab()
+        # Also those that the vocabulary has: only as special tokens are they kept apart from text.
+        self._tokenizer.add_tokens(list(placeholders), special_tokens=True)
+        self._placeholders = {name: self._tokenizer.convert_tokens_to_ids(name) for name in placeholders}
+        self.end_of_turn_id: int = self._tokenizer.eos_token_id
+        self.begin_id: int | None = self._tokenizer.bos_token_id
+        pad = self._tokenizer.pad_token_id
+        self.pad_id: int = self.end_of_turn_id if pad is None else pad
+        self.vocab_size = _round_up(len(self._tokenizer))
+        markers = {role: f"<|{role}|>" for role in ROLES}
+        if all(marker in known for marker in markers.values()):
+            self._roles = {role: [known[marker]] for role, marker in markers.items()}
+        else:
+            self._roles = {role: self.encode(f"{role}:\n") for role in ROLES}
+        # The first call sets options of the shared Rust object, which must not happen while another thread encodes.
+        self.encode("")
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # Ids of the padding up to vocab_size have no text.
+        kept = [int(token) for token in ids if 0 <= int(token) < len(self._tokenizer)]
+        return self._tokenizer.decode(kept, skip_special_tokens=True)
+
+    def role_ids(self, role: str) -> list[int]:
+        return list(self._roles[role])
+
+    def placeholder_id(self, name: str) -> int:
+        return _lookup(self._placeholders, name)
+
+
+def _lookup(placeholders: dict[str, int], name: str) -> int:
+    if name not in placeholders:
+        raise ValueError(f"the tokenizer has no placeholder {name!r}; it was built with {sorted(placeholders)}")
+    return placeholders[name]
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _MULTIPLE) * _MULTIPLE

@@ -1,0 +1,33 @@
+"""Checking one sample whole: its record, its placeholders, and every picture and clip."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from data.decode import DecodeError, decode_audio, decode_picture
+from data.index import ShardIndex
+from data.read import ReadError, ShardReader
+from data.records import RecordError, parse_record
+
+
+def check_sample(reader: ShardReader, index: ShardIndex, row: int) -> str | None:
+    """Why the sample is bad, or None. Reads and decodes everything, which a run does not do on any single rank."""
+    if fault := index.fault(row):
+        return fault
+    members, at = index.members(row), index.record(row)
+    assert at is not None, "an index marks a sample without a record as a fault"
+    stamp = (index.size, index.mtime_ns)
+    name = ""
+    try:
+        for member in members:
+            name = f"member .{member.extension}: "
+            if member.kind != "other":
+                raw = reader.read(index.path, member.offset, member.size, member.extension, stamp)
+                decode_picture(raw) if member.kind == "image" else decode_audio(raw, rate=member.rate or 16000)
+        name, record = "", members[at]
+        raw = reader.read(index.path, record.offset, record.size, record.extension, stamp)
+        counts = Counter(member.kind for member in members)
+        parse_record(raw, record.extension, index.key(row), {kind: counts[kind] for kind in ("image", "audio")})
+    except (DecodeError, ReadError, RecordError) as error:
+        return name + str(error)
+    return None

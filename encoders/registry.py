@@ -1,0 +1,27 @@
+"""The encoder families: one table from family name to its spec and its builder. Imports no torch until one is built."""
+
+from dataclasses import dataclass
+from importlib import import_module
+
+from encoders.spec import VisionSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family of encoders is described and built."""
+
+    spec: type
+    """Dataclass of its sizes (see `encoders.spec`)."""
+    builder: str
+    """`module:attribute` of a class called as (config, spec, layer_spec, norm, pg_collection)."""
+
+    def load(self):
+        """The builder itself. Imports torch and Megatron-Core."""
+        module, attribute = self.builder.split(":")
+        return getattr(import_module(module), attribute)
+
+
+FAMILIES: dict[str, Family] = {
+    "vit": Family(spec=VisionSpec, builder="encoders.vit:VisionTransformer"),
+}
+"""Every family, by the name that `encoder.family` gives."""

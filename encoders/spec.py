@@ -1,0 +1,162 @@
+"""What an encoder and a projector are made of: sizes, and the arithmetic that follows from them. Imports no torch."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class VisionSpec:
+    """A vision transformer over one picture of fixed size: patches, learned positions, pre-norm layers, a final norm."""
+
+    name: str = "vit"
+    """Free name, shown in tables."""
+    family: str = "vit"
+    """Key of `encoders.registry.FAMILIES`: decides which code builds the encoder."""
+    image_size: int = 224
+    """Height and width, in pixels, that every picture is resized to."""
+    patch_size: int = 16
+    """Height and width of one patch in pixels; must divide `image_size`."""
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    num_layers: int = 12
+    """Transformer layers."""
+    num_attention_heads: int = 12
+    """Attention heads; must divide `hidden_size` and be divisible by the module's tp."""
+    ffn_hidden_size: int = 3072
+    """Width of the feed-forward block; must be divisible by the module's tp."""
+    normalization: str = "LayerNorm"
+    """LayerNorm or RMSNorm."""
+    layernorm_epsilon: float = 1e-6
+    """Epsilon of every norm."""
+    activation: str = "gelu"
+    """gelu, quick_gelu, relu or silu."""
+    class_token: bool = False
+    """Whether a learned class token joins the patches inside the encoder; it is dropped before the projector."""
+    dropout: float = 0.0
+    """Dropout probability of hidden states and attention."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    pixel_mean: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
+    pixel_std: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    """Standard deviation per channel, of pixels scaled to [0, 1]."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of media this encoder reads."""
+        return "image"
+
+    @property
+    def placeholder(self) -> str:
+        """What stands in a record's text where the media go."""
+        return "<image>"
+
+    def input_size(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in pixels that a picture of `height` x `width` is resized to."""
+        return self.image_size, self.image_size
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """(rows, columns) of patches of a picture of `height` x `width` pixels."""
+        return self.image_size // self.patch_size, self.image_size // self.patch_size
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = []
+        for name in ("image_size", "patch_size", "hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size"):
+            if getattr(self, name) < 1:
+                found.append((name, f"must be at least 1, is {getattr(self, name)}"))
+        if found:
+            return found
+        if self.image_size % self.patch_size:
+            found.append(
+                ("patch_size", f"{self.patch_size} does not divide image_size {self.image_size}: change one of them")
+            )
+        if self.hidden_size % self.num_attention_heads:
+            found.append(
+                (
+                    "num_attention_heads",
+                    f"{self.num_attention_heads} does not divide hidden_size {self.hidden_size}: change one of them",
+                )
+            )
+        if self.normalization not in ("LayerNorm", "RMSNorm"):
+            found.append(("normalization", f"must be LayerNorm or RMSNorm, is {self.normalization!r}"))
+        if self.activation not in ACTIVATIONS:
+            found.append(("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {self.activation!r}"))
+        for name in ("pixel_mean", "pixel_std"):
+            if len(getattr(self, name)) != 3:
+                found.append((name, f"needs 3 numbers (red, green, blue), has {len(getattr(self, name))}"))
+        return found
+
+    def num_parameters(self) -> int:
+        """Number of trainable parameters, biases and norms included."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        norm = hidden * (2 if self.normalization == "LayerNorm" else 1)
+        layer = (hidden * 3 * hidden + 3 * hidden) + (hidden * hidden + hidden) + (hidden * ffn + ffn)
+        layer += (ffn * hidden + hidden) + 2 * norm
+        patch = 3 * self.patch_size**2 * hidden + hidden
+        rows, columns = self.grid(self.image_size, self.image_size)
+        positions = rows * columns * hidden + (hidden if self.class_token else 0)
+        return patch + positions + self.num_layers * layer + norm
+
+
+@dataclass
+class ProjectorSpec:
+    """What carries encoder features into the language model's embedding space."""
+
+    name: str = "mlp"
+    """Free name, shown in tables."""
+    kind: str = "mlp"
+    """mlp (two linear layers with an activation between them) or linear (one)."""
+    ffn_hidden_size: int = 0
+    """Hidden width of the mlp; 0 means the language model's hidden size."""
+    activation: str = "gelu"
+    """gelu, quick_gelu, relu or silu."""
+    merge: int = 1
+    """Side of the square of neighbouring patches that is joined into one token (pixel shuffle): merge 2 makes a
+    quarter of the tokens, each four times as wide, before the projection."""
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = []
+        if self.kind not in ("mlp", "linear"):
+            found.append(("kind", f"must be mlp or linear, is {self.kind!r}"))
+        if self.activation not in ACTIVATIONS:
+            found.append(("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {self.activation!r}"))
+        if self.merge < 1:
+            found.append(("merge", f"must be at least 1, is {self.merge}"))
+        return found
+
+    def num_parameters(self, encoder_width: int, language_width: int) -> int:
+        """Number of trainable parameters between `encoder_width` features and `language_width` embeddings."""
+        width = encoder_width * self.merge**2
+        if self.kind == "linear":
+            return width * language_width + language_width
+        hidden = self.ffn_hidden_size or language_width
+        return width * hidden + hidden + hidden * language_width + language_width
+
+
+ACTIVATIONS = ("gelu", "quick_gelu", "relu", "silu")
+"""Activation functions of encoders and projectors."""
+
+
+def num_tokens(encoder: VisionSpec, projector: ProjectorSpec, height: int, width: int) -> int:
+    """Tokens that a picture of `height` x `width` pixels takes in the language model's sequence: patches / merge^2.
+
+    A pure function of the specs, so that data (placeholders), `mimo-train check` and the pipeline (message shapes)
+    agree without asking the model.
+    """
+    rows, columns = encoder.grid(height, width)
+    return (rows // projector.merge) * (columns // projector.merge)
+
+
+def joint_faults(encoder: VisionSpec, projector: ProjectorSpec) -> list[tuple[str, str]]:
+    """(field of the module, sentence) of faults of an encoder and a projector together."""
+    rows, columns = encoder.grid(encoder.image_size, encoder.image_size)
+    if rows % projector.merge or columns % projector.merge:
+        return [
+            (
+                "projector.merge",
+                f"{projector.merge} does not divide the patch grid {rows} x {columns} "
+                f"(image_size {encoder.image_size} / patch_size {encoder.patch_size}): change one of the three",
+            )
+        ]
+    return []

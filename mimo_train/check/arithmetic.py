@@ -1,0 +1,151 @@
+"""Tables of what follows from the config alone: parameters, memory, batch, pipeline, tokens per picture."""
+
+from encoders.spec import num_tokens
+from mimo_train import memory
+from mimo_train.check.report import Report, Table, plural
+from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
+from mimo_train.layout import RunLayout
+from mimo_train.memory import GIB, Memory, ParameterCount, StageMemory
+
+IMBALANCE = 2.0
+"""Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""
+
+
+def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, vocab: int | None) -> None:
+    """Parameters of each module, and its place if the layout is sound. `vocab`: None if the tokenizer is at fault."""
+    rows, notes, totals = [], [], ParameterCount(0, 0)
+    for name, module in cfg.modules.items():
+        counts = memory.module_parameters(cfg, name, vocab or 0)
+        count = sum(counts.values(), ParameterCount(0, 0))
+        totals += count
+        patterns = memory.freeze_patterns(module)
+        if patterns:
+            notes.append(f"* patterns of modules.{name}.freeze ({', '.join(patterns)}) are not counted as frozen")
+        where = (str(layout.modules[name]), _span(layout.modules[name].ranks)) if layout else ("at fault", "")
+        mark = "*" if patterns else ""
+        rows.append((name, _describe(module), *where, f"{count.total:,}", f"{count.trainable:,}{mark}"))
+    if len(rows) > 1:
+        rows.append(("all", "", "", "", f"{totals.total:,}", f"{totals.trainable:,}"))
+    if vocab is None:
+        notes.append("without token embeddings: the tokenizer is at fault")
+    header = ("module", "what it is", "layout", "ranks", "parameters", "trained")
+    report.tables.append(Table("Modules", header, rows, notes, left=4))
+
+
+def add_memory(
+    report: Report, cfg: ConfigContainer, layout: RunLayout, vocab: int | None, media_per_sample: dict[str, float]
+) -> None:
+    """Estimated memory of each pipeline stage of each module, and of the fullest rank."""
+    stages = [
+        stage
+        for name in cfg.modules
+        for stage in memory.stage_memory(cfg, layout, name, vocab or 0, media_per_sample.get(name, 1.0))
+    ]
+    rows = [(_stage_name(stage, layout), _span(stage.ranks), *_gib(stage.memory)) for stage in stages]
+    ranks = memory.rank_memory(stages)
+    fullest = max(ranks, key=lambda rank: ranks[rank].total)
+    emptiest = min(ranks, key=lambda rank: ranks[rank].total)
+    if layout.shared and len(cfg.modules) > 1:
+        rows.append(("all modules", _span(tuple(ranks)), *_gib(ranks[fullest])))
+    notes = [
+        f"an estimate, without workspaces, buffers of communication and the CUDA context; {cfg.train.precision}, "
+        f"recompute {cfg.train.recompute}"
+    ]
+    for name in cfg.encoders:
+        known = name in media_per_sample
+        count = f"{media_per_sample[name]:.2f} pictures" if known else "1 picture (no sample was read)"
+        notes.append(f"activations of {name}: for {count} a sample")
+    header = ("module", "ranks", "weights", "gradients", "optimizer", "activations", "GiB a rank")
+    report.tables.append(Table("Memory of a rank (GiB)", header, rows, notes, left=2))
+    most, least = ranks[fullest].total, ranks[emptiest].total
+    if most > IMBALANCE * least and most - least > GIB:
+        report.warnings.append(
+            f"memory is uneven: rank {fullest} ({', '.join(layout.on_rank(fullest))}) needs {most / GIB:.1f} GiB, "
+            f"rank {emptiest} ({', '.join(layout.on_rank(emptiest))}) {least / GIB:.1f} GiB; give the fuller module "
+            "more ranks (modules.*.layout), or let modules share ranks (placement.mode=shared)"
+        )
+
+
+def add_batch(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
+    """Batch arithmetic and the pipeline's bubble."""
+    train, microbatches, stages = cfg.train, layout.num_microbatches, memory.pipeline_stages(layout)
+    share = memory.bubble(layout)
+    per_rank = ", ".join(f"{name} {layout.microbatch_samples // sizes.dp}" for name, sizes in layout.modules.items())
+    tokens = train.global_batch_size * cfg.data.sequence_length
+    rows = [
+        ("processes", f"{layout.world_size}"),
+        ("global batch", f"{train.global_batch_size} samples"),
+        (
+            "microbatch",
+            f"{layout.microbatch_samples} samples (train.micro_batch_size {train.micro_batch_size} x dp of {LANGUAGE} "
+            f"{layout.language.dp})",
+        ),
+        ("microbatches", f"{microbatches} a step"),
+        ("samples of a microbatch on a rank", per_rank),
+        ("tokens", f"{tokens:,} a step, padding included ({train.global_batch_size} x {cfg.data.sequence_length})"),
+        ("run", f"{train.iters:,} steps, {train.iters * train.global_batch_size:,} samples"),
+        (
+            "pipeline",
+            f"{plural(stages, 'stage')}, bubble about {share:.0%} = ({stages} - 1) / ({microbatches} + {stages} - 1)",
+        ),
+    ]
+    report.tables.append(Table("Batch", (), rows))
+    if share > 0.5:
+        report.warnings.append(
+            f"the pipeline waits about {share:.0%} of the time: {plural(microbatches, 'microbatch')} for "
+            f"{plural(stages, 'stage')}; "
+            f"raise train.global_batch_size {train.global_batch_size} or lower "
+            f"train.micro_batch_size {train.micro_batch_size}"
+        )
+    if cfg.optim.warmup_iters > train.iters:
+        report.warnings.append(
+            f"optim.warmup_iters {cfg.optim.warmup_iters} is longer than train.iters {train.iters}: "
+            f"the learning rate never reaches optim.lr {cfg.optim.lr}"
+        )
+
+
+def add_pictures(report: Report, cfg: ConfigContainer) -> None:
+    """Tokens that one picture takes, for each encoder."""
+    rows = []
+    for name, module in cfg.encoders.items():
+        encoder, projector = module.encoder, module.projector
+        grid = encoder.grid(encoder.image_size, encoder.image_size)
+        tokens = num_tokens(encoder, projector, encoder.image_size, encoder.image_size)
+        rows.append(
+            (
+                name,
+                f"{encoder.image_size} x {encoder.image_size} pixels",
+                f"{grid[0]} x {grid[1]} patches",
+                f"{projector.merge}",
+                f"{tokens} of {cfg.data.sequence_length}",
+            )
+        )
+    if rows:
+        header = ("module", "resized to", "patches", "merge", "tokens of data.sequence_length")
+        report.tables.append(Table("One picture", header, rows))
+
+
+def _describe(module: ModuleConfig) -> str:
+    if module.llm is not None:
+        llm = module.llm
+        return f"{llm.name}: {llm.num_layers} layers x {llm.hidden_size}, {llm.num_attention_heads} heads"
+    encoder, projector = module.encoder, module.projector
+    frozen = [part for part in ("encoder", "projector") if part in module.freeze]
+    return (
+        f"{encoder.name}: {encoder.num_layers} layers x {encoder.hidden_size}, {encoder.num_attention_heads} heads; "
+        f"{projector.name}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
+    )
+
+
+def _stage_name(stage: StageMemory, layout: RunLayout) -> str:
+    pp = layout.modules[stage.module].pp
+    return f"{stage.module}, stage {stage.stage + 1} of {pp}" if pp > 1 else stage.module
+
+
+def _gib(memory: Memory) -> tuple[str, ...]:
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+    return tuple(f"{part / GIB:.3f}" for part in parts)
+
+
+def _span(ranks) -> str:
+    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

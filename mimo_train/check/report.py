@@ -1,0 +1,81 @@
+"""What the parts of a check find, and how it is printed: tables on a terminal, plain columns anywhere else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from mimo_train.config import Fault
+
+PLAIN_WIDTH = 500
+"""Columns of output that is no terminal: wide enough that no line is broken."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a title. `header` may be empty. Columns after the first `left` are right-aligned."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    notes: list[str] = field(default_factory=list)
+    left: int = 99
+
+
+@dataclass
+class Report:
+    """Everything that was found. Each part of the check adds to it."""
+
+    tables: list[Table] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    """What keeps the run from starting."""
+    warnings: list[str] = field(default_factory=list)
+    """What the run can do with, but the user should know."""
+    notes: list[str] = field(default_factory=list)
+    """What will happen, such as the step that the run resumes from."""
+
+
+def show(report: Report, last_line: str, out: TextIO, err: TextIO) -> None:
+    """Tables, notes and warnings on `out`, then faults on `err`, or `last_line` on `out` if there are none."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(file=out, highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(file=out, highlight=False, width=PLAIN_WIDTH, color_system=None)
+    for table in report.tables:
+        console.print(Text(table.title, style="bold"))
+        grid = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else None, show_header=bool(table.header))
+        for column in range(max(map(len, [table.header, *table.rows]))):
+            name = table.header[column] if table.header else ""
+            grid.add_column(Text(name), justify="left" if column < table.left else "right")
+        for row in table.rows:
+            grid.add_row(*(Text(cell) for cell in row))
+        console.print(grid)
+        for note in table.notes:
+            console.print(Text(f" {note}"))
+        console.print()
+    for note in report.notes:
+        console.print(Text(f"note: {note}"))
+    for warning in report.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"))
+    out.flush()
+    for fault in report.faults:
+        for line in str(fault).splitlines():
+            print(f"error: {line}", file=err)
+    if report.faults:
+        print(f"{plural(len(report.faults), 'fault')}: this run cannot start", file=err)
+    else:
+        console.print(Text(last_line, style="green"))
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: 1 shard, 2 shards, 2 microbatches."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def spread(values: Sequence[int]) -> str:
+    """The mean and the range of some whole numbers."""
+    return f"{sum(values) / len(values):.1f} on average, {min(values)} to {max(values)}"

@@ -1,0 +1,94 @@
+"""What a run resumes from: a checkpoint of the same or another layout, of the same or another model and data."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from mimo_train import compose, layout
+from mimo_train.check.report import Report
+from mimo_train.checkpoint import folders
+from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault
+
+FREE_TO_CHANGE = {"name", "dropout", "init_std", "layernorm_epsilon", "pixel_mean", "pixel_std", "rope_base"}
+"""Fields of specs that do not change which weights a model has."""
+
+
+def add_run_dir(
+    report: Report, cfg: ConfigContainer, plan: layout.RunLayout | None, data_fingerprint: str | None
+) -> None:
+    """Notes what the run resumes from, and faults a checkpoint that does not fit the model or the data.
+
+    `data_fingerprint`: of the training shards, or None where they could not all be read.
+    """
+    folder = Path(cfg.run.dir)
+    if folder.exists() and not folder.is_dir():
+        report.faults.append(Fault("run.dir", f"{folder} is a file: give a folder"))
+        return
+    try:
+        checkpoint = folders.chosen(folder, cfg.checkpoint.resume)
+    except ValueError as error:
+        report.faults.append(Fault("checkpoint.resume", str(error).removeprefix("checkpoint.resume: ")))
+        return
+    if checkpoint is None:
+        return
+    try:
+        record = folders.read_record(checkpoint)
+        before = compose.from_dict(record["config"])
+        plan_before = layout.plan(before)
+        fingerprint = record["data_fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        report.warnings.append(
+            f"resumes {checkpoint}, whose {folders.RECORD} cannot be read ({_first_line(error)}): "
+            "whether model and data fit is not known"
+        )
+        return
+    remedy = "use another run.dir, or checkpoint.resume=never"
+    changes = list(_model_changes(before, cfg))
+    if changes:
+        report.faults.append(Fault("run.dir", f"{checkpoint} is of another model ({'; '.join(changes)}): {remedy}"))
+    if data_fingerprint is not None and data_fingerprint != fingerprint:
+        report.faults.append(
+            Fault(
+                "data.shards",
+                f"are not those that {checkpoint} was trained on (fingerprint {data_fingerprint}, was {fingerprint}), "
+                f"so the order of samples would not continue: give the same shards, {remedy}",
+            )
+        )
+    if plan is not None and plan_before.modules != plan.modules:
+        report.notes.append(
+            f"resumes {checkpoint}, saved with another layout ({_describe(plan_before)}; now {_describe(plan)}): "
+            "it is resharded on load"
+        )
+    else:
+        report.notes.append(f"resumes {checkpoint}")
+
+
+def _model_changes(before: ConfigContainer, now: ConfigContainer) -> Iterator[str]:
+    if set(before.modules) != set(now.modules):
+        yield f"modules were {', '.join(before.modules)}, are {', '.join(now.modules)}"
+        return
+    for name, module in now.modules.items():
+        for part in ("encoder", "projector", "llm"):
+            old, new = getattr(before.modules[name], part), getattr(module, part)
+            if type(old) is not type(new):
+                yield f"modules.{name}.{part} is of another kind"
+            elif new is not None:
+                for field in dataclasses.fields(new):
+                    was, value = getattr(old, field.name), getattr(new, field.name)
+                    if was != value and field.name not in FREE_TO_CHANGE:
+                        yield f"modules.{name}.{part}.{field.name} was {was}, is {value}"
+    if LANGUAGE not in now.modules or now.language.llm is None:
+        return
+    lengths = before.data.sequence_length, now.data.sequence_length
+    if now.language.llm.position == "learned" and lengths[0] != lengths[1]:
+        yield f"data.sequence_length was {lengths[0]}, is {lengths[1]}, with learned positions"
+
+
+def _describe(plan: layout.RunLayout) -> str:
+    return ", ".join(f"{name} {sizes}" for name, sizes in plan.modules.items())
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ConfigError):
+        return str(error.faults[0])
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,218 @@
+"""What a run will read: tokenizer, shards, and the first samples as training sees them.
+
+Only reading samples imports torch.
+"""
+
+import importlib.util
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from encoders.spec import num_tokens
+from mimo_train.check.report import Report, Table, plural, spread
+from mimo_train.config import ConfigContainer, Fault
+
+FIRST_SAMPLES = 100
+"""Samples that are read and decoded."""
+
+NAMED_SAMPLES = 5
+"""Bad samples that a line of their own names; the rest is counted."""
+
+
+@dataclass
+class Seen:
+    """What was learnt from the data."""
+
+    training_samples: int | None = None
+    media_per_sample: dict[str, float] = field(default_factory=dict)
+    """Pictures in a sample, on average, by module."""
+    fingerprint: str | None = None
+    """Of the training shards, if all of them can be read."""
+
+
+def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
+    """The run's tokenizer, or None and a fault."""
+    from data.tokens import build_tokenizer as build
+
+    name = cfg.data.tokenizer
+    if name != "bytes" and name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
+        report.faults.append(
+            Fault("data.tokenizer", f"no folder {name}: give bytes, or a folder with a Hugging Face tokenizer")
+        )
+        return None
+    try:
+        return build(name, [module.encoder.placeholder for module in cfg.encoders.values()])
+    except ValueError as error:
+        report.faults.append(Fault("data.tokenizer", _without_key(error, "data.tokenizer")))
+        return None
+
+
+def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> Seen:
+    """Training and held-out shards. Without a tokenizer, shards are opened and no sample is read."""
+    seen, rows = Seen(), [("data.tokenizer", cfg.data.tokenizer if tokenizer else "at fault", "")]
+    if tokenizer:
+        rows = [("data.tokenizer", cfg.data.tokenizer, f"{tokenizer.vocab_size:,} ids")]
+    if not cfg.data.shards:
+        report.faults.append(
+            Fault("data.shards", "is empty: give a folder, a glob, a brace range such as x-{000000..000127}.tar")
+        )
+    if not cfg.data.validation_shards:
+        report.notes.append("data.validation_shards is empty: no evaluation")
+    for key, training in (("data.shards", True), ("data.validation_shards", False)):
+        pattern = cfg.data.shards if training else cfg.data.validation_shards
+        if not pattern:
+            continue
+        if cfg.data.demo and _is_absent(pattern):
+            rows.append((key, pattern, f"not there: the {cfg.data.demo} demo is made on first use"))
+            if training:
+                _add_demo_faults(report, cfg)
+            continue
+        samples = _add_shards(report, cfg, key, pattern, tokenizer, seen if training else Seen(), rows)
+        if training and samples:
+            seen.training_samples = samples
+            drawn = cfg.train.iters * cfg.train.global_batch_size
+            rows.append(("epochs", "", f"{drawn / samples:.2f} ({drawn:,} samples drawn from {samples:,})"))
+    report.tables.append(Table("Data", (), rows))
+    return seen
+
+
+def _add_shards(
+    report: Report, cfg: ConfigContainer, key: str, pattern: str, tokenizer: Any, seen: Seen, rows: list
+) -> int:
+    """Samples in the shards that can be read."""
+    from data.index import find_shards, open_index
+
+    try:
+        paths = find_shards(pattern)
+    except (ValueError, OSError) as error:
+        report.faults.append(Fault(key, _without_key(error, "data.shards")))
+        return 0
+    good, members, samples, unusable = [], Counter(), 0, 0
+    for path in paths:
+        try:
+            index = open_index(path, cfg.data.cache_dir or None)
+        except (ValueError, OSError) as error:
+            report.faults.append(Fault(key, str(error)))
+            continue
+        good.append(path)
+        samples += len(index)
+        unusable += int((index.samples["fault"][:-1] > 0).sum())
+        for extension, count in Counter(index.all_members["extension"].tolist()).items():
+            members[index.extensions[extension]] += count
+    rows.append(
+        (key, pattern, f"{len(good)} of {plural(len(paths), 'shard')} can be read, {plural(samples, 'sample')}")
+    )
+    rows.append(("", "members", ", ".join(f"{count:,} .{name}" for name, count in sorted(members.items())) or "none"))
+    if unusable:
+        rows.append(("", "unusable", f"{unusable:,} samples, as the shards' directories tell"))
+    if good and not samples:
+        report.faults.append(Fault(key, f"{plural(len(good), 'shard')} of {pattern} can be read, without any sample"))
+    elif samples and tokenizer is not None and cfg.data.sequence_length > 0:
+        _add_samples(report, cfg, key, [str(path) for path in good], tokenizer, seen, rows)
+        if len(good) < len(paths):
+            seen.fingerprint = None
+    return samples
+
+
+def _add_samples(
+    report: Report, cfg: ConfigContainer, key: str, shards: list[str], tokenizer: Any, seen: Seen, rows: list
+) -> None:
+    """Reads the first samples in the order of the run: their text, and what every encoder gets."""
+    from data.pipeline import Dataset, Media
+
+    media = [
+        Media(
+            module=name,
+            kind=module.encoder.kind,
+            placeholder=module.encoder.placeholder,
+            num_tokens=partial(num_tokens, module.encoder, module.projector),
+            size=module.encoder.input_size,
+        )
+        for name, module in cfg.encoders.items()
+    ]
+    training = key == "data.shards"
+    dataset = Dataset(
+        shards,
+        tokenizer=tokenizer,
+        sequence_length=cfg.data.sequence_length,
+        media=media,
+        seed=cfg.run.seed,
+        shuffle=cfg.data.shuffle and training,
+        cache_dir=cfg.data.cache_dir or None,
+        blind=cfg.data.blind,
+    )
+    seen.fingerprint = dataset.fingerprint
+    first = range(min(FIRST_SAMPLES, len(dataset)))
+    lengths, targets, pictures, bad, silent = [], [], {item.module: [] for item in media}, [], []
+    try:
+        for number in first:
+            text, fault = dataset.read_text(number)
+            for item in media:
+                inputs, media_fault = dataset.read_media(number, item.module)
+                pictures[item.module].append(len(inputs))
+                fault = fault or media_fault
+            if fault is not None:
+                bad.append(f"{fault.shard}, key {fault.key}: {fault.reason}")
+                continue
+            lengths.append(text.length)
+            targets.append(int(text.loss_mask.sum()))
+            if not targets[-1]:
+                silent.append("{}, key {}".format(*dataset.locate(number)))
+    finally:
+        dataset.close()
+    seen.media_per_sample = {name: sum(counts) / len(counts) for name, counts in pictures.items()}
+    for name, counts in pictures.items():
+        rows.append((f"first {len(first)}", f"pictures of {name}", f"{spread(counts)} a sample"))
+    if lengths:
+        limit = cfg.data.sequence_length
+        full = sum(length >= limit for length in lengths)
+        rows.append((f"first {len(first)}", "tokens used", f"{spread(lengths)}, of data.sequence_length {limit}"))
+        rows.append((f"first {len(first)}", "tokens with loss", spread(targets)))
+        if full:
+            report.warnings.append(
+                f"{key}: {full} of the first {len(first)} samples fill data.sequence_length {limit}: "
+                "text beyond it is cut; raise data.sequence_length to keep it"
+            )
+    if silent:
+        report.warnings.append(
+            f"{key}: {len(silent)} of the first {len(first)} samples have no token with loss, for example {silent[0]}: "
+            "their answer is empty, or cut by data.sequence_length"
+        )
+    _add_bad(report, cfg, key, bad, len(first))
+
+
+def _add_bad(report: Report, cfg: ConfigContainer, key: str, bad: list[str], count: int) -> None:
+    budget = cfg.data.max_bad_samples
+    if len(bad) > budget:
+        report.faults += [Fault(key, reason) for reason in bad[:NAMED_SAMPLES]]
+        more = f", {len(bad) - NAMED_SAMPLES} more than named above" if len(bad) > NAMED_SAMPLES else ""
+        report.faults.append(
+            Fault(
+                "data.max_bad_samples",
+                f"allows {budget}, but {len(bad)} of the first {count} samples of {key} are bad{more}: repair them "
+                "(`mimo-train shards verify` lists all), or raise data.max_bad_samples",
+            )
+        )
+    elif bad:
+        report.warnings.append(
+            f"{key}: {len(bad)} of the first {count} samples are bad, data.max_bad_samples allows {budget}: {bad[0]}"
+        )
+
+
+def _add_demo_faults(report: Report, cfg: ConfigContainer) -> None:
+    if importlib.util.find_spec("sklearn") is None:
+        report.faults.append(
+            Fault("data.demo", f"the {cfg.data.demo} demo needs scikit-learn: pip install 'mimo-train[demo]'")
+        )
+
+
+def _is_absent(pattern: str) -> bool:
+    """Whether there is nothing at all where the demo's shards belong."""
+    path = Path(pattern)
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
+def _without_key(error: Exception, key: str) -> str:
+    return str(error).removeprefix(f"{key}:").removeprefix(f"{key} ").strip()

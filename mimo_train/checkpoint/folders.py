@@ -1,0 +1,74 @@
+"""Folders of checkpoints: names, the newest complete one, removing old ones. Imports no torch."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+RECORD = "run.json"
+"""What we write into a checkpoint beside Megatron-Core's files: where the run stood, its layout and its data."""
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    """Folder of all checkpoints of a run."""
+    return run_dir / "checkpoints"
+
+
+def final_folder(run_dir: Path, step: int) -> Path:
+    """Folder of the complete checkpoint of one step."""
+    return checkpoints_dir(run_dir) / f"step_{step:08d}"
+
+
+def partial_folder(run_dir: Path, step: int) -> Path:
+    """Folder that a checkpoint is written into before it is complete and renamed."""
+    return checkpoints_dir(run_dir) / f"step_{step:08d}.partial"
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(folder for folder in checkpoints_dir(run_dir).glob("step_????????") if (folder / RECORD).is_file())
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    found = complete(run_dir)
+    return found[-1] if found else None
+
+
+def chosen(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint that `checkpoint.resume` asks for: auto, never, a checkpoint's folder or a run's folder.
+
+    Raises:
+        ValueError: the folder holds no complete checkpoint.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return newest(run_dir)
+    folder = Path(resume)
+    found = folder if (folder / RECORD).is_file() else newest(folder)
+    if found is None:
+        raise ValueError(
+            f"checkpoint.resume: no complete checkpoint in {resume}: give auto, never or a folder with one"
+        )
+    return found
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of a complete checkpoint."""
+    return json.loads((folder / RECORD).read_text())
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write the record; a folder with it, under its final name, is complete."""
+    (folder / RECORD).write_text(json.dumps(record, indent=1))
+
+
+def remove_old(run_dir: Path, keep: int) -> None:
+    """Remove all but the newest `keep` complete checkpoints (0 keeps all), and what earlier saves left unfinished."""
+    for folder in checkpoints_dir(run_dir).glob("*.partial"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in complete(run_dir)[:-keep] if keep else []:
+        # The record goes first: a folder that is being removed is no checkpoint any more.
+        (folder / RECORD).unlink()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,142 @@
+"""Saving and loading everything a run is, through Megatron-Core's dist_checkpointing.
+
+Model and optimizer are stored as whole tensors cut into shards, so that any layout reads what any other wrote.
+Generators are stored per rank and come back only at the same layout.
+"""
+
+import queue
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.mimo.optimizer import MimoOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from mimo_train import device
+from mimo_train.checkpoint import folders
+from mimo_train.compose import to_dict
+from mimo_train.config import ConfigContainer
+from mimo_train.layout import RunLayout
+
+_CONTENT = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+}
+"""How tensors are cut; stored with the checkpoint, since loading must cut the same way."""
+
+
+def save_checkpoint(
+    run_dir: Path,
+    cfg: ConfigContainer,
+    layout: RunLayout,
+    model: MegatronModule,
+    optimizer: MimoOptimizer,
+    schedulers: Any,
+    train_state: Any,
+    data_fingerprint: str,
+    keep: int,
+) -> Path:
+    """Write a checkpoint; it appears under its final name only when every rank has written its part. Collective.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    partial = folders.partial_folder(run_dir, train_state.step)
+    final = folders.final_folder(run_dir, train_state.step)
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    state = _sharded_state(model, optimizer, is_loading=False)
+    state["schedulers"] = schedulers.state_dict()
+    state["train_state"] = train_state.state_dict()
+    state["rng"] = _rng_object(device.get_rng_state())
+    _use_queue_of_this_process()
+    dist_checkpointing.save(
+        state,
+        str(partial),
+        content_metadata=_CONTENT,
+        preprocess_common_before_consistancy_check=lambda common: {},
+        verify_integrity=True,
+    )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        record = {
+            "step": train_state.step,
+            "train_state": train_state.state_dict(),
+            "layout": _layout_key(layout),
+            "data_fingerprint": data_fingerprint,
+            "config": to_dict(cfg),
+        }
+        folders.write_record(partial, record)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        folders.remove_old(run_dir, keep)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(
+    folder: Path,
+    layout: RunLayout,
+    model: MegatronModule,
+    optimizer: MimoOptimizer | None = None,
+    schedulers: Any = None,
+    train_state: Any = None,
+) -> dict[str, Any]:
+    """Put model, and if given optimizer, schedules, train state and generators, back to what `folder` holds.
+
+    Returns:
+        The checkpoint's record.
+
+    Raises:
+        ValueError: files are missing or damaged.
+    """
+    record = folders.read_record(folder)
+    state = _sharded_state(model, optimizer, is_loading=True)
+    same_layout = record["layout"] == _layout_key(layout)
+    if optimizer is not None and same_layout:
+        state["rng"] = _rng_object(None)
+    # Some formats of the optimizer are loaded into leaves in place.
+    with torch.no_grad():
+        loaded = dist_checkpointing.load(state, str(folder), verify_integrity=True)
+        model.load_state_dict(loaded["model"])
+        if optimizer is not None:
+            optimizer.load_state_dict(loaded["optimizer"])
+    if schedulers is not None:
+        schedulers.load_state_dict(loaded["schedulers"])
+    if train_state is not None:
+        train_state.load_state_dict(loaded["train_state"])
+    if "rng" in state:
+        device.set_rng_state(loaded["rng"])
+    return record
+
+
+def _use_queue_of_this_process() -> None:
+    """Megatron-Core 0.19.2 starts a manager process on every rank for the results of a save (filesystem_async.py:53),
+    which imports the program again, also when this process itself writes. Its threads need no more than a queue."""
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def _sharded_state(model: MegatronModule, optimizer: MimoOptimizer | None, *, is_loading: bool) -> dict[str, Any]:
+    state = {"model": model.sharded_state_dict(metadata=dict(_CONTENT))}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state["model"], is_loading=is_loading, metadata=dict(_CONTENT)
+        )
+    return state
+
+
+def _rng_object(state: Any) -> ShardedObject:
+    return ShardedObject("rng", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _layout_key(layout: RunLayout) -> dict[str, list[int]]:
+    return {name: [m.first_rank, m.tp, m.cp, m.dp, m.pp, m.ep] for name, m in layout.modules.items()}

@@ -1,0 +1,260 @@
+"""One run as dataclasses: a docstring per field, with its unit. Imports no torch; reading YAML is in `compose`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a run: the config key to change, and a sentence with the numbers."""
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" if self.key else self.message
+
+
+class ConfigError(ValueError):
+    """A run that cannot start, with every fault that was found."""
+
+    def __init__(self, faults: list[Fault]):
+        self.faults = faults
+        super().__init__("\n".join(str(fault) for fault in faults))
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives and what it runs on."""
+
+    dir: str = "runs/run"
+    """Folder that the run writes into; the same folder again resumes the run."""
+    seed: int = 1234
+    """Seed of initial weights, of the order of samples and of dropout."""
+    device: str = "auto"
+    """auto (CUDA when there is one), cuda or cpu."""
+    timeout_minutes: float = 10.0
+    """How long a rank waits for its peers in a collective before it gives up, in minutes."""
+
+
+@dataclass
+class LayoutConfig:
+    """Parallel sizes of one module. Its ranks are tp * cp * dp * pp."""
+
+    tp: int = 1
+    """Tensor parallel size."""
+    pp: int = 1
+    """Pipeline parallel size (stages)."""
+    dp: int = 1
+    """Data parallel size (replicas)."""
+    cp: int = 1
+    """Context parallel size (parts of one sequence)."""
+    ep: int = 1
+    """Expert parallel size, over the module's own ranks."""
+    sp: bool = False
+    """Sequence parallel: activations between tensor-parallel regions are split along the sequence. Needs tp > 1."""
+
+
+@dataclass
+class LlmSpec:
+    """Sizes of a decoder-only language model built from Megatron-Core layers."""
+
+    name: str = "gpt"
+    """Free name, shown in tables."""
+    num_layers: int = 12
+    """Transformer layers over all pipeline stages."""
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    num_attention_heads: int = 12
+    """Query heads."""
+    num_query_groups: int = 0
+    """Key and value heads (grouped-query attention); 0 means as many as query heads."""
+    ffn_hidden_size: int = 3072
+    """Width of the feed-forward block (of each of its two halves with swiglu)."""
+    normalization: str = "RMSNorm"
+    """RMSNorm or LayerNorm."""
+    layernorm_epsilon: float = 1e-5
+    """Epsilon of every norm."""
+    activation: str = "swiglu"
+    """swiglu, gelu or silu."""
+    bias: bool = False
+    """Whether linear layers have biases."""
+    position: str = "rope"
+    """rope (rotary) or learned (absolute)."""
+    rope_base: int = 10000
+    """Base period of rotary position embeddings."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised per head."""
+    tie_embeddings: bool = True
+    """Whether the output layer shares the input embedding's weights."""
+    dropout: float = 0.0
+    """Dropout probability of hidden states and attention."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    def num_parameters(self, vocab_size: int, sequence_length: int) -> int:
+        """Number of parameters, embeddings included."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        head = hidden // self.num_attention_heads
+        qkv = head * (self.num_attention_heads + 2 * (self.num_query_groups or self.num_attention_heads))
+        norm = hidden * (2 if self.normalization == "LayerNorm" else 1)
+        up = 2 * ffn if self.activation == "swiglu" else ffn
+        layer = hidden * qkv + self.num_attention_heads * head * hidden + hidden * up + ffn * hidden + 2 * norm
+        layer += (qkv + hidden + up + hidden) if self.bias else 0
+        if self.qk_norm:
+            layer += 2 * head * (2 if self.normalization == "LayerNorm" else 1)
+        embeddings = vocab_size * hidden * (1 if self.tie_embeddings else 2)
+        embeddings += sequence_length * hidden if self.position == "learned" else 0
+        return embeddings + self.num_layers * layer + norm
+
+
+@dataclass
+class ModuleConfig:
+    """One module: an encoder with its projector, or the language model; what of it is frozen; its layout."""
+
+    encoder: Any = None
+    """Spec of an encoder (see `encoders.registry`); unset for the language module."""
+    projector: Any = None
+    """Spec of the projector behind the encoder; unset for the language module."""
+    llm: LlmSpec | None = None
+    """Spec of the language model; only in the module named `language`."""
+    freeze: list[str] = field(default_factory=list)
+    """What is not trained: encoder, projector, llm, or shell patterns of parameter names."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """Parallel sizes of this module."""
+
+
+@dataclass
+class PlacementConfig:
+    """Which ranks the modules get."""
+
+    mode: str = "disjoint"
+    """disjoint (one module after the other) or shared (every module on all ranks)."""
+    first_rank: dict[str, int] = field(default_factory=dict)
+    """First rank of each module by name, instead of one after the other; with mode disjoint."""
+
+
+@dataclass
+class DataConfig:
+    """Where the samples are and how they become sequences."""
+
+    shards: str = ""
+    """Training shards: a folder, a glob, a brace range `x-{000000..000127}.tar`, or several with commas."""
+    validation_shards: str = ""
+    """Held-out shards, same forms; empty means no evaluation."""
+    demo: str = ""
+    """digits or text: make the demo shards at `shards` and `validation_shards` on first use; empty: never."""
+    sequence_length: int = 1024
+    """Tokens of one sample, placeholders of media included; longer texts are cut at the end."""
+    tokenizer: str = "bytes"
+    """bytes (built in), or a folder with a Hugging Face tokenizer."""
+    shuffle: bool = True
+    """Whether training samples come in a new order each epoch."""
+    blind: bool = False
+    """Ablation: pictures are replaced by zeros, so that only the text is left to learn from."""
+    max_bad_samples: int = 0
+    """Samples that may be unreadable, in all, before the run stops."""
+    workers: int = 2
+    """Threads that read and decode ahead on each rank; 0 reads in the training thread."""
+    cache_dir: str = ""
+    """Folder for shard indexes where the shards' own folder cannot be written."""
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    iters: int = 1000
+    """Optimizer steps in all."""
+    global_batch_size: int = 32
+    """Samples of one optimizer step."""
+    micro_batch_size: int = 8
+    """Samples of one microbatch on one data-parallel rank of the language module."""
+    precision: str = "fp32"
+    """fp32 or bf16 (weights and activations; master weights stay fp32)."""
+    recompute: str = "none"
+    """none, selective (core attention) or full (every layer): activations computed again in backward."""
+    eval_interval: int = 0
+    """Steps between evaluations; 0 means at the end only."""
+    eval_samples: int = 0
+    """Held-out samples of an evaluation; 0 means all of them."""
+    report_samples: int = 24
+    """Held-out pictures with question, answer and truth in the report."""
+    log_interval: int = 1
+    """Steps between lines of the log."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its schedule, the same for every module."""
+
+    name: str = "adamw"
+    """adamw."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr: float = 1e-5
+    """Learning rate at the last step."""
+    warmup_iters: int = 0
+    """Steps of linear warm-up from 0."""
+    decay: str = "cosine"
+    """cosine, linear or constant, from the end of warm-up to `train.iters`."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on matrices only."""
+    beta1: float = 0.9
+    """Decay rate of the first moment."""
+    beta2: float = 0.95
+    """Decay rate of the second moment."""
+    eps: float = 1e-8
+    """Added to the denominator of the update."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm over all modules; 0 does not clip."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When a run is saved and how it starts again."""
+
+    save_interval: int = 0
+    """Steps between checkpoints; 0 means at the end only."""
+    resume: str = "auto"
+    """auto (the newest complete checkpoint of `run.dir`, if any), never, or a checkpoint's folder."""
+    keep: int = 3
+    """Newest checkpoints that stay on disk; 0 keeps all."""
+
+
+@dataclass
+class LogConfig:
+    """Where metrics go, besides metrics.jsonl and the console."""
+
+    tensorboard: bool = True
+    """TensorBoard events in `run.dir`/tensorboard."""
+    wandb: bool = False
+    """Weights & Biases; offline in `run.dir` when no key is configured."""
+
+
+@dataclass
+class ConfigContainer:
+    """One complete run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    modules: dict[str, ModuleConfig] = field(default_factory=dict)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def encoders(self) -> dict[str, ModuleConfig]:
+        """The modules other than `language`, in the order of the config."""
+        return {name: module for name, module in self.modules.items() if name != LANGUAGE}
+
+    @property
+    def language(self) -> ModuleConfig:
+        """The language module."""
+        return self.modules[LANGUAGE]
+
+
+LANGUAGE = "language"
+"""Name of the language module: fixed, as in Megatron-Core (MIMO_LANGUAGE_MODULE_KEY)."""

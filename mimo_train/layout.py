@@ -1,0 +1,297 @@
+"""Arithmetic of per-module layouts: ranks, divisibility, samples per rank. Imports no torch.
+
+A module's ranks are tp * cp * dp * pp, counted from its first rank with tp innermost, then cp, dp, pp (the order of
+the `HyperCommGrid` in `groups`). One microbatch is `micro_batch_size * dp(language)` samples; each data-parallel rank
+of a module takes its `1/dp` of them, so that every module sees the same samples in the same order at any layout.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault, ModuleConfig
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """Parallel sizes of one module and the ranks it stands on."""
+
+    name: str
+    tp: int
+    pp: int
+    dp: int
+    cp: int
+    ep: int
+    sp: bool
+    first_rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def ranks(self) -> range:
+        """The ranks, in order."""
+        return range(self.first_rank, self.first_rank + self.size)
+
+    def __str__(self) -> str:
+        sizes = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "dp", "cp", "ep") if getattr(self, axis) > 1]
+        return " ".join(sizes + (["sp"] if self.sp else [])) or "one rank"
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """The layouts of all modules and the arithmetic of a batch over them."""
+
+    modules: dict[str, ModuleLayout]
+    shared: bool
+    global_batch_size: int
+    micro_batch_size: int
+
+    @property
+    def language(self) -> ModuleLayout:
+        """The language module's layout."""
+        return self.modules[LANGUAGE]
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return max(module.first_rank + module.size for module in self.modules.values())
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch over all data-parallel ranks."""
+        return self.micro_batch_size * self.language.dp
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one optimizer step."""
+        return self.global_batch_size // self.microbatch_samples
+
+    def on_rank(self, rank: int) -> list[str]:
+        """Names of the modules that stand on `rank`, in the order of the config."""
+        return [name for name, module in self.modules.items() if rank in module.ranks]
+
+
+def plan(cfg: ConfigContainer) -> RunLayout:
+    """The layout of a run.
+
+    Raises:
+        ConfigError: every fault of `faults`.
+    """
+    found = list(faults(cfg))
+    if found:
+        raise ConfigError(found)
+    return _place(cfg)
+
+
+def faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Everything that is wrong with modules, sizes, ranks and batch, each with its key and numbers."""
+    module_faults = [fault for name, module in cfg.modules.items() for fault in _module_faults(name, module, cfg)]
+    yield from module_faults
+    if LANGUAGE not in cfg.modules:
+        yield Fault("modules", f"a run needs a module named {LANGUAGE!r}, has {', '.join(cfg.modules) or 'none'}")
+        return
+    placement_faults = list(_placement_faults(cfg))
+    yield from placement_faults
+    if not module_faults and not placement_faults:
+        yield from _rank_faults(cfg, _place(cfg))
+        yield from _batch_faults(cfg)
+
+
+def _module_faults(name: str, module: ModuleConfig, cfg: ConfigContainer) -> Iterator[Fault]:
+    layout, key = module.layout, f"modules.{name}"
+    for axis in ("tp", "pp", "dp", "cp", "ep"):
+        if getattr(layout, axis) < 1:
+            yield Fault(f"{key}.layout.{axis}", f"must be at least 1, is {getattr(layout, axis)}")
+            return
+    if name == LANGUAGE:
+        if module.llm is None:
+            yield Fault(
+                f"{key}.llm",
+                "the language module needs an llm: pick one, for example llm@modules.language.llm=gpt_tiny",
+            )
+            return
+        for part in ("encoder", "projector"):
+            if getattr(module, part) is not None:
+                yield Fault(f"{key}.{part}", "the language module has no encoder and no projector: remove this key")
+        yield from _llm_faults(module, key)
+    else:
+        for part in ("encoder", "projector"):
+            if getattr(module, part) is None:
+                yield Fault(f"{key}.{part}", f"missing: every module but {LANGUAGE!r} has an encoder and a projector")
+                return
+        if module.llm is not None:
+            yield Fault(f"{key}.llm", f"only the module named {LANGUAGE!r} has an llm: remove this key")
+        yield from _encoder_faults(module, key)
+    if layout.sp and layout.tp == 1:
+        yield Fault(f"{key}.layout.sp", "sequence parallel needs tp > 1, tp is 1: set sp to false or raise tp")
+
+
+def _llm_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
+    llm, layout = module.llm, module.layout
+    groups = llm.num_query_groups or llm.num_attention_heads
+    if llm.hidden_size % llm.num_attention_heads:
+        yield Fault(
+            f"{key}.llm.num_attention_heads", f"{llm.num_attention_heads} does not divide hidden_size {llm.hidden_size}"
+        )
+    if llm.num_attention_heads % groups:
+        yield Fault(
+            f"{key}.llm.num_query_groups", f"{groups} does not divide num_attention_heads {llm.num_attention_heads}"
+        )
+    yield from _tp_faults(
+        layout.tp,
+        key,
+        num_attention_heads=llm.num_attention_heads,
+        num_query_groups=groups,
+        ffn_hidden_size=llm.ffn_hidden_size,
+    )
+    if llm.num_layers % layout.pp:
+        yield Fault(
+            f"{key}.layout.pp", f"pp {layout.pp} does not divide the {llm.num_layers} layers of {key}.llm.num_layers"
+        )
+    for field, choices in _LLM_CHOICES.items():
+        if getattr(llm, field) not in choices:
+            yield Fault(f"{key}.llm.{field}", f"must be one of {', '.join(choices)}, is {getattr(llm, field)!r}")
+    if layout.cp > 1:
+        yield Fault(f"{key}.layout.cp", f"context parallel is not available yet, is {layout.cp}: set it to 1")
+    if layout.ep > 1:
+        yield Fault(
+            f"{key}.layout.ep", f"expert parallel needs a mixture-of-experts model, ep is {layout.ep}: set it to 1"
+        )
+
+
+_LLM_CHOICES = {
+    "normalization": ("RMSNorm", "LayerNorm"),
+    "activation": ("swiglu", "gelu", "silu"),
+    "position": ("rope", "learned"),
+}
+
+
+def _encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
+    from encoders.spec import joint_faults
+
+    own = [(f"encoder.{field}", text) for field, text in module.encoder.faults()]
+    own += [(f"projector.{field}", text) for field, text in module.projector.faults()]
+    for field, text in own or joint_faults(module.encoder, module.projector):
+        yield Fault(f"{key}.{field}", text)
+    layout, encoder = module.layout, module.encoder
+    yield from _tp_faults(
+        layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
+    )
+    for axis, why in _ENCODER_AXES.items():
+        if getattr(layout, axis) > 1:
+            yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
+    if layout.sp:
+        yield Fault(f"{key}.layout.sp", "sequence parallel of encoders is not available yet: set it to false")
+
+
+_ENCODER_AXES = {
+    "pp": "encoders in several pipeline stages are not available yet",
+    "cp": "an encoder reads whole pictures, context parallel does not apply",
+    "ep": "an encoder has no experts, expert parallel does not apply",
+}
+
+
+def _tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:
+    for name, size in sizes.items():
+        if size % tp:
+            yield Fault(
+                f"{key}.layout.tp",
+                f"tp {tp} does not divide {name} {size}: use a divisor of {size}, or change {name}",
+            )
+
+
+def _placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    mode = cfg.placement.mode
+    if mode not in ("disjoint", "shared"):
+        yield Fault("placement.mode", f"must be disjoint or shared, is {mode!r}")
+    for name, rank in cfg.placement.first_rank.items():
+        if name not in cfg.modules:
+            yield Fault(f"placement.first_rank.{name}", f"no such module; modules are {', '.join(cfg.modules)}")
+        if rank < 0:
+            yield Fault(f"placement.first_rank.{name}", f"must be at least 0, is {rank}")
+    if cfg.placement.first_rank and mode == "shared":
+        yield Fault("placement.first_rank", "applies to mode disjoint; shared modules all start at rank 0: remove it")
+    missing = set(cfg.modules) - set(cfg.placement.first_rank)
+    if cfg.placement.first_rank and missing:
+        yield Fault(
+            "placement.first_rank", f"gives no rank for {', '.join(sorted(missing))}: name every module or none"
+        )
+
+
+def _place(cfg: ConfigContainer) -> RunLayout:
+    shared = cfg.placement.mode == "shared"
+    modules, next_rank = {}, 0
+    for name, module in cfg.modules.items():
+        sizes = module.layout
+        first = 0 if shared else cfg.placement.first_rank.get(name, next_rank)
+        modules[name] = ModuleLayout(
+            name, sizes.tp, sizes.pp, sizes.dp, sizes.cp, sizes.ep, sizes.sp and sizes.tp > 1, first
+        )
+        next_rank += modules[name].size
+    return RunLayout(modules, shared, cfg.train.global_batch_size, cfg.train.micro_batch_size)
+
+
+def _rank_faults(cfg: ConfigContainer, layout: RunLayout) -> Iterator[Fault]:
+    modules = list(layout.modules.values())
+    if layout.shared:
+        yield from _shared_faults(modules)
+        return
+    for index, module in enumerate(modules):
+        for other in modules[:index]:
+            overlap = sorted(set(module.ranks) & set(other.ranks))
+            if overlap:
+                yield Fault(
+                    f"placement.first_rank.{module.name}",
+                    f"{module.name} (ranks {_span(module.ranks)}) and {other.name} (ranks {_span(other.ranks)}) "
+                    f"both stand on rank {overlap[0]}: move one, or use placement.mode=shared",
+                )
+    idle = sorted(set(range(layout.world_size)) - {rank for module in modules for rank in module.ranks})
+    if idle:
+        yield Fault(
+            "placement.first_rank", f"no module stands on rank {idle[0]}: {len(idle)} idle of {layout.world_size}"
+        )
+
+
+def _shared_faults(modules: list[ModuleLayout]) -> Iterator[Fault]:
+    language = next(module for module in modules if module.name == LANGUAGE)
+    for module in modules:
+        if len(modules) > 1 and module.pp > 1:
+            yield Fault(
+                f"modules.{module.name}.layout.pp", f"shared modules have one stage, pp is {module.pp}: set it to 1"
+            )
+        for axis in ("tp", "dp"):
+            if getattr(module, axis) != getattr(language, axis):
+                yield Fault(
+                    f"modules.{module.name}.layout.{axis}",
+                    f"shared modules have equal sizes: {axis} is {getattr(module, axis)} here and "
+                    f"{getattr(language, axis)} for {LANGUAGE}",
+                )
+
+
+def _span(ranks: range) -> str:
+    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    train, language = cfg.train, cfg.language.layout
+    for field in ("iters", "global_batch_size", "micro_batch_size"):
+        if getattr(train, field) < 1:
+            yield Fault(f"train.{field}", f"must be at least 1, is {getattr(train, field)}")
+            return
+    microbatch = train.micro_batch_size * language.dp
+    if train.global_batch_size % microbatch:
+        yield Fault(
+            "train.global_batch_size",
+            f"{train.global_batch_size} samples are not a whole number of microbatches of {microbatch} "
+            f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
+            f"use a multiple of {microbatch}",
+        )
+    for name, module in cfg.encoders.items():
+        if microbatch % module.layout.dp:
+            yield Fault(
+                f"modules.{name}.layout.dp",
+                f"dp {module.layout.dp} does not divide a microbatch of {microbatch} samples (train.micro_batch_size "
+                f"{train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): use a divisor of {microbatch}",
+            )

@@ -1,0 +1,1 @@
+"""What a run measures and where the numbers go: files, TensorBoard, W&B, the console, the report. Imports no torch."""

@@ -1,0 +1,69 @@
+"""Core attention on `torch.nn.functional.scaled_dot_product_attention`.
+
+A drop-in for Megatron-Core's `DotProductAttention`, which materialises the score matrix. Torch picks the kernel: flash
+attention on a GPU, a fused one on a CPU.
+
+Shape suffixes: S sequence, B batch, N heads, D head dimension.
+"""
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SdpaAttention(MegatronModule):
+    """softmax(Q K^T * scale) V, causal or unmasked, with grouped queries.
+
+    Raises:
+        ValueError: for a mask type other than causal and no_mask, or context parallelism.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_unused_by_this_backend,
+    ):
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError(f"SdpaAttention runs without context parallelism, cp is {config.context_parallel_size}")
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            raise ValueError(f"SdpaAttention masks causally or not at all, mask type is {attn_mask_type}")
+        self.is_causal = attn_mask_type is AttnMaskType.causal
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBND: torch.Tensor,
+        value_SBND: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params=None,
+    ) -> torch.Tensor:
+        """Attend; keys and values may have fewer heads than queries. Returns [S, B, heads * D].
+
+        `attention_mask` is not read: padding stands at the end, where a causal mask already hides it.
+        """
+        assert packed_seq_params is None, "packed sequences need the te layer spec"
+        context_BNSD = torch.nn.functional.scaled_dot_product_attention(
+            query_SBND.permute(1, 2, 0, 3),
+            key_SBND.permute(1, 2, 0, 3),
+            value_SBND.permute(1, 2, 0, 3),
+            attn_mask=attention_bias,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.is_causal,
+            scale=self.softmax_scale,
+            enable_gqa=key_SBND.size(2) != query_SBND.size(2),
+        )
+        return context_BNSD.permute(2, 0, 1, 3).flatten(2)

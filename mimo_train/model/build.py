@@ -1,0 +1,184 @@
+"""One run's modules on this rank: a `MimoModel`, or a plain GPT when `language` is alone."""
+
+import warnings
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+from megatron.core.models.vision.multimodal_projector import MultimodalProjector
+from megatron.core.transformer.enums import AttnMaskType, ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from encoders.registry import FAMILIES
+from mimo_train.config import LANGUAGE, ConfigContainer
+from mimo_train.groups import RunGroups
+from mimo_train.layout import RunLayout
+from mimo_train.model.freeze import freeze
+from mimo_train.model.layers import layer_spec, mlp_submodules, norm_class
+from mimo_train.model.transformer import encoder_config, language_config, projector_config
+
+VOCAB_MULTIPLE = 128
+"""Vocabularies are padded to a multiple of this, whatever the layout: padding with tp would change the softmax."""
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """Rows of the embedding for a tokenizer of `vocab_size` tokens."""
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+class SeededGPTModel(GPTModel):
+    """`GPTModel` whose weights outside of the layers are seeded by `config.init_seed`, like those inside."""
+
+    def __init__(self, config, **kwargs):
+        torch.manual_seed(config.init_seed)
+        super().__init__(config, **kwargs)
+
+
+class SeededProjector(MultimodalProjector):
+    """`MultimodalProjector` seeded by `config.init_seed`."""
+
+    def __init__(self, config, **kwargs):
+        torch.manual_seed(config.init_seed + 1)
+        super().__init__(config, **kwargs)
+
+
+def build_model(
+    cfg: ConfigContainer,
+    layout: RunLayout,
+    groups: RunGroups,
+    *,
+    vocab_size: int,
+    special_token_ids: dict[str, int],
+    device: torch.device,
+    te: bool,
+) -> MegatronModule:
+    """The part of the model that stands on this rank, on `device`, each module wrapped in Megatron-Core's DDP.
+
+    Args:
+        vocab_size: tokens of the tokenizer, before padding.
+        special_token_ids: token id that marks the places of each encoder module's features.
+        te: whether layers are Transformer Engine's.
+
+    Returns:
+        A `MimoModel` (attributes `language_model` and `modality_submodules`), or a wrapped GPT model.
+    """
+    language_spec = _language_spec(cfg, layout, groups, vocab_size, te)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
+        if not cfg.encoders:
+            model = language_spec.module(**language_spec.params)
+            freeze(model, cfg.language.freeze, f"modules.{LANGUAGE}.freeze")
+            return _wrap(model.to(device), groups, LANGUAGE, cfg)
+        model = MimoModel(
+            MimoModelConfig(
+                language_model_spec=language_spec,
+                modality_submodules_spec={name: _encoder_spec(cfg, layout, groups, name, te) for name in cfg.encoders},
+                special_token_ids=special_token_ids,
+                module_to_grid_map=groups.grids,
+            ),
+            **_partition_groups(groups),
+        )
+    model.model_type = ModelType.encoder_or_decoder
+    model.to(device)
+    for name, module in modules_of(model).items():
+        freeze(module, cfg.modules[name].freeze, f"modules.{name}.freeze")
+        wrapped = _wrap(module, groups, name, cfg)
+        if name == LANGUAGE:
+            model.language_model = wrapped
+        else:
+            model.modality_submodules[name] = wrapped
+    return model
+
+
+def modules_of(model: MegatronModule) -> dict[str, MegatronModule]:
+    """The modules that this rank holds, by name: those of a `MimoModel`, or the plain GPT under `language`."""
+    if not isinstance(model, MimoModel):
+        return {LANGUAGE: model}
+    modules = dict(model.modality_submodules.items())
+    if model.language_model is not None:
+        modules[LANGUAGE] = model.language_model
+    return modules
+
+
+def _partition_groups(groups: RunGroups) -> dict:
+    language = groups.collections.get(LANGUAGE)
+    return {"cp_group": language.cp, "tp_group": language.tp} if language else {}
+
+
+def _language_spec(cfg, layout, groups, vocab_size: int, te: bool) -> ModuleSpec:
+    llm, config = cfg.language.llm, language_config(cfg, layout)
+    params = {"config": config, "max_sequence_length": cfg.data.sequence_length}
+    pgs = groups.collections.get(LANGUAGE)
+    if pgs is not None:
+        stage, last = pgs.pp.rank(), pgs.pp.size() - 1
+        layer = layer_spec(config, AttnMaskType.causal, te)
+        count = get_num_layers_to_build(config, pp_rank=stage)
+        params |= {
+            "transformer_layer_spec": TransformerBlockSubmodules([layer] * count, norm_class(te)),
+            "vocab_size": padded_vocab_size(vocab_size),
+            "pre_process": stage == 0,
+            "post_process": stage == last,
+            "share_embeddings_and_output_weights": llm.tie_embeddings,
+            "position_embedding_type": {"rope": "rope", "learned": "learned_absolute"}[llm.position],
+            "rotary_base": llm.rope_base,
+            # MimoModel joins text and media first and splits along the sequence afterwards.
+            "scatter_embedding_sequence_parallel": not cfg.encoders,
+            "pg_collection": pgs,
+        }
+    return ModuleSpec(module=SeededGPTModel, params=params)
+
+
+def _encoder_spec(cfg, layout, groups, name: str, te: bool) -> ModuleSpec:
+    pgs = groups.collections.get(name)
+    if pgs is None:
+        return ModuleSpec(module=VisionModalitySubmodules)
+    module, module_layout = cfg.modules[name], layout.modules[name]
+    config = encoder_config(cfg, module_layout)
+    projection = projector_config(cfg, module_layout)
+    encoder = ModuleSpec(
+        module=FAMILIES[module.encoder.family].load(),
+        params={
+            "config": config,
+            "spec": module.encoder,
+            "layer_spec": layer_spec(config, AttnMaskType.no_mask, te),
+            "norm": norm_class(te),
+            "merge": module.projector.merge,
+            "pg_collection": pgs,
+        },
+    )
+    projector = ModuleSpec(
+        module=SeededProjector,
+        params={
+            "config": projection,
+            "submodules": mlp_submodules(projection, te),
+            "projector_type": {"mlp": "mlp", "linear": "affine"}[module.projector.kind],
+            "input_size": module.encoder.hidden_size * module.projector.merge**2,
+            "pg_collection": pgs,
+        },
+    )
+    return ModuleSpec(
+        module=VisionModalitySubmodules,
+        params={"pg_collection": pgs},
+        submodules={"encoders": {name: encoder}, "input_projections": [projector]},
+    )
+
+
+def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> DistributedDataParallel:
+    config = module.config if name == LANGUAGE else module.encoders[name].config
+    return DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+            check_for_nan_in_grad=False,
+        ),
+        module=module,
+        pg_collection=groups.collections[name],
+    )

@@ -1,0 +1,138 @@
+"""Layer specs: which classes a transformer layer is made of.
+
+Two kinds, chosen by what is installed: `te` (Transformer Engine, on CUDA) and `torch` (plain norms and Megatron-Core's
+linear layers around `SdpaAttention`; runs everywhere).
+
+Initial weights are a function of (seed, module, layer) alone, never of the layout: every layer seeds the CPU generator
+before it builds itself, and Megatron-Core's CPU initialisation draws the whole weight and keeps this rank's part.
+"""
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from megatron.core.utils import get_pg_rank
+
+from mimo_train.model.attention import SdpaAttention
+
+
+def seed_for(seed: int, *names: object) -> int:
+    """A seed for one named part of a run, the same on every rank and machine."""
+    text = "/".join(str(name) for name in (seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class SeededTransformerLayer(TransformerLayer):
+    """A transformer layer whose initial weights depend on its place in the model, not on the stage that holds it.
+
+    `config.init_seed` is the seed of its module.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules, layer_number: int = 1, **kwargs):
+        offset = get_transformer_layer_offset(config, kwargs.get("vp_stage"), get_pg_rank(kwargs["pg_collection"].pp))
+        torch.manual_seed(seed_for(config.init_seed, "layer", layer_number + offset))
+        super().__init__(config, submodules, layer_number=layer_number, **kwargs)
+
+
+class GatedColumnParallelLinear(ColumnParallelLinear):
+    """The up-projection of a gated feed-forward block.
+
+    Its rows are [gate; up]. Under tensor parallelism a rank holds a part of both, so the initial weight is cut in two
+    strides; Megatron-Core 0.19.2 cuts it in one, which gives other numbers at every tp.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **{**kwargs, "stride": 2})
+
+
+class TorchNorm:
+    """LayerNorm or RMSNorm of torch, built where Megatron-Core builds a norm.
+
+    Unlike `WrappedTorchNorm` it allows sequence parallelism: its parameters are marked, so that
+    `finalize_model_grads` sums their gradients over the tensor-parallel ranks.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
+        norm_class = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def use_transformer_engine(kind: str) -> bool:
+    """Whether layers are built from Transformer Engine: on CUDA, where it is installed."""
+    return kind == "cuda" and find_spec("transformer_engine") is not None
+
+
+def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool) -> ModuleSpec:
+    """The spec of one pre-norm transformer layer with the given attention mask."""
+    submodules = _te_submodules(config) if te else _torch_submodules(config)
+    attention = replace(submodules.self_attention, params={"attn_mask_type": mask})
+    return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, self_attention=attention))
+
+
+def mlp_submodules(config: TransformerConfig, te: bool) -> MLPSubmodules:
+    """The linear layers of a feed-forward block that has no norm in front (projectors)."""
+    if te:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        return MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+    fc1 = GatedColumnParallelLinear if config.gated_linear_unit else ColumnParallelLinear
+    return MLPSubmodules(linear_fc1=fc1, linear_fc2=RowParallelLinear)
+
+
+def norm_class(te: bool) -> type:
+    """What builds a norm of its own (final norms)."""
+    if te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    return TorchNorm
+
+
+def _te_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
+
+    return get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
+
+
+def _torch_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
+    head_norm = TorchNorm if config.qk_layernorm else IdentityOp
+    return TransformerLayerSubmodules(
+        input_layernorm=TorchNorm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear,
+                core_attention=SdpaAttention,
+                linear_proj=RowParallelLinear,
+                q_layernorm=head_norm,
+                k_layernorm=head_norm,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=TorchNorm,
+        mlp=partial(MLP.as_mlp_submodule, submodules=mlp_submodules(config, te=False)),
+        mlp_bda=get_bias_dropout_add,
+        # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's.
+        sharded_state_dict_keys_map={
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        },
+    )

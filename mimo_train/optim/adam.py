@@ -1,0 +1,73 @@
+"""AdamW with the conventions of Transformer Engine's FusedAdam, for machines without it.
+
+Megatron-Core 0.19.2 falls back to `torch.optim.AdamW`, whose state does not fit its distributed optimizer: one `step`
+tensor per parameter where a number per group is expected (distrib_optimizer.py:838 fails before the first step, :1223
+misses it in reshardable checkpoints, :1032 makes all parameters share one tensor that is then incremented once for
+each). With `step` an int in the param group, none of the special cases is taken.
+"""
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101); state per parameter: exp_avg, exp_avg_sq.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        weight_decay: decoupled decay.
+        adam_w_mode: must be true; Adam with L2 regularisation is not offered.
+        capturable: must be false; steps are not recorded in CUDA graphs.
+    """
+
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
+    ):
+        assert adam_w_mode and not capturable, "only decoupled weight decay outside of CUDA graphs"
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=0))
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            group["step"] += 1
+            states = [self._state_of(parameter) for parameter in parameters]
+            step = torch.tensor(float(group["step"]), device=parameters[0].device)
+            torch._fused_adamw_(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [step] * len(parameters),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def install() -> None:
+    """Make it Megatron-Core's Adam where neither Transformer Engine nor Apex is installed."""
+    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    megatron_optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

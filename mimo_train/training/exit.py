@@ -1,0 +1,29 @@
+"""When a run ends before its last step: a signal asks for it, and all ranks agree on the step."""
+
+import signal
+
+
+class ExitSignal:
+    """Notes SIGTERM (what schedulers send before they kill) and SIGUSR1; the loop asks between steps."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self):
+        self._received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "ExitSignal":
+        for number in self.SIGNALS:
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def requested(self) -> bool:
+        """Whether this rank has received one of the signals."""
+        return self._received is not None
+
+    def _note(self, number: int, frame) -> None:
+        self._received = number

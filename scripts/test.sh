@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Runs the tests:  scripts/test.sh [pytest options]    for example  scripts/test.sh tests/unit -x
+set -euo pipefail
+MIMO_NEEDS="pytest pytest_timeout hypothesis sklearn ${MIMO_NEEDS:-}"
+# shellcheck source=scripts/env.sh
+. "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
+cd "$MIMO_ROOT"
+export OMP_NUM_THREADS=1 # several processes share the machine in many tests
+exec "$MIMO_PYTHON" -m pytest --durations=10 "$@"

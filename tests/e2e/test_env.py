@@ -1,0 +1,159 @@
+"""scripts/env.sh: which interpreter it takes, and when it installs."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.e2e.fake_python import Checkout
+
+STRICT = "set -euo pipefail; . scripts/env.sh; echo $MIMO_PYTHON"
+INSTALL = "-m uv pip install"
+BROKEN_SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path, "flock")
+
+
+@pytest.fixture
+def ready(checkout):
+    """A checkout whose environment has been set up."""
+    checkout.program("python3.12")
+    assert checkout.run(STRICT).returncode == 0
+    return checkout
+
+
+def test_sets_up_an_environment_and_says_so_in_two_lines(checkout):
+    checkout.program("python3.12")
+    result = checkout.run(STRICT)
+    assert (result.returncode, result.stdout) == (0, f"{checkout.venv}/bin/python\n"), result.stderr
+    before, after = result.stderr.splitlines()
+    assert "setting up" in before and "python3.12" in before
+    assert "ready after" in after
+    assert (checkout.calls("-m venv"), checkout.calls(INSTALL)) == (1, 1)
+    assert checkout.calls(f"-e {checkout.root}[demo,dev]") == 1
+
+
+def test_a_ready_environment_is_used_without_a_word(ready):
+    result = ready.run(STRICT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{ready.venv}/bin/python\n", "")
+    assert ready.calls("-m ") == 0
+
+
+def test_the_environment_comes_first_on_path(ready):
+    assert ready.run(". scripts/env.sh; type -P python").stdout == f"{ready.venv}/bin/python\n"
+
+
+def test_an_interpreter_that_does_not_run_is_skipped(checkout):
+    checkout.program("python3.12", BROKEN_SHIM)
+    checkout.program("python3")
+    result = checkout.run(STRICT)
+    assert result.returncode == 0, result.stderr
+    assert f"{checkout.bin}/python3 " in result.stderr
+
+
+def test_a_python_of_pyenv_is_found_behind_its_shims(checkout):
+    checkout.program("python3.12", BROKEN_SHIM)
+    python = checkout.program(checkout.root.parent / "pyenv/versions/3.12.9/bin/python3")
+    result = checkout.run(STRICT)
+    assert result.returncode == 0, result.stderr
+    assert str(python) in result.stderr
+
+
+@pytest.mark.parametrize("command", [STRICT, ". scripts/env.sh"])
+def test_without_python_there_is_one_sentence(checkout, command):
+    checkout.program("python3", "#!/bin/sh\nexit 1\n")  # too old
+    result = checkout.run(command)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert "no Python 3.12 or later" in result.stderr and "install" in result.stderr
+
+
+def test_changed_dependencies_are_installed_on_top(ready):
+    text = (ready.root / "pyproject.toml").read_text()
+    (ready.root / "pyproject.toml").write_text(text.replace('dev = ["', 'dev = ["humanize==4.0.0", "'))
+    result = ready.run(STRICT)
+    assert result.returncode == 0, result.stderr
+    assert (ready.calls("-m venv"), ready.calls(INSTALL)) == (0, 1)
+    assert ready.run(STRICT).stderr == ""
+
+
+def test_a_change_that_is_no_dependency_installs_nothing(ready):
+    ready.append("pyproject.toml", "\n[tool.something]\nkey = 1\n")
+    assert ready.run(STRICT).stderr == ""
+    assert ready.calls(INSTALL) == 0
+
+
+def test_a_failed_set_up_is_shown_and_repaired_by_the_next_start(checkout):
+    checkout.program("python3.12")
+    failed = checkout.run(STRICT, FAKE_INSTALL_FAILS="1")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "not ready" in failed.stderr
+    assert checkout.calls("-m pip install --quiet --disable-pip-version-check -e") == 1  # pip was tried after uv
+    repaired = checkout.run(STRICT)
+    assert repaired.returncode == 0, repaired.stderr
+    assert (checkout.calls("-m venv --clear"), checkout.calls(INSTALL)) == (1, 1)
+
+
+@pytest.mark.parametrize("tools", [("flock",), ()], ids=["flock", "without flock"])
+def test_a_killed_set_up_is_repaired_by_the_next_start(tmp_path, tools):
+    checkout = Checkout(tmp_path, *tools)
+    checkout.program("python3.12")
+    checkout.calls_file.touch()
+    process = checkout.start(STRICT, FAKE_INSTALL_SECONDS="60")
+    while not checkout.calls(INSTALL):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    repaired = checkout.run(STRICT)
+    assert repaired.returncode == 0, repaired.stderr
+    assert (checkout.calls("-m venv --clear"), checkout.calls(INSTALL)) == (1, 1)
+    assert checkout.run(STRICT).stderr == ""
+
+
+def test_an_environment_whose_python_is_gone_is_made_again(ready):
+    (ready.venv / "bin/python").unlink()
+    result = ready.run(STRICT)
+    assert result.returncode == 0, result.stderr
+    assert ready.calls("-m venv --clear") == 1
+
+
+def test_pip_installs_where_uv_cannot_be_had(checkout):
+    checkout.program("python3.12")
+    result = checkout.run(STRICT, FAKE_NO_UV="1")
+    assert result.returncode == 0, result.stderr
+    assert checkout.calls(f"-e {checkout.root}[demo,dev]") == 1
+    assert checkout.calls(INSTALL) == 0
+
+
+@pytest.mark.parametrize("tools", [("flock",), ()], ids=["flock", "without flock"])
+def test_two_starts_at_once_set_up_once(tmp_path, tools):
+    checkout = Checkout(tmp_path, *tools)
+    checkout.program("python3.12")
+    starts = [checkout.start(STRICT, FAKE_INSTALL_SECONDS="1") for _ in range(2)]
+    results = [(*start.communicate(timeout=60), start.returncode) for start in starts]
+    assert [code for *_, code in results] == [0, 0], results
+    assert checkout.calls(INSTALL) == 1
+
+
+def test_an_active_interpreter_that_can_train_is_used(checkout):
+    checkout.program("python", '#!/bin/sh\n[ "$1" = -P ] && echo /opt/container/bin/python\n')
+    result = checkout.run(STRICT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "/opt/container/bin/python\n", "")
+
+
+def test_an_interpreter_that_has_another_checkout_installed_is_not_used(checkout):
+    checkout.program("python")  # runs the Python of this test, which has the repository installed
+    result = checkout.run(STRICT)
+    assert (result.returncode, result.stdout) == (0, f"{checkout.venv}/bin/python\n"), result.stderr
+    assert checkout.calls("-m venv") == 1
+
+
+def test_the_environment_can_be_elsewhere(checkout, tmp_path):
+    checkout.program("python3.12")
+    result = checkout.run(STRICT, MIMO_VENV=str(tmp_path / "else where"))
+    assert (result.returncode, result.stdout) == (0, f"{tmp_path}/else where/bin/python\n"), result.stderr
+    assert not checkout.venv.exists()

@@ -1,0 +1,124 @@
+"""mimo_train.launch with ranks that only wait: who gets which signal, who is ended when, what the exit code says."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mimo_train import launch
+from tests.e2e.fake_python import pid_runs
+
+RANK = """
+import os, signal, sys, time
+from mimo_train.launch import end_with_launcher
+behaviour, rank = sys.argv[1], os.environ["RANK"]
+received = 0
+def note(signum, frame):
+    global received
+    received += 1
+signal.signal(signal.SIGTERM, note)
+if behaviour == "follow":
+    end_with_launcher()
+open(f"started{rank}.part", "w").write(str(os.getpid()))
+os.rename(f"started{rank}.part", f"started{rank}")
+while not os.path.exists(f"started{1 - int(rank)}"):
+    time.sleep(0.05)
+if rank == "1" and behaviour == "fail":
+    sys.exit("error: learning rate is 7")
+if rank == "1" and behaviour == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+while not received or behaviour in ("fail", "die", "stuck"):
+    time.sleep(0.05)
+time.sleep(0.7)  # as if saving
+open(f"saved{rank}", "w").write(str(received))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts two ranks of a behaviour, as nohup does, and returns the launcher once both run."""
+    (tmp_path / "rank.py").write_text(RANK)
+    started = [tmp_path / f"started{rank}" for rank in (0, 1)]
+    launchers = []
+
+    def start(behaviour: str, **variables: str) -> subprocess.Popen:
+        options = ["--standalone", "--nproc-per-node=2", "rank.py", behaviour]
+        command = [sys.executable, "-m", "mimo_train.launch", *options]
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+        launcher = subprocess.Popen(
+            ["nohup", *command], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        launchers.append(launcher)
+        while not all(file.exists() for file in started):
+            assert launcher.poll() is None, launcher.communicate()[1]
+            time.sleep(0.05)
+        return launcher
+
+    yield start
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+    for file in started:
+        if file.exists() and pid_runs(int(file.read_text())):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def ranks(folder: Path) -> list[int]:
+    return [int((folder / f"started{rank}").read_text()) for rank in (0, 1)]
+
+
+def test_a_stop_reaches_each_rank_once_and_waits_for_it(start, tmp_path):
+    launcher = start("save")
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, err
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+    assert len(err.splitlines()) == 1 and "SIGINT" in err
+
+
+def test_ranks_that_do_not_finish_in_time_are_ended(start, tmp_path):
+    launcher = start("stuck", MIMO_GRACE_SECONDS="0.5")
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert "did not finish within 0.5 s" in err
+    assert not any(map(pid_runs, ranks(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [("fail", ["error: learning rate is 7", "exit code 1"]), ("die", ["rank 1", "SIGKILL"])],
+)
+def test_one_failed_rank_ends_the_others_and_has_the_word(start, tmp_path, behaviour, words):
+    launcher = start(behaviour)
+    _, err = launcher.communicate(timeout=launch.FAILURE_SECONDS + 15)
+    assert launcher.returncode == 1
+    assert not any(map(pid_runs, ranks(tmp_path)))
+    lines = err.splitlines()
+    assert len(lines) == (2 if behaviour == "fail" else 1), err
+    assert words[0] in lines[0] and words[1] in lines[-1] and "rank 1" in lines[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
+def test_ranks_save_and_end_when_the_launcher_is_killed(start, tmp_path):
+    launcher = start("follow")
+    launcher.kill()
+    launcher.wait()
+    while any(map(pid_runs, ranks(tmp_path))):
+        time.sleep(0.05)
+    assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "-3", "inf", "nan"])
+def test_a_wrong_time_of_grace_is_told(monkeypatch, seconds):
+    monkeypatch.setenv("MIMO_GRACE_SECONDS", seconds)
+    with pytest.raises(ValueError, match=f"MIMO_GRACE_SECONDS is '{seconds}'"):
+        launch.main([])

@@ -1,0 +1,38 @@
+"""Small shards for the tests of the data path."""
+
+import pytest
+import torch
+
+from data.pipeline import Dataset
+from data.tokens import build_tokenizer
+from tests.unit.data.helpers import chat, encode_picture, images, write_tar
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Two shards, 13 samples: every third has no picture, sample 4 has two; picture n is filled with the value 10 n."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    members = []
+    for n in range(13):
+        count = 0 if n % 3 == 2 else 2 if n == 4 else 1
+        part = [(f"{n:04d}.{at}.png", encode_picture(20 + n, 16, "PNG", value=10 * n + at)) for at in range(count)]
+        members.append([*part, (f"{n:04d}.json", chat("<image>" * count + f"q{n}", f"a{n}"))])
+    write_tar(folder / "a-000000.tar", [entry for part in members[:6] for entry in part])
+    write_tar(folder / "a-000001.tar", [entry for part in members[6:] for entry in part])
+    return folder
+
+
+@pytest.fixture
+def dataset(small):
+    def make(shards=small, media=None, sequence_length=24, **options):
+        media = (images(),) if media is None else media
+        tokenizer = build_tokenizer("bytes", [item.placeholder for item in media])
+        return Dataset(shards, tokenizer=tokenizer, sequence_length=sequence_length, media=media, **options)
+
+    return make

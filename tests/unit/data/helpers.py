@@ -1,0 +1,44 @@
+"""Makers of small pictures, records and shards."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+from PIL import Image
+
+from data.pipeline import Media
+
+
+def encode_picture(height, width, kind="JPEG", value=None, seed=0, orientation=None):
+    if value is None:
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    else:
+        pixels = np.full((height, width, 3), value, dtype=np.uint8)
+    options = {}
+    if orientation is not None:
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        options["exif"] = exif
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def write_tar(path, members):
+    """members: (name, bytes) in order."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, raw in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(raw)
+            tar.addfile(info, io.BytesIO(raw))
+    return path
+
+
+def chat(question, answer):
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return json.dumps({"conversations": turns}).encode()
+
+
+def images(side=16, tokens=4, module="images", placeholder="<image>"):
+    return Media(module, "image", placeholder, lambda height, width: tokens, lambda height, width: (side, side))

@@ -1,0 +1,253 @@
+import io
+import json
+import logging
+import re
+import shutil
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from data.faults import TooManyBadSamples
+from data.pipeline import Dataset, Media
+from data.shards import ShardError
+from data.tokens import build_tokenizer
+from tests.unit.data.helpers import chat, encode_picture, images, write_tar
+
+
+def counts_of(data):
+    return [data.token_counts(number)["images"] for number in range(len(data))]
+
+
+def test_text_media_and_counts_of_one_sample_agree(dataset):
+    data = dataset(shuffle=False)
+    assert len(data) == 13
+    assert counts_of(data) == [4, 4, 0, 4, 8, 0, 4, 4, 0, 4, 4, 0, 4]
+    placeholder = data.tokenizer.placeholder_id("<image>")
+    for number in range(26):
+        n = number % 13
+        text, pictures = data.text(number), data.media(number, "images")
+        assert data.locate(number)[1] == f"{n:04d}" and text.number == number
+        assert (text.input_ids == placeholder).sum() == data.token_counts(number)["images"] == 4 * len(pictures)
+        assert [picture.float().mean().item() for picture in pictures] == [10 * n + at for at in range(len(pictures))]
+        assert all(picture.dtype == torch.uint8 and tuple(picture.shape) == (3, 16, 16) for picture in pictures)
+        assert data.prompt_and_truth(number) == (f"q{n}", f"a{n}")
+        prompt = data.prompt_ids(number)
+        assert prompt == text.input_ids[: len(prompt)].tolist()
+        assert data.tokenizer.decode(text.labels[text.loss_mask == 1]) == f"a{n}"
+    assert data.faults.count == 0
+
+
+def test_reading_text_never_reads_pixels_and_counts_read_nothing(dataset):
+    data = dataset()
+    for number in range(13):
+        data.token_counts(number)
+        data.locate(number)
+    assert not data.reader.bytes_read
+    for number in range(13):
+        data.text(number)
+    assert set(data.reader.bytes_read) == {"json"}
+    other = dataset()
+    for number in range(13):
+        other.media(number, "images")
+    assert set(other.reader.bytes_read) == {"0.png", "1.png"}
+
+
+def test_sizes_from_the_index_reach_the_module(dataset):
+    seen = []
+
+    def size(height, width):
+        seen.append((height, width))
+        return height // 2, width
+
+    module = Media("images", "image", "<image>", lambda height, width: height // 10, size)
+    data = dataset(media=(module,), shuffle=False)
+    assert [tuple(item.shape) for item in data.media(4, "images")] == [(3, 12, 16), (3, 12, 16)]
+    assert set(seen) == {(24, 16)} and data.token_counts(4) == {"images": 4}
+
+
+def test_two_modules_take_each_picture(dataset):
+    modules = (images(), images(side=8, tokens=2, module="dino", placeholder="<dino>"))
+    data = dataset(media=modules, shuffle=False)
+    assert data.token_counts(4) == {"images": 8, "dino": 4}
+    ids = data.text(4).input_ids
+    first, second = (data.tokenizer.placeholder_id(name) for name in ("<image>", "<dino>"))
+    assert [token for token in ids if token in (first, second)] == ([first] * 4 + [second] * 2) * 2
+    assert data.media(4, "dino")[0].shape == (3, 8, 8) and data.media(4, "images")[0].shape == (3, 16, 16)
+
+
+def test_audio_module(tmp_path):
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.full(4000, 8192, dtype=np.int16), 8000, format="WAV")
+    shard = write_tar(tmp_path / "s.tar", [("a.wav", buffer.getvalue()), ("a.json", chat("<audio>what?", "hum"))])
+    module = Media(
+        "audio", "audio", "<audio>", lambda samples, rate: samples // 1000, lambda samples, rate: (5000, 8000)
+    )
+    tokenizer = build_tokenizer("bytes", ["<audio>"])
+    data = Dataset(shard, tokenizer=tokenizer, sequence_length=32, media=[module])
+    (clip,) = data.media(0, "audio")
+    assert clip.dtype == torch.float32 and clip.shape == (5000,)
+    assert (clip[:4000] == 0.25).all() and not clip[4000:].any()
+    assert data.token_counts(0) == {"audio": 4} and data.text(0).length > 4 and not data.is_bad(0)
+
+
+def test_blind_gives_zeros_and_reads_no_pixels(dataset):
+    data = dataset(blind=True, shuffle=False)
+    pictures = data.media(4, "images")
+    assert [tuple(item.shape) for item in pictures] == [(3, 16, 16)] * 2
+    assert not any(item.any() for item in pictures) and not data.reader.bytes_read
+    seeing = dataset(shuffle=False)
+    assert (data.text(4).input_ids == seeing.text(4).input_ids).all() and counts_of(data) == counts_of(seeing)
+
+
+def test_shuffle_follows_seed_and_epoch(dataset):
+    def keys(data, epoch):
+        return [data.locate(number)[1] for number in range(13 * epoch, 13 * epoch + 13)]
+
+    data = dataset(seed=1)
+    assert keys(data, 0) == keys(dataset(seed=1), 0) != keys(data, 1)
+    assert keys(data, 0) != keys(dataset(seed=2), 0)
+    assert sorted(keys(data, 5)) == [f"{n:04d}" for n in range(13)]
+
+
+def test_fingerprint_follows_the_content_not_the_place(dataset, small, tmp_path):
+    first = dataset().fingerprint
+    moved = tmp_path / "moved"
+    shutil.copytree(small, moved)
+    assert dataset(shards=moved).fingerprint == first
+    assert dataset(shards=f"{small}/a-000000.tar").fingerprint != first
+    write_tar(moved / "a-000001.tar", [("k.txt", b"x")])
+    assert dataset(shards=moved).fingerprint != first
+
+
+def test_keep_text(dataset):
+    assert dataset(shuffle=False, keep_text=True).text(3).question_and_truth == ("q3", "a3")
+    assert dataset(shuffle=False).text(3).question_and_truth is None
+
+
+def test_more_shards_than_open_indexes(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.dataset._OPEN_INDEXES", 2)
+    for n in range(5):
+        write_tar(tmp_path / f"{n}.tar", [(f"{n}{at}.txt", b"x") for at in range(n)])  # the first shard is empty
+    data = Dataset(tmp_path, tokenizer=build_tokenizer("bytes"), sequence_length=8, shuffle=False)
+    assert [data.locate(number)[1] for number in range(10)] == [f"{n}{at}" for n in range(5) for at in range(n)]
+    write_tar(tmp_path / "1.tar", [("other.txt", b"xyz")])
+    with pytest.raises(ShardError, match="changed"):
+        [data.locate(number) for number in (0, 3, 9, 0)]
+
+
+def test_no_sample_at_all(tmp_path):
+    write_tar(tmp_path / "empty.tar", [])
+    with pytest.raises(ValueError, match=r"data\.shards.*no sample"):
+        Dataset(tmp_path, tokenizer=build_tokenizer("bytes"), sequence_length=8)
+
+
+# Faults
+
+
+def damaged_shard(folder):
+    """Samples a to h; all but `a` are bad, each in its own way."""
+    good = encode_picture(20, 20, seed=1)
+    huge = b"".join([b"<image>"] * 7)
+    members = [("a.jpg", good), ("a.json", chat("<image>q", "a"))]
+    members += [("b.jpg", good[: len(good) // 2]), ("b.json", chat("<image>q", "b"))]  # header whole, pixels cut
+    members += [("c.jpg", good), ("c.json", b'{"conversations": [')]
+    members += [("d.jpg", good), ("d.json", chat("<image><image>q", "d"))]
+    members += [("e.jpg", good)]
+    members += [("f.jpg", b"no picture at all"), ("f.json", chat("<image>q", "f"))]
+    members += [(f"g.{n}.jpg", good) for n in range(7)] + [("g.json", chat(huge.decode(), "g"))]
+    members += [("h.jpg", encode_picture(20, 3)), ("h.json", chat("<image>q", "h"))]
+    return write_tar(folder / "bad-000000.tar", members)
+
+
+def picky():
+    def num_tokens(height, width):
+        if width < 4:
+            raise ValueError(f"width {width} is less than one patch (4)")
+        return 4
+
+    return Media("images", "image", "<image>", num_tokens, lambda height, width: (16, 16))
+
+
+# key -> (found by whom, tokens that the stand-in keeps, words of the reason)
+FAULTS = {
+    "b": ("media", 4, "cannot decode"),
+    "c": ("text", 4, "not JSON"),
+    "d": ("text", 4, "2 image placeholder.*1 image member"),
+    "e": ("both", 0, "no .json"),
+    "f": ("both", 0, "no readable image header"),
+    "g": ("both", 0, "28 tokens.*data.sequence_length is 24"),
+    "h": ("both", 0, "less than one patch"),
+}
+
+
+@pytest.fixture
+def damaged(tmp_path, dataset):
+    shard = damaged_shard(tmp_path)
+    return lambda **options: dataset(shards=shard, media=(picky(),), shuffle=False, **options)
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_stand_ins_keep_the_shapes_and_carry_no_loss(damaged, number, caplog):
+    key = "abcdefgh"[number]
+    found_by, tokens, reason = FAULTS[key]
+    data = damaged(max_bad_samples=1)
+    assert data.token_counts(number) == {"images": tokens} and not data.is_bad(number)
+    with caplog.at_level(logging.WARNING):
+        text = data.text(number)
+        assert data.is_bad(number) == (found_by != "media")
+        pictures = data.media(number, "images")
+        data.media(number, "images")
+        data.text(number)
+    assert data.is_bad(number) and data.faults.count == 1
+    assert (text.input_ids == data.tokenizer.placeholder_id("<image>")).sum() == tokens
+    assert [tuple(picture.shape) for picture in pictures] == [(3, 16, 16)] * (tokens // 4)
+    if found_by != "media":
+        assert not text.loss_mask.any()
+    if found_by != "text":
+        assert not any(picture.any() for picture in pictures)
+    (record,) = caplog.records
+    assert "bad-000000.tar" in record.message and f"key {key}" in record.message and re.search(reason, record.message)
+
+
+def test_the_first_bad_sample_ends_a_run_without_a_budget(damaged):
+    data = damaged()
+    data.text(0)
+    with pytest.raises(
+        TooManyBadSamples, match=r"bad-000000\.tar, key 'c'.*not JSON.*bad sample 1.*data\.max_bad_samples=0"
+    ):
+        data.text(2)
+
+
+def test_the_budget_counts_sample_numbers(damaged):
+    data = damaged(max_bad_samples=2)
+    for _ in range(3):
+        data.text(2)
+    data.media(1, "images")
+    with pytest.raises(TooManyBadSamples, match="bad sample 3"):
+        data.text(2 + len(data))  # the same sample, an epoch later
+    assert [fault.key for fault in data.faults.list()] == ["b", "c", "c"]
+
+
+def test_reports_of_bad_samples_are_empty(damaged):
+    assert damaged(max_bad_samples=9).prompt_and_truth(2) == ("", "")
+
+
+def test_picture_records_without_a_picture_module_say_so(small):
+    data = Dataset(small, tokenizer=build_tokenizer("bytes"), sequence_length=24, shuffle=False)
+    with pytest.raises(TooManyBadSamples, match="1 image.*no module of this run"):
+        data.text(0)
+    assert data.token_counts(0) == {}
+
+
+def test_unknown_media_kind():
+    with pytest.raises(ValueError, match=r"modules\.x.*'video'"):
+        Media("x", "video", "<video>", int, int)
+
+
+def test_records_of_both_forms_in_one_shard(tmp_path):
+    messages = json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]})
+    shard = write_tar(tmp_path / "s.tar", [("a.json", messages.encode()), ("b.json", chat("q", "a"))])
+    data = Dataset(shard, tokenizer=build_tokenizer("bytes"), sequence_length=16, shuffle=False)
+    assert data.text(0).input_ids.tolist() == data.text(1).input_ids.tolist()

@@ -1,0 +1,232 @@
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from data import demo
+from data.cli import add_subparser
+from data.demo import ensure_demo, make_demo, make_text_demo
+from data.demo_digits import load_scans
+from data.index import find_shards, open_index
+from data.pipeline import Batching, Dataset, Reader, StepLoader
+from data.tokens import build_tokenizer
+from tests.unit.data.helpers import chat, images, write_tar
+
+SMALL = {"train_samples": 1500, "held_out_samples": 768, "shards": 3}
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    return make_demo(tmp_path_factory.mktemp("demos") / "digits", **SMALL)
+
+
+def open_part(folder, **options):
+    tokenizer = build_tokenizer("bytes", ["<image>"])
+    media = [images(side=48, tokens=16)]
+    return Dataset(folder, tokenizer=tokenizer, sequence_length=96, media=media, shuffle=False, **options)
+
+
+def records(folder):
+    for path in find_shards(folder):
+        index = open_index(path)
+        raw = path.read_bytes()
+        for row in range(len(index)):
+            member = index.members(row)[index.record(row)]
+            yield json.loads(raw[member.offset : member.offset + member.size]), index.members(row)
+
+
+def test_every_sample_is_good_and_fits(digits):
+    for part, size in (("train", 1500), ("held_out", 768)):
+        data = open_part(digits / part)
+        assert len(data) == size
+        end = data.tokenizer.end_of_turn_id
+        for number in range(size):
+            text = data.text(number)
+            tokens = data.token_counts(number)["images"]
+            # The whole answer fits, with room that grows only with a second picture.
+            assert text.labels[: text.length].tolist().count(end) == 2 and text.length <= (96 if tokens > 16 else 64)
+            assert text.loss_mask.sum() == len(data.prompt_and_truth(number)[1]) + 1
+        pixels = [data.media(number, "images") for number in range(100)]
+        assert all(item.shape == (3, 48, 48) and item.max() > 150 for items in pixels for item in items)
+
+
+def test_train_and_held_out_share_no_scan(digits):
+    seen = {
+        part: {n for record, _ in records(digits / part) for n in record["sources"]} for part in ("train", "held_out")
+    }
+    assert not seen["train"] & seen["held_out"] and len(seen["held_out"]) > 300
+    allowed = [set(load_scans(held_out).sources.tolist()) for held_out in (False, True)]
+    assert seen["train"] <= allowed[0] and seen["held_out"] <= allowed[1]
+    assert len(allowed[0] | allowed[1]) == 1797 and len(allowed[1]) == 359
+
+
+def test_answers_follow_from_the_scans(digits):
+    labels = {part: load_scans(part == "held_out") for part in ("train", "held_out")}
+    by_source = {int(s): int(v) for part in labels.values() for s, v in zip(part.sources, part.labels, strict=True)}
+    data = open_part(digits / "held_out")
+    for number, (record, members) in enumerate(records(digits / "held_out")):
+        question, truth = data.prompt_and_truth(number)
+        values = [str(by_source[source]) for source in record["sources"]]
+        if question.startswith("Read"):
+            assert truth == " ".join(values)
+        elif question.startswith("How many"):
+            assert truth == str(len(values))
+        elif question.startswith("Which digit is in the"):
+            assert len(members) == 3 and truth == values["second" in question]
+        elif question.startswith("Which"):
+            assert truth in values
+        elif question.startswith("What colour"):
+            assert values.count(question[-2]) == 1
+        else:
+            first, second = (int(word) for word in question.rstrip("?").split() if word.isdigit())
+            assert truth == str(first + second) and not values
+
+
+def test_forms_and_formats_are_mixed(digits):
+    everything = list(records(digits / "train"))
+    assert {name for record, _ in everything for name in record} == {"conversations", "messages", "sources"}
+    assert {"jpg", "png", "0.jpg", "1.png"} <= {member.extension for _, members in everything for member in members}
+    counts = Counter(sum(member.kind == "image" for member in members) for _, members in everything)
+    assert 0.07 < counts[0] / 1500 < 0.13 and 0.005 < counts[2] / 1500 < 0.04
+
+
+def test_the_best_constant_answers_stay_far_below_seeing(digits):
+    parts = {part: open_part(digits / part) for part in ("train", "held_out")}
+    asked = {part: [data.prompt_and_truth(number) for number in range(len(data))] for part, data in parts.items()}
+
+    def accuracy(fit, on):
+        answers = defaultdict(Counter)
+        for question, truth in fit:
+            answers[question][truth] += 1
+        best = {question: count.most_common(1)[0][0] for question, count in answers.items()}
+        return np.mean([best.get(question) == truth for question, truth in on])
+
+    assert accuracy(asked["train"], asked["held_out"]) < 0.3
+    assert accuracy(asked["held_out"], asked["held_out"]) < 0.3  # the bound of any guess without pixels
+
+
+def test_equal_parameters_give_equal_bytes(tmp_path):
+    small = {"train_samples": 40, "held_out_samples": 8, "shards": 2}
+    first, second = make_demo(tmp_path / "a", **small), make_demo(tmp_path / "b", **small)
+    names = sorted(path.relative_to(first) for path in first.rglob("*.tar"))
+    assert [str(name) for name in names] == [
+        "held_out/held_out-000000.tar",
+        "train/train-000000.tar",
+        "train/train-000001.tar",
+    ]
+    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
+    other = make_demo(tmp_path / "c", **small, seed=1)
+    assert all((first / name).read_bytes() != (other / name).read_bytes() for name in names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]  # nothing left behind
+
+
+def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
+    out, small = tmp_path / "d", {"train_samples": 20, "held_out_samples": 5, "shards": 2}
+    ensure_demo(out, **small)
+    shard = out / "train" / "train-000001.tar"
+    whole, times = shard.read_bytes(), shard.stat().st_mtime_ns
+    assert ensure_demo(out, **small) == out and shard.stat().st_mtime_ns == times
+    with pytest.raises(ValueError, match=r"seed=0 \(wanted 3\)"):
+        ensure_demo(out, **small, seed=3)
+    for damage in (shard.unlink, (out / "demo.json").unlink, lambda: shard.write_bytes(whole[:-1])):
+        damage()
+        ensure_demo(out, **small)
+        assert shard.read_bytes() == whole
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, "_write_shard", lambda path, samples: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_demo(out, **small)
+    assert ensure_demo(out, **small) and shard.read_bytes() == whole
+    with pytest.raises(ValueError, match="unknown demo"):
+        ensure_demo(out, "cats")
+    with pytest.raises(ValueError, match="train_samples=0"):
+        make_demo(out, train_samples=0)
+
+
+def test_text_demo(tmp_path):
+    out = make_text_demo(tmp_path / "t", shards=2)
+    tokenizer = build_tokenizer("bytes")
+    parts = {
+        part: Dataset(out / part, tokenizer=tokenizer, sequence_length=256, shuffle=False)
+        for part in ("train", "held_out")
+    }
+    texts = {part: [data.prompt_and_truth(n)[1] for n in range(len(data))] for part, data in parts.items()}
+    assert len(texts["train"]) > 60 and 6 <= len(texts["held_out"]) < len(texts["train"]) / 4
+    assert not set(texts["train"]) & set(texts["held_out"])
+    assert all(90 <= len(text) <= 260 for part in texts.values() for text in part)
+    with StepLoader(parts["train"], Batching(4, 2), [Reader("language", 0, 1)], workers=0, limit=1) as loader:
+        assert next(loader).microbatches[0]["loss_mask"].sum() > 150
+
+
+# Commands
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    add_subparser(parser.add_subparsers())
+    args = parser.parse_args(["shards", *map(str, arguments)])
+    return args.handler(args)
+
+
+@pytest.fixture
+def with_faults(tmp_path, small):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for shard in small.glob("*.tar"):
+        (broken / shard.name).write_bytes(shard.read_bytes())
+    members = [("x.jpg", b"no picture"), ("x.json", chat("<image>q", "a")), ("y.json", chat("q", "a")), ("z.png", b"")]
+    write_tar(broken / "b.tar", members)
+    (broken / "c.tar").write_bytes((small / "a-000000.tar").read_bytes()[:-10000])
+    return broken
+
+
+def test_index_command(small, with_faults, capsys):
+    assert run("index", small, "--workers", "2") == 0
+    assert "2 of 2 shards indexed, 13 samples, 0 of them cannot be used" in capsys.readouterr().out
+    assert len(list(small.glob("*.mimo-index"))) == 2
+    assert run("index", with_faults) == 1
+    output = capsys.readouterr()
+    assert "3 of 4 shards" in output.out and "b.tar: 3 samples, 1 of them" in output.out
+    assert "c.tar" in output.err and "truncated" in output.err
+
+
+def test_inspect_command(small, with_faults, tmp_path, capsys):
+    assert run("inspect", small, "--samples", "1", "--cache-dir", tmp_path / "cache") == 0
+    output = capsys.readouterr().out
+    assert "2 shards, 13 samples" in output and "0000  .0.png 20x16" in output and "20 x 16" in output
+    assert not list(small.glob("*.mimo-index"))
+    assert run("inspect", with_faults) == 1 and "c.tar" in capsys.readouterr().err
+    assert run("inspect", tmp_path / "nowhere") == 1 and "data.shards" in capsys.readouterr().err
+
+
+def test_verify_command(small, with_faults, capsys):
+    assert run("verify", small) == 0 and "13 samples checked, 0 bad" in capsys.readouterr().out
+    assert run("verify", with_faults) == 1
+    output = capsys.readouterr().out
+    assert "b.tar: key x: member .jpg" in output and "b.tar: key z" in output and "key y" not in output
+    assert "bad shard" in output and "16 samples checked, 2 bad; 1 shards cannot be read" in output
+
+
+def test_make_demo_command(tmp_path, capsys):
+    assert run("make-demo", tmp_path / "d", "--samples", 30, "--held-out", 5) == 0
+    assert run("make-demo", tmp_path / "t", "--kind", "text") == 0
+    assert run("verify", f"{tmp_path}/d/train,{tmp_path}/t/train") == 0
+    assert run("make-demo", tmp_path / "t", "--kind", "text", "--samples", 3) == 1
+    assert "fixed size" in capsys.readouterr().err
+
+
+def test_the_command_line_imports_no_heavy_package():
+    heavy = ("torch", "numpy", "PIL", "sklearn", "webdataset")
+    code = f"import sys, data.cli; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_indexing_needs_no_torch():
+    code = "import sys, data.index, data.order, data.tokens, data.records; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

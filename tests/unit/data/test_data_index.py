@@ -1,0 +1,229 @@
+import gzip
+import io
+import os
+import threading
+import wave
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from data import index as index_module
+from data.header import parse_header_bytes
+from data.index import ShardError, build_index, find_shards, index_path, open_index
+from tests.unit.data.helpers import encode_picture, write_tar
+
+TEXT = b'{"text": "hello"}'
+
+
+@pytest.fixture
+def shard(tmp_path):
+    members = [("d/a.jpg", encode_picture(30, 20)), ("d/a.json", TEXT), ("d/b.PNG", encode_picture(8, 9, "PNG"))]
+    return write_tar(tmp_path / "x-000000.tar", [*members, ("d/b.txt", b"a caption")])
+
+
+def test_rows_keys_and_bytes_agree_with_the_tar(shard):
+    index = open_index(shard)
+    assert [index.key(row) for row in range(len(index))] == ["d/a", "d/b"]
+    raw = shard.read_bytes()
+    (picture, record), (second, caption) = index.members(0), index.members(1)
+    assert raw[record.offset : record.offset + record.size] == TEXT
+    assert raw[caption.offset : caption.offset + caption.size] == b"a caption"
+    assert (picture.extension, picture.kind, picture.height, picture.width) == ("jpg", "image", 30, 20)
+    assert (second.extension, second.height, second.width) == ("png", 8, 9)
+    assert [index.record(row) for row in (0, 1)] == [1, 1]
+    assert [index.fault(row) for row in (0, 1)] == [None, None]
+
+
+def test_keys_and_grouping_are_those_of_webdataset(tmp_path):
+    names = ["img.2024.01.jpg", "img.2024.01.json", "p/q.r.txt", "p/q.s.json", "README", ".hidden.txt", "__meta__.json"]
+    names += ["dir.with.dots/k.txt", "k.txt"]
+    shard = write_tar(tmp_path / "s.tar", [(name, TEXT) for name in names])
+    index = build_index(shard)
+    ours = [(index.key(row), sorted(member.extension for member in index.members(row))) for row in range(len(index))]
+    theirs = [
+        (sample["__key__"], sorted(name for name in sample if not name.startswith("__")))
+        for sample in webdataset.WebDataset(str(shard), shardshuffle=False, empty_check=False)
+    ]
+    assert ours == theirs
+    assert ours[0] == ("img", ["2024.01.jpg", "2024.01.json"])
+
+
+def test_long_names_and_empty_members(tmp_path):
+    import tarfile
+
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        path = tmp_path / f"{form}.tar"
+        with tarfile.open(path, "w", format=form) as tar:
+            for name, raw in [("n" * 150 + "é.txt", b""), ("b.txt", b"x")]:
+                info = tarfile.TarInfo(name)
+                info.size = len(raw)
+                tar.addfile(info, io.BytesIO(raw))
+            folder = tarfile.TarInfo("folder")
+            folder.type = tarfile.DIRTYPE
+            tar.addfile(folder)
+        index = build_index(path)
+        assert [index.key(row) for row in range(len(index))] == ["n" * 150 + "é", "b"]
+
+
+def test_every_truncation_is_found(shard):
+    whole = shard.read_bytes()
+    end = len(whole.rstrip(b"\0")) // 512 * 512 + 512  # end of the last member
+    for length in [*range(0, end + 1024, 256), end, end + 1023]:
+        shard.write_bytes(whole[:length])
+        with pytest.raises(ShardError, match=f"x-000000.tar.*{length}|{length}.*x-000000.tar"):
+            build_index(shard)
+    shard.write_bytes(whole[: end + 1024])
+    assert len(build_index(shard)) == 2
+
+
+def test_a_damaged_header_is_found_wherever_it_stands(shard):
+    whole = shard.read_bytes()
+    headers = [member.offset - 512 for row in (0, 1) for member in build_index(shard).members(row)]
+    for at in headers:
+        for patch in (b"\xff" * 32, b"\0" * 512):
+            shard.write_bytes(whole[:at] + patch + whole[at + len(patch) :])
+            with pytest.raises(ShardError, match="again"):
+                build_index(shard)
+
+
+def test_compressed_shards_are_refused_with_the_remedy(shard, tmp_path):
+    packed = tmp_path / "y.tar.gz"
+    packed.write_bytes(gzip.compress(shard.read_bytes()))
+    for attempt in (lambda: find_shards(str(packed)), lambda: build_index(packed)):
+        with pytest.raises(ShardError, match="gunzip"):
+            attempt()
+    disguised = tmp_path / "z.tar"
+    disguised.write_bytes(packed.read_bytes())
+    with pytest.raises(ShardError, match="not a readable uncompressed tar"):
+        build_index(disguised)
+
+
+def test_saved_index_is_used_until_the_shard_changes(shard, monkeypatch):
+    first = open_index(shard)
+    assert index_path(shard).exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(index_module, "build_index", lambda path: pytest.fail("built again"))
+        again = open_index(shard)
+    assert again.members(1) == first.members(1) and again.key(1) == first.key(1)
+    write_tar(shard, [("new.txt", b"new")])
+    assert [open_index(shard).key(0), len(open_index(shard))] == ["new", 1]
+    stat = os.stat(shard)
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert open_index(shard).mtime_ns == stat.st_mtime_ns + 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}\n", b"not json\n", None])
+def test_a_damaged_index_is_built_again(shard, damage):
+    open_index(shard)
+    path = index_path(shard)
+    path.write_bytes(path.read_bytes()[:-3] if damage is None else damage)
+    assert open_index(shard).key(1) == "d/b"
+
+
+def test_cache_dir_keeps_equal_names_apart_and_the_folder_clean(tmp_path):
+    cache = tmp_path / "cache"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_tar(tmp_path / name / "s.tar", [(f"{name}.txt", b"x")])
+    keys = [open_index(tmp_path / name / "s.tar", cache).key(0) for name in ("one", "two", "one")]
+    assert keys == ["one", "two", "one"]
+    assert len(list(cache.iterdir())) == 2 and os.listdir(tmp_path / "one") == ["s.tar"]
+
+
+def test_building_at_once_leaves_one_whole_index(shard):
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(open_index(shard).members(0))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8 and all(result == results[0] for result in results)
+    assert sorted(os.listdir(shard.parent)) == ["x-000000.tar", "x-000000.tar.mimo-index"]
+
+
+def test_samples_without_a_usable_record_are_faults(tmp_path):
+    names = ["a.jpg", "b.json", "b.txt", "c.1.json", "c.2.json", "d.txt", "d.txt", "e.JSON", "e.jpg"]
+    index = build_index(write_tar(tmp_path / "f.tar", [(name, TEXT) for name in names]))
+    faults = {index.key(row): index.fault(row) for row in range(len(index))}
+    assert "no .json and no .txt" in faults["a"] and ".jpg" in faults["a"]
+    assert faults["b"] is None and faults["e"] is None
+    assert "first dot" in faults["c"]
+    assert "2 times" in faults["d"]
+    assert index.members(1)[index.record(1)].extension == "json"
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", [None, 1, 2, 3, 4, 5, 6, 7, 8])
+def test_header_size_is_that_of_the_upright_picture(kind, orientation):
+    header = parse_header_bytes(encode_picture(12, 31, kind, orientation=orientation))
+    assert (header.format, header.height, header.width) == (kind, *((31, 12) if (orientation or 1) >= 5 else (12, 31)))
+
+
+def test_header_behind_large_segments_and_of_broken_files():
+    plain = encode_picture(7, 9)
+    padded = plain[:2] + (b"\xff\xe2\xff\xff" + b"x" * 0xFFFD) * 3 + plain[2:]
+    assert parse_header_bytes(padded)[1:3] == (7, 9)
+    for kind in ("GIF", "BMP"):
+        assert parse_header_bytes(encode_picture(7, 9, kind))[1:3] == (7, 9)
+    for raw in (b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"hello", b"RIFFxxxxWEBP", b"\x89PNG\r\n\x1a\n", b"GIF89a"):
+        assert parse_header_bytes(raw) is None
+    for cut in range(len(plain)):  # never an exception, whatever is missing
+        parse_header_bytes(plain[:cut])
+
+
+def test_pictures_without_a_header_and_audio_are_measured(tmp_path):
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as clip:
+        clip.setparams((2, 2, 8000, 0, "NONE", ""))
+        clip.writeframes(np.zeros((123, 2), dtype=np.int16).tobytes())
+    members = [("a.jpg", b"broken"), ("a.wav", buffer.getvalue()), ("a.flac", b"broken"), ("a.txt", b"x")]
+    picture, clip, broken, _ = build_index(write_tar(tmp_path / "m.tar", members)).members(0)
+    assert (picture.height, picture.width) == (0, 0)
+    assert (clip.kind, clip.frames, clip.rate) == ("audio", 123, 8000)
+    assert (broken.frames, broken.rate) == (0, 0)
+
+
+def test_find_shards(tmp_path, monkeypatch):
+    for number in range(3):
+        write_tar(tmp_path / f"x-{number:06d}.tar", [("k.txt", b"x")])
+    paths = [tmp_path / f"x-{number:06d}.tar" for number in range(3)]
+    assert find_shards(tmp_path) == find_shards(str(tmp_path)) == find_shards(f"{tmp_path}/x-*.tar") == paths
+    assert find_shards(f"{tmp_path}/x-{{000001..000002}}.tar") == paths[1:]
+    assert find_shards(f"{tmp_path}/x-{{000002,000000}}.tar, {paths[1]}") == [paths[2], paths[0], paths[1]]
+    assert find_shards([paths[1], str(paths[0])]) == [paths[1], paths[0]]
+    monkeypatch.chdir(tmp_path)
+    assert [path.name for path in find_shards("x-*.tar")] == [path.name for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("nowhere", "nowhere"),
+        ("y-*.tar", "y-"),
+        ("x-{000002..000003}.tar", "x-000003.tar"),
+        ("x-{3..1}.tar", "backwards"),
+    ]
+    + [
+        ("", "empty"),
+        ("empty", "no \\*.tar"),
+        ("s3://bucket/x.tar", "mount"),
+        ("x-{000000.tar", "x-"),
+        ("x-{1}", "range"),
+    ],
+)
+def test_find_shards_names_the_key_and_what_was_sought(tmp_path, monkeypatch, pattern, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write_tar(tmp_path / "x-000002.tar", [("k.txt", b"x")])
+    with pytest.raises(ValueError, match=rf"data\.shards.*{named}"):
+        find_shards(pattern)
+
+
+def test_gif_and_bmp_headers_match_pillow():
+    picture = Image.new("RGB", (5, 4))
+    for kind in ("GIF", "BMP"):
+        buffer = io.BytesIO()
+        picture.save(buffer, kind)
+        assert parse_header_bytes(buffer.getvalue()).height == 4

@@ -1,0 +1,87 @@
+import math
+import random
+
+import pytest
+
+from mimo_train.metrics.charts import Axis, Series, chart, linear_axis, number_format, step_format, value_axis
+from mimo_train.metrics.curves import columns, smooth, thin
+
+
+def test_columns_keep_only_the_steps_that_have_a_value():
+    lines = [{"step": 1, "a": 1.0}, {"step": 1, "b": 2.0}, {"step": 2, "a": math.nan, "note": "text"}]
+    found = columns(lines)
+    assert set(found) == {"a", "b"}
+    assert list(found["a"].steps) == [1, 2] and list(found["b"].values) == [2.0]
+    assert found["a"].last_finite() == (1, 1.0)
+
+
+def test_smoothing_keeps_a_constant_does_not_lag_and_skips_nan():
+    assert smooth([3.0] * 50, 10) == pytest.approx([3.0] * 50)
+    line = smooth([float(value) for value in range(201)], 10)
+    assert line[100] == pytest.approx(100.0)
+    values = smooth([1.0, math.nan, 1.0, math.inf, 1.0], 3)
+    assert [math.isnan(value) for value in values] == [False, True, False, True, False]
+    assert [value for value in values if not math.isnan(value)] == pytest.approx([1.0] * 3)
+    assert smooth([], 10) == []
+
+
+def test_thinning_bounds_the_points_and_keeps_every_extreme():
+    generator = random.Random(0)
+    values = [generator.gauss(0, 1) for _ in range(200_000)]
+    values[123_456], values[77] = 50.0, -50.0
+    points = thin(range(200_000), values)
+    assert len(points) <= 1000
+    assert (123_456, 50.0) in points and (77, -50.0) in points
+    assert [step for step, _ in points] == sorted(step for step, _ in points)
+
+
+def test_thinning_leaves_short_curves_alone_and_marks_gaps():
+    assert thin([1, 2, 3], [1.0, math.nan, 3.0]) == [(1, 1.0), (2, None), (3, 3.0)]
+    values = [1.0] * 4000 + [math.nan] * 4000
+    assert (5000, None) in [(step // 1000 * 1000, value) for step, value in thin(range(8000), values)]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0, 1, [0, 0.5, 1]), (0, 8, [0, 2, 4, 6, 8]), (8100, 9900, [8000, 8500, 9000, 9500, 10000])],
+)
+def test_linear_ticks_are_round_and_cover_the_range(low, high, ticks):
+    axis = linear_axis(low, high, 5)
+    assert axis.ticks == pytest.approx(ticks) and axis.low <= low and axis.high >= high
+    assert axis.place(axis.low) == 0 and axis.place(axis.high) == 1
+
+
+def test_an_axis_is_logarithmic_for_two_decades_or_a_spike():
+    assert not value_axis([1, 50], [1, 50]).log
+    assert value_axis([0.001, 5], [0.001, 5]).log
+    assert value_axis([1, 900, 1], [1, 2, 1]).log
+    assert not value_axis([0, 900, 1], [0, 2, 1]).log
+    axis = value_axis([0.001, 5], [0.001, 5])
+    assert axis.place(1e-3) == 0 and axis.place(10) == pytest.approx(1) and axis.place(0.1) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-7])
+def test_one_value_gets_an_axis_around_it(value):
+    axis = value_axis([value], [value])
+    assert axis.low <= value <= axis.high and axis.low < axis.high
+
+
+def test_numbers_are_written_as_their_ticks_need():
+    assert [number_format(linear_axis(0, 0.3, 5))(value) for value in (0.0, 0.1)] == ["0.0", "0.1"]
+    assert number_format(linear_axis(0, 1e-3, 5))(5e-4) == "5e-4"
+    assert number_format(Axis(1e-3, 1, True, [1e-3, 1e-2, 0.1, 1]))(1e-3) == "1e-3"
+    assert [step_format(step) for step in (0, 800, 5000, 20_000, 1_500_000)] == ["0", "800", "5,000", "20k", "1.5M"]
+
+
+def test_a_chart_names_what_it_shows_in_words():
+    drawn = chart("Loss <1>", "nats", [Series("held-out", [1, 5], [2.0, 1.0], "dots")], last_step=5)
+    assert "Loss &lt;1&gt;" in drawn and "<1>" not in drawn
+    assert "held-out: 2 at step 1, 1 at step 5, lowest 1, highest 2." in drawn
+    assert drawn.count('class="dot') == 2
+
+
+def test_a_chart_without_a_finite_value_is_empty_and_gaps_are_noted():
+    assert chart("Loss", "nats", [Series("a", [1], [math.nan])], last_step=1) == ""
+    assert chart("Loss", "nats", [], last_step=1) == ""
+    drawn = chart("Loss", "nats", [Series("a", [1, 2, 3], [1.0, math.nan, math.inf])], last_step=3)
+    assert "2 values are NaN or infinite, at step 2, 3." in drawn and "nan" not in drawn.split('d="', 1)[1]

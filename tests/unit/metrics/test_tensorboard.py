@@ -1,0 +1,52 @@
+import math
+
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mimo_train.config import ConfigContainer
+from mimo_train.metrics.jsonl import read_metrics
+from mimo_train.metrics.log import build_metrics_log
+
+
+def train(run_dir, steps, resumed_step=0):
+    log = build_metrics_log(ConfigContainer(), run_dir, resumed_step=resumed_step)
+    for step in steps:
+        log.log(step, 32 * step, {"lm loss": 1 / (step + resumed_step), "learning_rate/images": 1e-3 / step})
+        if step % 5 == 0:
+            log.log(step, 32 * step, {"eval/loss": 1 / step, "eval/exact_match": math.nan})
+    log.close()
+
+
+def by_key(lines):
+    found = {}
+    for line in lines:
+        for key, value in line.items():
+            if key != "step":
+                found.setdefault(key, []).append((line["step"], np.float32(value)))
+    return found
+
+
+def test_tensorboard_has_the_numbers_of_metrics_jsonl_also_after_a_resume(tmp_path):
+    train(tmp_path, range(1, 9))
+    train(tmp_path, range(5, 13), resumed_step=4)
+    expected = by_key(read_metrics(tmp_path / "metrics.jsonl"))
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    read = {
+        key: [(event.step, np.float32(event.value)) for event in events.Scalars(key)]
+        for key in events.Tags()["scalars"]
+    }
+    assert (
+        set(read)
+        == set(expected)
+        == {
+            "consumed_samples",
+            "lm loss",
+            "learning_rate/images",
+            "eval/loss",
+            "eval/exact_match",
+        }
+    )
+    for key in expected:
+        np.testing.assert_array_equal(read[key], expected[key], err_msg=key)
+    assert [step for step, _ in read["lm loss"]] == list(range(1, 13))

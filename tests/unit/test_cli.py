@@ -1,0 +1,221 @@
+"""The command line: what it prints, what it refuses, and what it does not import."""
+
+import os
+import subprocess
+import sys
+import types
+from importlib.metadata import version
+
+import pytest
+import yaml
+
+from mimo_train import compose
+from mimo_train.cli import main
+
+HEAVY = ("torch", "megatron", "transformers", "numpy", "hydra", "omegaconf")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """No variables of a launcher, and a folder of our own."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """Stands in for `mimo_train.training.run`; its `body` is what `main(cfg, layout)` does."""
+
+    def install(body: str, name: str = "mimo_train.training.run", arguments: str = "cfg, layout") -> list:
+        module = types.ModuleType(name)
+        module.calls = []
+        exec(f"def main({arguments}):\n    {body}\n", module.__dict__)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module.calls
+
+    return install
+
+
+def imported(*argv: str) -> tuple[int, set[str], str]:
+    """Runs a command in a fresh interpreter: (exit code, heavy packages that it imported, stderr)."""
+    code = (
+        "import sys\nfrom mimo_train.cli import main\n"
+        "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code\n"
+        f"print('imported:', *[name for name in {HEAVY!r} if name in sys.modules])\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+    return done.returncode, set(done.stdout.splitlines()[-1].split()[1:]), done.stderr
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--help"], ["shards", "--help"], []])
+def test_help_imports_nothing_heavy(argv):
+    code, heavy, _ = imported(*argv)
+    assert code == (0 if argv else 2)
+    assert heavy == set()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["world", "vlm_digits"], 0),
+        (["config", "vlm_digits"], 0),
+        (["train", "vlm_digits", "train.iter=5"], 1),
+        (["train", "vlm_digits"], 1),
+        (["check", "vlm_digits"], 0),
+        (["check", "vlm_digits", "modules.images.layout.dp=3"], 1),
+    ],
+)
+def test_configs_layouts_and_their_faults_import_no_torch(argv, code):
+    found, heavy, stderr = imported(*argv)
+    assert found == code, stderr
+    assert not heavy & {"torch", "megatron", "transformers"}
+
+
+def test_module_runs_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "mimo_train.cli", "world", "vlm_digits", "train.iter=5"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: train.iter: unknown key; did you mean iters or log_interval?\n"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"mimo-train {version('mimo-train')}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "world"),
+    [
+        (["gpt_tiny"], "1"),
+        (["vlm_digits"], "2"),
+        (["vlm_digits", "layout=one_process"], "1"),
+        (["vlm_digits", "layout=images_tp2_language_pp2"], "4"),
+    ],
+)
+def test_world_prints_one_integer(argv, world, capsys):
+    assert main(["world", *argv]) == 0
+    assert capsys.readouterr().out == f"{world}\n"
+
+
+def test_world_refuses_a_run_that_cannot_start(capsys):
+    assert main(["world", "vlm_digits", "train.precision=fp8", "modules.images.layout.dp=3"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split(": ")[:2] for line in err.splitlines()] == [
+        ["error", "modules.images.layout.dp"],
+        ["error", "train.precision"],
+    ]
+
+
+def test_config_prints_yaml_that_is_the_same_run(capsys):
+    assert main(["config", "vlm_digits", "train.iters=7", "layout=language_pp2"]) == 0
+    printed = compose.from_dict(yaml.safe_load(capsys.readouterr().out))
+    assert printed == compose.load("vlm_digits", ["train.iters=7", "layout=language_pp2"])
+
+
+def test_a_reader_that_stops_early_is_no_traceback():
+    command = f"{sys.executable} -m mimo_train.cli config vlm_digits | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "run:\n"
+    assert done.stderr == ""
+
+
+def test_train_hands_config_and_layout_on_and_returns_the_exit_code(trainer):
+    calls = trainer("calls.append((cfg.train.iters, layout.world_size)); return 7")
+    assert main(["train", "gpt_tiny", "train.iters=3"]) == 7
+    assert calls == [(3, 1)]
+
+
+def test_train_starts_when_torchrun_started_what_the_layout_needs(trainer, monkeypatch):
+    calls = trainer("calls.append(layout.world_size)")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["train", "vlm_digits", "layout=images_tp2_language_pp2"]) == 0
+    assert calls == [4]
+
+
+def test_a_world_of_another_size_is_a_fault_with_both_numbers(trainer, monkeypatch, capsys):
+    calls = trainer("calls.append(1)")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["train", "vlm_digits", "layout=images_tp2_language_pp2"]) == 1
+    assert calls == []
+    err = capsys.readouterr().err
+    for said in ("3 processes were started", "needs 4", "images 2 (tp2)", "language 2 (pp2)", "--nproc-per-node 4"):
+        assert said in err
+    assert "modules.images.layout and modules.language.layout" in err
+
+
+def test_without_a_launcher_the_world_is_one_process(capsys):
+    assert main(["train", "vlm_digits"]) == 1
+    assert "1 process was started, the layout needs 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("overrides", [["train.iter=5"], ["modules.images.layout.dp=3"], ["layout=one_process"]])
+def test_only_rank_0_prints_what_is_wrong_before_the_start(overrides, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    printed = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "vlm_digits", *overrides]) == 1
+        printed[rank] = capsys.readouterr().err
+    assert printed["0"].startswith("error: ")
+    assert printed["1"] == ""
+
+
+def test_a_users_fault_in_training_is_a_line_that_names_the_rank(trainer, monkeypatch, capsys):
+    trainer("raise ValueError('data.shards: two things\\nare wrong')")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "vlm_digits"]) == 1
+    assert capsys.readouterr().err == "error: rank 1: data.shards: two things\nerror: rank 1: are wrong\n"
+
+
+def test_a_shard_error_is_a_users_fault(trainer, capsys):
+    trainer("from data.shards import ShardError; raise ShardError('a.tar: the file is empty')")
+    assert main(["train", "gpt_tiny"]) == 1
+    assert capsys.readouterr().err == "error: a.tar: the file is empty\n"
+
+
+@pytest.mark.parametrize("body", ["int('x')", "raise KeyError('x')", "assert False", "import json; json.loads('{')"])
+def test_anything_unexpected_keeps_its_traceback(trainer, body):
+    trainer(body)
+    with pytest.raises((ValueError, KeyError, AssertionError)):
+        main(["train", "gpt_tiny"])
+
+
+def test_an_interrupt_exits_130(trainer):
+    trainer("raise KeyboardInterrupt")
+    assert main(["train", "gpt_tiny"]) == 130
+
+
+def test_generate_hands_its_arguments_on(trainer):
+    calls = trainer(
+        "calls.append((checkpoint, prompt, images, max_new_tokens))",
+        "mimo_train.training.generate",
+        "checkpoint, *, prompt, images, max_new_tokens",
+    )
+    assert main(["generate", "runs/x", "--prompt", "What?", "--image", "a.png", "--image", "b.png"]) == 0
+    assert main(["generate", "runs/x", "--prompt", "What?", "--max-new-tokens", "5"]) == 0
+    assert calls == [("runs/x", "What?", ["a.png", "b.png"], 64), ("runs/x", "What?", [], 5)]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["generate", "runs/x"], ["generate", "x", "--prompt", "a", "--max-new-tokens", "0"], ["train"], ["bake", "x"]],
+)
+def test_wrong_usage_exits_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert "usage: mimo-train" in capsys.readouterr().err
+
+
+def test_the_shards_command_is_there(capsys):
+    assert main(["shards", "inspect", os.path.join(os.getcwd(), "none.tar")]) == 1
+    assert "none.tar" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""Composition: every shipped file, round trips, and faults that name the key."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from encoders.spec import ProjectorSpec, VisionSpec
+from mimo_train import compose, layout
+from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, LlmSpec
+
+CONFIGS = compose.shipped_configs()
+RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+MODULES = {run: set(compose.load(run).modules) for run in RUNS}
+
+
+def group(name: str) -> list[str]:
+    return sorted(file.stem for file in (CONFIGS / name).glob("*.yaml"))
+
+
+def faults(config: str, *overrides: str) -> dict[str, str]:
+    with pytest.raises(ConfigError) as raised:
+        compose.load(config, overrides)
+    assert str(raised.value) == "\n".join(map(str, raised.value.faults))
+    return {fault.key: fault.message for fault in raised.value.faults}
+
+
+@pytest.mark.parametrize("choice", group("layout"))
+@pytest.mark.parametrize("run", RUNS)
+def test_every_shipped_config_plans_with_every_layout_of_its_modules(run, choice):
+    """A layout file that speaks of a module which the run does not have is refused, by that module's key."""
+    named = set(yaml.safe_load((CONFIGS / "layout" / f"{choice}.yaml").read_text())["modules"])
+    cfg = compose.load(run, [f"layout={choice}"])
+    foreign = named - MODULES[run]
+    if foreign:
+        keys = {fault.key for fault in layout.faults(cfg)}
+        assert {f"modules.{name}.encoder" for name in foreign} <= keys
+        return
+    plan = layout.plan(cfg)
+    assert plan.world_size >= 1
+    assert plan.num_microbatches * plan.microbatch_samples == cfg.train.global_batch_size
+    assert compose.from_dict(yaml.safe_load(compose.to_yaml(cfg))) == cfg
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_resolved_yaml_is_a_config_itself(run, tmp_path):
+    cfg = compose.load(run, ["train.iters=7", "run.dir=somewhere"])
+    file = tmp_path / "resolved.yaml"
+    file.write_text(compose.to_yaml(cfg))
+    again = compose.load(str(file))
+    assert again == cfg
+    assert (again.train.iters, again.run.dir) == (7, "somewhere")
+    assert compose.from_dict(compose.to_dict(cfg)) == cfg
+
+
+@pytest.mark.parametrize("name", group("encoder"))
+def test_encoder_files_make_sound_specs(name):
+    cfg = compose.load("vlm_digits", [f"encoder@modules.images.encoder={name}"])
+    assert isinstance(cfg.modules["images"].encoder, VisionSpec)
+    assert cfg.modules["images"].encoder.name == name
+    assert cfg.modules["images"].encoder.faults() == []
+
+
+@pytest.mark.parametrize("name", group("projector"))
+def test_projector_files_make_sound_specs(name):
+    cfg = compose.load("vlm_digits", [f"projector@modules.images.projector={name}"])
+    assert isinstance(cfg.modules["images"].projector, ProjectorSpec)
+    assert layout.plan(cfg).world_size == 2
+
+
+@pytest.mark.parametrize("name", group("llm"))
+def test_llm_files_make_sound_specs(name):
+    cfg = compose.load("gpt_tiny", [f"llm@modules.language.llm={name}"])
+    assert isinstance(cfg.language.llm, LlmSpec)
+    assert cfg.language.llm.name == name
+    assert layout.plan(cfg).world_size == 1
+
+
+@pytest.mark.parametrize("name", group("data"))
+def test_data_files_compose(name):
+    data = compose.load("gpt_tiny", [f"data={name}"]).data
+    assert data.shards and data.sequence_length > 0
+
+
+def test_overrides_set_values_and_pick_files():
+    cfg = compose.load(
+        "vlm_digits", ["train.iters=3", "layout=one_process", "modules.images.layout.tp=1", "data.sequence_length=128"]
+    )
+    assert (cfg.train.iters, cfg.placement.mode, cfg.data.sequence_length) == (3, "shared", 128)
+
+
+def test_later_overrides_win():
+    assert compose.load("vlm_digits", ["train.iters=3", "train.iters=4"]).train.iters == 4
+
+
+def test_a_users_file_builds_on_a_shipped_one(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [vlm_digits, _self_]\ntrain: {iters: 5}\n")
+    cfg = compose.load(str(file), ["layout=language_pp2"])
+    assert cfg.train.iters == 5
+    assert cfg.language.layout.pp == 2
+    assert cfg.modules["images"].encoder.name == "vit_tiny"
+
+
+def test_unset_keys_have_the_defaults_of_the_dataclasses(tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text("modules: {language: {llm: {num_layers: 2}}}\n")
+    cfg = compose.load(str(file))
+    assert cfg.language.llm == dataclasses.replace(LlmSpec(), num_layers=2)
+    assert cfg.train == ConfigContainer().train
+    assert compose.is_plain_gpt(cfg)
+    assert not compose.is_plain_gpt(compose.load("vlm_digits"))
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "said"),
+    [
+        ("trian.iters=5", "trian", "did you mean train"),
+        ("train.iter=5", "train.iter", "did you mean iters"),
+        ("modules.images.layout.tpp=2", "modules.images.layout.tpp", "did you mean tp"),
+        ("modules.images.encoder.patch=4", "modules.images.encoder.patch", "did you mean patch_size"),
+        ("modules.images.projector.merges=2", "modules.images.projector.merges", "did you mean merge"),
+        ("modules.language.llm.layers=4", "modules.language.llm.layers", "did you mean num_layers"),
+        ("modules.images.frozen=[]", "modules.images.frozen", "did you mean freeze"),
+        ("zzz=1", "zzz", "choose from run, modules, placement"),
+        ("modules.images.encoder.family=clap", "modules.images.encoder.family", "unknown encoder family 'clap'"),
+        ("encoder@modules.images.encoder=vit_tny", "encoder", "did you mean vit_tiny"),
+        ("llm@modules.language.llm=gpt_tny", "llm", "did you mean gpt_tiny"),
+        ("layout=two_proceses", "layout", "did you mean two_processes"),
+    ],
+)
+def test_unknown_names_are_faults_with_the_nearest(override, key, said):
+    found = faults("vlm_digits", override)
+    assert said in found[key]
+
+
+def test_all_unknown_keys_are_named_at_once():
+    found = faults("vlm_digits", "train.iter=5", "modules.images.encoder.patch=4", "foo.bar=1")
+    assert set(found) == {"train.iter", "modules.images.encoder.patch", "foo"}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "said"),
+    [
+        ("train.iters=many", "train.iters", "'many'"),
+        ("train.iters=1.5", "train.iters", "1.5"),
+        ("optim.lr=fast", "optim.lr", "'fast'"),
+        ("modules.language.layout.tp=two", "modules.language.layout.tp", "'two'"),
+        ("modules.images.encoder.hidden_size=wide", "modules.images.encoder.hidden_size", "'wide'"),
+        ("modules.images.projector.merge=two", "modules.images.projector.merge", "'two'"),
+        ("data.shards=null", "data.shards", "None"),
+        ("train=5", "train", "must be a mapping of keys, is 5"),
+        ("modules.images.encoder=vit_tiny", "modules.images.encoder", "must be a mapping of keys, is 'vit_tiny'"),
+    ],
+)
+def test_wrong_types_are_faults_with_key_and_value(override, key, said):
+    assert said in faults("vlm_digits", override)[key]
+
+
+def test_an_override_without_a_value_is_a_fault():
+    assert "key=value" in faults("vlm_digits", "train.iters")["train.iters"]
+
+
+def test_unknown_configs_are_faults_with_the_nearest(tmp_path):
+    assert "did you mean vlm_digits" in faults("vlm_digit")["CONFIG"]
+    missing = tmp_path / "none.yaml"
+    assert str(missing) in faults(str(missing))["CONFIG"]
+
+
+@pytest.mark.parametrize("text", ["train: {iters: 5\n", "train:\n\titers: 5\n", "- a\n- b\n"])
+def test_a_file_that_is_no_mapping_in_yaml_is_a_fault_that_names_it(tmp_path, text):
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    assert list(faults(str(file))) == ["broken.yaml"]
+
+
+def test_an_interpolation_that_leads_nowhere_is_a_fault():
+    assert "nowhere" in faults("vlm_digits", "run.dir=${nowhere}")["vlm_digits.yaml"]
+
+
+def test_every_field_of_the_config_has_a_docstring():
+    """The docstrings are the reference of the keys."""
+    tree = ast.parse(Path(compose.__file__).with_name("config.py").read_text())
+    sections = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Spec"))]
+    assert len(sections) >= 10
+    for section in sections:
+        for field, after in zip(section.body, [*section.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert documented, f"{section.name}.{field.target.id} has no docstring"
+
+
+def test_language_is_the_name_of_the_language_module():
+    assert LANGUAGE == "language"
+    assert compose.load("vlm_digits").language.llm.name == "gpt_tiny"
+    assert list(compose.load("vlm_digits").encoders) == ["images"]

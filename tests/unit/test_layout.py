@@ -1,0 +1,188 @@
+"""Layout arithmetic: ranks, batches, and every fault with its numbers."""
+
+import copy
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoders.spec import VisionSpec
+from mimo_train import layout
+from mimo_train.config import ConfigError, LayoutConfig, LlmSpec, ModuleConfig
+from tests.unit.configs import changed, load
+
+
+def faults(cfg) -> list[tuple[str, str]]:
+    return [(fault.key, fault.message) for fault in layout.faults(cfg)]
+
+
+def arranged(language: dict, batch: tuple[int, int] = (32, 8), mode: str = "disjoint", first=None, **encoders: dict):
+    """The digits run with these layouts; each keyword is an encoder module."""
+    cfg = load("vlm_digits")
+    images = cfg.modules.pop("images")
+    cfg.modules = {name: copy.deepcopy(images) for name in encoders} | {"language": cfg.language}
+    for name, sizes in {**encoders, "language": language}.items():
+        cfg.modules[name].layout = LayoutConfig(**sizes)
+    cfg.train.global_batch_size, cfg.train.micro_batch_size = batch
+    cfg.placement.mode, cfg.placement.first_rank = mode, first or {}
+    return cfg
+
+
+def test_disjoint_modules_stand_one_after_the_other():
+    plan = layout.plan(arranged({"tp": 2, "pp": 2}, images={"dp": 2}, sounds={"tp": 2}))
+    assert {name: list(sizes.ranks) for name, sizes in plan.modules.items()} == {
+        "images": [0, 1],
+        "sounds": [2, 3],
+        "language": [4, 5, 6, 7],
+    }
+    assert plan.world_size == 8
+    assert plan.on_rank(1) == ["images"] and plan.on_rank(7) == ["language"]
+
+
+def test_first_ranks_place_modules_in_any_order():
+    plan = layout.plan(arranged({"dp": 2}, first={"images": 2, "language": 0}, images={}))
+    assert list(plan.modules["images"].ranks) == [2]
+    assert list(plan.language.ranks) == [0, 1]
+    assert plan.world_size == 3
+
+
+def test_shared_modules_stand_on_all_ranks():
+    plan = layout.plan(arranged({"tp": 2, "dp": 2}, mode="shared", images={"tp": 2, "dp": 2}))
+    assert plan.world_size == 4
+    assert [plan.on_rank(rank) for rank in range(4)] == [["images", "language"]] * 4
+
+
+def test_one_microbatch_is_the_micro_batch_of_every_language_replica():
+    plan = layout.plan(arranged({"dp": 2}, batch=(48, 4), images={"dp": 4}))
+    assert (plan.microbatch_samples, plan.num_microbatches) == (8, 6)
+
+
+def test_layouts_describe_themselves():
+    plan = layout.plan(arranged({"tp": 2, "pp": 2, "sp": True}, images={}))
+    assert str(plan.language) == "tp2 pp2 sp"
+    assert str(plan.modules["images"]) == "one rank"
+
+
+LANGUAGE, IMAGES, FIRST = "modules.language", "modules.images", "placement.first_rank"
+SHARED = {"placement.mode": "shared"}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "numbers"),
+    [
+        ({f"{LANGUAGE}.layout.tp": 3}, f"{LANGUAGE}.layout.tp", ["tp 3", "num_attention_heads 4"]),
+        ({f"{LANGUAGE}.layout.tp": 3}, f"{LANGUAGE}.layout.tp", ["tp 3", "ffn_hidden_size 256"]),
+        ({f"{IMAGES}.layout.tp": 3}, f"{IMAGES}.layout.tp", ["tp 3", "num_attention_heads 4"]),
+        (
+            {f"{LANGUAGE}.layout.tp": 4, f"{LANGUAGE}.llm.num_query_groups": 2},
+            f"{LANGUAGE}.layout.tp",
+            ["tp 4", "num_query_groups 2"],
+        ),
+        ({f"{LANGUAGE}.layout.pp": 3}, f"{LANGUAGE}.layout.pp", ["pp 3", "4 layers"]),
+        ({f"{IMAGES}.layout.dp": 3}, f"{IMAGES}.layout.dp", ["dp 3", "microbatch of 8 samples"]),
+        ({"train.global_batch_size": 20}, "train.global_batch_size", ["20 samples", "microbatches of 8"]),
+        (
+            {f"{LANGUAGE}.layout.dp": 3},
+            "train.global_batch_size",
+            ["32 samples", "microbatches of 24", "train.micro_batch_size 8", "dp 3"],
+        ),
+        ({f"{LANGUAGE}.layout.dp": 0}, f"{LANGUAGE}.layout.dp", ["at least 1", "is 0"]),
+        ({"train.micro_batch_size": 0}, "train.micro_batch_size", ["at least 1", "is 0"]),
+        ({"train.iters": 0}, "train.iters", ["at least 1", "is 0"]),
+        ({f"{LANGUAGE}.layout.sp": True}, f"{LANGUAGE}.layout.sp", ["tp > 1", "tp is 1"]),
+        ({f"{IMAGES}.layout.pp": 2}, f"{IMAGES}.layout.pp", ["is 2"]),
+        ({f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep is 2"]),
+        ({f"{LANGUAGE}.llm.num_attention_heads": 5}, f"{LANGUAGE}.llm.num_attention_heads", ["5", "hidden_size 96"]),
+        ({f"{LANGUAGE}.llm.num_query_groups": 3}, f"{LANGUAGE}.llm.num_query_groups", ["3", "4"]),
+        ({f"{LANGUAGE}.llm.activation": "tanh"}, f"{LANGUAGE}.llm.activation", ["swiglu", "'tanh'"]),
+        ({f"{IMAGES}.encoder.patch_size": 7}, f"{IMAGES}.encoder.patch_size", ["7", "image_size 48"]),
+        ({f"{IMAGES}.encoder.patch_size": 0}, f"{IMAGES}.encoder.patch_size", ["at least 1", "is 0"]),
+        ({f"{IMAGES}.encoder.num_attention_heads": 5}, f"{IMAGES}.encoder.num_attention_heads", ["5", "64"]),
+        ({f"{IMAGES}.encoder.pixel_mean": [0.5]}, f"{IMAGES}.encoder.pixel_mean", ["needs 3", "has 1"]),
+        ({f"{IMAGES}.projector.merge": 3}, f"{IMAGES}.projector.merge", ["3", "4 x 4"]),
+        ({f"{IMAGES}.projector.kind": "cross"}, f"{IMAGES}.projector.kind", ["'cross'"]),
+        ({"placement.mode": "stacked"}, "placement.mode", ["'stacked'"]),
+        ({FIRST: {"images": 0}}, FIRST, ["language"]),
+        ({FIRST: {"images": 0, "language": 1, "sounds": 2}}, f"{FIRST}.sounds", ["images, language"]),
+        ({FIRST: {"images": -1, "language": 0}}, f"{FIRST}.images", ["-1"]),
+        (
+            {FIRST: {"images": 0, "language": 0}},
+            f"{FIRST}.language",
+            ["language (ranks 0)", "images (ranks 0)", "rank 0"],
+        ),
+        (
+            {f"{IMAGES}.layout.dp": 2, FIRST: {"images": 0, "language": 1}},
+            f"{FIRST}.language",
+            ["images (ranks 0-1)", "rank 1"],
+        ),
+        ({FIRST: {"images": 0, "language": 3}}, FIRST, ["rank 1", "2 idle of 4"]),
+        ({**SHARED, f"{IMAGES}.layout.tp": 2}, f"{IMAGES}.layout.tp", ["tp is 2", "1 for"]),
+        ({**SHARED, f"{LANGUAGE}.layout.dp": 2}, f"{IMAGES}.layout.dp", ["dp is 1", "2 for"]),
+        ({**SHARED, f"{LANGUAGE}.layout.pp": 2}, f"{LANGUAGE}.layout.pp", ["pp is 2"]),
+        ({**SHARED, FIRST: {"images": 0, "language": 0}}, FIRST, ["shared"]),
+        ({"modules.sounds": ModuleConfig()}, "modules.sounds.encoder", ["missing"]),
+        ({f"{IMAGES}.projector": None}, f"{IMAGES}.projector", ["missing"]),
+        ({f"{LANGUAGE}.llm": None}, f"{LANGUAGE}.llm", ["llm@modules.language.llm=gpt_tiny"]),
+        ({f"{IMAGES}.llm": LlmSpec()}, f"{IMAGES}.llm", ["language"]),
+        ({f"{LANGUAGE}.encoder": VisionSpec()}, f"{LANGUAGE}.encoder", ["remove"]),
+        ({"modules": {}}, "modules", ["'language'", "none"]),
+    ],
+)
+def test_faults_name_the_key_and_the_numbers(values, key, numbers):
+    found = faults(changed(values))
+    assert [text for fault_key, text in found if fault_key == key and all(number in text for number in numbers)], found
+
+
+def test_plan_raises_every_fault_at_once():
+    with pytest.raises(ConfigError) as raised:
+        layout.plan(changed({f"{LANGUAGE}.layout.tp": 3, f"{IMAGES}.encoder.patch_size": 7}))
+    keys = {fault.key for fault in raised.value.faults}
+    assert keys == {f"{LANGUAGE}.layout.tp", f"{IMAGES}.encoder.patch_size"}
+
+
+LAYOUTS = st.fixed_dictionaries({"tp": st.sampled_from([1, 2, 4]), "dp": st.integers(1, 6)})
+LANGUAGE_LAYOUTS = st.fixed_dictionaries(
+    {"tp": st.sampled_from([1, 2, 4]), "dp": st.integers(1, 6), "pp": st.sampled_from([1, 2, 4])}
+)
+
+
+@settings(deadline=None)
+@given(language=LANGUAGE_LAYOUTS, encoders=st.lists(LAYOUTS, max_size=3), order=st.randoms(), explicit=st.booleans())
+def test_ranks_of_a_legal_disjoint_layout_partition_the_world(language, encoders, order, explicit):
+    names = [f"images{at}" for at in range(len(encoders))]
+    replicas = math.lcm(*(sizes["dp"] for sizes in [language, *encoders]))
+    batch = (2 * replicas * language["dp"], replicas)
+    first = {}
+    if explicit:
+        sizes = dict(zip([*names, "language"], [*encoders, language], strict=True))
+        shuffled, rank = [*sizes], 0
+        order.shuffle(shuffled)
+        for name in shuffled:
+            first[name], rank = rank, rank + math.prod(sizes[name].values())
+    cfg = arranged(language, batch, first=first, **dict(zip(names, encoders, strict=True)))
+    plan = layout.plan(cfg)
+    stood_on = sorted(rank for module in plan.modules.values() for rank in module.ranks)
+    assert stood_on == list(range(plan.world_size))
+    assert [len(plan.on_rank(rank)) for rank in range(plan.world_size)] == [1] * plan.world_size
+    for module in plan.modules.values():
+        assert plan.microbatch_samples % module.dp == 0
+    assert plan.num_microbatches == 2
+
+
+@settings(deadline=None)
+@given(tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 6), encoders=st.integers(0, 3))
+def test_every_module_of_a_legal_shared_layout_stands_on_every_rank(tp, dp, encoders):
+    sizes = {"tp": tp, "dp": dp}
+    names = {f"images{at}": dict(sizes) for at in range(encoders)}
+    plan = layout.plan(arranged(sizes, (4 * dp, 2), mode="shared", **names))
+    assert plan.world_size == tp * dp
+    assert all(plan.on_rank(rank) == [*names, "language"] for rank in range(plan.world_size))
+
+
+@settings(deadline=None)
+@given(dp=st.integers(1, 8), encoder_dp=st.integers(1, 8), micro=st.integers(1, 12), total=st.integers(1, 200))
+def test_a_batch_is_legal_exactly_when_every_rank_gets_whole_samples(dp, encoder_dp, micro, total):
+    cfg = arranged({"dp": dp}, (total, micro), images={"dp": encoder_dp})
+    whole = total % (micro * dp) == 0 and micro * dp % encoder_dp == 0
+    assert (not list(layout.faults(cfg))) == whole

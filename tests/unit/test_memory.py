@@ -1,0 +1,203 @@
+"""Memory and parameter arithmetic against numbers worked out by hand."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from encoders.spec import ProjectorSpec, VisionSpec
+from mimo_train import layout, memory
+from mimo_train.config import LlmSpec
+from mimo_train.memory import Memory, ParameterCount
+from tests.unit.configs import load
+
+SMALL = LlmSpec(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)
+# One layer of SMALL: qkv 8 x 24, projection 8 x 8, gate and up 8 x 32, down 16 x 8, and two norms of 8.
+SMALL_LAYER = 192 + 64 + 256 + 128 + 16
+
+
+def planned(*overrides: str, config: str = "vlm_digits"):
+    cfg = load(config, *overrides)
+    return cfg, layout.plan(cfg)
+
+
+def test_bytes_of_parameters_in_fp32():
+    count = ParameterCount(total=1000, trainable=600)
+    assert memory.parameter_memory(count, "fp32", dp=1) == Memory(weights=4000, gradients=2400, optimizer=4800)
+    assert memory.parameter_memory(count, "fp32", dp=4) == Memory(weights=4000, gradients=2400, optimizer=1200)
+
+
+def test_bytes_of_parameters_in_bf16():
+    count = ParameterCount(total=1000, trainable=600)
+    assert memory.parameter_memory(count, "bf16", dp=1) == Memory(weights=2000, gradients=2400, optimizer=7200)
+    assert memory.parameter_memory(count, "bf16", dp=4) == Memory(weights=2000, gradients=2400, optimizer=1800)
+
+
+def test_frozen_parameters_are_weights_and_nothing_else():
+    frozen = memory.parameter_memory(ParameterCount(total=1000, trainable=0), "bf16", dp=2)
+    assert frozen == Memory(weights=2000)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bytes_per_sbh"), [({}, 34), ({"tp": 8}, 10 + 24 / 8), ({"tp": 8, "sp": True}, 34 / 8)]
+)
+def test_a_layer_keeps_what_the_paper_says(sizes, bytes_per_sbh):
+    """Korthikanti et al. 2022 in half precision, without the attention scores: s b h (10 + 24 / t), 34 s b h / t."""
+    kept = memory.layer_activations(2048, hidden=1024, ffn=4096, precision="bf16", dropout=True, **sizes)
+    assert kept == 2048 * 1024 * bytes_per_sbh
+
+
+def test_a_gated_layer_with_few_key_heads_keeps_less_attention_and_more_feed_forward():
+    sizes = {"hidden": 8, "ffn": 16, "precision": "fp32", "key_width": 4, "gated": True}
+    # Per token: 4 h in full = 128 bytes; (2 h + 2 k + 5 f) = 104 numbers = 416 bytes over tp.
+    assert memory.layer_activations(10, **sizes) == 10 * (128 + 416)
+    assert memory.layer_activations(10, **sizes, tp=2) == 10 * (128 + 208)
+    assert memory.layer_activations(10, **sizes, tp=2, sp=True) == 10 * (64 + 208)
+    # Rotated queries and keys: h + k = 12 numbers = 48 bytes more.
+    assert memory.layer_activations(10, **sizes, rope=True) == 10 * (128 + 416 + 48)
+
+
+def test_full_recompute_keeps_inputs_and_one_layer():
+    assert memory.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="none") == 12000
+    assert memory.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="selective") == 12000
+    assert memory.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="full") == 4 * 50 * 3 + 1000
+
+
+def test_logits_count_in_their_precision_and_as_fp32_softmax():
+    # Two inputs of 8 numbers, and 100 logits, for 10 tokens.
+    assert memory.output_activations(10, hidden=8, vocab=100, precision="bf16") == 10 * (2 * 8 * 2 + 100 * (2 + 4))
+    assert memory.output_activations(10, hidden=8, vocab=100, precision="fp32", tp=4) == 10 * (2 * 8 * 4 + 25 * 8)
+
+
+def test_parameters_of_a_language_model_by_hand():
+    assert memory.language_parameters(SMALL, 10, 4) == 2 * SMALL_LAYER + 8 + 10 * 8
+    untied = dataclasses.replace(SMALL, tie_embeddings=False)
+    assert memory.language_parameters(untied, 10, 4) == 2 * SMALL_LAYER + 8 + 2 * 10 * 8
+
+
+def test_stages_of_a_language_model_have_embeddings_first_and_output_last():
+    first, last = (memory.language_parameters(SMALL, 10, 4, stage=stage, stages=2) for stage in (0, 1))
+    assert first == SMALL_LAYER + 10 * 8
+    assert last == SMALL_LAYER + 8 + 10 * 8  # tied: a copy of the embeddings, to multiply with
+    learned = dataclasses.replace(SMALL, position="learned")
+    assert memory.language_parameters(learned, 10, 4, stage=0, stages=2) == SMALL_LAYER + 10 * 8 + 4 * 8
+    middle = dataclasses.replace(SMALL, num_layers=3)
+    assert memory.language_parameters(middle, 10, 4, stage=1, stages=3) == SMALL_LAYER
+
+
+def test_tensor_parallel_divides_matrices_and_tables_but_no_norms():
+    # Matrices 640 / 2 and norms 16 per layer; a table of ceil(11 / 2) rows.
+    assert memory.language_parameters(SMALL, 11, 4, tp=2) == 2 * (320 + 16) + 8 + 6 * 8
+
+
+def test_one_rank_has_all_parameters():
+    """Of every kind of language model, as its own spec counts them."""
+    kinds = {
+        "normalization": ("RMSNorm", "LayerNorm"),
+        "activation": ("swiglu", "gelu"),
+        "bias": (False, True),
+        "position": ("rope", "learned"),
+        "qk_norm": (False, True),
+        "num_query_groups": (0, 1),
+        "tie_embeddings": (True, False),
+    }
+    for values in itertools.product(*kinds.values()):
+        llm = dataclasses.replace(SMALL, **dict(zip(kinds, values, strict=True)))
+        assert memory.language_parameters(llm, 10, 4) == llm.num_parameters(10, 4), llm
+
+
+def test_parameters_of_an_encoder_over_tensor_parallel_ranks():
+    encoder = VisionSpec(
+        image_size=8, patch_size=4, hidden_size=8, num_layers=2, num_attention_heads=2, ffn_hidden_size=16
+    )
+    # Divided per layer: qkv 8 x 24 + 24, projection 8 x 8, up 8 x 16 + 16, down 16 x 8.
+    divided = 2 * (192 + 24 + 64 + 128 + 16 + 128)
+    # Whole: patches 48 x 8 + 8, positions 4 x 8, two biases and two norms per layer, the final norm.
+    whole = 392 + 32 + 2 * (16 + 32) + 16
+    assert memory.encoder_parameters(encoder) == encoder.num_parameters() == divided + whole
+    assert memory.encoder_parameters(encoder, tp=2) == divided // 2 + whole
+
+
+def test_parameters_of_projectors_over_tensor_parallel_ranks():
+    mlp = ProjectorSpec(ffn_hidden_size=6)
+    assert memory.projector_parameters(mlp, 8, 4) == mlp.num_parameters(8, 4) == 8 * 6 + 6 + 6 * 4 + 4
+    assert memory.projector_parameters(mlp, 8, 4, tp=2) == (8 * 6 + 6 + 6 * 4) // 2 + 4
+    linear = ProjectorSpec(kind="linear", merge=2)
+    assert memory.projector_parameters(linear, 8, 4) == 32 * 4 + 4
+
+
+def test_freezing_takes_parts_and_leaves_patterns_uncounted():
+    cfg, _ = planned('modules.images.freeze=[encoder,"*.bias"]')
+    counts = memory.module_parameters(cfg, "images", 384)
+    assert counts["encoder"].trainable == 0 < counts["encoder"].total
+    assert counts["projector"].trainable == counts["projector"].total
+    assert memory.freeze_patterns(cfg.modules["images"]) == ["*.bias"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages", "share"),
+    [
+        (["layout=two_processes"], 2, 1 / 5),  # 4 microbatches
+        (["layout=language_pp2"], 3, 2 / 6),
+        (["layout=one_process"], 1, 0.0),
+        (["layout=language_dp2"], 2, 1 / 3),  # 2 microbatches
+    ],
+)
+def test_bubble(overrides, stages, share):
+    _, plan = planned(*overrides)
+    assert memory.pipeline_stages(plan) == stages
+    assert memory.bubble(plan) == pytest.approx(share)
+
+
+def test_microbatches_in_flight_fall_towards_the_last_stage():
+    _, plan = planned("layout=language_pp2")
+    assert memory.in_flight(plan, "images", 0) == 3
+    assert [memory.in_flight(plan, "language", stage) for stage in (0, 1)] == [2, 1]
+    _, few = planned("layout=language_pp2", "train.global_batch_size=16")
+    assert memory.in_flight(few, "images", 0) == 2  # no more than there are
+    _, shared = planned("layout=one_process")
+    assert memory.in_flight(shared, "images", 0) == memory.in_flight(shared, "language", 0) == 1
+
+
+def test_memory_of_a_language_rank_by_hand(tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text(
+        "modules: {language: {llm: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, ffn_hidden_size: 16}}}\n"
+        "data: {sequence_length: 4}\n"
+        "train: {global_batch_size: 6, micro_batch_size: 3}\n"
+    )
+    cfg, plan = planned(config=str(file))
+    (stage,) = memory.stage_memory(cfg, plan, "language", vocab=10)
+    parameters = 2 * SMALL_LAYER + 8 + 80
+    tokens = 12
+    layer = tokens * 4 * (4 * 8 + 4 * 8 + 2 * 8 + 5 * 16)
+    end = tokens * (2 * 8 * 4 + 10 * 8)
+    assert stage.ranks == (0,)
+    assert stage.memory == Memory(4 * parameters, 4 * parameters, 8 * parameters, 2 * layer + end)
+
+
+def test_memory_of_an_encoder_grows_with_pictures_and_shrinks_when_frozen():
+    cfg, plan = planned("layout=images_dp2_language_dp1")
+    (one,) = memory.stage_memory(cfg, plan, "images", 384, media_per_sample=1.0)
+    (two,) = memory.stage_memory(cfg, plan, "images", 384, media_per_sample=2.0)
+    assert two.memory.activations == 2 * one.memory.activations
+    assert two.memory.weights == one.memory.weights
+    frozen_cfg, _ = planned("layout=images_dp2_language_dp1", "modules.images.freeze=[encoder]")
+    (frozen,) = memory.stage_memory(frozen_cfg, plan, "images", 384)
+    assert frozen.memory.weights == one.memory.weights
+    assert frozen.memory.gradients < one.memory.gradients
+    assert frozen.memory.activations < one.memory.activations
+
+
+def test_ranks_add_up_the_modules_that_share_them():
+    for choice, ranks in (("one_process", 1), ("images_tp2_language_pp2", 4)):
+        cfg, plan = planned(f"layout={choice}")
+        stages = [stage for name in cfg.modules for stage in memory.stage_memory(cfg, plan, name, 384)]
+        by_rank = memory.rank_memory(stages)
+        assert list(by_rank) == list(range(ranks))
+        total = sum(stage.memory.total * len(stage.ranks) for stage in stages)
+        assert sum(rank.total for rank in by_rank.values()) == total
+
+
+def test_vocabularies_are_padded():
+    assert [memory.padded_vocab_size(size) for size in (1, 128, 129, 320)] == [128, 128, 256, 384]
