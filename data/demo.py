@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 MARKER = "demo.json"
-_FORMAT = 1
-_DIGITS = {"train_samples": 16000, "held_out_samples": 768, "seed": 0, "shards": 8, "text_only_fraction": 0.1}
+_FORMAT = 2
+_DIGITS = {"train_samples": 12000, "held_out_samples": 768, "seed": 0, "shards": 8, "text_only_fraction": 0.1}
 _TEXT = {"shards": 1}
+_QUESTIONS = 3  # asked of a training picture, in one conversation: more to learn from each picture; held-out ones get 1
 
 
 def make_demo(
     out_dir: str | os.PathLike[str],
     *,
-    train_samples: int = 16000,
+    train_samples: int = 12000,
     held_out_samples: int = 768,
     seed: int = 0,
     shards: int = 8,
@@ -152,7 +153,7 @@ def _write_digits(
             for number in share:
                 # A generator per sample: how many shards there are does not change the samples.
                 rng = np.random.default_rng([abs(seed), int(seed < 0), int(held_out), number])
-                sample = make_sample(digits, rng, text_only_fraction)
+                sample = make_sample(digits, rng, text_only_fraction, questions=1 if held_out else _QUESTIONS)
                 names = (
                     [sample.extension]
                     if len(sample.pictures) == 1

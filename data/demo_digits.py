@@ -62,8 +62,8 @@ def load_scans(held_out: bool) -> Digits:
     return Digits(scans, bundle.target[chosen].astype(int), chosen)
 
 
-def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: float) -> DemoSample:
-    """One sample, drawn from `rng` alone."""
+def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: float, questions: int = 1) -> DemoSample:
+    """One sample, drawn from `rng` alone, with up to `questions` different questions about its picture."""
     if rng.random() < text_only_fraction:
         first, second = rng.integers(0, 10, size=2).tolist()
         turns = [("user", f"What is {first} plus {second}?"), ("assistant", str(first + second))]
@@ -74,9 +74,11 @@ def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: fl
     count = 1 + int(np.searchsorted([0.6, 0.9], rng.random(), side="right"))  # 60 %, 30 %, 10 % have 1, 2, 3
     chosen = rng.integers(0, len(digits.labels), size=count)
     colours = rng.permutation(len(_NAMES))[:count].tolist()
-    question, answer = _ask([str(digits.labels[at]) for at in chosen], [_NAMES[at] for at in colours], rng)
+    values, names = [str(digits.labels[at]) for at in chosen], [_NAMES[at] for at in colours]
+    asked = dict(_ask(values, names, rng) for _ in range(questions))
     picture = _encode(_draw(digits, chosen, colours, rng), extension)
-    turns = [("user", "<image>\n" + question), ("assistant", answer)]
+    turns = [turn for question, answer in asked.items() for turn in (("user", question), ("assistant", answer))]
+    turns[0] = ("user", "<image>\n" + turns[0][1])
     return DemoSample(turns, [picture], extension, digits.sources[chosen].tolist())
 
 

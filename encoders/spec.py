@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class VisionSpec:
-    """A vision transformer over one picture of fixed size: patches, learned positions, pre-norm layers, a final norm."""
+    """A vision transformer over a picture of fixed size: patches, learned positions, pre-norm layers, a final norm."""
 
     name: str = "vit"
     """Free name, shown in tables."""

@@ -143,7 +143,9 @@ def _version() -> str:
 def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
     from mimo_train.config import ConfigError
+    from mimo_train.launch import end_with_launcher
 
+    end_with_launcher()
     try:
         cfg, layout = _load(args)
         _require_world_size(layout, int(os.environ.get("WORLD_SIZE", "1")), args.config)

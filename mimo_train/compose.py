@@ -35,15 +35,16 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
         ConfigError: unknown file, group choice, key or family, or a value of the wrong type; with the nearest names.
     """
     path = _find(config)
-    groups = {folder.name for root in {path.parent, shipped_configs()} for folder in root.iterdir() if folder.is_dir()}
-    hydra_overrides = [_as_hydra(override, groups) for override in overrides]
+    choices, values = _sort_overrides(overrides, path)
+    hydra_overrides = [*choices]
     if path.parent != shipped_configs():
         hydra_overrides.append(f"hydra.searchpath=[file://{shipped_configs()}]")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(path.parent), job_name="mimo_train"):
             composed = hydra_compose(path.stem, overrides=hydra_overrides)
-        plain = OmegaConf.to_container(composed, resolve=True)
+        OmegaConf.set_struct(composed, False)
+        plain = OmegaConf.to_container(OmegaConf.merge(composed, OmegaConf.from_dotlist(values)), resolve=True)
     except MissingConfigException as error:
         raise ConfigError([_missing_choice(error, path)]) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -107,14 +108,36 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
     return Fault(group, f"no {group} named {choice!r}{_nearest(choice, error.options)}")
 
 
-def _as_hydra(override: str, groups: set[str]) -> str:
-    """Hydra's form of one override: a value is set whether or not the YAML names it; strictness follows later."""
-    key, separator, _ = override.partition("=")
-    if not separator or not key:
-        raise ConfigError([Fault(override, "an override reads key=value, for example train.iters=100")])
-    if key[0] in "+~" or "@" in key or key in groups:
-        return override
-    return f"++{override}"
+def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], list[str]]:
+    """Hydra's overrides (group choices, and what begins with + or ~), and values to set as they are written."""
+    groups = {folder.name for root in {path.parent, shipped_configs()} for folder in root.iterdir() if folder.is_dir()}
+    named = {str(key).partition("@")[0].strip() for entry in _defaults(path) for key in _entry_keys(entry)}
+    choices, values = [], []
+    for override in overrides:
+        key, separator, _ = override.partition("=")
+        if key[:1] in ("+", "~"):
+            choices.append(override)
+        elif not separator or not key:
+            raise ConfigError([Fault(override, "an override reads key=value, for example train.iters=100")])
+        elif key.partition("@")[0] in groups and "." not in key.partition("@")[0]:
+            # A group that the file does not pick from is added to it.
+            choices.append(override if key.partition("@")[0] in named else f"+{override}")
+        else:
+            values.append(override)
+    return choices, values
+
+
+def _defaults(path: Path) -> list[Any]:
+    """The defaults list of a YAML file; empty if it has none or cannot be read (composing will say so)."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError:
+        return []
+    return content.get("defaults") or [] if isinstance(content, dict) else []
+
+
+def _entry_keys(entry: Any) -> list[str]:
+    return list(entry) if isinstance(entry, dict) else [str(entry)]
 
 
 def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
@@ -127,7 +150,10 @@ def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
         full = f"{prefix}.{key}" if prefix else str(key)
         if key not in fields:
             yield Fault(full, f"unknown key{_nearest(str(key), fields)}")
-        elif cls is ConfigContainer and key == "modules" and isinstance(value, dict):
+        elif cls is ConfigContainer and key == "modules":
+            if not isinstance(value, dict):
+                yield Fault(full, f"must be a mapping of module names to modules, is {value!r}")
+                continue
             for name, module in value.items():
                 yield from _unknown_keys(module or {}, ModuleConfig, f"modules.{name}")
         elif cls is ModuleConfig and value is not None and key in ("encoder", "projector", "llm"):
@@ -163,7 +189,10 @@ def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = ".".join(part for part in (prefix, error.full_key or "") if part)
-        raise ConfigError([Fault(key, str(error.msg or error).split("\n")[0])]) from error
+        message = str(error.msg or error).split("\n")[0]
+        if "is not a ListConfig" in message:
+            message = "must be a list, for example [a, b]"
+        raise ConfigError([Fault(key, message)]) from error
 
 
 def is_plain_gpt(cfg: ConfigContainer) -> bool:

@@ -3,9 +3,9 @@
 ``python -m mimo_train.launch [torchrun options] -m mimo_train.cli train CONFIG ...`` takes torchrun's own options. What
 it adds to torchrun:
 
-- SIGTERM, SIGINT or SIGHUP is handed to each rank once, as SIGTERM, and the ranks have ``MIMO_GRACE_SECONDS`` (default
-  120) to finish their step, save and exit 0; then the launcher exits 0 too. Torchrun alone ends with an error and kills
-  what still runs after 30 s. A second SIGINT (Ctrl-C) ends the ranks at once.
+- SIGTERM, SIGINT, SIGHUP or SIGUSR1 is handed to each rank once, as SIGTERM, and the ranks have ``MIMO_GRACE_SECONDS``
+  (default 120) to finish their step, save and exit 0; then the launcher exits 0 too. Torchrun alone ends with an error
+  and kills what still runs after 30 s. A second SIGINT (Ctrl-C) ends the ranks at once.
 - When a rank fails, the others, which wait for it in a collective, are ended ``FAILURE_SECONDS`` later, not after 30 s.
 - The rank's own error stays the last word: one line says which rank it was, in place of torchrun's two tracebacks.
 
@@ -21,7 +21,7 @@ import tempfile
 from typing import Any
 
 FAILURE_SECONDS = 5
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Ranks:

@@ -292,6 +292,7 @@ def _batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         if microbatch % module.layout.dp:
             yield Fault(
                 f"modules.{name}.layout.dp",
-                f"dp {module.layout.dp} does not divide a microbatch of {microbatch} samples (train.micro_batch_size "
-                f"{train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): use a divisor of {microbatch}",
+                f"dp {module.layout.dp} does not divide a microbatch of {microbatch} samples "
+                f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
+                f"use a divisor of {microbatch}",
             )

@@ -6,13 +6,12 @@ Only reading samples imports torch.
 import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from encoders.spec import num_tokens
 from mimo_train.check.report import Report, Table, plural, spread
 from mimo_train.config import ConfigContainer, Fault
+from mimo_train.samples import build_dataset, tokenizer_of
 
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""
@@ -34,8 +33,6 @@ class Seen:
 
 def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
     """The run's tokenizer, or None and a fault."""
-    from data.tokens import build_tokenizer as build
-
     name = cfg.data.tokenizer
     if name != "bytes" and name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         report.faults.append(
@@ -43,7 +40,7 @@ def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
         )
         return None
     try:
-        return build(name, [module.encoder.placeholder for module in cfg.encoders.values()])
+        return tokenizer_of(cfg)
     except ValueError as error:
         report.faults.append(Fault("data.tokenizer", _without_key(error, "data.tokenizer")))
         return None
@@ -120,29 +117,9 @@ def _add_samples(
     report: Report, cfg: ConfigContainer, key: str, shards: list[str], tokenizer: Any, seen: Seen, rows: list
 ) -> None:
     """Reads the first samples in the order of the run: their text, and what every encoder gets."""
-    from data.pipeline import Dataset, Media
-
-    media = [
-        Media(
-            module=name,
-            kind=module.encoder.kind,
-            placeholder=module.encoder.placeholder,
-            num_tokens=partial(num_tokens, module.encoder, module.projector),
-            size=module.encoder.input_size,
-        )
-        for name, module in cfg.encoders.items()
-    ]
-    training = key == "data.shards"
-    dataset = Dataset(
-        shards,
-        tokenizer=tokenizer,
-        sequence_length=cfg.data.sequence_length,
-        media=media,
-        seed=cfg.run.seed,
-        shuffle=cfg.data.shuffle and training,
-        cache_dir=cfg.data.cache_dir or None,
-        blind=cfg.data.blind,
-    )
+    held_out = key != "data.shards"
+    dataset = build_dataset(cfg, tokenizer, held_out=held_out, shards=shards)
+    media = dataset.modules
     seen.fingerprint = dataset.fingerprint
     first = range(min(FIRST_SAMPLES, len(dataset)))
     lengths, targets, pictures, bad, silent = [], [], {item.module: [] for item in media}, [], []

@@ -18,17 +18,10 @@ from encoders.registry import FAMILIES
 from mimo_train.config import LANGUAGE, ConfigContainer
 from mimo_train.groups import RunGroups
 from mimo_train.layout import RunLayout
+from mimo_train.memory import padded_vocab_size
 from mimo_train.model.freeze import freeze
 from mimo_train.model.layers import layer_spec, mlp_submodules, norm_class
 from mimo_train.model.transformer import encoder_config, language_config, projector_config
-
-VOCAB_MULTIPLE = 128
-"""Vocabularies are padded to a multiple of this, whatever the layout: padding with tp would change the softmax."""
-
-
-def padded_vocab_size(vocab_size: int) -> int:
-    """Rows of the embedding for a tokenizer of `vocab_size` tokens."""
-    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 class SeededGPTModel(GPTModel):

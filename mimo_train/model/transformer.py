@@ -87,9 +87,9 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes) -> TransformerC
     dtype = DTYPES[cfg.train.precision]
     recompute = {}
     if cfg.train.recompute == "full":
-        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif cfg.train.recompute == "selective":
-        recompute = dict(recompute_granularity="selective")
+        recompute = {"recompute_granularity": "selective"}
     config = TransformerConfig(
         **sizes,
         **recompute,

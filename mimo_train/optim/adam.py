@@ -28,7 +28,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
     ):
         assert adam_w_mode and not capturable, "only decoupled weight decay outside of CUDA graphs"
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=0))
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:

@@ -1,55 +1,16 @@
 """Data of a run: which samples this rank reads, and the iterator that feeds the schedule."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from data.pipeline import Batching, Dataset, Media, Reader, StepBatch, StepLoader
-from data.tokens import build_tokenizer
-from encoders.spec import num_tokens
+from data.pipeline import Batching, Dataset, Reader, StepBatch, StepLoader
 from mimo_train.config import LANGUAGE, ConfigContainer
 from mimo_train.groups import RunGroups
 from mimo_train.layout import RunLayout
 from mimo_train.pipeline import Pipeline
-
-
-def media_of(cfg: ConfigContainer) -> list[Media]:
-    """What every encoder module needs of a sample, in the order of the config."""
-    return [
-        Media(
-            module=name,
-            kind=module.encoder.kind,
-            placeholder=module.encoder.placeholder,
-            num_tokens=partial(num_tokens, module.encoder, module.projector),
-            size=module.encoder.input_size,
-        )
-        for name, module in cfg.encoders.items()
-    ]
-
-
-def tokenizer_of(cfg: ConfigContainer):
-    """The run's tokenizer, with a placeholder for every encoder module."""
-    return build_tokenizer(cfg.data.tokenizer, [module.encoder.placeholder for module in cfg.encoders.values()])
-
-
-def build_dataset(cfg: ConfigContainer, tokenizer, *, held_out: bool = False) -> Dataset:
-    """The training samples, or the held-out ones: these in order, and with their texts."""
-    data = cfg.data
-    return Dataset(
-        data.validation_shards if held_out else data.shards,
-        tokenizer=tokenizer,
-        sequence_length=data.sequence_length,
-        media=media_of(cfg),
-        seed=cfg.run.seed,
-        shuffle=data.shuffle and not held_out,
-        cache_dir=data.cache_dir or None,
-        blind=data.blind,
-        max_bad_samples=data.max_bad_samples,
-        keep_text=held_out,
-    )
 
 
 def readers_of(groups: RunGroups) -> list[Reader]:

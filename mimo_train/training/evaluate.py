@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from mimo_train.config import LANGUAGE
 from mimo_train.metrics import progress as progress_log
-from mimo_train.training.data import StepIterator, build_dataset, open_loader
+from mimo_train.samples import build_dataset
+from mimo_train.training.data import StepIterator, open_loader
 from mimo_train.training.decode import greedy_answers, predict_step
 from mimo_train.training.forward_step import prepare_forward_step_func
 from mimo_train.training.state import GlobalState
@@ -96,7 +97,7 @@ def evaluate(model: list, held_out: HeldOut, state: GlobalState) -> dict[str, fl
 
 
 def _score(microbatch: dict[str, Any], samples: int) -> torch.Tensor:
-    """[sum of losses, tokens, exact matches, samples] of a microbatch; samples beyond the held-out ones do not count."""
+    """[sum of losses, tokens, exact matches, samples] of a microbatch, without samples beyond the held-out ones."""
     real = (microbatch["sample_numbers"] < samples).to(microbatch["loss_mask"].device)
     mask = microbatch["loss_mask"] * real[:, None]
     learned = mask > 0

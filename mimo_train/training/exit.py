@@ -13,13 +13,18 @@ class ExitSignal:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "ExitSignal":
-        for number in self.SIGNALS:
+        return self.listen()
+
+    def listen(self) -> "ExitSignal":
+        """Note signals from now on; again has no effect."""
+        for number in self.SIGNALS if not self._previous else ():
             self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous.clear()
 
     def requested(self) -> bool:
         """Whether this rank has received one of the signals."""

@@ -1,4 +1,4 @@
-"""What one step writes: metrics.jsonl, TensorBoard, the console. The logging rank writes; learning rates travel to it."""
+"""What a step writes into metrics.jsonl, TensorBoard and onto the console; the logging rank writes."""
 
 import time
 

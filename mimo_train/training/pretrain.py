@@ -1,6 +1,7 @@
 """Entry points: `pretrain` and `finetune` drive the same loop."""
 
-from mimo_train.config import ConfigContainer
+from mimo_train.check.faults import config_faults
+from mimo_train.config import ConfigContainer, ConfigError
 from mimo_train.layout import RunLayout, plan
 from mimo_train.metrics import progress as progress_log
 from mimo_train.training import gpt_step, mimo_step
@@ -15,24 +16,32 @@ def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
     return mimo_step.forward_step if cfg.encoders else gpt_step.forward_step
 
 
-def pretrain(config: ConfigContainer, forward_step_func: ForwardStepCallable | None = None) -> int:
+def pretrain(
+    config: ConfigContainer,
+    forward_step_func: ForwardStepCallable | None = None,
+    exit_signal: ExitSignal | None = None,
+) -> int:
     """Train, evaluate and save as the config says; continue if `run.dir` holds a checkpoint.
 
     Args:
         forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
+        exit_signal: notes signals already, for a program that wants them noted from its first moment.
 
     Returns:
         The exit code.
 
     Raises:
-        ConfigError: the layout or the batch is impossible.
+        ConfigError: values, modules, layout or batch are impossible.
         ValueError: data, tokenizer or checkpoint cannot be used.
         TypeError: the forward step has none of the accepted forms.
     """
+    faults = config_faults(config)
+    if faults:
+        raise ConfigError(faults)
     layout: RunLayout = plan(config)
     forward_step_func = forward_step_func or default_forward_step(config)
     needs_global_state_injection(forward_step_func)
-    with ExitSignal() as exit_signal:
+    with exit_signal or ExitSignal() as exit_signal:
         run = setup(config, layout)
         run.state.pipeline.exit_requested = exit_signal.requested
         try:

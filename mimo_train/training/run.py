@@ -7,6 +7,7 @@ import traceback
 
 from mimo_train.config import ConfigContainer
 from mimo_train.layout import RunLayout
+from mimo_train.training.exit import ExitSignal
 
 
 def main(cfg: ConfigContainer, layout: RunLayout) -> int:
@@ -15,12 +16,14 @@ def main(cfg: ConfigContainer, layout: RunLayout) -> int:
     A rank that fails prints its own error and ends at once, without waiting for peers that wait for it: the launcher
     then ends them.
     """
+    exit_signal = ExitSignal().listen()  # before the imports, which take their time
+
     import torch.distributed as dist
 
     from mimo_train.training.pretrain import pretrain
 
     try:
-        code = pretrain(cfg)
+        code = pretrain(cfg, exit_signal=exit_signal)
     except BaseException as error:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise

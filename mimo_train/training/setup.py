@@ -27,7 +27,8 @@ from mimo_train.model.build import build_model
 from mimo_train.model.layers import seed_for, use_transformer_engine
 from mimo_train.optim.build import ModuleSchedulers, build_optimizer
 from mimo_train.pipeline import Pipeline
-from mimo_train.training.data import StepIterator, build_dataset, open_loader, tokenizer_of
+from mimo_train.samples import build_dataset, tokenizer_of
+from mimo_train.training.data import StepIterator, open_loader
 from mimo_train.training.evaluate import HeldOut
 from mimo_train.training.state import GlobalState
 

@@ -86,7 +86,7 @@ def test_a_stop_reaches_each_rank_once_and_waits_for_it(start, tmp_path):
 
 def test_ranks_that_do_not_finish_in_time_are_ended(start, tmp_path):
     launcher = start("stuck", MIMO_GRACE_SECONDS="0.5")
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(signal.SIGUSR1)
     _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 1
     assert "did not finish within 0.5 s" in err

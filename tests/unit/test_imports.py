@@ -14,7 +14,7 @@ LONGEST_FILE = 400  # lines
 LEVELS = (
     {"config", "launch"},
     {"compose", "layout", "device"},
-    {"groups", "bridge", "memory"},
+    {"groups", "bridge", "memory", "samples"},
     {"model", "checkpoint", "metrics"},
     {"optim", "pipeline", "check"},
     {"training"},
@@ -29,6 +29,7 @@ LIGHT = (
     "mimo_train.compose",
     "mimo_train.layout",
     "mimo_train.memory",
+    "mimo_train.samples",
     "mimo_train.check",
     "mimo_train.launch",
     "mimo_train.cli",
