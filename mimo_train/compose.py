@@ -123,7 +123,8 @@ def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], li
             # A group that the file does not pick from is added to it.
             choices.append(override if key.partition("@")[0] in named else f"+{override}")
         else:
-            values.append(override)
+            # Nothing behind the = is the empty string, not YAML's null.
+            values.append(override if override != f"{key}=" else f'{key}=""')
     return choices, values
 
 
