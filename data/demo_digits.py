@@ -23,10 +23,14 @@ COLOURS = {
     "white": (240, 240, 240),
 }
 _NAMES = list(COLOURS)
-_HEIGHT = 36  # pixels, of the box that each digit has to itself; its width is a half or a third of the canvas
+_HEIGHT = 32  # pixels, of the box that each digit has to itself; its width is a third of the canvas
+_PLACES = 3
 _SPLIT_SEED = 20_240_229
 _HELD_OUT_SHARE = 0.2
 _TWO_PICTURES = 0.02
+# Shares of pictures with one, and with one or two digits; the rest has three. Several digits in a picture teach which
+# colour belongs to which digit, so training has more of them.
+_ONE_AND_TWO = {False: (0.4, 0.8), True: (0.2, 0.65)}
 
 
 @dataclass(frozen=True)
@@ -71,27 +75,33 @@ def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: fl
     extension = "jpg" if rng.random() < 0.5 else "png"
     if rng.random() < _TWO_PICTURES:
         return _two_pictures(digits, rng, extension)
-    count = 1 + int(np.searchsorted([0.6, 0.9], rng.random(), side="right"))  # 60 %, 30 %, 10 % have 1, 2, 3
+    shares = _ONE_AND_TWO[questions > 1]
+    count = 1 + int(np.searchsorted(shares, rng.random(), side="right"))
     chosen = rng.integers(0, len(digits.labels), size=count)
     colours = rng.permutation(len(_NAMES))[:count].tolist()
     values, names = [str(digits.labels[at]) for at in chosen], [_NAMES[at] for at in colours]
-    asked = dict(_ask(values, names, rng) for _ in range(questions))
+    asked = _ask(values, names, questions, rng)
     picture = _encode(_draw(digits, chosen, colours, rng), extension)
-    turns = [turn for question, answer in asked.items() for turn in (("user", question), ("assistant", answer))]
+    turns = [turn for question, answer in asked for turn in (("user", question), ("assistant", answer))]
     turns[0] = ("user", "<image>\n" + turns[0][1])
     return DemoSample(turns, [picture], extension, digits.sources[chosen].tolist())
 
 
-def _ask(values: list[str], colours: list[str], rng: np.random.Generator) -> tuple[str, str]:
-    draw = rng.random()
-    at = int(rng.integers(0, len(values)))
-    if draw < 0.05:
-        return "How many digits are there?", str(len(values))
-    if draw < 0.35:
-        return "Read the digits from left to right.", " ".join(values)
-    if draw < 0.5 and values.count(values[at]) == 1:
-        return f"What colour is the {values[at]}?", colours[at]
-    return f"Which digit is {colours[at]}?", values[at]
+def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
+    """Up to `count` different questions about a picture, with their answers, in random order."""
+    asked = [(f"Which digit is {colour}?", value) for value, colour in zip(values, colours, strict=True)]
+    weights = [0.65 / len(values)] * len(values)
+    once = [at for at, value in enumerate(values) if values.count(value) == 1]
+    asked += [(f"What colour is the {values[at]}?", colours[at]) for at in once]
+    weights += [0.15 / len(values)] * len(once)
+    asked += [
+        ("Read the digits from left to right.", " ".join(values)),
+        ("How many digits are there?", str(len(values))),
+    ]
+    weights += [0.15, 0.05]
+    chances = np.asarray(weights) / sum(weights)
+    order = rng.choice(len(asked), size=min(count, len(asked)), replace=False, p=chances)
+    return [asked[at] for at in order.tolist()]
 
 
 def _two_pictures(digits: Digits, rng: np.random.Generator, extension: str) -> DemoSample:
@@ -107,12 +117,10 @@ def _two_pictures(digits: Digits, rng: np.random.Generator, extension: str) -> D
 
 
 def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random.Generator) -> np.ndarray:
-    """uint8 [CANVAS, CANVAS, 3]: the digits side by side, each in a column of its own, on a dark background."""
+    """uint8 [CANVAS, CANVAS, 3]: the digits from left to right, each in a third of its own, on a dark background."""
     canvas = np.full((CANVAS, CANVAS, 3), rng.integers(0, 24), dtype=np.uint8)
-    # One digit takes the left or the right half, so that its size does not tell one from two.
-    places = rng.integers(0, 2, size=1) if len(chosen) == 1 else np.arange(len(chosen))
-    width = CANVAS // max(len(chosen), 2)
-    top = (CANVAS - _HEIGHT) // 2
+    places = np.sort(rng.permutation(_PLACES)[: len(chosen)])
+    width, top = CANVAS // _PLACES, (CANVAS - _HEIGHT) // 2
     for place, at, colour in zip(places.tolist(), chosen.tolist(), colours, strict=True):
         ink = _render(digits.scans[at], width, rng)
         box = canvas[top : top + _HEIGHT, place * width : (place + 1) * width]

@@ -148,7 +148,7 @@ def _encoder_spec(cfg, layout, groups, name: str, te: bool) -> ModuleSpec:
         module=SeededProjector,
         params={
             "config": projection,
-            "submodules": mlp_submodules(projection, te),
+            "submodules": mlp_submodules(te),
             "projector_type": {"mlp": "mlp", "linear": "affine"}[module.projector.kind],
             "input_size": module.encoder.hidden_size * module.projector.merge**2,
             "pg_collection": pgs,

@@ -49,17 +49,6 @@ class SeededTransformerLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number=layer_number, **kwargs)
 
 
-class GatedColumnParallelLinear(ColumnParallelLinear):
-    """The up-projection of a gated feed-forward block.
-
-    Its rows are [gate; up]. Under tensor parallelism a rank holds a part of both, so the initial weight is cut in two
-    strides; Megatron-Core 0.19.2 cuts it in one, which gives other numbers at every tp.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **{**kwargs, "stride": 2})
-
-
 class TorchNorm:
     """LayerNorm or RMSNorm of torch, built where Megatron-Core builds a norm.
 
@@ -87,14 +76,13 @@ def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool) -> Modul
     return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, self_attention=attention))
 
 
-def mlp_submodules(config: TransformerConfig, te: bool) -> MLPSubmodules:
+def mlp_submodules(te: bool) -> MLPSubmodules:
     """The linear layers of a feed-forward block that has no norm in front (projectors)."""
     if te:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
         return MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
-    fc1 = GatedColumnParallelLinear if config.gated_linear_unit else ColumnParallelLinear
-    return MLPSubmodules(linear_fc1=fc1, linear_fc2=RowParallelLinear)
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 def norm_class(te: bool) -> type:
@@ -128,7 +116,7 @@ def _torch_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=TorchNorm,
-        mlp=partial(MLP.as_mlp_submodule, submodules=mlp_submodules(config, te=False)),
+        mlp=partial(MLP.as_mlp_submodule, submodules=mlp_submodules(te=False)),
         mlp_bda=get_bias_dropout_add,
         # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's.
         sharded_state_dict_keys_map={

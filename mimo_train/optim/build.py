@@ -1,5 +1,6 @@
 """One Megatron-Core optimizer per module under one `MimoOptimizer`, and a learning-rate schedule per module."""
 
+import torch.distributed as dist
 from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -22,13 +23,25 @@ def build_optimizer(cfg: ConfigContainer, model: MegatronModule, groups: RunGrou
     here = modules_of(model)
     infos = {}
     for name, grid in groups.grids.items():
-        module, pgs = here.get(name), groups.collections.get(name)
-        trained = module is not None and any(parameter.requires_grad for parameter in module.parameters())
+        pgs = groups.collections.get(name)
+        trained_here = name in here and not is_frozen(name, cfg)
         optimizer = None
-        if trained:
-            optimizer = get_megatron_optimizer(config, [module], pg_collection=pgs, use_gloo_process_groups=False)
-        infos[name] = ModuleOptimizerInfo(optimizer=optimizer, grid=grid, pg_collection=pgs, is_active=trained)
+        if trained_here:
+            optimizer = get_megatron_optimizer(config, [here[name]], pg_collection=pgs, use_gloo_process_groups=False)
+        else:
+            _join_gathering_of_groups()
+        infos[name] = ModuleOptimizerInfo(optimizer=optimizer, grid=grid, pg_collection=pgs, is_active=trained_here)
     return MimoOptimizer(infos, config)
+
+
+def _join_gathering_of_groups() -> None:
+    """Take part in building the optimizer of a module that this rank does not train.
+
+    Megatron-Core 0.19.2 aligns parameter groups over all ranks of the world, not over those of the module
+    (optimizer/__init__.py:364, called for dense and for expert parameters): whoever stays away hangs the others.
+    """
+    for _ in ("dense", "expert"):
+        dist.all_gather_object([None] * dist.get_world_size(), [])
 
 
 def _optimizer_config(cfg: ConfigContainer) -> OptimizerConfig:

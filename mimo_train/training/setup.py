@@ -175,4 +175,5 @@ def _open_logs(state: GlobalState, resumed_from: Path | None) -> None:
 def _quieten() -> None:
     """Megatron-Core warns on import and construction of what this program chose on purpose."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     logging.getLogger("megatron").setLevel(logging.ERROR)

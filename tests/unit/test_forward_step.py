@@ -1,0 +1,103 @@
+"""Every documented form of a forward step, and clear errors for the others."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from mimo_train.training.forward_step import (
+    maybe_inject_state,
+    needs_global_state_injection,
+    prepare_forward_step_func,
+)
+from mimo_train.training.state import GlobalState
+
+STATE = SimpleNamespace(step=0)
+
+
+def two(data_iterator, model):
+    return "two", data_iterator, model
+
+
+def three_plan(data_iterator, model, return_schedule_plan=False):
+    return "three_plan", data_iterator, model
+
+
+def three_named(state, data_iterator, model):
+    return state, data_iterator, model
+
+
+def three_global(global_state, data_iterator, model):
+    return global_state, data_iterator, model
+
+
+def three_typed(anything: GlobalState, data_iterator, model):
+    return anything, data_iterator, model
+
+
+def three_quoted(anything: "GlobalState", data_iterator, model):
+    return anything, data_iterator, model
+
+
+def four(state: GlobalState, data_iterator, model, return_schedule_plan: bool = False):
+    return state, data_iterator, model, return_schedule_plan
+
+
+class Functor:
+    """Counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, state: GlobalState, data_iterator, model):
+        self.calls += 1
+        return state, data_iterator, model
+
+
+@pytest.mark.parametrize("function", [two, three_plan])
+def test_forms_without_state_are_used_as_they_are(function):
+    assert not needs_global_state_injection(function)
+    assert prepare_forward_step_func(function, STATE) is function
+
+
+@pytest.mark.parametrize("function", [three_named, three_global, three_typed, three_quoted, four, Functor()])
+def test_forms_with_state_receive_the_state_itself(function):
+    assert needs_global_state_injection(function)
+    assert prepare_forward_step_func(function, STATE)("data", "model")[:3] == (STATE, "data", "model")
+
+
+def test_later_changes_of_the_state_are_seen():
+    state = SimpleNamespace(step=0)
+    step = prepare_forward_step_func(three_named, state)
+    state.step = 5
+    assert step("data", "model")[0].step == 5
+
+
+def test_functor_keeps_its_own_state():
+    functor = Functor()
+    step = prepare_forward_step_func(functor, STATE)
+    step("data", "model")
+    step("data", "model")
+    assert functor.calls == 2
+
+
+def test_schedule_plan_passes_through():
+    assert prepare_forward_step_func(four, STATE)("data", "model", return_schedule_plan=True)[3]
+
+
+def test_known_answer_is_not_asked_again():
+    assert maybe_inject_state(two, STATE, needs_injection=True).func is two
+
+
+def test_partial_of_a_form_is_read_through():
+    assert needs_global_state_injection(partial(four, return_schedule_plan=True))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda: None, lambda data_iterator: None, lambda a, b, c: None, lambda state, a, b, c, d: None],
+    ids=["none", "one", "three unknown", "five"],
+)
+def test_other_signatures_show_the_accepted_forms(function):
+    with pytest.raises(TypeError, match=r"\(data_iterator, model\).*\(state: GlobalState, data_iterator, model\)"):
+        needs_global_state_injection(function)
