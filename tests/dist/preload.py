@@ -1,0 +1,11 @@
+"""Imported once by the fork server: what every rank of every test would otherwise import for itself (about 20 s)."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+import mimo_train.training.pretrain  # noqa: E402, F401
+
+torch.set_num_threads(1)

@@ -1,0 +1,91 @@
+"""Runs a function on several ranks: processes forked from one that has imported Megatron-Core, joined over gloo."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.dist.preload"])
+
+
+class RankFailure(AssertionError):
+    """A rank raised or died; the message holds the traceback of the first one that did."""
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+    """Call `function(*arguments)` on every rank and return the results in rank order.
+
+    The first rank that fails takes the others down at once.
+
+    Raises:
+        RankFailure: a rank raised, died, or took longer than `timeout` seconds.
+    """
+    port = free_port()
+    pipes, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(target=_rank_main, args=(sender, rank, world_size, port, function, arguments))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        return _collect(pipes, time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list, deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailure(f"ranks {[rank for rank in range(len(pipes)) if rank not in results]} are still running")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                good, result = pipe.recv()
+            except EOFError as error:
+                raise RankFailure(f"rank {rank} died") from error
+            if not good:
+                raise RankFailure(f"rank {rank}:\n{result}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(sender, rank: int, world_size: int, port: int, function, arguments) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        sender.send((True, function(*arguments)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+    sender.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without waiting for peers that may be stuck in a collective: what a rank started is a thread, and ends with it.
+    os._exit(0)

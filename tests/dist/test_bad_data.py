@@ -1,0 +1,113 @@
+"""Data that cannot be read: every fault ends the run with its name, or costs no more than its own loss; never a hang."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from mimo_train.metrics.jsonl import read_metrics
+from tests.dist.ranks import RankFailure
+from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+
+
+def members_of(shard: Path) -> list[tuple[str, bytes]]:
+    """(name, bytes) of every member of a shard."""
+    with tarfile.open(shard) as tar:
+        return [(member.name, tar.extractfile(member).read()) for member in tar]
+
+
+def write_shard(path: Path, members: list[tuple[str, bytes]]) -> None:
+    """A shard of these members."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def spoiled(digits: Path, folder: Path, spoil) -> Path:
+    """A copy of the first training shard in which `spoil(name, content)` replaced members."""
+    shard = sorted((digits / "train").glob("*.tar"))[0]
+    write_shard(folder / "train" / shard.name, [(name, spoil(name, content)) for name, content in members_of(shard)])
+    return folder
+
+
+def every_picture_from(number: int):
+    """Cuts the pictures of the samples from `number` on behind their header."""
+
+    def spoil(name: str, content: bytes) -> bytes:
+        picture = name.endswith((".jpg", ".png"))
+        return content[: len(content) // 3] if picture and int(name.split(".")[0]) >= number else content
+
+    return spoil
+
+
+def one_placeholder_more(name: str, content: bytes) -> bytes:
+    """Adds a placeholder to every record that has one."""
+    if not name.endswith(".json"):
+        return content
+    record = json.loads(content)
+    for turn in record.get("conversations", []):
+        if "<image>" in turn["value"]:
+            turn["value"] = "<image>" + turn["value"]
+    return json.dumps(record).encode()
+
+
+LAYOUTS = ("layout=one_process", "layout=two_processes", "layout=images_tp2_language_pp2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_first_corrupt_picture_ends_the_run_with_its_name(layout, digits, tmp_path):
+    demo = spoiled(digits, tmp_path / "demo", every_picture_from(0))
+    with pytest.raises(RankFailure, match=r"train-000000\.tar.*data\.max_bad_samples"):
+        train_on_ranks(config("vlm_digits", tmp_path / "run", demo, layout, "train.iters=4"), timeout=60)
+
+
+def test_tolerated_corrupt_pictures_count_nowhere_at_any_layout(digits, tmp_path):
+    """The pictures of half the samples are corrupt. Only encoder ranks can see that, yet the loss of these samples
+    counts on no rank: the numbers are those of one process, which sees everything."""
+    demo = spoiled(digits, tmp_path / "demo", every_picture_from(120))
+    tolerant = ("train.iters=6", "data.max_bad_samples=1000")
+    lines = {
+        layout: train_on_ranks(config("vlm_digits", tmp_path / layout, demo, layout, *tolerant)) for layout in LAYOUTS
+    }
+    one = lines[LAYOUTS[0]]
+    assert one[-1]["bad_samples"] > 10
+    for layout in LAYOUTS[1:]:
+        assert [line["bad_samples"] for line in lines[layout]] == [line["bad_samples"] for line in one]
+        assert max(largest_difference(curve(one), curve(lines[layout]))) < 1e-5
+    whole = train_on_ranks(config("vlm_digits", tmp_path / "whole", digits, LAYOUTS[0], *tolerant))
+    assert largest_difference(curve(one), curve(whole))[0] > 1e-5
+
+
+def test_placeholders_unlike_pictures_are_named_with_both_counts(digits, tmp_path):
+    demo = spoiled(digits, tmp_path / "demo", one_placeholder_more)
+    with pytest.raises(RankFailure, match=r"2 .*1|1 .*2"):
+        train_on_ranks(config("vlm_digits", tmp_path / "run", demo, "layout=two_processes", "train.iters=4"), timeout=60)
+
+
+def test_truncated_shard_is_named(digits, tmp_path):
+    shard = sorted((digits / "train").glob("*.tar"))[0]
+    cut = tmp_path / "demo" / "train" / shard.name
+    cut.parent.mkdir(parents=True)
+    content = shard.read_bytes()
+    cut.write_bytes(content[: len(content) // 2])
+    cfg = config("vlm_digits", tmp_path / "run", tmp_path / "demo", "layout=two_processes", "train.iters=4")
+    with pytest.raises(RankFailure, match=r"train-000000\.tar.*truncated"):
+        train_on_ranks(cfg, timeout=60)
+
+
+def test_missing_folder_is_named_with_its_key(tmp_path):
+    with pytest.raises(RankFailure, match=r"data\.shards: .*nowhere"):
+        train_on_ranks(config("vlm_digits", tmp_path / "run", tmp_path / "nowhere", "train.iters=4"), timeout=60)
+
+
+def test_budget_ends_the_run_at_the_step_that_exceeds_it(digits, tmp_path):
+    demo = spoiled(digits, tmp_path / "demo", every_picture_from(120))
+    cfg = config("vlm_digits", tmp_path / "run", demo, "layout=two_processes", "train.iters=20", "data.max_bad_samples=60")
+    with pytest.raises(RankFailure, match=r"data\.max_bad_samples"):
+        train_on_ranks(cfg, timeout=60)
+    assert 0 < len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 5

@@ -1,0 +1,148 @@
+"""The CPU stand-in, and every other adaptation of Megatron-Core: each test fails when its adaptation is not needed."""
+
+import inspect
+from importlib.metadata import requires
+
+import pytest
+
+from tests.dist.ranks import run_ranks
+
+
+def on_one_rank(function):
+    """Runs `function` in a forked process, since the stand-in changes its process."""
+    return run_ranks(function, 1, timeout=60)[0]
+
+
+def _names_of_cuda() -> list[str]:
+    import torch
+
+    from mimo_train import device
+
+    device.install("cpu")
+    tensor = torch.zeros(2, device="cuda")
+    made = [
+        tensor,
+        torch.ones(2, device="cuda:0"),
+        torch.empty(2, device=torch.device("cuda", 0)),
+        torch.tensor([1.0], device=torch.cuda.current_device()),
+        tensor.cuda(),
+        tensor.to("cuda"),
+        torch.zeros_like(tensor, device="cuda"),
+    ]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    event = torch.cuda.Event()
+    event.record()
+    torch.cuda.synchronize()
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3)) and event.query()
+    return [str(item.device) for item in made] + [tensor.type(), tensor.long().type()]
+
+
+def test_cuda_names_mean_the_cpu():
+    *devices, float_type, long_type = on_one_rank(_names_of_cuda)
+    assert set(devices) == {"cpu"}
+    assert (float_type, long_type) == ("torch.cuda.FloatTensor", "torch.cuda.LongTensor")
+
+
+def _call_without_stand_in() -> str:
+    import torch
+
+    from mimo_train import device
+
+    device.install("cpu")
+    try:
+        torch.cuda.mem_get_info()
+    except device.MissingStandIn as error:
+        return str(error)
+    return "no error"
+
+
+def test_cuda_call_without_stand_in_is_named_with_its_caller():
+    message = on_one_rank(_call_without_stand_in)
+    assert "torch.cuda.mem_get_info" in message and "test_device.py" in message
+
+
+def _resolve(requested: str) -> str:
+    from mimo_train import device
+
+    try:
+        return device.resolve(requested)
+    except ValueError as error:
+        return str(error)
+
+
+def test_cuda_where_there_is_none_is_a_clear_error():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    assert _resolve("auto") == "cpu"
+    assert "run.device" in _resolve("cuda") and "no CUDA device" in _resolve("cuda")
+
+
+def _without_our_adam() -> str:
+    import torch
+
+    from mimo_train import device
+
+    device.install("cpu")
+    device.init_process_group("cpu", 1, device.CPU)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    from mimo_train.compose import load
+    from mimo_train.groups import build_groups
+    from mimo_train.layout import plan
+
+    groups = build_groups(plan(load("gpt_tiny"))).collections["language"]
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(config, ddp_config, torch.nn.Linear(4, 4), pg_collection=groups)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True),
+        [model],
+        pg_collection=groups,
+        use_gloo_process_groups=False,
+    )
+    try:
+        optimizer.chained_optimizers[0].state_dict()
+    except AssertionError:
+        return "fails"
+    return "works"
+
+
+def test_adam_is_needed_because_torch_adamw_fails_under_the_distributed_optimizer():
+    assert on_one_rank(_without_our_adam) == "fails"
+
+
+def test_queue_is_needed_because_a_save_starts_a_manager_process():
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    assert ".Manager()" in inspect.getsource(filesystem_async.get_write_results_queue)
+
+
+def test_norm_is_needed_because_the_wrapped_one_refuses_sequence_parallelism():
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=2, tensor_model_parallel_size=2, sequence_parallel=True
+    )
+    with pytest.raises(AssertionError, match="sequence parallel"):
+        WrappedTorchNorm(config, 4)
+
+
+def test_bridge_is_needed_because_uneven_fan_in_and_unequal_sizes_are_refused():
+    from megatron.core.models.mimo.model.base import MimoModel
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+    assert "not supported yet" in inspect.getsource(MimoModel._attach_modality_split_sizes)
+    assert "must be evenly divisible" in inspect.getsource(BridgeCommunicator.build_comm_map)
+
+
+def test_psutil_is_listed_because_megatron_core_does_not_declare_it():
+    assert not any(requirement.startswith("psutil") for requirement in requires("megatron-core"))

@@ -1,0 +1,114 @@
+"""A killed run, started again with the same command, gives the curve of one that was never interrupted."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mimo_train.checkpoint import folders
+from mimo_train.metrics.jsonl import read_metrics
+from tests.dist.ranks import RankFailure
+from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+
+STEPS = 14
+
+
+def run_config(digits: Path, run_dir: Path, *overrides: str):
+    """A run that saves every 4 steps."""
+    return config(
+        "vlm_digits",
+        run_dir,
+        digits,
+        f"train.iters={STEPS}",
+        "checkpoint.save_interval=4",
+        "checkpoint.keep=2",
+        *overrides,
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(digits, tmp_path_factory) -> list[tuple]:
+    """Curve of two processes that were left alone."""
+    return curve(train_on_ranks(run_config(digits, tmp_path_factory.mktemp("whole"), "layout=two_processes")))
+
+
+def kill_at(run_dir: Path, step: int, rank: int) -> threading.Thread:
+    """A thread that ends `rank` by SIGKILL once metrics.jsonl holds `step` steps."""
+
+    def watch():
+        metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if metrics.exists() and metrics.read_text().count("\n") >= step:
+                os.kill(int((run_dir / f"pid_{rank}").read_text()), signal.SIGKILL)
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def train_and_tell_pid(cfg) -> int:
+    """One rank that leaves its process number in the run's folder."""
+    from mimo_train.training.pretrain import pretrain
+
+    Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
+    (Path(cfg.run.dir) / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+    return pretrain(cfg)
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 6), (1, 9)], ids=["encoder killed", "language killed"])
+def test_killed_run_continues_bitwise(rank, step, uninterrupted, digits, tmp_path):
+    from tests.dist.ranks import run_ranks
+
+    cfg = run_config(digits, tmp_path, "layout=two_processes")
+    watcher = kill_at(tmp_path, step, rank)
+    with pytest.raises(RankFailure, match="died|Connection|connection|closed"):
+        run_ranks(train_and_tell_pid, 2, cfg, timeout=90)
+    watcher.join()
+    left = len(curve(read_metrics(tmp_path / "metrics.jsonl")))
+    assert step <= left < STEPS, "the run was not interrupted in the middle"
+    assert curve(train_on_ranks(cfg)) == uninterrupted
+
+
+def test_run_continues_on_another_layout(uninterrupted, digits, tmp_path):
+    train_on_ranks(run_config(digits, tmp_path, "layout=two_processes", "train.iters=8", "optim.decay=constant"))
+    whole = tmp_path / "whole"
+    one = curve(train_on_ranks(run_config(digits, whole, "layout=two_processes", "optim.decay=constant")))
+    for name, layout in (("more", "layout=images_tp2_language_pp2"), ("fewer", "layout=one_process")):
+        folder = tmp_path / name
+        resume = f"checkpoint.resume={folders.newest(tmp_path)}"
+        lines = curve(train_on_ranks(run_config(digits, folder, layout, resume, "optim.decay=constant")))
+        assert [line[0] for line in lines] == list(range(9, STEPS + 1))
+        loss, norm = largest_difference(one[8:], lines)
+        assert loss < 1e-5 and norm < 1e-5, f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}"
+
+
+def test_only_the_newest_checkpoints_stay_and_unfinished_ones_are_ignored(digits, tmp_path):
+    cfg = run_config(digits, tmp_path, "layout=one_process")
+    train_on_ranks(cfg)
+    assert [folder.name for folder in folders.complete(tmp_path)] == ["step_00000012", f"step_{STEPS:08d}"]
+    unfinished = folders.final_folder(tmp_path, 99)
+    unfinished.mkdir()
+    assert folders.newest(tmp_path).name == f"step_{STEPS:08d}"
+
+
+def test_other_data_is_refused(digits, prose, tmp_path):
+    train_on_ranks(run_config(digits, tmp_path, "layout=one_process", "train.iters=4"))
+    other = run_config(digits, tmp_path, "layout=one_process", f"data.shards={digits}/held_out")
+    with pytest.raises(RankFailure, match=r"data\.shards: the shards are not those of checkpoint"):
+        train_on_ranks(other)
+
+
+def test_damaged_checkpoint_is_refused(digits, tmp_path):
+    cfg = run_config(digits, tmp_path, "layout=one_process", "train.iters=4")
+    train_on_ranks(cfg)
+    shard = next(folders.newest(tmp_path).glob("*.distcp"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 0xFF
+    shard.write_bytes(damaged)
+    with pytest.raises(RankFailure, match="(?i)integrity|hash|mismatch"):
+        train_on_ranks(run_config(digits, tmp_path, "layout=one_process"))

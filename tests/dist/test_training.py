@@ -1,0 +1,161 @@
+"""What a run does besides its curve: evaluation, freezing, precision, losses over ranks, the optimizer."""
+
+import json
+
+import pytest
+
+from tests.dist.ranks import RankFailure, run_ranks
+from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+
+
+def evaluated(digits, run_dir, *overrides: str) -> tuple[list[dict], list[dict]]:
+    """(metrics, samples of the report) of a short run with evaluation."""
+    cfg = config(
+        "vlm_digits",
+        run_dir,
+        digits,
+        f"data.validation_shards={digits}/held_out",
+        "train.iters=30",
+        "train.report_samples=32",
+        "optim.lr=3e-3",
+        *overrides,
+    )
+    metrics = train_on_ranks(cfg)
+    samples = run_dir / "samples.json"
+    return metrics, json.loads(samples.read_text()) if samples.exists() else []
+
+
+def test_exact_match_is_what_greedy_decoding_gives_at_any_layout(digits, tmp_path):
+    """One teacher-forced pass decides exact match; the report's samples are decoded token by token. Both must agree,
+    and so must layouts."""
+    found = {}
+    for layout in ("layout=one_process", "layout=images_tp2_language_pp2", "layout=images_dp1_language_tp2"):
+        folder = tmp_path / layout
+        metrics, samples = evaluated(digits, folder, layout, "train.eval_samples=32")
+        last = metrics[-1]
+        assert last["eval/samples"] == 32 and len(samples) == 32
+        assert last["eval/exact_match"] == pytest.approx(sum(sample["correct"] for sample in samples) / 32)
+        found[layout] = (last["eval/loss"], [sample["answer"] for sample in samples])
+        assert all(sample["images"] or "plus" in sample["question"] for sample in samples)
+    losses, answers = zip(*found.values(), strict=True)
+    assert max(losses) - min(losses) < 1e-4
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_held_out_samples_count_once_whatever_the_batch(digits, tmp_path):
+    metrics, _ = evaluated(digits, tmp_path, "layout=one_process", "train.iters=1", "train.report_samples=0")
+    assert metrics[-1]["eval/samples"] == 40
+
+
+def _train_frozen(cfg) -> dict[str, float]:
+    """Largest change of the parameters of each part over a run."""
+    from mimo_train.layout import plan
+    from mimo_train.model.build import modules_of
+    from mimo_train.training.forward_step import prepare_forward_step_func
+    from mimo_train.training.mimo_step import forward_step
+    from mimo_train.training.setup import setup
+    from mimo_train.training.train import train_step
+
+    run = setup(cfg, plan(cfg))
+    named = {
+        name: (parameter, parameter.detach().clone())
+        for module in modules_of(run.model[0]).values()
+        for name, parameter in module.named_parameters()
+    }
+    step = prepare_forward_step_func(forward_step, run.state)
+    for _ in range(3):
+        run.train_data_iterator.advance()
+        train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
+    parts = {"encoders": 0.0, "input_projections": 0.0, "language": 0.0}
+    for name, (parameter, before) in named.items():
+        part = next((part for part in parts if part in name), "language")
+        parts[part] = max(parts[part], float((parameter.detach() - before).abs().max()))
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "moving"),
+    [
+        (("modules.images.freeze=[encoder]",), {"input_projections", "language"}),
+        (("modules.language.freeze=[llm]",), {"encoders", "input_projections"}),
+        (("modules.images.freeze=[encoder]", "modules.language.freeze=[llm]"), {"input_projections"}),
+        (("modules.images.freeze=[encoder, projector]",), {"language"}),
+    ],
+)
+@pytest.mark.parametrize("layout", ["one_process", "two_processes"])
+def test_frozen_parts_do_not_move_and_the_others_do(layout, overrides, moving, digits, tmp_path):
+    cfg = config("vlm_digits", tmp_path, digits, f"layout={layout}", "train.iters=3", *overrides)
+    changes: dict[str, float] = {}
+    for rank in run_ranks(_train_frozen, 1 if layout == "one_process" else 2, cfg, timeout=40):
+        changes = {part: max(change, changes.get(part, 0)) for part, change in rank.items()}
+    assert {part for part, change in changes.items() if change > 0} == moving
+
+
+def test_freeze_pattern_that_matches_nothing_is_named(digits, tmp_path):
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "modules.images.freeze=['encoder.blocks.*']")
+    with pytest.raises(RankFailure, match=r"modules\.images\.freeze.*matches no parameter"):
+        train_on_ranks(cfg, timeout=60)
+
+
+def test_bf16_follows_fp32_and_layouts_agree(digits, tmp_path):
+    def run(name: str, *overrides: str) -> list[tuple]:
+        return curve(train_on_ranks(config("vlm_digits", tmp_path / name, digits, "train.iters=10", *overrides)))
+
+    exact = run("fp32", "layout=one_process")
+    one = run("bf16", "layout=one_process", "train.precision=bf16")
+    two = run("bf16-two", "layout=two_processes", "train.precision=bf16")
+    assert 1e-5 < largest_difference(exact, one)[0] < 3e-2
+    assert largest_difference(one, two)[0] < 1e-2
+
+
+def _reduce_uneven() -> tuple[float, float]:
+    import os
+
+    import torch
+
+    from mimo_train import device
+    from mimo_train.training.losses import masked_token_loss, reduce_losses
+
+    device.install("cpu")
+    device.init_process_group("cpu", 1, device.CPU)
+    rank = int(os.environ["RANK"])
+    # Rank 0 learns from 1 token, rank 1 from 3 + 2.
+    masks = [[1, 0, 0, 0]] if rank == 0 else [[1, 1, 1, 0], [0, 0, 1, 1]]
+    values = [[4.0, 9, 9, 9]] if rank == 0 else [[1.0, 2, 3, 9], [9, 9, 5, 6]]
+    reports = [
+        masked_token_loss(torch.tensor([mask]), torch.tensor([value]))[2]
+        for mask, value in zip(masks, values, strict=True)
+    ]
+    plain = [{"other": torch.tensor(float(rank + 1))}]
+    group = torch.distributed.group.WORLD
+    return float(reduce_losses(reports, group)["lm loss"]), float(reduce_losses(plain, group)["other"])
+
+
+def test_losses_of_uneven_ranks_are_those_of_one_process():
+    for loss, mean in run_ranks(_reduce_uneven, 2, timeout=60):
+        assert loss == pytest.approx((4 + 1 + 2 + 3 + 5 + 6) / 6)
+        assert mean == pytest.approx(1.5)
+
+
+def _adam_against_torch() -> float:
+    import torch
+
+    from mimo_train.optim.adam import GroupStepAdamW
+
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    theirs.load_state_dict(ours.state_dict())
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    one, other = GroupStepAdamW(ours.parameters(), **settings), torch.optim.AdamW(theirs.parameters(), **settings)
+    for _ in range(20):
+        inputs = torch.randn(4, 5)
+        for model, optimizer in ((ours, one), (theirs, other)):
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+    assert one.param_groups[0]["step"] == 20
+    return max(float((a - b).abs().max()) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_our_adamw_is_torch_adamw():
+    assert run_ranks(_adam_against_torch, 1, timeout=60)[0] < 1e-6
