@@ -1,5 +1,5 @@
-"""`mimo-train shards ...`: index, inspect and verify shards, and make the demos. Imports argparse only, until a "
-"command runs."""
+"""`mimo-train shards ...`: index, inspect and verify shards, and make the demos. Imports argparse only, until a
+command runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def add_subparser(subparsers: Any) -> None:
-    """Adds `shards` to the result of `ArgumentParser.add_subparsers()`. Each command sets `handler`: namespace -> "
-    "exit code."""
+    """Adds `shards` to the result of `ArgumentParser.add_subparsers()`. Each command sets `handler`: namespace ->
+    exit code."""
     shards = subparsers.add_parser("shards", help="index, inspect and verify WebDataset shards; make the demo data")
     commands = shards.add_subparsers(dest="shards_command", required=True, metavar="COMMAND")
     pattern_help = "a folder, a glob, a range such as 'x-{000000..000003}.tar', or several separated by commas"
@@ -38,7 +38,7 @@ def add_subparser(subparsers: Any) -> None:
     demo = commands.add_parser("make-demo", help="make a small data set to try things on, without a download")
     demo.add_argument("out", metavar="OUT", help="folder to write")
     demo.add_argument("--kind", choices=["digits", "text"], default="digits", help="default: digits")
-    demo.add_argument("--samples", type=_positive, help="training samples of the digits demo (default: 16000)")
+    demo.add_argument("--samples", type=_positive, help="training samples of the digits demo (default: 12000)")
     demo.add_argument("--held-out", type=_positive, help="held-out samples of the digits demo (default: 768)")
     demo.add_argument("--seed", type=int, help="seed of the digits demo (default: 0)")
     demo.set_defaults(handler=_guarded(_make_demo))

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 MARKER = "demo.json"
-_FORMAT = 5
+_FORMAT = 9
 _DIGITS = {"train_samples": 12000, "held_out_samples": 768, "seed": 0, "shards": 8, "text_only_fraction": 0.1}
 _TEXT = {"shards": 1}
-_QUESTIONS = 3  # asked of a training picture, in one conversation: more to learn from each picture; held-out ones get 1
+_QUESTIONS = 2  # at most, of a training picture, in one conversation; held-out ones get 1
 
 
 def make_demo(

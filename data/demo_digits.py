@@ -20,17 +20,13 @@ COLOURS = {
     "blue": (70, 110, 255),
     "yellow": (240, 220, 60),
     "pink": (240, 90, 215),
-    "white": (240, 240, 240),
 }
 _NAMES = list(COLOURS)
-_HEIGHT = 32  # pixels, of the box that each digit has to itself; its width is a third of the canvas
-_PLACES = 3
+_CELL = 16  # pixels, height and width of the cell that each digit has to itself
 _SPLIT_SEED = 20_240_229
 _HELD_OUT_SHARE = 0.2
 _TWO_PICTURES = 0.02
-# Shares of pictures with one, and with one or two digits; the rest has three. Several digits in a picture teach which
-# colour belongs to which digit, so training has more of them.
-_ONE_AND_TWO = {False: (0.4, 0.8), True: (0.2, 0.65)}
+_ONE_AND_TWO = (0.4, 0.75)  # shares of pictures with one, and with one or two digits; the rest has three
 
 
 @dataclass(frozen=True)
@@ -69,14 +65,13 @@ def load_scans(held_out: bool) -> Digits:
 def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: float, questions: int = 1) -> DemoSample:
     """One sample, drawn from `rng` alone, with up to `questions` different questions about its picture."""
     if rng.random() < text_only_fraction:
-        first, second = rng.integers(0, 10, size=2).tolist()
-        turns = [("user", f"What is {first} plus {second}?"), ("assistant", str(first + second))]
+        number = int(rng.integers(0, 9))
+        turns = [("user", f"What comes after {number}?"), ("assistant", str(number + 1))]
         return DemoSample(turns, [], "", [])
     extension = "jpg" if rng.random() < 0.5 else "png"
     if rng.random() < _TWO_PICTURES:
         return _two_pictures(digits, rng, extension)
-    shares = _ONE_AND_TWO[questions > 1]
-    count = 1 + int(np.searchsorted(shares, rng.random(), side="right"))
+    count = 1 + int(np.searchsorted(_ONE_AND_TWO, rng.random(), side="right"))
     chosen = rng.integers(0, len(digits.labels), size=count)
     colours = rng.permutation(len(_NAMES))[:count].tolist()
     values, names = [str(digits.labels[at]) for at in chosen], [_NAMES[at] for at in colours]
@@ -88,20 +83,23 @@ def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: fl
 
 
 def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
-    """Up to `count` different questions about a picture, with their answers, in random order."""
-    asked = [(f"Which digit is {colour}?", value) for value, colour in zip(values, colours, strict=True)]
-    weights = [0.65 / len(values)] * len(values)
-    once = [at for at, value in enumerate(values) if values.count(value) == 1]
-    asked += [(f"What colour is the {values[at]}?", colours[at]) for at in once]
-    weights += [0.15 / len(values)] * len(once)
-    asked += [
-        ("Read the digits from left to right.", " ".join(values)),
-        ("How many digits are there?", str(len(values))),
-    ]
-    weights += [0.15, 0.05]
-    chances = np.asarray(weights) / sum(weights)
-    order = rng.choice(len(asked), size=min(count, len(asked)), replace=False, p=chances)
-    return [asked[at] for at in order.tolist()]
+    """Up to `count` questions about a picture, with their answers, in random order.
+
+    They are of one kind, so that none is answered by the text of another: whoever was told which digit is green need
+    not look to name the colour of that digit.
+    """
+    pairs = list(zip(values, colours, strict=True))
+    once = [pair for pair in pairs if values.count(pair[0]) == 1]
+    draw = rng.random()
+    if draw < 0.05:
+        asked = [("How many digits are there?", str(len(values)))]
+    elif draw < 0.2:
+        asked = [("Read the digits from left to right.", " ".join(values))]
+    elif draw < 0.3 and once:
+        asked = [(f"What colour is the {value}?", colour) for value, colour in once]
+    else:
+        asked = [(f"Which digit is {colour}?", value) for value, colour in pairs]
+    return [asked[at] for at in rng.permutation(len(asked))[:count].tolist()]
 
 
 def _two_pictures(digits: Digits, rng: np.random.Generator, extension: str) -> DemoSample:
@@ -117,33 +115,33 @@ def _two_pictures(digits: Digits, rng: np.random.Generator, extension: str) -> D
 
 
 def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random.Generator) -> np.ndarray:
-    """uint8 [CANVAS, CANVAS, 3]: the digits from left to right, each in a third of its own, on a dark background."""
+    """uint8 [CANVAS, CANVAS, 3]: the digits from left to right, each in a column of its own and at any height, on a
+    dark background."""
     canvas = np.full((CANVAS, CANVAS, 3), rng.integers(0, 24), dtype=np.uint8)
-    places = np.sort(rng.permutation(_PLACES)[: len(chosen)])
-    width, top = CANVAS // _PLACES, (CANVAS - _HEIGHT) // 2
-    for place, at, colour in zip(places.tolist(), chosen.tolist(), colours, strict=True):
-        ink = _render(digits.scans[at], width, rng)
-        box = canvas[top : top + _HEIGHT, place * width : (place + 1) * width]
+    columns = np.sort(rng.permutation(CANVAS // _CELL)[: len(chosen)]) * _CELL
+    rows = rng.integers(0, CANVAS // _CELL, size=len(chosen)) * _CELL
+    for top, left, at, colour in zip(rows.tolist(), columns.tolist(), chosen.tolist(), colours, strict=True):
+        ink = _render(digits.scans[at], rng)
+        box = canvas[top : top + _CELL, left : left + _CELL]
         tint = np.asarray(COLOURS[_NAMES[colour]], dtype=np.float32)
         shade = ink[..., None].astype(np.float32) / 255
         box[:] = (box * (1 - shade) + tint * shade).astype(np.uint8)
     return canvas
 
 
-def _render(scan: np.ndarray, width: int, rng: np.random.Generator) -> np.ndarray:
-    """A scan as ink, uint8 [_HEIGHT, width]: enlarged smoothly, with a mild random scale, turn and shift."""
-    across = width / 8 * rng.uniform(0.92, 1.08)  # pixels per pixel of the scan
-    down = _HEIGHT / 8 * rng.uniform(0.8, 0.95)
+def _render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A scan as ink, uint8 [_CELL, _CELL]: enlarged smoothly, with a mild random scale, turn and shift."""
+    across, down = _CELL / 8 * rng.uniform(0.85, 1.05, size=2)  # pixels per pixel of the scan
     angle = math.radians(rng.uniform(-6, 6))
-    shift_x, shift_y = rng.uniform(-1, 1), rng.uniform(-2, 2)
+    shift_x, shift_y = rng.uniform(-1, 1, size=2)
     cos, sin = math.cos(angle), math.sin(angle)
     # Pillow asks where a pixel of the result comes from: back to the centre, unturned, then scaled down.
-    middle_x, middle_y = width / 2 + shift_x, _HEIGHT / 2 + shift_y
+    middle_x, middle_y = _CELL / 2 + shift_x, _CELL / 2 + shift_y
     a, b = cos / across, sin / across
     d, e = -sin / down, cos / down
     coefficients = (a, b, 5 - a * middle_x - b * middle_y, d, e, 5 - d * middle_x - e * middle_y)
     picture = Image.fromarray(scan).transform(
-        (width, _HEIGHT), Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC
+        (_CELL, _CELL), Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC
     )
     return np.asarray(picture)
 

@@ -111,7 +111,7 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
 def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], list[str]]:
     """Hydra's overrides (group choices, and what begins with + or ~), and values to set as they are written."""
     groups = {folder.name for root in {path.parent, shipped_configs()} for folder in root.iterdir() if folder.is_dir()}
-    named = {str(key).partition("@")[0].strip() for entry in _defaults(path) for key in _entry_keys(entry)}
+    named = {key.partition("@")[0].strip() for key in _defaults_keys(path)}
     choices, values = [], []
     for override in overrides:
         key, separator, _ = override.partition("=")
@@ -137,8 +137,19 @@ def _defaults(path: Path) -> list[Any]:
     return content.get("defaults") or [] if isinstance(content, dict) else []
 
 
-def _entry_keys(entry: Any) -> list[str]:
-    return list(entry) if isinstance(entry, dict) else [str(entry)]
+def _defaults_keys(path: Path) -> set[str]:
+    """Groups that the defaults list of a file picks from, and those of the files it builds on."""
+    keys: set[str] = set()
+    for entry in _defaults(path):
+        if isinstance(entry, dict):
+            keys |= {str(key) for key in entry}
+            continue
+        for folder in (path.parent, shipped_configs()):
+            base = folder / f"{entry}.yaml"
+            if entry != "_self_" and base.is_file() and base != path:
+                keys |= _defaults_keys(base)
+                break
+    return keys
 
 
 def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:

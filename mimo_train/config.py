@@ -32,7 +32,7 @@ class RunConfig:
     seed: int = 1234
     """Seed of initial weights, of the order of samples and of dropout."""
     device: str = "auto"
-    """auto (CUDA when there is one), cuda or cpu."""
+    """auto (CUDA where each process of a machine gets a device), cuda or cpu."""
     timeout_minutes: float = 10.0
     """How long a rank waits for its peers in a collective before it gives up, in minutes."""
 
@@ -218,6 +218,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 means at the end only."""
     resume: str = "auto"
     """auto (the newest complete checkpoint of `run.dir`, if any), never, or a checkpoint's folder."""
+    weights: str = ""
+    """Folder of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
     keep: int = 3
     """Newest checkpoints that stay on disk; 0 keeps all."""
 

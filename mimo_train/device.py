@@ -26,18 +26,27 @@ class MissingStandIn(RuntimeError):
 CPU = torch.device("cpu")
 
 
-def resolve(requested: str) -> str:
-    """`auto`, `cuda` or `cpu` -> the kind of device of this run.
+def resolve(requested: str, processes: int = 1) -> str:
+    """`auto`, `cuda` or `cpu` -> the kind of device of this run; auto is CUDA where every process gets a device.
+
+    Args:
+        requested: `run.device`.
+        processes: processes of the run on this machine; NCCL wants a device for each.
 
     Raises:
-        ValueError: `run.device` is unknown, or asks for CUDA where there is none.
+        ValueError: `run.device` is unknown, or asks for CUDA where there are not enough devices.
     """
     if requested not in ("auto", "cuda", "cpu"):
         raise ValueError(f"run.device: must be auto, cuda or cpu, is {requested!r}")
-    available = torch.cuda.is_available()
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cuda" and not available:
         raise ValueError("run.device: is cuda, but torch sees no CUDA device here: use cpu or auto")
-    return "cuda" if available and requested != "cpu" else "cpu"
+    if requested == "cuda" and available < processes:
+        raise ValueError(
+            f"run.device: is cuda, but {processes} processes on this machine have {available} CUDA devices: use a "
+            "layout of fewer ranks (layout=one_process), more nodes, or cpu"
+        )
+    return "cuda" if available >= processes and requested != "cpu" else "cpu"
 
 
 def install(kind: str, local_rank: int = 0) -> torch.device:

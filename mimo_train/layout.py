@@ -124,7 +124,7 @@ def _module_faults(name: str, module: ModuleConfig, cfg: ConfigContainer) -> Ite
         if module.llm is not None:
             yield Fault(f"{key}.llm", f"only the module named {LANGUAGE!r} has an llm: remove this key")
         yield from _encoder_faults(module, key)
-    if layout.sp and layout.tp == 1:
+    if layout.sp and layout.tp == 1 and name == LANGUAGE:
         yield Fault(f"{key}.layout.sp", "sequence parallel needs tp > 1, tp is 1: set sp to false or raise tp")
 
 

@@ -34,7 +34,7 @@ variables:
   OMP_NUM_THREADS     threads of one process (default: 1 on CPU)
   MIMO_GRACE_SECONDS  how long a run may take to save after SIGTERM (default: 120)
   MIMO_VENV           folder of the Python environment (default: .venv)
-  MIMO_EXTRAS         extras to install in it (default: demo,dev; on GPUs also gpu)
+  MIMO_EXTRAS         extras to install in it (default: demo,dev; on GPUs give demo,dev,gpu)
 EOF
 }
 

@@ -35,8 +35,8 @@ def newest(run_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def chosen(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint that `checkpoint.resume` asks for: auto, never, a checkpoint's folder or a run's folder.
+def chosen(run_dir: Path, resume: str, key: str = "checkpoint.resume") -> Path | None:
+    """The checkpoint that `key` asks for: auto, never, a checkpoint's folder or a run's folder.
 
     Raises:
         ValueError: the folder holds no complete checkpoint.
@@ -48,9 +48,7 @@ def chosen(run_dir: Path, resume: str) -> Path | None:
     folder = Path(resume)
     found = folder if (folder / RECORD).is_file() else newest(folder)
     if found is None:
-        raise ValueError(
-            f"checkpoint.resume: no complete checkpoint in {resume}: give auto, never or a folder with one"
-        )
+        raise ValueError(f"{key}: no complete checkpoint in {resume}: give the folder of a run or of a checkpoint")
     return found
 
 

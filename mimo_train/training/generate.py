@@ -27,7 +27,7 @@ def main(checkpoint: str, *, prompt: str, images: list[str], max_new_tokens: int
         ValueError: no complete checkpoint, a picture that cannot be read or that no module takes, or a prompt that
             does not fit into `data.sequence_length`.
     """
-    folder = folders.chosen(Path(checkpoint), checkpoint)
+    folder = folders.chosen(Path(checkpoint), checkpoint, "CHECKPOINT")
     cfg = on_one_process(from_dict(folders.read_record(folder)["config"]))
     layout = plan(cfg)
     state, model = build_state(cfg, layout, *start_processes(cfg))

@@ -1,7 +1,7 @@
 """Entry points: `pretrain` and `finetune` drive the same loop."""
 
 from mimo_train.check.faults import config_faults
-from mimo_train.config import ConfigContainer, ConfigError
+from mimo_train.config import ConfigContainer, ConfigError, Fault
 from mimo_train.layout import RunLayout, plan
 from mimo_train.metrics import progress as progress_log
 from mimo_train.training import gpt_step, mimo_step
@@ -60,7 +60,15 @@ def pretrain(
 
 
 def finetune(config: ConfigContainer, forward_step_func: ForwardStepCallable | None = None) -> int:
-    """Train from given weights: `pretrain`, for a config whose weights come from `checkpoint.resume` or an import."""
+    """Train from the weights of another run: `pretrain` for a config with `checkpoint.weights`.
+
+    A run of its own, with its own data, optimizer and schedule; started again, it continues from its own checkpoints.
+
+    Raises:
+        ConfigError: `checkpoint.weights` is empty; and all that `pretrain` raises.
+    """
+    if not config.checkpoint.weights:
+        raise ConfigError([Fault("checkpoint.weights", "is empty: finetune starts from the weights of a checkpoint")])
     return pretrain(config, forward_step_func)
 
 

@@ -48,7 +48,7 @@ class SetupOutput:
 
 def start_processes(cfg: ConfigContainer) -> tuple[str, torch.device]:
     """Make this process ready for its device and join the others. Returns the kind of device, and the device."""
-    kind = devices.resolve(cfg.run.device)
+    kind = devices.resolve(cfg.run.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device = devices.install(kind, int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
@@ -97,6 +97,10 @@ def setup(cfg: ConfigContainer, layout: RunLayout) -> SetupOutput:
     if folder is not None:
         record = load_checkpoint(folder, layout, model[0], optimizer, scheduler, state.train_state)
         _require_same_data(record, dataset.fingerprint, folder)
+    elif cfg.checkpoint.weights:
+        load_checkpoint(folders.chosen(state.run_dir, cfg.checkpoint.weights, "checkpoint.weights"), layout, model[0])
+        # The optimizer keeps master copies of the weights that it was built with.
+        optimizer.reload_model_params()
     _open_logs(state, folder)
     progress = state.train_state
     loader = open_loader(
