@@ -26,7 +26,7 @@ _CELL = 16  # pixels, height and width of the cell that each digit has to itself
 _SPLIT_SEED = 20_240_229
 _HELD_OUT_SHARE = 0.2
 _TWO_PICTURES = 0.02
-_ONE_AND_TWO = (0.4, 0.75)  # shares of pictures with one, and with one or two digits; the rest has three
+_ONE_AND_TWO = (0.35, 0.75)  # shares of pictures with one, and with one or two digits; the rest has three
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Gener
     draw = rng.random()
     if draw < 0.05:
         asked = [("How many digits are there?", str(len(values)))]
-    elif draw < 0.2:
+    elif draw < 0.15:
         asked = [("Read the digits from left to right.", " ".join(values))]
-    elif draw < 0.3 and once:
+    elif draw < 0.45 and once:
         asked = [(f"What colour is the {value}?", colour) for value, colour in once]
     else:
         asked = [(f"Which digit is {colour}?", value) for value, colour in pairs]

@@ -59,6 +59,12 @@ class RunLayout:
         return max(module.first_rank + module.size for module in self.modules.values())
 
     @property
+    def logging_rank(self) -> int:
+        """The one rank that writes the log: the first of those that compute the loss."""
+        language = self.language
+        return language.first_rank + (language.pp - 1) * language.tp * language.cp * language.dp
+
+    @property
     def microbatch_samples(self) -> int:
         """Samples of one microbatch over all data-parallel ranks."""
         return self.micro_batch_size * self.language.dp

@@ -51,10 +51,8 @@ class Pipeline:
 
     @property
     def is_logging_rank(self) -> bool:
-        """Whether this is the one rank that writes the log: first of those that compute the loss."""
-        language = self.layout.language
-        last_stage = language.first_rank + (language.pp - 1) * language.tp * language.cp * language.dp
-        return dist.get_rank() == last_stage
+        """Whether this is the one rank that writes the log."""
+        return dist.get_rank() == self.layout.logging_rank
 
     def run(
         self,

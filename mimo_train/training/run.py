@@ -1,12 +1,16 @@
 """`mimo-train train` on one rank, behind the command line: train, write the report, say what is there."""
 
+import base64
 import json
 import os
+import shlex
 import sys
 import traceback
+from pathlib import Path
 
 from mimo_train.config import ConfigContainer
 from mimo_train.layout import RunLayout
+from mimo_train.metrics.jsonl import read_metrics
 from mimo_train.training.exit import ExitSignal
 
 
@@ -32,10 +36,10 @@ def main(cfg: ConfigContainer, layout: RunLayout) -> int:
         sys.stderr.flush()
         # Destroying process groups would wait for peers that are stuck in a collective.
         os._exit(1)
-    rank, logging_rank = dist.get_rank(), _logging_rank(layout)
+    rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    if rank == logging_rank:
+    if rank == layout.logging_rank:
         _summarise(cfg, layout)
     return code
 
@@ -49,19 +53,13 @@ def _print_error(error: BaseException) -> None:
         print("".join(f"{prefix}{line}" for line in traceback.format_exc().splitlines(keepends=True)), file=sys.stderr)
 
 
-def _logging_rank(layout: RunLayout) -> int:
-    language = layout.language
-    return language.first_rank + (language.pp - 1) * language.tp * language.cp * language.dp
-
-
 def _summarise(cfg: ConfigContainer, layout: RunLayout) -> None:
-    from pathlib import Path
-
+    """The last lines of a run: what it reached, where its report is, and a command to try."""
     from mimo_train.metrics.report import write_report
 
     run_dir = Path(cfg.run.dir)
     report = write_report(run_dir, cfg, layout)
-    evaluations = [line for line in map(json.loads, (run_dir / "metrics.jsonl").open()) if "eval/loss" in line]
+    evaluations = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line]
     if evaluations:
         last = evaluations[-1]
         print(
@@ -69,7 +67,21 @@ def _summarise(cfg: ConfigContainer, layout: RunLayout) -> None:
             f"({last['eval/samples']:.0f} samples, step {last['step']})"
         )
     print(f"report: {report}")
-    if cfg.encoders:
-        print(f'next: mimo-train generate {run_dir} --image FILE --prompt "Which digit is green?"')
-    else:
-        print(f'next: mimo-train generate {run_dir} --prompt "The data"')
+    print(f"next: {_try_it(run_dir)}")
+
+
+def _try_it(run_dir: Path) -> str:
+    """A command that asks the checkpoint about a held-out sample of the report; its picture is written to a file."""
+    samples_file = run_dir / "samples.json"
+    samples = json.loads(samples_file.read_text()) if samples_file.exists() else []
+    sample = next((sample for sample in samples if sample["images"]), samples[0] if samples else None)
+    prompt, picture = "Hello", ""
+    if sample is not None:
+        prompt = (sample["question"] or sample["truth"][:20]).strip()
+    if sample is not None and sample["images"]:
+        file = run_dir / "held_out.png"
+        file.write_bytes(base64.b64decode(sample["images"][0]))
+        picture = f" --image {file}"
+    beside = Path(sys.executable).parent / "mimo-train"
+    program = os.path.relpath(beside) if beside.exists() else "mimo-train"
+    return f"{min(program, str(beside), key=len)} generate {run_dir}{picture} --prompt {shlex.quote(prompt)}"

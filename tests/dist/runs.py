@@ -11,6 +11,7 @@ TINY = (
     "modules.language.llm.num_layers=2",
     "modules.language.llm.hidden_size=32",
     "modules.language.llm.ffn_hidden_size=64",
+    "modules.language.llm.num_attention_heads=4",
     "train.eval_interval=0",
     "train.report_samples=0",
     "checkpoint.save_interval=0",
