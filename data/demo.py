@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MARKER = "demo.json"
-_FORMAT = 10
+_FORMAT = 1
 _DIGITS = {"train_samples": 12000, "held_out_samples": 768, "seed": 0, "shards": 8, "text_only_fraction": 0.1}
 _TEXT = {"shards": 1}
 _QUESTIONS = 2  # at most, of a training picture, in one conversation; held-out ones get 1

@@ -26,7 +26,9 @@ _CELL = 16  # pixels, height and width of the cell that each digit has to itself
 _SPLIT_SEED = 20_240_229
 _HELD_OUT_SHARE = 0.2
 _TWO_PICTURES = 0.02
-_ONE_AND_TWO = (0.35, 0.75)  # shares of pictures with one, and with one or two digits; the rest has three
+# Shares of pictures with one, and with one or two digits; the rest has three. Training pictures, which are asked about
+# several times, have more digits: these teach which colour belongs to which digit.
+_ONE_AND_TWO = {"held out": (0.6, 0.9), "training": (0.35, 0.75)}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: fl
     extension = "jpg" if rng.random() < 0.5 else "png"
     if rng.random() < _TWO_PICTURES:
         return _two_pictures(digits, rng, extension)
-    count = 1 + int(np.searchsorted(_ONE_AND_TWO, rng.random(), side="right"))
+    shares = _ONE_AND_TWO["training" if questions > 1 else "held out"]
+    count = 1 + int(np.searchsorted(shares, rng.random(), side="right"))
     chosen = rng.integers(0, len(digits.labels), size=count)
     colours = rng.permutation(len(_NAMES))[:count].tolist()
     values, names = [str(digits.labels[at]) for at in chosen], [_NAMES[at] for at in colours]
