@@ -65,7 +65,9 @@ def test_encoder_files_make_sound_specs(name):
 
 @pytest.mark.parametrize("name", group("projector"))
 def test_projector_files_make_sound_specs(name):
-    cfg = compose.load("vlm_digits", [f"projector@modules.images.projector={name}"])
+    # An even grid of patches, which a projector can join two by two.
+    encoder = "encoder@modules.images.encoder=vit_small"
+    cfg = compose.load("vlm_digits", [encoder, f"projector@modules.images.projector={name}"])
     assert isinstance(cfg.modules["images"].projector, ProjectorSpec)
     assert layout.plan(cfg).world_size == 2
 

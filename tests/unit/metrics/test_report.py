@@ -56,7 +56,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def vlm():
-    cfg = load("vlm_digits", ["train.iters=40"])
+    cfg = load("vlm_digits", ["train.iters=40", "train.global_batch_size=32"])
     return cfg, plan(cfg)
 
 
