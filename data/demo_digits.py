@@ -28,7 +28,7 @@ _HELD_OUT_SHARE = 0.2
 _TWO_PICTURES = 0.02
 # Shares of pictures with one, and with one or two digits; the rest has three. Training pictures, which are asked about
 # several times, have more digits: these teach which colour belongs to which digit.
-_ONE_AND_TWO = {"held out": (0.6, 0.9), "training": (0.35, 0.75)}
+_ONE_AND_TWO = {"held out": (0.7, 0.94), "training": (0.35, 0.75)}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Gener
     draw = rng.random()
     if draw < 0.05:
         asked = [("How many digits are there?", str(len(values)))]
-    elif draw < 0.15:
+    elif draw < 0.2:
         asked = [("Read the digits from left to right.", " ".join(values))]
     elif draw < 0.45 and once:
         asked = [(f"What colour is the {value}?", colour) for value, colour in once]
