@@ -79,6 +79,13 @@ class RunLayout:
         return [name for name, module in self.modules.items() if rank in module.ranks]
 
 
+def layers_of_stage(num_layers: int, stage: int, stages: int) -> int:
+    """Layers of one pipeline stage: equal parts, and what is left over on the first stage, since the last one has the
+    output layer to compute."""
+    share = num_layers // stages
+    return num_layers - (stages - 1) * share if stage == 0 else share
+
+
 def plan(cfg: ConfigContainer) -> RunLayout:
     """The layout of a run.
 
@@ -152,9 +159,10 @@ def _llm_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
         num_query_groups=groups,
         ffn_hidden_size=llm.ffn_hidden_size,
     )
-    if llm.num_layers % layout.pp:
+    if layout.pp > llm.num_layers:
         yield Fault(
-            f"{key}.layout.pp", f"pp {layout.pp} does not divide the {llm.num_layers} layers of {key}.llm.num_layers"
+            f"{key}.layout.pp",
+            f"pp {layout.pp} is more than the {llm.num_layers} layers of {key}.llm.num_layers: each stage needs one",
         )
     for field, choices in _LLM_CHOICES.items():
         if getattr(llm, field) not in choices:

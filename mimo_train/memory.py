@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from encoders.spec import ProjectorSpec, VisionSpec, num_tokens
 from mimo_train.config import LANGUAGE, ConfigContainer, LlmSpec, ModuleConfig
-from mimo_train.layout import RunLayout
+from mimo_train.layout import RunLayout, layers_of_stage
 
 GIB = 1024**3
 
@@ -157,7 +157,7 @@ def language_parameters(
     whole = 2 * hidden * norm + (2 * head * norm if llm.qk_norm else 0)
     if llm.bias:
         split, whole = split + qkv + up, whole + 2 * hidden
-    count = llm.num_layers // stages * (split // tp + whole)
+    count = layers_of_stage(llm.num_layers, stage, stages) * (split // tp + whole)
     first, last = stage == 0, stage == stages - 1
     if first:
         count += sequence_length * hidden if llm.position == "learned" else 0
@@ -282,7 +282,7 @@ def _language_activations(cfg: ConfigContainer, layout: RunLayout, stage: int, v
     )
     boundary = tokens * llm.hidden_size * BYTES[train.precision] // (sizes.tp if sizes.sp else 1)
     flying = in_flight(layout, LANGUAGE, stage)
-    kept = stack_activations(llm.num_layers // sizes.pp, layer, boundary, flying, train.recompute)
+    kept = stack_activations(layers_of_stage(llm.num_layers, stage, sizes.pp), layer, boundary, flying, train.recompute)
     if stage == sizes.pp - 1:
         kept += output_activations(tokens, llm.hidden_size, vocab, train.precision, sizes.tp, sizes.sp)
     return kept

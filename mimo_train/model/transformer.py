@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train.config import ConfigContainer, LlmSpec
-from mimo_train.layout import ModuleLayout, RunLayout
+from mimo_train.layout import ModuleLayout, RunLayout, layers_of_stage
 from mimo_train.model.layers import seed_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -20,6 +20,10 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
     """The language model's config; it also drives the schedule, on every rank."""
     llm: LlmSpec = cfg.language.llm
     several_modules = len(cfg.modules) > 1
+    stages = layout.language.pp
+    uneven = {}
+    if llm.num_layers % stages:
+        uneven["num_layers_in_first_pipeline_stage"] = layers_of_stage(llm.num_layers, 0, stages)
     return _config(
         cfg,
         layout.language,
@@ -41,6 +45,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         # Schedules of several modules exchange shapes; the dense default dispatcher of MoE rejects that.
         variable_seq_lengths=several_modules,
         moe_token_dispatcher_type="alltoall",
+        **uneven,
     )
 
 

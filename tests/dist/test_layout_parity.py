@@ -78,6 +78,12 @@ def test_gpt_layout_gives_the_numbers_of_one_process(overrides, one_process_gpt,
     require_equal(one_process_gpt, run("gpt_tiny", prose, tmp_path, *overrides))
 
 
+def test_stages_of_unequal_depth_give_the_numbers_of_one_process(prose, tmp_path):
+    three = "modules.language.llm.num_layers=3"
+    one = run("gpt_tiny", prose, tmp_path / "one", "layout=language_one", three)
+    require_equal(one, run("gpt_tiny", prose, tmp_path / "two", "layout=language_pp2", three))
+
+
 def test_other_seed_gives_other_numbers(one_process_vlm, digits, tmp_path):
     other = run("vlm_digits", digits, tmp_path, "layout=one_process", "run.seed=7")
     assert largest_difference(one_process_vlm, other)[0] > TOLERANCE

@@ -79,7 +79,7 @@ SHARED = {"placement.mode": "shared"}
             f"{LANGUAGE}.layout.tp",
             ["tp 4", "num_query_groups 2"],
         ),
-        ({f"{LANGUAGE}.layout.pp": 3}, f"{LANGUAGE}.layout.pp", ["pp 3", "4 layers"]),
+        ({f"{LANGUAGE}.layout.pp": 5}, f"{LANGUAGE}.layout.pp", ["pp 5", "4 layers"]),
         ({f"{IMAGES}.layout.dp": 3}, f"{IMAGES}.layout.dp", ["dp 3", "microbatch of 8 samples"]),
         ({"train.global_batch_size": 20}, "train.global_batch_size", ["20 samples", "microbatches of 8"]),
         (
@@ -186,3 +186,10 @@ def test_a_batch_is_legal_exactly_when_every_rank_gets_whole_samples(dp, encoder
     cfg = arranged({"dp": dp}, (total, micro), images={"dp": encoder_dp})
     whole = total % (micro * dp) == 0 and micro * dp % encoder_dp == 0
     assert (not list(layout.faults(cfg))) == whole
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "each"), [(4, 2, [2, 2]), (3, 2, [2, 1]), (7, 3, [3, 2, 2]), (5, 5, [1] * 5)]
+)
+def test_stages_share_the_layers_and_the_first_takes_what_is_left(layers, stages, each):
+    assert [layout.layers_of_stage(layers, stage, stages) for stage in range(stages)] == each
