@@ -28,7 +28,7 @@ _HELD_OUT_SHARE = 0.2
 _TWO_PICTURES = 0.02
 # Shares of pictures with one, and with one or two digits; the rest has three. Training pictures, which are asked about
 # several times, have more digits: these teach which colour belongs to which digit.
-_ONE_AND_TWO = {"held out": (0.7, 0.94), "training": (0.35, 0.75)}
+_ONE_AND_TWO = {"held out": (0.75, 0.96), "training": (0.35, 0.75)}
 
 
 @dataclass(frozen=True)

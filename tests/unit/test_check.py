@@ -78,7 +78,7 @@ def test_a_vision_language_run(capsys, tmp_path):
     assert (code, faults) == (0, [])
     for said in (
         "vit_tiny: 3 layers x 64, 4 heads; mlp",
-        "gpt_tiny: 4 layers x 96, 4 heads",
+        "gpt_mini: 4 layers x 96, 4 heads",
         "194,368",  # parameters of encoder and projector
         "32 samples",
         "8 samples (train.micro_batch_size 8 x dp of language 1)",
@@ -341,7 +341,7 @@ def test_freezing_shows_in_the_table(capsys):
     _, out, _ = run(capsys, "vlm_digits", "modules.images.freeze=[encoder]", 'modules.language.freeze=["*.bias"]')
     (images,) = (line for line in out.splitlines() if line.startswith(" images    vit_tiny"))
     assert "frozen: encoder" in images and images.split()[-1] == f"{64 * 96 + 96 + 96 * 96 + 96:,}"
-    (language,) = (line for line in out.splitlines() if line.startswith(" language  gpt_tiny"))
+    (language,) = (line for line in out.splitlines() if line.startswith(" language  gpt_mini"))
     assert language.rstrip().endswith("*")
     assert "* patterns of modules.language.freeze (*.bias) are not counted as frozen" in out
 

@@ -196,5 +196,5 @@ def test_every_field_of_the_config_has_a_docstring():
 
 def test_language_is_the_name_of_the_language_module():
     assert LANGUAGE == "language"
-    assert compose.load("vlm_digits").language.llm.name == "gpt_tiny"
+    assert compose.load("vlm_digits").language.llm.name == "gpt_mini"
     assert list(compose.load("vlm_digits").encoders) == ["images"]
