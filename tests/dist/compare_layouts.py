@@ -1,6 +1,7 @@
 """Prints the parity table: every layout of the test against one process. Run through scripts/compare_layouts.sh."""
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/compare_layouts.sh", description=__doc__)
     parser.add_argument("words", nargs="*", help="only layouts whose name contains one of these words")
     words = parser.parse_args().words
+    os.environ["MIMO_QUIET_RANKS"] = "1"  # read by the ranks of tests.dist.ranks
     from rich.console import Console
     from rich.table import Table
 

@@ -80,6 +80,8 @@ def _rank_main(sender, rank: int, world_size: int, port: int, function, argument
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
+    if os.environ.get("MIMO_QUIET_RANKS"):
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
         sender.send((True, function(*arguments)))
     except BaseException:
