@@ -76,20 +76,6 @@ def init_process_group(kind: str, timeout_minutes: float, device: torch.device) 
     )
 
 
-def is_cpu_stand_in() -> bool:
-    """Whether the stand-in is installed in this process."""
-    return bool(_installed)
-
-
-def memory_in_use(kind: str) -> int:
-    """Peak bytes: allocated on the CUDA device, or resident in this process on the CPU."""
-    if kind == "cuda":
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def get_rng_state() -> dict[str, Any]:
     """State of every generator of this process: Python, NumPy, torch, the device's, Megatron-Core's tracker."""
     from megatron.core import tensor_parallel

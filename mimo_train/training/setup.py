@@ -76,7 +76,8 @@ def build_state(cfg: ConfigContainer, layout: RunLayout, kind: str, device: torc
         te=use_transformer_engine(kind),
     )
     _seed(cfg, groups)
-    state.pipeline = Pipeline(layout, groups, model, _schedule_config(model), device)
+    # The schedule reads the language model's config, which a MimoModel has on every rank.
+    state.pipeline = Pipeline(layout, groups, model, model.config, device)
     return state, [model]
 
 
@@ -147,11 +148,6 @@ def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
         ep_rank=pgs.ep.rank(),
         etp_rank=pgs.expt_tp.rank(),
     )
-
-
-def _schedule_config(model):
-    """The config that Megatron-Core's schedules read: the language model's, on every rank."""
-    return model.config
 
 
 def _require_same_data(record: dict, fingerprint: str, folder: Path) -> None:

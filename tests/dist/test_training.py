@@ -108,6 +108,15 @@ def test_bf16_follows_fp32_and_layouts_agree(digits, tmp_path):
     assert largest_difference(one, two)[0] < 1e-2
 
 
+def test_finetune_without_weights_is_a_fault():
+    from mimo_train.compose import load
+    from mimo_train.config import ConfigError
+    from mimo_train.training.pretrain import finetune
+
+    with pytest.raises(ConfigError, match=r"checkpoint\.weights"):
+        finetune(load("vlm_digits"))
+
+
 def test_finetune_starts_from_the_weights_of_another_run_on_other_data(digits, tmp_path):
     first = curve(train_on_ranks(config("vlm_digits", tmp_path / "first", digits, "train.iters=20", "optim.lr=3e-3")))
     cfg = config(
