@@ -74,13 +74,20 @@ def _resolve(requested: str) -> str:
         return str(error)
 
 
-def test_cuda_where_there_is_none_is_a_clear_error():
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
+def test_cuda_where_there_is_none_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert _resolve("auto") == "cpu"
     assert "run.device" in _resolve("cuda") and "no CUDA device" in _resolve("cuda")
+
+
+def test_fewer_cuda_devices_than_processes_is_a_clear_error(monkeypatch):
+    from mimo_train import device
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert device.resolve("auto", 1) == "cuda" and device.resolve("auto", 2) == "cpu"
+    with pytest.raises(ValueError, match="2 processes on this machine have 1 CUDA devices"):
+        device.resolve("cuda", 2)
 
 
 def _without_our_adam() -> str:
