@@ -1,4 +1,4 @@
-"""Data that cannot be read: every fault ends the run with its name, or costs no more than its own loss; never a hang."""
+"""Data that cannot be read: every fault ends the run with its name, or costs only its own loss; never a hang."""
 
 import io
 import json
@@ -86,7 +86,9 @@ def test_tolerated_corrupt_pictures_count_nowhere_at_any_layout(digits, tmp_path
 def test_placeholders_unlike_pictures_are_named_with_both_counts(digits, tmp_path):
     demo = spoiled(digits, tmp_path / "demo", one_placeholder_more)
     with pytest.raises(RankFailure, match=r"2 .*1|1 .*2"):
-        train_on_ranks(config("vlm_digits", tmp_path / "run", demo, "layout=two_processes", "train.iters=4"), timeout=60)
+        train_on_ranks(
+            config("vlm_digits", tmp_path / "run", demo, "layout=two_processes", "train.iters=4"), timeout=60
+        )
 
 
 def test_truncated_shard_is_named(digits, tmp_path):
@@ -107,7 +109,15 @@ def test_missing_folder_is_named_with_its_key(tmp_path):
 
 def test_budget_ends_the_run_at_the_step_that_exceeds_it(digits, tmp_path):
     demo = spoiled(digits, tmp_path / "demo", every_picture_from(120))
-    cfg = config("vlm_digits", tmp_path / "run", demo, "layout=two_processes", "train.iters=20", "data.max_bad_samples=60")
+    cfg = config(
+        "vlm_digits",
+        tmp_path / "run",
+        demo,
+        "layout=two_processes",
+        "train.iters=20",
+        "data.max_bad_samples=60",
+        "train.global_batch_size=32",
+    )
     with pytest.raises(RankFailure, match=r"data\.max_bad_samples"):
         train_on_ranks(cfg, timeout=60)
     assert 0 < len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 5
