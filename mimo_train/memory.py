@@ -7,7 +7,8 @@ Symbols in the formulas: s tokens of one sample, b samples of one microbatch on 
 width, k width of all key heads, t tensor parallel size, v vocabulary, e bytes of one activation (4 in fp32, 2 in bf16).
 Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
 (arXiv 2205.05198), for attention that never stores the s x s scores. What autograd saves on a CPU in fp32, where norms
-are not fused, was counted once: 5 % more than the estimate for gpt_tiny, 11 % more for vit_tiny with its projector.
+are not fused, was counted once: 6 % more than the estimate for gpt_tiny and for gpt_tiny_moe, 11 % more for vit_tiny
+with its projector.
 """
 
 import math
@@ -19,7 +20,7 @@ from mimo_train.layout import RunLayout, layers_of_stage
 
 GIB = 1024**3
 
-BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one weight or activation, by `train.precision`."""
 
 
@@ -133,6 +134,25 @@ def stack_activations(layers: int, layer: int, boundary: int, in_flight: int, re
     return layers * layer * in_flight
 
 
+def expert_activations(
+    tokens: int, llm: LlmSpec, precision: str, *, tp: int = 1, etp: int = 1, sp: bool = False
+) -> int:
+    """Bytes that the experts of one layer keep for the backward pass, in the place of its feed-forward activations.
+
+    With k experts a token of width f, E experts and balanced routing, a rank's experts see k rows for each token of
+    each of the etp ranks that share an expert. A row keeps its input h and 6 f / etp (3 f without a gate): one f more
+    than in a dense layer, the product with the router's probability. The router keeps 3 E numbers in fp32, the shared
+    expert what a dense block does.
+    """
+    size, gated = BYTES[precision], llm.activation == "swiglu"
+    own = tokens // (tp if sp else 1)
+    width = llm.expert_ffn_hidden_size or llm.ffn_hidden_size
+    rows = own * llm.experts_per_token * etp
+    routed = rows * (llm.hidden_size + (6 if gated else 3) * width // etp) * size
+    shared = tokens * (5 if gated else 2) * llm.shared_expert_ffn_hidden_size * size // tp
+    return routed + shared + own * 3 * llm.num_experts * 4
+
+
 def output_activations(tokens: int, hidden: int, vocab: int, precision: str, tp: int = 1, sp: bool = False) -> int:
     """Bytes of the end of the language model, for one microbatch: the inputs of the final norm and of the output layer
     (2 h), the logits (v / t), and their softmax in fp32 that the cross entropy keeps (4 v / t)."""
@@ -143,18 +163,21 @@ def output_activations(tokens: int, hidden: int, vocab: int, precision: str, tp:
 def language_parameters(
     llm: LlmSpec, vocab: int, sequence_length: int, *, tp: int = 1, stage: int = 0, stages: int = 1
 ) -> int:
-    """Parameters of a language model on one rank of pipeline stage `stage` (from 0) of `stages`.
+    """Parameters of a language model on one rank of pipeline stage `stage` (from 0) of `stages`, without its experts.
 
-    Attention and feed-forward matrices are divided over tp, norms and the biases behind row-parallel layers are not.
+    Attention and feed-forward matrices are divided over tp; norms, routers and the biases behind row-parallel layers
+    are not.
     The first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both
     when these are two stages.
     """
     hidden, head = llm.hidden_size, llm.hidden_size // llm.num_attention_heads
     qkv = head * (llm.num_attention_heads + 2 * (llm.num_query_groups or llm.num_attention_heads))
-    up = (2 if llm.activation == "swiglu" else 1) * llm.ffn_hidden_size
+    ffn = llm.shared_expert_ffn_hidden_size if llm.num_experts else llm.ffn_hidden_size
+    up = (2 if llm.activation == "swiglu" else 1) * ffn
     norm = 2 if llm.normalization == "LayerNorm" else 1
-    split = hidden * qkv + hidden * hidden + hidden * up + llm.ffn_hidden_size * hidden
+    split = hidden * qkv + hidden * hidden + hidden * up + ffn * hidden
     whole = 2 * hidden * norm + (2 * head * norm if llm.qk_norm else 0)
+    whole += hidden * (llm.num_experts + llm.shared_expert_gate)
     if llm.bias:
         split, whole = split + qkv + up, whole + 2 * hidden
     count = layers_of_stage(llm.num_layers, stage, stages) * (split // tp + whole)
@@ -165,6 +188,13 @@ def language_parameters(
         count += hidden * norm
     tables = 1 if llm.tie_embeddings else first + last
     return count + (tables if first or last else 0) * math.ceil(vocab / tp) * hidden
+
+
+def expert_parameters(llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0, stages: int = 1) -> int:
+    """Parameters of the experts on one rank of a pipeline stage: dealt to ep ranks, each cut over etp."""
+    matrices = 3 if llm.activation == "swiglu" else 2
+    expert = matrices * llm.hidden_size * (llm.expert_ffn_hidden_size or llm.ffn_hidden_size)
+    return layers_of_stage(llm.num_layers, stage, stages) * llm.num_experts // ep * expert // etp
 
 
 def encoder_parameters(encoder: VisionSpec, *, tp: int = 1) -> int:
@@ -181,8 +211,9 @@ def projector_parameters(projector: ProjectorSpec, encoder_width: int, language_
     return whole + (total - whole) // tp
 
 
-PARTS = ("encoder", "projector", "llm")
-"""What `freeze` names as a whole; anything else in it is a shell pattern of parameter names."""
+PARTS = {"encoder": "encoders.*", "projector": "input_projections.*", "llm": "*"}
+"""What `freeze` names as a whole, with the pattern of parameter names it stands for; anything else in it is a shell
+pattern itself."""
 
 
 def freeze_patterns(module: ModuleConfig) -> list[str]:
@@ -191,21 +222,32 @@ def freeze_patterns(module: ModuleConfig) -> list[str]:
 
 
 def module_parameters(
-    cfg: ConfigContainer, name: str, vocab: int, *, tp: int = 1, stage: int = 0, stages: int = 1
+    cfg: ConfigContainer,
+    name: str,
+    vocab: int,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    stage: int = 0,
+    stages: int = 1,
 ) -> dict[str, ParameterCount]:
-    """Parameters on one rank by part: encoder and projector, or llm. With the defaults, those of the whole module."""
+    """Parameters on one rank by part: encoder and projector, or llm and its experts. With the defaults, those of the
+    whole module."""
     module = cfg.modules[name]
     if name == LANGUAGE:
-        counts = {
-            "llm": language_parameters(module.llm, vocab, cfg.data.sequence_length, tp=tp, stage=stage, stages=stages)
-        }
+        place = {"stage": stage, "stages": stages}
+        counts = {"llm": language_parameters(module.llm, vocab, cfg.data.sequence_length, tp=tp, **place)}
+        if module.llm.num_experts:
+            counts["experts"] = expert_parameters(module.llm, ep=ep, etp=etp, **place)
     else:
         width = cfg.language.llm.hidden_size
         counts = {
             "encoder": encoder_parameters(module.encoder, tp=tp),
             "projector": projector_parameters(module.projector, module.encoder.hidden_size, width, tp=tp),
         }
-    return {part: ParameterCount(count, 0 if part in module.freeze else count) for part, count in counts.items()}
+    frozen = [*module.freeze, *(["experts"] if "llm" in module.freeze else [])]
+    return {part: ParameterCount(count, 0 if part in frozen else count) for part, count in counts.items()}
 
 
 def pipeline_stages(layout: RunLayout) -> int:
@@ -217,16 +259,20 @@ def pipeline_stages(layout: RunLayout) -> int:
 
 
 def bubble(layout: RunLayout) -> float:
-    """Share of a step in which a rank waits for the pipeline to fill and drain: (p - 1) / (m + p - 1) for p stages of
-    equal duration and m microbatches. Narayanan et al. 2021 (arXiv 2104.04473) give (p - 1) / m, of the time without
-    the bubble."""
-    stages, microbatches = pipeline_stages(layout), layout.num_microbatches
-    return (stages - 1) / (microbatches + stages - 1)
+    """Share of a step in which a rank waits for the pipeline to fill and drain: (p - 1) / (v m + p - 1) for p stages of
+    equal duration, v chunks a stage and m microbatches. Narayanan et al. 2021 (arXiv 2104.04473) give (p - 1) / (v m),
+    of the time without the bubble."""
+    stages, chunks = pipeline_stages(layout), layout.language.vpp * layout.num_microbatches
+    return (stages - 1) / (chunks + stages - 1)
 
 
 def in_flight(layout: RunLayout, name: str, stage: int) -> int:
-    """Microbatches between forward and backward on a stage under the 1F1B schedule: min(m, stages - stage)."""
-    stages = pipeline_stages(layout)
+    """Microbatches between forward and backward on a stage: min(m, stages - stage) under the 1F1B schedule. Interleaved
+    in v chunks a stage, those of one chunk each: min(v m, 2 (stages - stage - 1) + (v - 1) stages + 1), the warm-up of
+    Megatron-Core 0.19.2 (schedules.py:902) and one more."""
+    stages, chunks = pipeline_stages(layout), layout.language.vpp
+    if chunks > 1:
+        return min(chunks * layout.num_microbatches, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
     before = stages - layout.language.pp if name == LANGUAGE else 0
     return min(layout.num_microbatches, stages - before - stage)
 
@@ -243,8 +289,11 @@ def stage_memory(
     module = layout.modules[name]
     per_stage, stages = module.size // module.pp, []
     for stage in range(module.pp):
-        counts = module_parameters(cfg, name, vocab, tp=module.tp, stage=stage, stages=module.pp)
+        sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "stage": stage, "stages": module.pp}
+        counts = module_parameters(cfg, name, vocab, **sizes)
+        experts = counts.pop("experts", ParameterCount(0, 0))
         memory = parameter_memory(sum(counts.values(), ParameterCount(0, 0)), cfg.train.precision, module.dp)
+        memory += parameter_memory(experts, cfg.train.precision, module.expert_dp)
         if name == LANGUAGE:
             activations = _language_activations(cfg, layout, stage, vocab)
         else:
@@ -271,7 +320,7 @@ def _language_activations(cfg: ConfigContainer, layout: RunLayout, stage: int, v
     layer = layer_activations(
         tokens,
         llm.hidden_size,
-        llm.ffn_hidden_size,
+        0 if llm.num_experts else llm.ffn_hidden_size,
         train.precision,
         key_width=key_width,
         gated=llm.activation == "swiglu",
@@ -280,9 +329,11 @@ def _language_activations(cfg: ConfigContainer, layout: RunLayout, stage: int, v
         tp=sizes.tp,
         sp=sizes.sp,
     )
+    if llm.num_experts:
+        layer += expert_activations(tokens, llm, train.precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
     boundary = tokens * llm.hidden_size * BYTES[train.precision] // (sizes.tp if sizes.sp else 1)
-    flying = in_flight(layout, LANGUAGE, stage)
-    kept = stack_activations(layers_of_stage(llm.num_layers, stage, sizes.pp), layer, boundary, flying, train.recompute)
+    layers = layers_of_stage(llm.num_layers, stage, sizes.pp) // sizes.vpp
+    kept = stack_activations(layers, layer, boundary, in_flight(layout, LANGUAGE, stage), train.recompute)
     if stage == sizes.pp - 1:
         kept += output_activations(tokens, llm.hidden_size, vocab, train.precision, sizes.tp, sizes.sp)
     return kept

@@ -4,13 +4,13 @@
 # Sets  MIMO_ROOT    this checkout
 #       MIMO_PYTHON  the interpreter to run; its folder comes first on PATH
 # Reads MIMO_VENV    folder of the environment, where the checkout must stay untouched  (default: .venv in the checkout)
-#       MIMO_EXTRAS  extras of pyproject.toml to install                                (default: demo,dev)
+#       MIMO_EXTRAS  extras of pyproject.toml to install, besides those that are there  (default: demo,dev)
 #       MIMO_NEEDS   modules that the caller needs beside those of training, as test.sh needs pytest
 #
 # The first of these is used: without MIMO_VENV, the active interpreter (a container, a cluster module, a virtual
 # environment), where mimo_train is installed in it; an environment that an earlier start has set up; a new one. A
-# marker, written last, holds a hash of what was asked for: an interrupted set-up is repaired, and changed dependencies
-# are installed.
+# marker, written last, holds a hash of the dependencies and the extras that are installed: an interrupted set-up is
+# repaired, and changed dependencies are installed.
 
 MIMO_ROOT="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 _mimo_venv="${MIMO_VENV:-$MIMO_ROOT/.venv}"
@@ -43,19 +43,24 @@ print(sys.executable)' "$MIMO_ROOT" "$_mimo_venv" ${MIMO_NEEDS:-} 2>/dev/null
 _mimo_wanted() {
   "$_mimo_venv/bin/python" -I -S -c '
 import hashlib, os, sys, tomllib
-root, extras = sys.argv[1:]
+root = sys.argv[1]
 with open(os.path.join(root, "pyproject.toml"), "rb") as file:
     text = tomllib.load(file)
 project, hatch = text["project"], text.get("tool", {}).get("hatch")
 asked = [project.get(key) for key in ("requires-python", "dependencies", "optional-dependencies", "scripts")]
-print(hashlib.sha256(repr([*asked, text["build-system"], hatch, root, extras, sys.version]).encode()).hexdigest())
-' "$MIMO_ROOT" "$_mimo_extras" 2>/dev/null
+print(hashlib.sha256(repr([*asked, text["build-system"], hatch, root, sys.version]).encode()).hexdigest())
+' "$MIMO_ROOT" 2>/dev/null
 }
 
+# Adds the extras that are installed to those that are asked for. What one script needs, another leaves in place.
 _mimo_ready() {
-  local marker="" wanted
-  [[ -r "$_mimo_venv/.mimo-ready" ]] && read -r marker <"$_mimo_venv/.mimo-ready" || return 1
-  wanted="$(_mimo_wanted)" && [[ -n "$wanted" && "$wanted" == "$marker" ]]
+  local marker="" installed="" wanted extra ready=0
+  [[ -r "$_mimo_venv/.mimo-ready" ]] && read -r marker installed <"$_mimo_venv/.mimo-ready" || return 1
+  for extra in ${_mimo_extras//,/ }; do
+    [[ ",$installed," == *",$extra,"* ]] || { installed+="${installed:+,}$extra" ready=1; }
+  done
+  _mimo_extras="$installed"
+  wanted="$(_mimo_wanted)" && [[ -n "$wanted" && "$wanted" == "$marker" ]] && ((ready == 0))
 }
 
 # Succeeds if interpreter $1 runs (a pyenv shim may exist and not run), can make environments, and is version $2 (a
@@ -155,7 +160,7 @@ _mimo_set_up() (
   # every rank of every run would spend about three times as long on its imports.
   errors="$(env -u PYTHONDONTWRITEBYTECODE "$python" -W ignore -c \
     'import torch.distributed.run, megatron.core.models.mimo' 2>&1)" || { printf '%s\n' "$errors" >&2; exit 1; }
-  _mimo_wanted >"$_mimo_venv/.mimo-ready" || exit 1
+  wanted="$(_mimo_wanted)" && printf '%s %s\n' "$wanted" "$_mimo_extras" >"$_mimo_venv/.mimo-ready" || exit 1
   rm -f "$_mimo_venv.unfinished"
   _mimo_say "environment ready after $((SECONDS - started)) s"
 )

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests:  scripts/test.sh [pytest options]    for example  scripts/test.sh tests/unit -x
 set -euo pipefail
-MIMO_NEEDS="pytest pytest_timeout hypothesis sklearn ${MIMO_NEEDS:-}"
+MIMO_EXTRAS="${MIMO_EXTRAS:-demo,dev,track,resiliency}"
+MIMO_NEEDS="pytest pytest_timeout hypothesis sklearn mlflow comet_ml nvidia_resiliency_ext ${MIMO_NEEDS:-}"
 # shellcheck source=scripts/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 cd "$MIMO_ROOT"

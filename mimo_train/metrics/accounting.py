@@ -1,19 +1,9 @@
-"""Arithmetic of throughput: tokens of a step, tokens per second, FLOPs. Imports no torch.
+"""Arithmetic of throughput: tokens of a step, peaks of devices, utilisation. Imports no torch."""
 
-FLOPs count the matrix products only, a multiplication and an addition as two; norms, activations and softmax are left
-out, as the field does. A product of a row with a (k x n) weight is 2kn forward. Backward takes two such products, one
-for the gradient of the input and one for that of the weight, so training is three times the forward pass (Kaplan et
-al. 2020, arXiv:2001.08361, section 2.1). The counts are of the model, not of the hardware: activations computed again
-in backward do not count, and every weight is taken as trained.
-"""
+from collections.abc import Mapping
 
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable
-
-from encoders.spec import ProjectorSpec, VisionSpec, num_tokens
-from mimo_train.config import LlmSpec
+from mimo_train.layout import RunLayout
+from mimo_train.metrics.flops import Flops
 
 
 def tokens_per_step(global_batch_size: int, sequence_length: int) -> int:
@@ -21,74 +11,59 @@ def tokens_per_step(global_batch_size: int, sequence_length: int) -> int:
     return global_batch_size * sequence_length
 
 
-class StepTimer:
-    """Seconds of the optimizer steps, and tokens per second from the median of the last few.
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "H100": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "L40S": 362.0,
+}
+"""Dense peak of one device in bf16, in TFLOP/s, by what its name contains; the longest of several such names counts.
 
-    The median, because a step that waits for a checkpoint or a cold cache would bend a mean for the whole window.
+From NVIDIA's data sheets; where they quote 2:4 sparsity, half of it. H100 and H800 alone are the SXM boards."""
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak of a device in TFLOP/s by the name that CUDA gives it; None if it is not known, or if the device
+    is a part of one (MIG)."""
+    words = device_name.replace("-", " ").split()
+    known = [name for name in PEAK_TFLOPS if _contains(words, name.split())]
+    return PEAK_TFLOPS[max(known, key=len)] if known and "MIG" not in words else None
+
+
+def _contains(words: list[str], part: list[str]) -> bool:
+    return any(words[start : start + len(part)] == part for start in range(len(words)))
+
+
+def utilisation(
+    flops: Mapping[str, Flops], seconds: float, layout: RunLayout, peak: float | None = None
+) -> dict[str, float]:
+    """What the devices of each module, and of the whole run, get done.
+
+    MFU, the model FLOPs utilisation, is model FLOPs / (seconds x devices x peak); HFU has hardware FLOPs instead
+    (Chowdhery et al. 2022, arXiv:2204.02311, section 4.1). A module's devices are all that it holds, those of the run
+    are all that are allocated, idle ones included.
+
+    Args:
+        flops: FLOPs of each module in a step.
+        seconds: seconds of the step.
+        peak: of one device, in TFLOP/s; None: MFU and HFU are left out.
+
+    Returns:
+        `tflops/<module>` (TFLOP/s of one device, model FLOPs), `mfu/<module>`, `hfu/<module>`, and the same of the run:
+        `tflops`, `mfu`, `hfu`.
     """
-
-    def __init__(self, tokens: int, window: int = 20, clock: Callable[[], float] = time.perf_counter):
-        """Time steps of `tokens` tokens over a window of `window` steps."""
-        self._tokens = tokens
-        self._clock = clock
-        self._seconds: deque[float] = deque(maxlen=window)
-        self._started = clock()
-
-    def start(self) -> None:
-        """Mark the start of a step, so that what happened since the last one (an evaluation) is not counted."""
-        self._started = self._clock()
-
-    def stop(self) -> dict[str, float]:
-        """End the step and start the next: `step_seconds` of this step, `tokens_per_second` of the window."""
-        now = self._clock()
-        seconds, self._started = now - self._started, now
-        self._seconds.append(seconds)
-        median = statistics.median(self._seconds)
-        return {"step_seconds": seconds, "tokens_per_second": self._tokens / median if median > 0 else 0.0}
-
-
-def flops_per_token(llm: LlmSpec, sequence_length: int, vocab_size: int) -> float:
-    """Training FLOPs of one token of the language model, forward and backward.
-
-    Forward, per token, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width
-    of the first feed-forward product (2f with swiglu), S sequence length, L layers, V vocabulary:
-
-        L * (2 * (h*(q + 2k) + q*h + h*u + f*h) + 4 * q * (S + 1) / 2) + 2 * h * V
-
-    The attention term is q.k and weights.v, 2q each for a position attended to; under the causal mask a token attends
-    to (S + 1) / 2 positions on average. Training is three times that. Sources: Chowdhery et al. 2022 (PaLM,
-    arXiv:2204.02311), appendix B, for the form, which does not halve for the causal mask; Narayanan et al. 2021
-    (arXiv:2104.04473), section 5.1, for counting the output layer. The embedding is a look-up and costs none.
-    """
-    hidden, ffn = llm.hidden_size, llm.ffn_hidden_size
-    head = hidden // llm.num_attention_heads
-    query = head * llm.num_attention_heads
-    key = head * (llm.num_query_groups or llm.num_attention_heads)
-    up = 2 * ffn if llm.activation == "swiglu" else ffn
-    weights = hidden * (query + 2 * key) + query * hidden + hidden * up + ffn * hidden
-    attention = 4 * query * (sequence_length + 1) / 2
-    return 3 * (llm.num_layers * (2 * weights + attention) + 2 * hidden * vocab_size)
-
-
-def encoder_flops_per_image(spec: VisionSpec, projector: ProjectorSpec, language_width: int) -> float:
-    """Training FLOPs of one picture through a vision encoder and its projector, forward and backward.
-
-    Forward, with P patches of p x p pixels in 3 channels, T = P tokens (one more with a class token), h hidden size,
-    f feed-forward width, L layers, N projected tokens of width w = h * merge^2, d language width, m mlp width:
-
-        2 * P * 3p^2 * h  +  L * (2 * T * (4h^2 + 2hf) + 4 * T^2 * h)  +  2 * N * (w*m + m*d)   (linear: 2 * N * w*d)
-
-    Attention is over all tokens, so its term is not halved. Training is three times that. Same sources as
-    `flops_per_token`; the shape of the layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
-    """
-    hidden = spec.hidden_size
-    rows, columns = spec.grid(spec.image_size, spec.image_size)
-    patches = rows * columns
-    tokens = patches + (1 if spec.class_token else 0)
-    embed = 2 * patches * 3 * spec.patch_size**2 * hidden
-    layer = 2 * tokens * (4 * hidden**2 + 2 * hidden * spec.ffn_hidden_size) + 4 * tokens**2 * hidden
-    width = hidden * projector.merge**2
-    middle = projector.ffn_hidden_size or language_width
-    weights = width * language_width if projector.kind == "linear" else middle * (width + language_width)
-    projected = num_tokens(spec, projector, spec.image_size, spec.image_size)
-    return 3 * float(embed + spec.num_layers * layer + 2 * projected * weights)
+    values = {}
+    parts = [(f"/{name}", flops[name], layout.modules[name].size) for name in layout.modules]
+    for suffix, done, devices in [*parts, ("", sum(flops.values(), Flops()), layout.world_size)]:
+        per_device = done * (1e-12 / (seconds * devices))
+        values[f"tflops{suffix}"] = per_device.model
+        if peak:
+            values[f"mfu{suffix}"] = per_device.model / peak
+            values[f"hfu{suffix}"] = per_device.hardware / peak
+    return values

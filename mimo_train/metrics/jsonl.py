@@ -28,6 +28,7 @@ class JsonlSink:
             ValueError: a line other than the last is no JSON object.
             OSError: the file cannot be written.
         """
+        self.handle = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _cut_back(path, resumed_step)

@@ -8,11 +8,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mimo_train.compose import to_dict
 from mimo_train.config import ConfigContainer
+from mimo_train.metrics.comet import CometSink
 from mimo_train.metrics.jsonl import JsonlSink
+from mimo_train.metrics.mlflow import MlflowSink
 from mimo_train.metrics.tensorboard import TensorboardSink
 from mimo_train.metrics.wandb import WandbSink
 
@@ -21,6 +23,10 @@ _logger = logging.getLogger(__name__)
 
 class Sink(Protocol):
     """A place that values are written to."""
+
+    handle: Any
+    """What it writes with, for those who want to add more than numbers: the path of metrics.jsonl, a `SummaryWriter`, a
+    W&B run, an `MlflowHandle` (client and run id), a Comet experiment."""
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write `values` of optimizer step `step`."""
@@ -54,6 +60,14 @@ SINKS: dict[str, SinkKind] = {
         wanted=lambda cfg: cfg.log.wandb,
         open=lambda cfg, run_dir, resumed_step: WandbSink(run_dir, to_dict(cfg), resumed_step),
     ),
+    "mlflow": SinkKind(
+        wanted=lambda cfg: cfg.log.mlflow,
+        open=lambda cfg, run_dir, resumed_step: MlflowSink(run_dir, to_dict(cfg), resumed_step),
+    ),
+    "comet": SinkKind(
+        wanted=lambda cfg: cfg.log.comet,
+        open=lambda cfg, run_dir, resumed_step: CometSink(run_dir, to_dict(cfg), resumed_step),
+    ),
 }
 """Every sink, by name."""
 
@@ -83,6 +97,10 @@ class MetricsLog:
                     raise
                 self._failed.add(name)
                 _warn(name, f"failed at step {step}", error)
+
+    def sink(self, name: str) -> Sink | None:
+        """The sink of that name, a key of `SINKS`; None if the run does not use it, or it has failed."""
+        return None if name in self._failed else self._sinks.get(name)
 
     def close(self) -> None:
         """Close every sink, also when one raises.

@@ -1,14 +1,21 @@
 """progress.txt: what happened to a run, one line an event: ISO time, event, facts; columns separated by tabs.
 
-2026-11-21T09:30:00+00:00	start	world_size=2	step=0
-2026-11-21T09:31:07+00:00	checkpoint	step=200	path=checkpoints/step_00000200
+2026-11-21T09:30:00+00:00	start	world_size=2	step=0	flops=0
+2026-11-21T09:31:07+00:00	checkpoint	step=200	path=checkpoints/step_00000200	reason=save_interval
+2026-11-21T09:31:07+00:00	throughput	step=200	flops=2e+13	tokens=409600	job_tflops=0.16	cumulative_tflops=0.15
 2026-11-21T09:31:09+00:00	evaluation	step=200	eval/loss=0.3121	eval/exact_match=0.9121
 2026-11-21T09:35:40+00:00	exit	step=800	reason=finished
 """
 
 import os
+import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from mimo_train.config import ConfigContainer
+from mimo_train.layout import plan
 
 PROGRESS_FILE = "progress.txt"
 
@@ -30,14 +37,15 @@ def append_to_progress_log(run_dir: Path, text: str) -> None:
         os.close(descriptor)
 
 
-def job_started(run_dir: Path, *, world_size: int, step: int) -> None:
-    """Note the start of a job on `world_size` processes, going on after `step`."""
-    append_to_progress_log(run_dir, f"start\tworld_size={world_size}\tstep={step}")
+def job_started(run_dir: Path, *, world_size: int, step: int, flops: float = 0.0) -> None:
+    """Note the start of a job on `world_size` processes, going on after `step`, when the run had taken `flops` model
+    FLOPs."""
+    append_to_progress_log(run_dir, f"start\tworld_size={world_size}\tstep={step}\tflops={flops:.17g}")
 
 
-def checkpoint_saved(run_dir: Path, *, step: int, path: str | Path) -> None:
-    """Note a complete checkpoint."""
-    append_to_progress_log(run_dir, f"checkpoint\tstep={step}\tpath={path}")
+def checkpoint_saved(run_dir: Path, *, step: int, path: str | Path, reason: str) -> None:
+    """Note a complete checkpoint and why it was saved."""
+    append_to_progress_log(run_dir, f"checkpoint\tstep={step}\tpath={path}\treason={reason}")
 
 
 def evaluated(run_dir: Path, *, step: int, values: dict[str, float]) -> None:
@@ -49,3 +57,71 @@ def evaluated(run_dir: Path, *, step: int, values: dict[str, float]) -> None:
 def job_exited(run_dir: Path, *, step: int, reason: str) -> None:
     """Note why a job ended, after `step` steps."""
     append_to_progress_log(run_dir, f"exit\tstep={step}\treason={reason}")
+
+
+def get_start_time_from_progress_log(cfg: ConfigContainer) -> tuple[datetime, float]:
+    """Since when the run has had as many processes as it has now.
+
+    Returns:
+        When the first of the latest jobs that all had the processes of `cfg` started, and the FLOPs that the run had
+        taken by then: those of the checkpoint that it went on from. A job that starts at step 0 begins a new run.
+
+    Raises:
+        OSError: there is no progress.txt in `run.dir`.
+        ValueError: the last job in it had another number of processes.
+    """
+    path, world_size = Path(cfg.run.dir) / PROGRESS_FILE, plan(cfg).world_size
+    first: _Job | None = None
+    for job in _jobs(path):
+        if first is None or job.world_size != first.world_size or job.step == 0:
+            first = job
+    if first is None or first.world_size != world_size:
+        last = f"its last job had {first.world_size}" if first else "it has no job"
+        raise ValueError(f"run.dir: {path} is not of a run on {world_size} processes: {last}")
+    return first.start, first.flops
+
+
+def compute_throughputs_and_append_to_progress_log(state: Any, num_floating_point_operations_so_far: float) -> None:
+    """Note FLOPs, tokens and throughput of the run so far. Called on one rank, after `job_started`.
+
+    Throughputs are in TFLOP/s of one device, model FLOPs: `job_tflops` of this job, and `cumulative_tflops` of all jobs
+    since `get_start_time_from_progress_log`, in which time between jobs and steps trained again count as lost.
+
+    Args:
+        state: has `cfg`, `layout`, `run_dir`, `train_state` and `start_time` of a `GlobalState`.
+        num_floating_point_operations_so_far: model FLOPs of all modules since the first step of the run.
+    """
+    flops, now = num_floating_point_operations_so_far, time.time()
+    began, flops_before = get_start_time_from_progress_log(state.cfg)
+    *_, job = _jobs(state.run_dir / PROGRESS_FILE)
+    # The log has whole seconds, and a job begins before it is noted.
+    elapsed = now - min(began.timestamp(), state.start_time)
+    teraflops = 1e12 * state.layout.world_size
+    facts = {
+        "step": state.train_state.step,
+        "flops": f"{flops:.3g}",
+        "tokens": state.train_state.consumed_train_samples * state.cfg.data.sequence_length,
+        "job_tflops": f"{(flops - job.flops) / (now - state.start_time) / teraflops:.3g}",
+        "cumulative_tflops": f"{(flops - flops_before) / elapsed / teraflops:.3g}",
+    }
+    append_to_progress_log(
+        state.run_dir, "\t".join(["throughput", *(f"{key}={value}" for key, value in facts.items())])
+    )
+
+
+class _Job(NamedTuple):
+    start: datetime
+    world_size: int
+    step: int
+    flops: float
+
+
+def _jobs(path: Path) -> Iterator[_Job]:
+    """The jobs in a progress.txt, in order."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        when, event, *facts = line.split("\t")
+        if event == "start":
+            values = dict(fact.split("=", 1) for fact in facts)
+            yield _Job(
+                datetime.fromisoformat(when), int(values["world_size"]), int(values["step"]), float(values["flops"])
+            )

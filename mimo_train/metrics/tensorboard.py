@@ -12,13 +12,17 @@ class TensorboardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = resumed_step + 1 if resumed_step > 0 else 0
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=15)
+        self.handle = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=15)
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write every value at `step`."""
-        for key, value in {"consumed_samples": consumed_samples, **values}.items():
-            self._writer.add_scalar(key, value, step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One event for all keys: an event for each costs as much as all of them.
+        scalars = {"consumed_samples": consumed_samples, **values}
+        summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()])
+        self.handle.file_writer.add_summary(summary, step)
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._writer.close()
+        self.handle.close()

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from mimo_train.metrics.run_id import keep_id, kept_id
+
 _ID_FILE = "wandb_id.txt"
 
 
@@ -26,11 +28,13 @@ class WandbSink:
         """
         import wandb
 
+        file = run_dir / _ID_FILE
+        run_id = kept_id(file, resumed_step) or keep_id(file, secrets.token_hex(4))
         mode = os.environ.get("WANDB_MODE") or ("online" if has_api_key() else "offline")
-        self._run = wandb.init(
+        self.handle = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "mimo-train"),
             name=run_dir.name,
-            id=_run_id(run_dir, resumed_step),
+            id=run_id,
             resume="allow",
             mode=mode,
             dir=str(run_dir),
@@ -39,18 +43,18 @@ class WandbSink:
             # The console is ours: captured, a progress bar becomes thousands of lines.
             settings=wandb.Settings(console="off", silent=mode == "offline"),
         )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        self.handle.define_metric("step")
+        self.handle.define_metric("*", step_metric="step")
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Add one row."""
-        self._run.log({"step": step, "consumed_samples": consumed_samples, **values})
+        self.handle.log({"step": step, "consumed_samples": consumed_samples, **values})
 
     def close(self) -> None:
         """End the run; online, waits for the upload."""
         import wandb
 
-        self._run.finish()
+        self.handle.finish()
         # W&B's own process may still be writing the offline file when `finish` returns; this waits for its end.
         wandb.teardown()
 
@@ -65,13 +69,3 @@ def has_api_key() -> bool:
         return netrc.netrc(str(file)).authenticators(server) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _run_id(run_dir: Path, resumed_step: int) -> str:
-    """The stored id when the run goes on, a new one (stored) when it starts."""
-    file = run_dir / _ID_FILE
-    if resumed_step > 0 and file.exists():
-        return file.read_text().strip()
-    run_id = secrets.token_hex(4)
-    file.write_text(run_id + "\n")
-    return run_id

@@ -81,6 +81,42 @@ def test_changed_dependencies_are_installed_on_top(ready):
     assert ready.run(STRICT).stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "installed"),
+    [
+        ("demo,dev", "demo,dev,track", "demo,dev,track"),
+        ("demo,dev,track", "demo,dev", ""),
+        ("demo,dev", "gpu", "demo,dev,gpu"),
+        ("dev,demo", "demo", ""),
+    ],
+)
+def test_extras_are_added_and_never_fought_over(checkout, first, then, installed):
+    checkout.program("python3.12")
+    assert checkout.run(STRICT, MIMO_EXTRAS=first).returncode == 0
+    result = checkout.run(STRICT, MIMO_EXTRAS=then)
+    assert result.returncode == 0, result.stderr
+    assert checkout.calls(INSTALL) == bool(installed)
+    assert checkout.calls(f"-e {checkout.root}[{installed}]") == bool(installed)
+    for extras in (first, then):
+        assert checkout.run(STRICT, MIMO_EXTRAS=extras).stderr == ""
+
+
+def test_changed_dependencies_are_installed_with_all_extras_that_are_there(checkout):
+    checkout.program("python3.12")
+    assert checkout.run(STRICT, MIMO_EXTRAS="demo,dev,track").returncode == 0
+    text = (checkout.root / "pyproject.toml").read_text()
+    (checkout.root / "pyproject.toml").write_text(text.replace('dev = ["', 'dev = ["humanize==4.0.0", "'))
+    assert checkout.run(STRICT).returncode == 0
+    assert checkout.calls(f"-e {checkout.root}[demo,dev,track]") == 1
+
+
+def test_the_tests_install_what_they_need_and_training_leaves_it(checkout):
+    checkout.program("python3.12")
+    checkout.run("scripts/test.sh --version")
+    assert checkout.calls(f"-e {checkout.root}[demo,dev,track,resiliency]") == 1
+    assert checkout.run(STRICT).stderr == ""
+
+
 def test_a_change_that_is_no_dependency_installs_nothing(ready):
     ready.append("pyproject.toml", "\n[tool.something]\nkey = 1\n")
     assert ready.run(STRICT).stderr == ""

@@ -90,6 +90,54 @@ def test_tensor_parallel_divides_matrices_and_tables_but_no_norms():
     assert memory.language_parameters(SMALL, 11, 4, tp=2) == 2 * (320 + 16) + 8 + 6 * 8
 
 
+EXPERTS = dataclasses.replace(
+    SMALL, num_experts=4, expert_ffn_hidden_size=12, shared_expert_ffn_hidden_size=6, shared_expert_gate=True
+)
+ONE_EXPERT = 8 * 24 + 12 * 8
+
+
+def test_parameters_of_experts_by_hand():
+    # Attention and norms as in SMALL; router, shared expert (gate, up, down) and the vector of its gate.
+    layer = 192 + 64 + 16 + 4 * 8 + 3 * 6 * 8 + 8
+    assert memory.language_parameters(EXPERTS, 10, 4) == 2 * layer + 8 + 10 * 8
+    assert memory.expert_parameters(EXPERTS) == 2 * 4 * ONE_EXPERT
+    assert EXPERTS.num_parameters(10, 4) == 2 * (layer + 4 * ONE_EXPERT) + 8 + 80
+
+
+def test_experts_are_dealt_and_cut_over_ranks():
+    assert memory.expert_parameters(EXPERTS, ep=2) == 2 * 2 * ONE_EXPERT
+    assert memory.expert_parameters(EXPERTS, ep=2, etp=2) == 2 * ONE_EXPERT * 2 // 2
+    assert memory.expert_parameters(EXPERTS, stage=1, stages=2) == 4 * ONE_EXPERT
+    assert memory.expert_parameters(SMALL) == 0
+
+
+def test_activations_of_experts_by_hand():
+    # 10 tokens pass 2 experts each: rows of the input and six times the width; three numbers of 4 bytes an expert for
+    # the router; the shared expert as a dense block.
+    routed, router, shared = 20 * (8 + 6 * 12) * 2, 10 * 3 * 4 * 4, 10 * 5 * 6 * 2
+    assert memory.expert_activations(10, EXPERTS, "bf16") == routed + router + shared
+    # Two ranks that share tokens and experts: half the tokens of their own, all rows of half the width.
+    halves = memory.expert_activations(10, EXPERTS, "bf16", tp=2, etp=2, sp=True)
+    assert halves == 20 * (8 + 6 * 6) * 2 + router // 2 + shared // 2
+
+
+def test_states_of_experts_are_sharded_over_their_replicas():
+    cfg, one = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_dp2", config="gpt_tiny")
+    _, two = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
+    ((replicated,), (dealt,)) = (memory.stage_memory(cfg, plan, "language", 384) for plan in (one, two))
+    half = memory.expert_parameters(cfg.language.llm) // 2
+    assert replicated.memory.weights - dealt.memory.weights == 4 * half
+    assert replicated.memory.optimizer == dealt.memory.optimizer
+    assert replicated.memory.activations == dealt.memory.activations
+
+
+def test_a_frozen_model_trains_no_experts():
+    cfg, _ = planned("llm@modules.language.llm=gpt_tiny_moe", "modules.language.freeze=[llm]")
+    counts = memory.module_parameters(cfg, "language", 384)
+    assert set(counts) == {"llm", "experts"}
+    assert all(count.trainable == 0 < count.total for count in counts.values())
+
+
 def test_one_rank_has_all_parameters():
     """Of every kind of language model, as its own spec counts them."""
     kinds = {
@@ -157,6 +205,14 @@ def test_microbatches_in_flight_fall_towards_the_last_stage():
     assert memory.in_flight(few, "images", 0) == 2  # no more than there are
     _, shared = planned("layout=one_process")
     assert memory.in_flight(shared, "images", 0) == memory.in_flight(shared, "language", 0) == 1
+
+
+def test_interleaving_fills_the_bubble_and_keeps_more_chunks():
+    _, plan = planned("layout=language_pp2_vpp2", config="gpt_tiny")
+    assert plan.num_microbatches == 2
+    assert memory.bubble(plan) == pytest.approx(1 / 5)  # 2 x 2 chunks
+    # Warm-up of stage 0: 2 x 1 + 1 x 2 of one chunk, and one more; there are no more than 2 x 2.
+    assert [memory.in_flight(plan, "language", stage) for stage in (0, 1)] == [4, 3]
 
 
 def test_memory_of_a_language_rank_by_hand(tmp_path):

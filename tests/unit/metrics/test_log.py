@@ -2,10 +2,13 @@ import logging
 
 import pytest
 
+from mimo_train.check import faults as faults_module
+from mimo_train.check.faults import LIBRARIES, config_faults
 from mimo_train.config import ConfigContainer, LogConfig
 from mimo_train.metrics import log as log_module
 from mimo_train.metrics.jsonl import read_metrics
 from mimo_train.metrics.log import SINKS, MetricsLog, SinkKind, build_metrics_log
+from tests.unit.configs import changed
 
 
 class Recorder:
@@ -64,14 +67,14 @@ def test_close_closes_every_sink_and_then_raises_for_the_record(caplog):
 
 
 @pytest.mark.parametrize(
-    ("tensorboard", "wandb", "expected"),
+    ("tensorboard", "trackers", "expected"),
     [
         (False, False, {"metrics.jsonl"}),
         (True, False, {"metrics.jsonl", "tensorboard"}),
-        (True, True, {"metrics.jsonl", "tensorboard", "wandb"}),
+        (True, True, {"metrics.jsonl", "tensorboard", "wandb", "mlflow", "comet"}),
     ],
 )
-def test_the_config_picks_the_sinks(tmp_path, monkeypatch, tensorboard, wandb, expected):
+def test_the_config_picks_the_sinks(tmp_path, monkeypatch, tensorboard, trackers, expected):
     opened = {}
     kinds = {
         name: SinkKind(
@@ -82,7 +85,7 @@ def test_the_config_picks_the_sinks(tmp_path, monkeypatch, tensorboard, wandb, e
         for name, kind in SINKS.items()
     }
     monkeypatch.setattr(log_module, "SINKS", kinds)
-    cfg = ConfigContainer(log=LogConfig(tensorboard=tensorboard, wandb=wandb))
+    cfg = ConfigContainer(log=LogConfig(tensorboard=tensorboard, wandb=trackers, mlflow=trackers, comet=trackers))
     build_metrics_log(cfg, tmp_path / "run", resumed_step=0).log(1, 32, {})
     assert set(opened) == expected
     assert all(len(sink.calls) == 1 for sink in opened.values())
@@ -105,3 +108,28 @@ def test_a_record_that_cannot_be_opened_stops_the_run(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(OSError):
         build_metrics_log(ConfigContainer(log=LogConfig(tensorboard=False)), tmp_path, resumed_step=0)
+
+
+def test_a_sink_is_found_by_name_as_long_as_it_works():
+    good, bad = Recorder(), Recorder(fail_log=True)
+    log = MetricsLog({"metrics.jsonl": good, "wandb": bad})
+    assert log.sink("metrics.jsonl") is good and log.sink("wandb") is bad and log.sink("comet") is None
+    log.log(1, 1, {})
+    assert log.sink("wandb") is None
+
+
+@pytest.mark.parametrize("key", LIBRARIES)
+def test_a_sink_without_its_library_is_refused_before_the_start(tmp_path, monkeypatch, key):
+    cfg = changed({key: True})
+    assert not [fault for fault in config_faults(cfg) if fault.key == key]
+    module, install = LIBRARIES[key]
+    monkeypatch.setattr(faults_module, "find_spec", lambda name: None)
+    (fault,) = [fault for fault in config_faults(cfg) if fault.key == key]
+    assert module in fault.message and f"pip install {install}" in fault.message and f"{key}=false" in fault.message
+
+
+def test_a_folder_of_the_name_of_a_library_is_not_the_library(tmp_path, monkeypatch):
+    (tmp_path / "no_such_library").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(LIBRARIES, "log.comet", ("no_such_library", "it"))
+    assert "log.comet" in [fault.key for fault in config_faults(changed({"log.comet": True}))]

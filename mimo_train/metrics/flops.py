@@ -1,0 +1,230 @@
+"""FLOPs of every module in one optimizer step, from the tokens and pictures that are really computed. Imports no torch.
+
+Counted are the matrix products, a multiplication and an addition as two; norms, activations, softmax and look-ups are
+left out, as the field does (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473,
+section 5.1). A row times a (k x n) weight is 2kn forward. Backward is as much again for the gradient of the weight, if
+the weight is trained, and as much again for the gradient of the input, if backward gets there at all; the core of
+attention has no weights and takes twice its forward pass. So a model that is trained as a whole takes three times its
+forward pass, and a frozen one through which gradients pass two times, apart from attention.
+
+Model FLOPs are what forward and backward need; hardware FLOPs add what recomputation runs again. A product counts once,
+however many tensor-parallel ranks share or repeat it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from encoders.spec import ProjectorSpec, VisionSpec, num_tokens
+from mimo_train.config import LANGUAGE, ConfigContainer, LlmSpec, ModuleConfig
+from mimo_train.memory import PARTS
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of one module, forward and backward."""
+
+    model: float = 0.0
+    """Without recomputation."""
+    hardware: float = 0.0
+    """With recomputation."""
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.model + other.model, self.hardware + other.hardware)
+
+    def __mul__(self, times: float) -> "Flops":
+        return Flops(self.model * times, self.hardware * times)
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is computed with one weight matrix, in the order of the forward pass."""
+
+    name: str
+    """Name of the parameter inside its module, by which patterns of `freeze` find it."""
+    forward: float = 0.0
+    """FLOPs with this weight, forward; 0 for a look-up."""
+    attention: float = 0.0
+    """FLOPs of the core attention that follows, forward."""
+    in_layer: bool = False
+    """Whether it is part of a transformer layer, which full recomputation runs again."""
+    input_gradient: bool = True
+    """Whether backward gives the gradient of its input also where nothing asks for it, as the linear layers of
+    Megatron-Core do and torch's own do not."""
+
+
+def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Product]:
+    """The products of one sample of `sequence_length` tokens, padding included since it is computed.
+
+    Forward, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width of the
+    first feed-forward product (2f with swiglu), S sequence length, L layers, V rows of the output layer:
+
+        L * (2S * (h*(q + 2k) + q*h + h*u + f*h) + 4q * S(S + 1) / 2) + 2S * h * V
+
+    The attention term is q.k and weights.v, 2q each for a position attended to; under the causal mask a token attends
+    to (S + 1) / 2 positions on average. Form: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, which does
+    not halve for the mask. With experts the feed-forward term is that of the experts a token passes: the router
+    2S * hE for E experts, `experts_per_token` experts of their own width, and the shared expert with its gate.
+
+    Args:
+        vocab: rows of the embedding, padding included.
+    """
+    tokens, hidden, products = sequence_length, llm.hidden_size, []
+    head = hidden // llm.num_attention_heads
+    query, key = hidden, head * (llm.num_query_groups or llm.num_attention_heads)
+    core = 4 * query * tokens * (tokens + 1) / 2
+    products.append(Product("embedding.word_embeddings.weight"))
+    if llm.position == "learned":
+        products.append(Product("embedding.position_embeddings.weight"))
+    for index in range(llm.num_layers):
+        layer = f"decoder.layers.{index}"
+        products += _attention(layer, tokens, hidden, query, key, core)
+        products += _experts(layer, tokens, llm) if llm.num_experts else _feed_forward(f"{layer}.mlp", tokens, llm)
+    output = "embedding.word_embeddings.weight" if llm.tie_embeddings else "output_layer.weight"
+    products.append(Product(output, 2 * tokens * hidden * vocab))
+    return products
+
+
+def encoder_products(name: str, spec: VisionSpec, projector: ProjectorSpec, language_width: int) -> list[Product]:
+    """The products of one picture through encoder module `name` and its projector.
+
+    Forward, with P patches of p x p pixels in 3 channels, T = P tokens (one more with a class token), h hidden size,
+    f feed-forward width, L layers, N projected tokens of width w = h * merge^2, d language width, m mlp width:
+
+        2P * 3p^2 * h  +  L * (2T * (4h^2 + 2hf) + 4T^2 * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
+
+    Attention is over all tokens, so its term is not halved. Same sources as `language_products`; the shape of the
+    layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
+    """
+    hidden, encoder = spec.hidden_size, f"encoders.{name}"
+    rows, columns = spec.grid(spec.image_size, spec.image_size)
+    patches = rows * columns
+    tokens = patches + (1 if spec.class_token else 0)
+    embed = 2 * patches * 3 * spec.patch_size**2 * hidden
+    products = [Product(f"{encoder}.patch_embedding.weight", embed, input_gradient=False)]
+    products.append(Product(f"{encoder}.position_embedding"))
+    if spec.class_token:
+        products.append(Product(f"{encoder}.class_token"))
+    for index in range(spec.num_layers):
+        layer = f"{encoder}.layers.layers.{index}"
+        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * tokens**2 * hidden)
+        products += _two_linears(f"{layer}.mlp", tokens, hidden, spec.ffn_hidden_size, spec.ffn_hidden_size)
+    width, projection = hidden * projector.merge**2, "input_projections.0.encoder"
+    projected = num_tokens(spec, projector, spec.image_size, spec.image_size)
+    if projector.kind == "linear":
+        return [*products, Product(f"{projection}.weight", 2 * projected * width * language_width)]
+    middle = projector.ffn_hidden_size or language_width
+    products.append(Product(f"{projection}.linear_fc1.weight", 2 * projected * width * middle))
+    products.append(Product(f"{projection}.linear_fc2.weight", 2 * projected * middle * language_width))
+    return products
+
+
+def count(products: Sequence[Product], frozen: Sequence[str] = (), *, upstream: bool, recompute: str = "none") -> Flops:
+    """FLOPs of forward and backward over `products`.
+
+    Backward gets to a product if its weight is trained, or any in front of it is. Only matrices are looked at: where a
+    pattern freezes a matrix and leaves its bias or a norm, these are taken as frozen too.
+
+    Args:
+        frozen: shell patterns of parameter names that are not trained.
+        upstream: whether something is trained in front of the first product.
+        recompute: none, selective (core attention is computed again in backward) or full (whole layers).
+    """
+    reached, model, again = upstream, 0.0, 0.0
+    for product in products:
+        trained = not any(fnmatchcase(product.name, pattern) for pattern in frozen)
+        input_gradient = reached or (trained and product.input_gradient)
+        reached = reached or trained
+        model += product.forward * (1 + trained + input_gradient) + product.attention * (3 if reached else 1)
+        if reached and product.in_layer and recompute != "none":
+            again += product.attention + (product.forward if recompute == "full" else 0)
+    return Flops(model, model + again)
+
+
+def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
+    """Shell patterns of the parameters that a module does not train in optimizer step `step`, counted from 1: those of
+    `freeze`, and those of `freeze_until` during that many first steps."""
+    entries = [*module.freeze, *(entry for entry, steps in module.freeze_until.items() if step <= steps)]
+    return tuple(PARTS.get(entry, entry) for entry in entries)
+
+
+class StepFlops:
+    """FLOPs of every module in a step of a run."""
+
+    def __init__(self, cfg: ConfigContainer, vocab: int):
+        """`vocab`: rows of the embedding, padding included (`memory.padded_vocab_size`)."""
+        self._recompute = cfg.train.recompute
+        self._modules = cfg.modules
+        width = cfg.language.llm.hidden_size
+        self._products = {
+            name: encoder_products(name, module.encoder, module.projector, width)
+            for name, module in cfg.encoders.items()
+        }
+        self._products[LANGUAGE] = language_products(cfg.language.llm, cfg.data.sequence_length, vocab)
+        self._rows = {}
+        for name, module in cfg.encoders.items():
+            size = module.encoder.image_size
+            self._rows[name] = num_tokens(module.encoder, module.projector, size, size)
+        self._unit: dict[tuple, dict[str, Flops]] = {}
+        """For what is frozen: FLOPs of one sample (language) or of one picture (encoders)."""
+
+    def __call__(self, *, samples: int, counts: Mapping[str, Sequence[Sequence[int]]], step: int) -> dict[str, Flops]:
+        """FLOPs of each module.
+
+        Args:
+            samples: samples of the step.
+            counts: the step's data plan: encoder module -> microbatch -> sample -> rows of features.
+            step: number of the step, from 1; `freeze_until` depends on it.
+        """
+        unit = self._units(step)
+        flops = {}
+        for name in self._modules:
+            units = samples
+            if name != LANGUAGE:
+                units = sum(map(sum, counts[name])) / self._rows[name]
+            flops[name] = unit[name] * units
+        return flops
+
+    def _units(self, step: int) -> dict[str, Flops]:
+        frozen = {name: frozen_patterns(module, step) for name, module in self._modules.items()}
+        key = tuple(frozen.items())
+        if key not in self._unit:
+            encoders = [name for name in self._modules if name != LANGUAGE]
+            upstream = any(is_trained(self._products[name], frozen[name]) for name in encoders)
+            self._unit[key] = {
+                name: count(products, frozen[name], upstream=upstream and name == LANGUAGE, recompute=self._recompute)
+                for name, products in self._products.items()
+            }
+        return self._unit[key]
+
+
+def is_trained(products: Sequence[Product], frozen: Sequence[str]) -> bool:
+    """Whether any matrix of a module is trained."""
+    return any(not any(fnmatchcase(product.name, pattern) for pattern in frozen) for product in products)
+
+
+def _attention(layer: str, tokens: int, hidden: int, query: int, key: int, core: float) -> Iterator[Product]:
+    yield Product(f"{layer}.self_attention.linear_qkv.weight", 2 * tokens * hidden * (query + 2 * key), core, True)
+    yield Product(f"{layer}.self_attention.linear_proj.weight", 2 * tokens * query * hidden, in_layer=True)
+
+
+def _two_linears(prefix: str, rows: float, hidden: int, up: int, down: int) -> Iterator[Product]:
+    yield Product(f"{prefix}.linear_fc1.weight", 2 * rows * hidden * up, in_layer=True)
+    yield Product(f"{prefix}.linear_fc2.weight", 2 * rows * down * hidden, in_layer=True)
+
+
+def _feed_forward(prefix: str, rows: float, llm: LlmSpec, ffn: int = 0) -> Iterator[Product]:
+    ffn = ffn or llm.ffn_hidden_size
+    yield from _two_linears(prefix, rows, llm.hidden_size, 2 * ffn if llm.activation == "swiglu" else ffn, ffn)
+
+
+def _experts(layer: str, tokens: int, llm: LlmSpec) -> Iterator[Product]:
+    """Router, experts (each token passes `experts_per_token` of them; the first one's name stands for all), shared."""
+    yield Product(f"{layer}.mlp.router.weight", 2 * tokens * llm.hidden_size * llm.num_experts, in_layer=True)
+    rows = tokens * llm.experts_per_token
+    yield from _feed_forward(f"{layer}.mlp.experts.local_experts.0", rows, llm, llm.expert_ffn_hidden_size)
+    if llm.shared_expert_ffn_hidden_size:
+        shared = f"{layer}.mlp.shared_experts"
+        yield from _feed_forward(shared, tokens, llm, llm.shared_expert_ffn_hidden_size)
+        if llm.shared_expert_gate:
+            yield Product(f"{shared}.gate_weight", 2 * tokens * llm.hidden_size, in_layer=True)

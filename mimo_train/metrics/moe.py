@@ -1,0 +1,68 @@
+"""Metrics of mixtures of experts, which Megatron-Core writes by itself: handed on to every tracker of the run.
+
+Megatron-Core's `track_moe_metrics` knows a TensorBoard writer and a W&B run. What stands in for the writer here passes
+each value on to Comet and MLflow as well. Like the sinks of `log`, these are copies: one that fails is reported once
+and left alone, and training goes on.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+
+class _MoeMetricFanoutWriter:
+    """Has `add_scalar` as TensorBoard's `SummaryWriter` has."""
+
+    def __init__(self, tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None):
+        """Write to those that are there.
+
+        Args:
+            tb_writer: `SummaryWriter`.
+            comet_logger: Comet experiment.
+            mlflow_logger: `mimo_train.metrics.mlflow.MlflowHandle`.
+        """
+        self._targets: dict[str, Callable[[str, Any, int], Any]] = {}
+        if tb_writer is not None:
+            self._targets["tensorboard"] = tb_writer.add_scalar
+        if comet_logger is not None:
+            self._targets["comet"] = lambda name, value, step: comet_logger.log_metrics({name: value}, step=step)
+        if mlflow_logger is not None:
+            client, run_id = mlflow_logger
+            self._targets["mlflow"] = lambda name, value, step: client.log_metric(run_id, name, value, step=step)
+
+    @staticmethod
+    def _sanitize(value: Any) -> Any:
+        """The number in a tensor without axes; everything else as it is. Comet and MLflow take no tensors."""
+        return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+        """Write one value of one step everywhere."""
+        number = self._sanitize(value)
+        for target, write in list(self._targets.items()):
+            try:
+                write(name, number, iteration)
+            except Exception as error:
+                del self._targets[target]
+                _logger.warning(
+                    "%s: %s of step %d could not be written (%s: %s); it gets no more metrics of experts",
+                    target,
+                    name,
+                    iteration,
+                    type(error).__name__,
+                    error,
+                )
+
+
+def _build_moe_metric_writer(tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None) -> Any | None:
+    """What to give to Megatron-Core's metric functions as `writer`.
+
+    Returns:
+        `tb_writer` itself, None included, where there is neither Comet nor MLflow; else a writer for all of them.
+    """
+    if comet_logger is None and mlflow_logger is None:
+        return tb_writer
+    return _MoeMetricFanoutWriter(tb_writer, comet_logger, mlflow_logger)

@@ -1,0 +1,33 @@
+"""Values that the ranks of a model-parallel group have to agree on."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+
+def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: dist.ProcessGroup) -> float | None:
+    """The largest of the ranks' values, the same on every rank of the group. Collective; copies to the host.
+
+    Args:
+        stat: this rank's value, None if it has none (the gradient norm of a rank that trains nothing). NaN counts as
+            the largest.
+        mp_group: the ranks that take part.
+
+    Returns:
+        The maximum, NaN if any rank has NaN, None if no rank has a value.
+    """
+    is_nan = stat is not None and math.isnan(stat)
+    value = -math.inf if stat is None or is_nan else stat
+    # What a maximum makes of NaN and of no value, backends do not agree on: both travel beside it.
+    message = torch.tensor([value, stat is not None, is_nan], dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=mp_group)
+    largest, found, any_nan = message.tolist()
+    return (math.nan if any_nan else largest) if found else None
+
+
+def logical_and_across_model_parallel_group(input: bool, mp_group: dist.ProcessGroup) -> bool:
+    """Whether `input` is true on every rank of the group. Collective; copies to the host."""
+    message = torch.tensor(int(input), device=torch.cuda.current_device())
+    dist.all_reduce(message, op=dist.ReduceOp.MIN, group=mp_group)
+    return bool(message.item())

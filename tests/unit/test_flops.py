@@ -1,0 +1,148 @@
+import pytest
+
+from encoders.spec import ProjectorSpec, VisionSpec
+from mimo_train.config import LlmSpec
+from mimo_train.metrics.flops import Flops, Product, StepFlops, count, encoder_products, language_products
+from tests.unit.configs import changed, load
+
+DENSE = LlmSpec(
+    num_layers=2, hidden_size=4, num_attention_heads=2, num_query_groups=1, ffn_hidden_size=8, activation="swiglu"
+)
+PICTURE = VisionSpec(
+    image_size=4, patch_size=2, hidden_size=2, num_layers=3, num_attention_heads=1, ffn_hidden_size=5, class_token=False
+)
+
+
+def forward(products: list[Product]) -> float:
+    return sum(product.forward + product.attention for product in products)
+
+
+def test_a_sample_through_the_language_model_by_hand():
+    # Heads of 2: q 4, k and v 2 each. qkv 4*8=32, output 4*4=16, up 4*16=64, down 8*4=32: 144 weights a layer.
+    # Attention of 7 tokens over (7+1)/2 = 4 positions on average: 7*4*4*4 = 448. Output layer: 7*2*4*10 = 560.
+    assert forward(language_products(DENSE, 7, vocab=10)) == 2 * (7 * 2 * 144 + 448) + 560
+
+
+def test_without_swiglu_and_without_grouped_queries():
+    spec = LlmSpec(num_layers=1, hidden_size=4, num_attention_heads=2, ffn_hidden_size=8, activation="gelu")
+    # qkv 4*12=48, output 16, up 32, down 32: 128 weights. Attention over one position: 16.
+    assert forward(language_products(spec, 1, vocab=0)) == 2 * 128 + 16
+
+
+def test_experts_count_as_often_as_a_token_passes_one():
+    spec = LlmSpec(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
+        ffn_hidden_size=8,
+        activation="gelu",
+        num_experts=6,
+        experts_per_token=2,
+        expert_ffn_hidden_size=3,
+        shared_expert_ffn_hidden_size=5,
+        shared_expert_gate=True,
+    )
+    # Attention weights 4*16 = 64 with its core 16; router 4*6 = 24; two experts of 2*4*3 = 24; shared 2*4*5 = 40;
+    # its gate 4.
+    assert forward(language_products(spec, 1, vocab=0)) == 2 * (64 + 24 + 2 * 24 + 40 + 4) + 16
+
+
+def test_a_large_model_trains_for_about_six_flops_per_weight_and_token():
+    spec = LlmSpec(num_layers=16, hidden_size=2048, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=8192)
+    vocab = 128256
+    weights = spec.num_parameters(vocab, 128) - (2 * 16 + 1) * 2048
+    per_token = count(language_products(spec, 128, vocab), upstream=False).model / 128
+    assert per_token == pytest.approx(6 * weights, rel=0.01)
+    assert per_token > 6 * weights
+
+
+@pytest.mark.parametrize(
+    ("projector", "weights", "tokens"),
+    [
+        (ProjectorSpec(kind="linear"), 2 * 6, 4),
+        (ProjectorSpec(kind="mlp"), 2 * 6 + 6 * 6, 4),
+        (ProjectorSpec(kind="mlp", ffn_hidden_size=7, merge=2), 8 * 7 + 7 * 6, 1),
+    ],
+)
+def test_a_picture_through_encoder_and_projector_by_hand(projector, weights, tokens):
+    # 4 patches of 12 numbers: 2*4*12*2 = 192. A layer: weights 4*4 + 2*2*5 = 36, 2*4*36 = 288; attention 4*16*2 = 128.
+    assert forward(encoder_products("images", PICTURE, projector, 6)) == 192 + 3 * (288 + 128) + 2 * tokens * weights
+
+
+def test_a_class_token_takes_part_in_the_layers_only():
+    spec = VisionSpec(**{**vars(PICTURE), "class_token": True})
+    # 5 tokens in the layers: 2*5*36 = 360, attention 4*25*2 = 200; patches and projected tokens stay 4.
+    products = encoder_products("images", spec, ProjectorSpec(kind="linear"), 6)
+    assert forward(products) == 192 + 3 * (360 + 200) + 2 * 4 * 12
+
+
+LANGUAGE = language_products(DENSE, 7, vocab=10)
+LAYERS, CORE, OUTPUT = 2 * 7 * 2 * 144, 2 * 448, 560
+
+
+def test_a_trained_model_takes_three_times_its_forward_pass():
+    assert count(LANGUAGE, upstream=True) == count(LANGUAGE, upstream=False)
+    assert count(LANGUAGE, upstream=False).model == 3 * (LAYERS + CORE + OUTPUT)
+
+
+def test_a_frozen_model_passes_gradients_on_only_if_something_is_trained_in_front():
+    assert count(LANGUAGE, ["*"], upstream=True).model == 2 * (LAYERS + OUTPUT) + 3 * CORE
+    assert count(LANGUAGE, ["*"], upstream=False).model == LAYERS + CORE + OUTPUT
+
+
+def test_backward_ends_at_the_first_trained_weight():
+    frozen = ["embedding.*", "decoder.layers.0.*"]
+    # The tied output layer is frozen with the embedding: it passes gradients on.
+    expected = (LAYERS + CORE) / 2 + 3 * (LAYERS + CORE) / 2 + 2 * OUTPUT
+    assert count(LANGUAGE, frozen, upstream=False).model == expected
+
+
+@pytest.mark.parametrize(("upstream", "gradients"), [(True, 1), (False, 0)])
+def test_recomputation_is_hardware_work_where_there_is_a_backward_pass(upstream, gradients):
+    for recompute, again in (("none", 0), ("selective", CORE), ("full", LAYERS + CORE)):
+        flops = count(LANGUAGE, ["*"], upstream=upstream, recompute=recompute)
+        assert flops.hardware - flops.model == gradients * again
+
+
+EMBED, LAYER_PICTURE, CORE_PICTURE, PROJECT = 192, 3 * 288, 3 * 128, 2 * 4 * 48
+
+
+@pytest.mark.parametrize(
+    ("frozen", "expected"),
+    [
+        # The patches' product is the first: nothing asks for the gradient of the pixels.
+        ([], 2 * EMBED + 3 * (LAYER_PICTURE + CORE_PICTURE + PROJECT)),
+        (["encoders.*"], EMBED + LAYER_PICTURE + CORE_PICTURE + 3 * PROJECT),
+        (["input_projections.*"], 2 * EMBED + 3 * (LAYER_PICTURE + CORE_PICTURE) + 2 * PROJECT),
+        (["*"], EMBED + LAYER_PICTURE + CORE_PICTURE + PROJECT),
+    ],
+)
+def test_frozen_parts_of_an_encoder_module(frozen, expected):
+    products = encoder_products("images", PICTURE, ProjectorSpec(kind="mlp"), 6)
+    assert count(products, frozen, upstream=False).model == expected
+
+
+def test_a_step_counts_its_samples_and_the_pictures_that_are_there():
+    flops = StepFlops(load("vlm_digits"), vocab=384)
+    rows = flops._rows["images"]
+    one = flops(samples=1, counts={"images": [[rows]]}, step=1)
+    step = flops(samples=4, counts={"images": [[0, 3 * rows], [rows, 0]]}, step=1)
+    assert step["language"].model == 4 * one["language"].model
+    assert step["images"].model == 4 * one["images"].model > 0
+    assert flops(samples=4, counts={"images": [[0, 0], [0, 0]]}, step=1)["images"] == Flops()
+
+
+def test_freezing_ends_with_its_step_and_reaches_the_modules_behind():
+    cfg = changed({"modules.images.freeze_until": {"encoder": 10, "projector": 10}, "modules.language.freeze": ["llm"]})
+    flops = StepFlops(cfg, vocab=384)
+    counts = {"images": [[flops._rows["images"]]]}
+    before, after = (flops(samples=1, counts=counts, step=step) for step in (10, 11))
+    ratios = {name: after[name].model / before[name].model for name in before}
+    assert 2.5 < ratios["images"] < 3 and 2 < ratios["language"] < 2.5
+
+
+def test_a_plain_gpt_has_one_module():
+    cfg = load("gpt_tiny")
+    flops = StepFlops(cfg, vocab=384)(samples=2, counts={}, step=1)
+    products = language_products(cfg.language.llm, cfg.data.sequence_length, 384)
+    assert flops == {"language": count(products, upstream=False) * 2}
