@@ -11,7 +11,8 @@ rows of its samples; tensor-parallel rank t of the language model takes its rows
 gradients go back the same way with the roles exchanged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -19,9 +20,18 @@ import torch
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mimo_train.config import LANGUAGE
 from mimo_train.layout import ModuleLayout, RunLayout
+
+Watch = Callable[[str], AbstractContextManager]
+"""Times what happens in a `with` block, by name (see `mimo_train.metrics.stopwatch`)."""
+
+
+def not_timed(name: str) -> AbstractContextManager:
+    """The watch that measures nothing."""
+    return nullcontext()
 
 
 @dataclass
@@ -86,7 +96,9 @@ class PlannedBridge:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        watch: Watch = not_timed,
     ):
+        self._watch = watch
         self.src_module_name, self.dest_module_name = source.name, LANGUAGE
         self.src_grid, self.dest_grid = grids[source.name], grids[LANGUAGE]
         self._plan, self._samples = plan, layout.microbatch_samples
@@ -175,18 +187,49 @@ class PlannedBridge:
         tensor = torch.empty(rows, self._hidden, dtype=self._dtype, device=self._device)
         return [dist.P2POp(dist.irecv, tensor[part.first : part.last], part.peer) for part in parts], tensor
 
-    @staticmethod
-    def _exchange(operations: list[dist.P2POp]) -> None:
+    def _exchange(self, operations: list[dist.P2POp]) -> None:
         if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            with self._watch("bridge_wait"):
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+
+
+class TimedP2PCommunicator(P2PCommunicator):
+    """Megatron-Core's communicator between the stages of one module, timed as `pipeline_wait`."""
+
+    def __init__(self, pp_group: dist.ProcessGroup, config, watch: Watch):
+        super().__init__(pp_group, config)
+        self._watch = watch
+
+    def _communicate(self, **arguments):
+        # Every send and receive begins here, and ends here unless communication overlaps with computation.
+        with self._watch("pipeline_wait"):
+            previous, following, handles = super()._communicate(**arguments)
+        if handles:
+            handles = {name: _TimedHandle(handle, self._watch) for name, handle in handles.items()}
+        return previous, following, handles
+
+
+class _TimedHandle:
+    """A message on its way, whose wait is timed as `pipeline_wait`."""
+
+    def __init__(self, handle: dist.Work, watch: Watch):
+        self._handle, self._watch = handle, watch
+
+    def wait(self) -> None:
+        """Wait until the message has arrived, or may be overwritten."""
+        with self._watch("pipeline_wait"):
+            self._handle.wait()
 
 
 class PlannedCommunicator(MultiModulePipelineCommunicator):
-    """Megatron-Core's communicator over `PlannedBridge` instead of its own bridge."""
+    """Megatron-Core's communicator over `PlannedBridge` instead of its own bridge; `watch` times both of its kinds."""
 
-    def __init__(self, layout: RunLayout, grids, config, plan: TokenPlan, device: torch.device):
-        self._bridge_arguments = (layout, grids, plan, config.hidden_size, config.pipeline_dtype, device)
+    def __init__(
+        self, layout: RunLayout, grids, config, plan: TokenPlan, device: torch.device, watch: Watch = not_timed
+    ):
+        self._watch = watch
+        self._bridge_arguments = (layout, grids, plan, config.hidden_size, config.pipeline_dtype, device, watch)
         topology = {name: [] if name == LANGUAGE else [LANGUAGE] for name in layout.modules}
         super().__init__(grids, topology, config, module_output_ndim={name: 2 for name in topology if name != LANGUAGE})
 
@@ -197,6 +240,11 @@ class PlannedCommunicator(MultiModulePipelineCommunicator):
             for name, module in layout.modules.items()
             if name != LANGUAGE
         ]
+
+    def _build_rank_module_info_map(self) -> None:
+        super()._build_rank_module_info_map()
+        for info in self.rank_module_map.values():
+            info.p2p_communicator = TimedP2PCommunicator(info.p2p_communicator.pp_group, self.config, self._watch)
 
 
 def _stage_ranks(module: ModuleLayout, stage: int) -> list[list[int]]:

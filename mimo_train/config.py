@@ -35,6 +35,8 @@ class RunConfig:
     """auto (CUDA where each process of a machine gets a device), cuda or cpu."""
     timeout_minutes: float = 10.0
     """How long a rank waits for its peers in a collective before it gives up, in minutes."""
+    inprocess_restarts: int = 0
+    """How often a failed run starts again inside its processes (needs nvidia-resiliency-ext); 0: never."""
 
 
 @dataclass
@@ -50,7 +52,11 @@ class LayoutConfig:
     cp: int = 1
     """Context parallel size (parts of one sequence)."""
     ep: int = 1
-    """Expert parallel size, over the module's own ranks."""
+    """Expert parallel size: ranks that the experts are dealt to, taken from tp * cp * dp."""
+    etp: int = 1
+    """Expert tensor parallel size: ranks that each expert is cut over."""
+    vpp: int = 1
+    """Virtual pipeline size: model chunks of each stage, for the interleaved schedule. Needs pp > 1."""
     sp: bool = False
     """Sequence parallel: activations between tensor-parallel regions are split along the sequence. Needs tp > 1."""
 
@@ -91,6 +97,21 @@ class LlmSpec:
     """Dropout probability of hidden states and attention."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
+    num_experts: int = 0
+    """Experts of every layer's feed-forward block (mixture of experts); 0: a dense model."""
+    experts_per_token: int = 2
+    """Experts that the router picks for a token."""
+    expert_ffn_hidden_size: int = 0
+    """Width of one expert; 0 means ffn_hidden_size."""
+    shared_expert_ffn_hidden_size: int = 0
+    """Width of the expert that every token passes; 0: none."""
+    shared_expert_gate: bool = False
+    """Whether a learned gate scales the shared expert's output."""
+    router_balancing: str = "seq_aux_loss"
+    """Balancing over a microbatch (aux_loss), over each sequence (seq_aux_loss; the same at every layout), over all
+    data-parallel ranks (global_aux_loss), or none."""
+    router_aux_loss: float = 0.01
+    """Weight of the load-balancing loss."""
 
     def num_parameters(self, vocab_size: int, sequence_length: int) -> int:
         """Number of parameters, embeddings included."""
@@ -98,14 +119,40 @@ class LlmSpec:
         head = hidden // self.num_attention_heads
         qkv = head * (self.num_attention_heads + 2 * (self.num_query_groups or self.num_attention_heads))
         norm = hidden * (2 if self.normalization == "LayerNorm" else 1)
-        up = 2 * ffn if self.activation == "swiglu" else ffn
-        layer = hidden * qkv + self.num_attention_heads * head * hidden + hidden * up + ffn * hidden + 2 * norm
-        layer += (qkv + hidden + up + hidden) if self.bias else 0
+        up = 2 if self.activation == "swiglu" else 1
+        layer = hidden * qkv + self.num_attention_heads * head * hidden + 2 * norm
+        if self.num_experts:
+            expert, shared = self.expert_ffn_hidden_size or ffn, self.shared_expert_ffn_hidden_size
+            layer += self.num_experts * (hidden + (up + 1) * expert * hidden) + (up + 1) * shared * hidden
+            layer += hidden if self.shared_expert_gate else 0
+        else:
+            layer += (up + 1) * ffn * hidden
+            layer += (qkv + hidden + up * ffn + hidden) if self.bias else 0
         if self.qk_norm:
             layer += 2 * head * (2 if self.normalization == "LayerNorm" else 1)
         embeddings = vocab_size * hidden * (1 if self.tie_embeddings else 2)
         embeddings += sequence_length * hidden if self.position == "learned" else 0
         return embeddings + self.num_layers * layer + norm
+
+
+@dataclass
+class ModuleOptimConfig:
+    """What one module does differently from `optim`; a value that is not set is the run's."""
+
+    lr: float | None = None
+    """Peak learning rate."""
+    min_lr: float | None = None
+    """Learning rate at the last step."""
+    warmup_iters: int | None = None
+    """Steps of linear warm-up from 0."""
+    decay: str | None = None
+    """cosine, linear or constant."""
+    weight_decay: float | None = None
+    """Decoupled weight decay, on matrices only."""
+    clip_grad: float | None = None
+    """Largest gradient norm of this module alone: set, the module is a clip group of its own; 0 does not clip."""
+    projector_lr: float | None = None
+    """Peak learning rate of the module's projector, if it differs from its encoder's."""
 
 
 @dataclass
@@ -120,6 +167,10 @@ class ModuleConfig:
     """Spec of the language model; only in the module named `language`."""
     freeze: list[str] = field(default_factory=list)
     """What is not trained: encoder, projector, llm, or shell patterns of parameter names."""
+    freeze_until: dict[str, int] = field(default_factory=dict)
+    """What is not trained before a step, for example {encoder: 1000}; same names as in `freeze`."""
+    optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
+    """Learning rate, schedule, weight decay and clipping of this module, where they differ from `optim`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel sizes of this module."""
 
@@ -171,7 +222,7 @@ class TrainConfig:
     micro_batch_size: int = 8
     """Samples of one microbatch on one data-parallel rank of the language module."""
     precision: str = "fp32"
-    """fp32 or bf16 (weights and activations; master weights stay fp32)."""
+    """fp32, bf16 or fp16 (weights and activations; master weights stay fp32; fp16 scales the loss)."""
     recompute: str = "none"
     """none, selective (core attention) or full (every layer): activations computed again in backward."""
     eval_interval: int = 0
@@ -182,6 +233,27 @@ class TrainConfig:
     """Held-out pictures with question, answer and truth in the report."""
     log_interval: int = 1
     """Steps between lines of the log."""
+    rampup_batch_size: list[int] = field(default_factory=list)
+    """[first size, increment, samples]: the global batch grows from the first size to `global_batch_size` in equal
+    steps over that many samples; empty: no ramp-up."""
+    skip_iters: list[int] = field(default_factory=list)
+    """Steps (counted from 1) whose samples are passed over without training."""
+    loss_weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the named losses that the forward step gives; 1 where a name is missing."""
+    on_nan: str = "raise"
+    """What a loss or gradient that is not finite does: raise (name module, rank, microbatch and samples, and write a
+    replay file), skip (the update) or bisect (raise, after finding the microbatch and layer where it begins)."""
+    rerun: str = "disabled"
+    """Megatron-Core's rerun state machine: disabled, validate_results (repeat a step with a suspect loss, to tell
+    transient faults of the hardware from wrong data) or report_determinism_stats."""
+    exit_interval: int = 0
+    """The run saves and ends at a step that is a multiple of this; 0: never."""
+    exit_duration_minutes: float = 0.0
+    """The run saves and ends after this many minutes; 0: never."""
+    manual_gc_interval: int = 0
+    """Steps between garbage collections, on all ranks at once, with Python's own collector off; 0: Python decides."""
+    callbacks: list[str] = field(default_factory=list)
+    """Classes `package.module:Class` of callbacks (see `mimo_train.training.callbacks`)."""
 
 
 @dataclass
@@ -207,7 +279,19 @@ class OptimConfig:
     eps: float = 1e-8
     """Added to the denominator of the update."""
     clip_grad: float = 1.0
-    """Largest global gradient norm over all modules; 0 does not clip."""
+    """Largest gradient norm over all modules that have no clip_grad of their own; 0 does not clip."""
+    loss_scale: float = 0.0
+    """Fixed loss scale of fp16; 0: dynamic."""
+    initial_loss_scale: float = 65536.0
+    """First dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Least dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the dynamic loss scale doubles."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while backward runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward runs. Needs overlap_grad_reduce."""
 
 
 @dataclass
@@ -222,6 +306,8 @@ class CheckpointConfig:
     """Folder of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
     keep: int = 3
     """Newest checkpoints that stay on disk; 0 keeps all."""
+    non_persistent_interval: int = 0
+    """Steps between checkpoints of which only the newest stays, besides the others; 0: none."""
 
 
 @dataclass
@@ -232,6 +318,48 @@ class LogConfig:
     """TensorBoard events in `run.dir`/tensorboard."""
     wandb: bool = False
     """Weights & Biases; offline in `run.dir` when no key is configured."""
+    mlflow: bool = False
+    """MLflow, at MLFLOW_TRACKING_URI, else in `run.dir`/mlflow."""
+    comet: bool = False
+    """Comet; offline in `run.dir`/comet when no key is configured."""
+    module_times: bool = True
+    """Seconds of compute, bubble, bridge wait, data wait and optimizer for every module."""
+    peak_tflops: float = 0.0
+    """Dense peak of one device in TFLOP/s, for the model FLOPs utilisation; 0: that of the device if it is known."""
+    params_norm: bool = False
+    """L2 norm of all parameters."""
+    grad_norms: bool = False
+    """L2 norm of the gradient of every layer."""
+    num_zeros_in_grad: bool = False
+    """Number of gradient elements that are zero."""
+    memory: bool = False
+    """Statistics of the CUDA allocator, the largest over ranks."""
+    throughput_window: int = 0
+    """Steps of a rolling mean of batches, samples and tokens per second; 0: not logged."""
+    runtime_unit: str = ""
+    """seconds, minutes, hours or days: log elapsed and remaining time in this unit; empty: not logged."""
+    straggler: bool = False
+    """Name the slowest and the fastest rank of every module."""
+
+
+@dataclass
+class ProfilingConfig:
+    """What is recorded of which steps on which ranks."""
+
+    torch: bool = False
+    """Trace of torch.profiler in `run.dir`/profile."""
+    nsys: bool = False
+    """NVTX ranges and cudaProfilerStart/Stop, for a run under `nsys profile --capture-range=cudaProfilerApi`."""
+    memory_history: bool = False
+    """Snapshot of the CUDA allocator with its history in `run.dir`/profile, at `step_end`."""
+    step_start: int = 10
+    """First step that is recorded."""
+    step_end: int = 12
+    """Last step that is recorded."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that record."""
+    record_shapes: bool = False
+    """Whether the trace holds the shapes of operands."""
 
 
 @dataclass
@@ -246,6 +374,7 @@ class ConfigContainer:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
     @property
     def encoders(self) -> dict[str, ModuleConfig]:

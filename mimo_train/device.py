@@ -9,6 +9,7 @@ touched. A CUDA call that has no stand-in raises `MissingStandIn` with its name 
 import contextlib
 import functools
 import inspect
+import os
 import random
 import sys
 from datetime import timedelta
@@ -67,10 +68,17 @@ def backend(kind: str) -> str:
     return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
 
 
-def init_process_group(kind: str, timeout_minutes: float, device: torch.device) -> None:
-    """Join the processes of the run from torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+def init_process_group(
+    kind: str, timeout_minutes: float, device: torch.device, store: torch.distributed.Store | None = None
+) -> None:
+    """Join the processes of the run from torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or those
+    that meet at `store`."""
+    meeting = {}
+    if store is not None:
+        meeting = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     torch.distributed.init_process_group(
         backend(kind),
+        **meeting,
         timeout=timedelta(minutes=timeout_minutes),
         device_id=device if kind == "cuda" else None,
     )
@@ -114,6 +122,8 @@ class _StandIn:
         self._replace_rng()
         self._replace_groups()
         self._replace_moe_split_sizes()
+        # mappings.py:154: ranks that share an expert have unequal parts of its rows; gloo gathers equal parts only.
+        torch.distributed.all_gather = _of_unequal_parts(torch.distributed.all_gather)
         # Megatron-Core compiles small fusions for the GPU; on the CPU each would start a C++ compiler.
         torch.compiler.set_stance("force_eager")
 
@@ -304,3 +314,20 @@ def _without_nccl(original):
         return original(*args, **kwargs)
 
     return call
+
+
+def _of_unequal_parts(original):
+    @functools.wraps(original)
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        rows = [len(part) for part in tensor_list] if tensor.dim() else [1]
+        if len(set(rows)) == 1:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in rows]
+        original(parts, padded, group=group)
+        for part, received in zip(tensor_list, parts, strict=True):
+            part.copy_(received[: len(part)])
+        return None
+
+    return all_gather

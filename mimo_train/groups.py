@@ -56,10 +56,11 @@ def _build_grid(module: ModuleLayout) -> HyperCommGrid:
     grid = HyperCommGrid(
         [module.tp, module.cp, module.dp, module.pp], ["tp", "cp", "dp", "pp"], rank_offset=module.first_rank
     )
-    # Experts are split over ep only (expert tp 1); what is left of the stage's ranks replicates them.
-    expert_dp = module.tp * module.cp * module.dp // module.ep
     grid.register_view(
-        EXPERT_VIEW, [1, module.ep, expert_dp, module.pp], ["expt_tp", "ep", "expt_dp", "pp"], shared_dims=["pp"]
+        EXPERT_VIEW,
+        [module.etp, module.ep, module.expert_dp, module.pp],
+        ["expt_tp", "ep", "expt_dp", "pp"],
+        shared_dims=["pp"],
     )
     for axes in _BASE_GROUPS:
         grid.create_pg(axes)

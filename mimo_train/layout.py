@@ -8,7 +8,12 @@ of a module takes its `1/dp` of them, so that every module sees the same samples
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mimo_train.batch_size import rampup_faults
 from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault, ModuleConfig
+from mimo_train.llm_faults import llm_faults, tp_faults
+
+AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
+"""Parallel sizes of a module, in the order in which they are written."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class ModuleLayout:
     ep: int
     sp: bool
     first_rank: int
+    etp: int = 1
+    vpp: int = 1
 
     @property
     def size(self) -> int:
@@ -30,12 +37,17 @@ class ModuleLayout:
         return self.tp * self.pp * self.dp * self.cp
 
     @property
+    def expert_dp(self) -> int:
+        """Replicas of each expert: what ep and etp leave of a stage's ranks."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
     def ranks(self) -> range:
         """The ranks, in order."""
         return range(self.first_rank, self.first_rank + self.size)
 
     def __str__(self) -> str:
-        sizes = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "dp", "cp", "ep") if getattr(self, axis) > 1]
+        sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return " ".join(sizes + (["sp"] if self.sp else [])) or "one rank"
 
 
@@ -107,6 +119,12 @@ def faults(cfg: ConfigContainer) -> Iterator[Fault]:
         return
     placement_faults = list(_placement_faults(cfg))
     yield from placement_faults
+    if cfg.encoders and cfg.language.layout.vpp > 1:
+        yield Fault(
+            f"modules.{LANGUAGE}.layout.vpp",
+            f"interleaving is for a language model alone, and this run has {', '.join(cfg.encoders)}: vpp is "
+            f"{cfg.language.layout.vpp}, set it to 1",
+        )
     if not module_faults and not placement_faults:
         yield from _rank_faults(cfg, _place(cfg))
         yield from _batch_faults(cfg)
@@ -114,7 +132,7 @@ def faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 def _module_faults(name: str, module: ModuleConfig, cfg: ConfigContainer) -> Iterator[Fault]:
     layout, key = module.layout, f"modules.{name}"
-    for axis in ("tp", "pp", "dp", "cp", "ep"):
+    for axis in AXES:
         if getattr(layout, axis) < 1:
             yield Fault(f"{key}.layout.{axis}", f"must be at least 1, is {getattr(layout, axis)}")
             return
@@ -128,7 +146,7 @@ def _module_faults(name: str, module: ModuleConfig, cfg: ConfigContainer) -> Ite
         for part in ("encoder", "projector"):
             if getattr(module, part) is not None:
                 yield Fault(f"{key}.{part}", "the language module has no encoder and no projector: remove this key")
-        yield from _llm_faults(module, key)
+        yield from llm_faults(module.llm, layout, key)
     else:
         for part in ("encoder", "projector"):
             if getattr(module, part) is None:
@@ -141,47 +159,6 @@ def _module_faults(name: str, module: ModuleConfig, cfg: ConfigContainer) -> Ite
         yield Fault(f"{key}.layout.sp", "sequence parallel needs tp > 1, tp is 1: set sp to false or raise tp")
 
 
-def _llm_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
-    llm, layout = module.llm, module.layout
-    groups = llm.num_query_groups or llm.num_attention_heads
-    if llm.hidden_size % llm.num_attention_heads:
-        yield Fault(
-            f"{key}.llm.num_attention_heads", f"{llm.num_attention_heads} does not divide hidden_size {llm.hidden_size}"
-        )
-    if llm.num_attention_heads % groups:
-        yield Fault(
-            f"{key}.llm.num_query_groups", f"{groups} does not divide num_attention_heads {llm.num_attention_heads}"
-        )
-    yield from _tp_faults(
-        layout.tp,
-        key,
-        num_attention_heads=llm.num_attention_heads,
-        num_query_groups=groups,
-        ffn_hidden_size=llm.ffn_hidden_size,
-    )
-    if layout.pp > llm.num_layers:
-        yield Fault(
-            f"{key}.layout.pp",
-            f"pp {layout.pp} is more than the {llm.num_layers} layers of {key}.llm.num_layers: each stage needs one",
-        )
-    for field, choices in _LLM_CHOICES.items():
-        if getattr(llm, field) not in choices:
-            yield Fault(f"{key}.llm.{field}", f"must be one of {', '.join(choices)}, is {getattr(llm, field)!r}")
-    if layout.cp > 1:
-        yield Fault(f"{key}.layout.cp", f"context parallel is not available yet, is {layout.cp}: set it to 1")
-    if layout.ep > 1:
-        yield Fault(
-            f"{key}.layout.ep", f"expert parallel needs a mixture-of-experts model, ep is {layout.ep}: set it to 1"
-        )
-
-
-_LLM_CHOICES = {
-    "normalization": ("RMSNorm", "LayerNorm"),
-    "activation": ("swiglu", "gelu", "silu"),
-    "position": ("rope", "learned"),
-}
-
-
 def _encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     from encoders.spec import joint_faults
 
@@ -190,7 +167,7 @@ def _encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     for field, text in own or joint_faults(module.encoder, module.projector):
         yield Fault(f"{key}.{field}", text)
     layout, encoder = module.layout, module.encoder
-    yield from _tp_faults(
+    yield from tp_faults(
         layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
     )
     for axis, why in _ENCODER_AXES.items():
@@ -204,16 +181,9 @@ _ENCODER_AXES = {
     "pp": "encoders in several pipeline stages are not available yet",
     "cp": "an encoder reads whole pictures, context parallel does not apply",
     "ep": "an encoder has no experts, expert parallel does not apply",
+    "etp": "an encoder has no experts, expert tensor parallel does not apply",
+    "vpp": "encoders are not interleaved",
 }
-
-
-def _tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:
-    for name, size in sizes.items():
-        if size % tp:
-            yield Fault(
-                f"{key}.layout.tp",
-                f"tp {tp} does not divide {name} {size}: use a divisor of {size}, or change {name}",
-            )
 
 
 def _placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
@@ -241,7 +211,16 @@ def _place(cfg: ConfigContainer) -> RunLayout:
         sizes = module.layout
         first = 0 if shared else cfg.placement.first_rank.get(name, next_rank)
         modules[name] = ModuleLayout(
-            name, sizes.tp, sizes.pp, sizes.dp, sizes.cp, sizes.ep, sizes.sp and sizes.tp > 1, first
+            name=name,
+            tp=sizes.tp,
+            pp=sizes.pp,
+            dp=sizes.dp,
+            cp=sizes.cp,
+            ep=sizes.ep,
+            sp=sizes.sp and sizes.tp > 1,
+            first_rank=first,
+            etp=sizes.etp,
+            vpp=sizes.vpp,
         )
         next_rank += modules[name].size
     return RunLayout(modules, shared, cfg.train.global_batch_size, cfg.train.micro_batch_size)
@@ -302,6 +281,22 @@ def _batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
             f"use a multiple of {microbatch}",
         )
+    if language.sp and cfg.data.sequence_length % language.tp:
+        yield Fault(
+            "data.sequence_length",
+            f"{cfg.data.sequence_length} tokens are not equal parts of tp {language.tp}, and "
+            f"modules.{LANGUAGE}.layout.sp splits sequences: use a multiple of {language.tp}, or set sp to false",
+        )
+    microbatches, rest = divmod(train.global_batch_size, microbatch)
+    if language.vpp > 1 and not rest and microbatches % language.pp:
+        yield Fault(
+            "train.global_batch_size",
+            f"{train.global_batch_size} samples are {microbatches} microbatches of "
+            f"{microbatch}; interleaving (modules.{LANGUAGE}.layout.vpp {language.vpp}) needs a multiple of pp "
+            f"{language.pp}: use a multiple of {microbatch * language.pp}, or set vpp to 1",
+        )
+    if train.global_batch_size % microbatch == 0:
+        yield from rampup_faults(cfg)
     for name, module in cfg.encoders.items():
         if microbatch % module.layout.dp:
             yield Fault(

@@ -2,24 +2,28 @@
 
 Several modules on disjoint ranks run Megatron-Core's 1F1B over `PlannedCommunicator`; modules that share their ranks,
 and one module in one stage, run without pipelining; one module in several stages runs 1F1B over Megatron-Core's
-`P2PCommunicator`.
+`P2PCommunicator`, interleaved if each stage has several model chunks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.bridge import PlannedCommunicator, TokenPlan
+from mimo_train.bridge import PlannedCommunicator, TimedP2PCommunicator, TokenPlan, Watch, not_timed
 from mimo_train.config import LANGUAGE
 from mimo_train.groups import RunGroups
 from mimo_train.layout import RunLayout
 from mimo_train.model.build import modules_of
+from mimo_train.model.moe import Balancing
+from mimo_train.step_sum import StepSum
+
+VOTES = 2
+"""Booleans that a rank votes on at the end of each step: it received a signal; its time is over."""
 
 
 class Pipeline:
@@ -27,18 +31,32 @@ class Pipeline:
 
     Attributes:
         plan: rows that encoders send per sample; the data sets it before each step.
-        step_flags: int64 vector that is summed over ranks at the end of a step, in the message of the token count.
-        summed_flags: the sum, after a step.
-        exit_requested: asked at the end of a step; whether this rank wants the run to end.
+        step_sum: what ranks sum at the end of backward, in one message: tokens, votes and what others open there.
+        votes: asked at the end of a step for `VOTES` booleans of this rank.
+        votes_on_host: gives the sum of the votes over ranks, from where it comes to the host with other numbers.
+        balancing: weight and value of the load-balancing loss of experts.
+        stopwatch: takes the time that this rank waits for others.
     """
 
-    def __init__(self, layout: RunLayout, groups: RunGroups, model: MegatronModule, config, device: torch.device):
+    def __init__(
+        self,
+        layout: RunLayout,
+        groups: RunGroups,
+        model: list[MegatronModule],
+        config,
+        device: torch.device,
+        stopwatch: Watch = not_timed,
+    ):
         self.layout, self.groups, self.device = layout, groups, device
+        self.stopwatch = stopwatch
         self.plan = TokenPlan()
-        self.step_flags = torch.zeros(0, dtype=torch.int64, device=device)
-        self.summed_flags: torch.Tensor | None = None
-        self.exit_requested: Callable[[], bool] = lambda: False
-        self._exit_votes = torch.zeros((), dtype=torch.int64, device=device)
+        self.votes_on_host: Callable[[], Sequence[float]] = lambda: ()
+        self.votes: Callable[[], Sequence[bool]] = lambda: (False,) * VOTES
+        self._num_tokens: torch.Tensor | None = None
+        self.step_sum = StepSum(device)
+        self.step_sum.open("tokens", 1, self._own_tokens)
+        self.step_sum.open("votes", VOTES, lambda: torch.tensor(self.votes(), dtype=torch.float64))
+        self.balancing = Balancing(config, layout.language.dp, self.step_sum, device)
         self._modules = modules_of(model)
         self._choose_schedule(config)
         config.finalize_model_grads_func = self._finalize
@@ -61,19 +79,28 @@ class Pipeline:
         model: list[MegatronModule],
         *,
         sequence_length: int,
+        num_microbatches: int | None = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
     ) -> list[Any]:
         """Run one step's microbatches; gradients stand summed over ranks and divided by tokens afterwards.
 
+        Args:
+            num_microbatches: that `data_iterator` gives; default: those of a full batch.
+
         Returns:
             What the loss function reported for each microbatch, on ranks of the last stage; else an empty list.
         """
+        if len(model) > 1:
+            data_iterator = data_iterator.views(len(model))
+        num_microbatches = num_microbatches or self.layout.num_microbatches
+        if not forward_only:
+            self.balancing.begin(num_microbatches)
         return self._schedule(
             forward_step_func=forward_step,
             data_iterator=data_iterator,
             model=model,
-            num_microbatches=self.layout.num_microbatches,
+            num_microbatches=num_microbatches,
             seq_length=sequence_length,
             micro_batch_size=self.layout.micro_batch_size,
             forward_only=forward_only,
@@ -82,22 +109,28 @@ class Pipeline:
             pg_collection=self._schedule_groups,
         )
 
-    def exit_agreed(self) -> bool:
-        """Whether any rank wanted the run to end, as of the last step; the same answer on every rank."""
-        return bool(self._exit_votes.item())
+    def agreed_votes(self) -> tuple[bool, ...]:
+        """Which votes any rank has cast, as of the last step; the same answer on every rank."""
+        return tuple(bool(vote) for vote in self.votes_on_host()) or (False,) * VOTES
 
     def _choose_schedule(self, config) -> None:
         layout, groups = self.layout, self.groups
         several = len(layout.modules) > 1
         if several and not layout.shared and layout.world_size > 1:
-            self._communicator = PlannedCommunicator(layout, groups.grids, config, self.plan, self.device)
+            self._communicator = PlannedCommunicator(
+                layout, groups.grids, config, self.plan, self.device, self.stopwatch
+            )
             self._schedule = schedules.forward_backward_pipelining_without_interleaving
             self._schedule_groups = groups.multi_module
             return
         self._schedule_groups = groups.collections[LANGUAGE]
         if layout.language.pp > 1:
-            self._communicator = P2PCommunicator(pp_group=self._schedule_groups.pp, config=config)
-            self._schedule = schedules.forward_backward_pipelining_without_interleaving
+            self._communicator = TimedP2PCommunicator(self._schedule_groups.pp, config, self.stopwatch)
+            self._schedule = (
+                schedules.forward_backward_pipelining_with_interleaving
+                if layout.language.vpp > 1
+                else schedules.forward_backward_pipelining_without_interleaving
+            )
         else:
             self._communicator = None
             self._schedule = schedules.forward_backward_no_pipelining
@@ -108,20 +141,17 @@ class Pipeline:
         Called by the schedule after the last backward. Only the language model's last stage counts tokens; one sum
         over all ranks gives every module the same divisor, at any pair of data-parallel sizes.
         """
-        for name, module in self._modules.items():
-            finalize_model_grads([module], None, self.groups.collections[name], force_all_reduce)
-        tokens = self._sum_over_ranks(num_tokens).clamp(min=1)
-        for module in self._modules.values():
-            module.scale_gradients(1.0 / tokens.to(torch.float32))
+        self._num_tokens = num_tokens
+        with self.stopwatch("reduce"):
+            for name, chunks in self._modules.items():
+                finalize_model_grads(chunks, None, self.groups.collections[name], force_all_reduce)
+            self.step_sum.reduce()
+        tokens = self.step_sum.total("tokens").clamp(min=1).to(torch.float32)
+        for chunks in self._modules.values():
+            for chunk in chunks:
+                chunk.scale_gradients(1.0 / tokens)
 
-    def _sum_over_ranks(self, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens of the global batch; the step's flags and the wish to exit travel in the same message."""
-        pgs = self.groups.collections.get(LANGUAGE)
-        message = torch.zeros(2 + self.step_flags.numel(), dtype=torch.int64, device=self.device)
-        if self.is_last_stage and pgs.tp.rank() == 0:
-            message[0] = num_tokens
-        message[1] = int(self.exit_requested())
-        message[2:] = self.step_flags
-        dist.all_reduce(message)
-        self._exit_votes, self.summed_flags = message[1], message[2:]
-        return message[0]
+    def _own_tokens(self) -> torch.Tensor | None:
+        """Tokens that this rank counted; one rank of each tensor-parallel group counts."""
+        counts = self.is_last_stage and self.groups.collections[LANGUAGE].tp.rank() == 0
+        return self._num_tokens if counts else None

@@ -9,30 +9,31 @@ RECORD = "run.json"
 """What we write into a checkpoint beside Megatron-Core's files: where the run stood, its layout and its data."""
 
 
-def checkpoints_dir(run_dir: Path) -> Path:
-    """Folder of all checkpoints of a run."""
-    return run_dir / "checkpoints"
+def checkpoints_dir(run_dir: Path, non_persistent: bool = False) -> Path:
+    """Folder of all checkpoints of a run, or of the non-persistent ones, of which only the newest stays."""
+    return run_dir / "checkpoints" / "non_persistent" if non_persistent else run_dir / "checkpoints"
 
 
-def final_folder(run_dir: Path, step: int) -> Path:
+def final_folder(run_dir: Path, step: int, non_persistent: bool = False) -> Path:
     """Folder of the complete checkpoint of one step."""
-    return checkpoints_dir(run_dir) / f"step_{step:08d}"
+    return checkpoints_dir(run_dir, non_persistent) / f"step_{step:08d}"
 
 
-def partial_folder(run_dir: Path, step: int) -> Path:
+def partial_folder(run_dir: Path, step: int, non_persistent: bool = False) -> Path:
     """Folder that a checkpoint is written into before it is complete and renamed."""
-    return checkpoints_dir(run_dir) / f"step_{step:08d}.partial"
+    return checkpoints_dir(run_dir, non_persistent) / f"step_{step:08d}.partial"
 
 
-def complete(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(folder for folder in checkpoints_dir(run_dir).glob("step_????????") if (folder / RECORD).is_file())
+def complete(run_dir: Path, non_persistent: bool = False) -> list[Path]:
+    """Complete checkpoints of one kind, oldest first."""
+    folders = checkpoints_dir(run_dir, non_persistent).glob("step_????????")
+    return sorted(folder for folder in folders if (folder / RECORD).is_file())
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    found = complete(run_dir)
-    return found[-1] if found else None
+    """The newest complete checkpoint of either kind, or None; of two at one step, the persistent one."""
+    # The name is the step: max takes the first of equal ones.
+    return max([*complete(run_dir), *complete(run_dir, True)], key=lambda folder: folder.name, default=None)
 
 
 def chosen(run_dir: Path, resume: str, key: str = "checkpoint.resume") -> Path | None:
@@ -62,11 +63,17 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     (folder / RECORD).write_text(json.dumps(record, indent=1))
 
 
-def remove_old(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints (0 keeps all), and what earlier saves left unfinished."""
-    for folder in checkpoints_dir(run_dir).glob("*.partial"):
+def remove_old(run_dir: Path, keep: int, non_persistent: bool = False) -> None:
+    """Remove what is no longer kept, and what earlier saves left unfinished.
+
+    Args:
+        keep: newest complete checkpoints that stay; 0 keeps all. Of the non-persistent ones, one stays.
+        non_persistent: which of the two kinds.
+    """
+    for folder in checkpoints_dir(run_dir, non_persistent).glob("*.partial"):
         shutil.rmtree(folder, ignore_errors=True)
-    for folder in complete(run_dir)[:-keep] if keep else []:
+    keep = 1 if non_persistent else keep
+    for folder in complete(run_dir, non_persistent)[:-keep] if keep else []:
         # The record goes first: a folder that is being removed is no checkpoint any more.
         (folder / RECORD).unlink()
         shutil.rmtree(folder, ignore_errors=True)

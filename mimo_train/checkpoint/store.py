@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 
 from mimo_train import device
 from mimo_train.checkpoint import folders
@@ -35,20 +36,27 @@ def save_checkpoint(
     run_dir: Path,
     cfg: ConfigContainer,
     layout: RunLayout,
-    model: MegatronModule,
+    model: list[MegatronModule],
     optimizer: MimoOptimizer,
     schedulers: Any,
     train_state: Any,
     data_fingerprint: str,
     keep: int,
+    non_persistent: bool = False,
+    rerun: dict[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint; it appears under its final name only when every rank has written its part. Collective.
+
+    Args:
+        keep: newest checkpoints of the run that stay; 0 keeps all.
+        non_persistent: whether it is one of those of which only the newest stays.
+        rerun: what this rank must know to repeat the step; on all ranks or on none.
 
     Returns:
         The checkpoint's folder.
     """
-    partial = folders.partial_folder(run_dir, train_state.step)
-    final = folders.final_folder(run_dir, train_state.step)
+    partial = folders.partial_folder(run_dir, train_state.step, non_persistent)
+    final = folders.final_folder(run_dir, train_state.step, non_persistent)
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -56,7 +64,9 @@ def save_checkpoint(
     state = _sharded_state(model, optimizer, is_loading=False)
     state["schedulers"] = schedulers.state_dict()
     state["train_state"] = train_state.state_dict()
-    state["rng"] = _rng_object(device.get_rng_state())
+    state["rng"] = _object_of_rank("rng", device.get_rng_state())
+    if rerun is not None:
+        state["rerun"] = _object_of_rank("rerun", rerun)
     _use_queue_of_this_process()
     dist_checkpointing.save(
         state,
@@ -72,12 +82,13 @@ def save_checkpoint(
             "train_state": train_state.state_dict(),
             "layout": _layout_key(layout),
             "data_fingerprint": data_fingerprint,
+            "rerun": rerun is not None,
             "config": to_dict(cfg),
         }
         folders.write_record(partial, record)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        folders.remove_old(run_dir, keep)
+        folders.remove_old(run_dir, keep, non_persistent)
     dist.barrier()
     return final
 
@@ -85,7 +96,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path,
     layout: RunLayout,
-    model: MegatronModule,
+    model: list[MegatronModule],
     optimizer: MimoOptimizer | None = None,
     schedulers: Any = None,
     train_state: Any = None,
@@ -93,7 +104,7 @@ def load_checkpoint(
     """Put model, and if given optimizer, schedules, train state and generators, back to what `folder` holds.
 
     Returns:
-        The checkpoint's record.
+        The checkpoint's record; its `rerun` is what was given for this rank, None for another layout.
 
     Raises:
         ValueError: files are missing or damaged.
@@ -102,11 +113,14 @@ def load_checkpoint(
     state = _sharded_state(model, optimizer, is_loading=True)
     same_layout = record["layout"] == _layout_key(layout)
     if optimizer is not None and same_layout:
-        state["rng"] = _rng_object(None)
+        state["rng"] = _object_of_rank("rng", None)
+        if record["rerun"]:
+            state["rerun"] = _object_of_rank("rerun", None)
     # Some formats of the optimizer are loaded into leaves in place.
     with torch.no_grad():
         loaded = dist_checkpointing.load(state, str(folder), verify_integrity=True)
-        model.load_state_dict(loaded["model"])
+        for name, chunk in _by_key(model).items():
+            unwrap_model(chunk).load_state_dict(loaded[name])
         if optimizer is not None:
             optimizer.load_state_dict(loaded["optimizer"])
     if schedulers is not None:
@@ -115,7 +129,7 @@ def load_checkpoint(
         train_state.load_state_dict(loaded["train_state"])
     if "rng" in state:
         device.set_rng_state(loaded["rng"])
-    return record
+    return {**record, "rerun": loaded.get("rerun")}
 
 
 def _use_queue_of_this_process() -> None:
@@ -125,18 +139,25 @@ def _use_queue_of_this_process() -> None:
         filesystem_async._results_queue = queue.Queue()
 
 
-def _sharded_state(model: MegatronModule, optimizer: MimoOptimizer | None, *, is_loading: bool) -> dict[str, Any]:
-    state = {"model": model.sharded_state_dict(metadata=dict(_CONTENT))}
+def _by_key(chunks: list[MegatronModule]) -> dict[str, MegatronModule]:
+    """Chunks under the keys that the optimizer looks for. Tensors are stored by the names of their layers, so these
+    keys do not show in a checkpoint."""
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+
+
+def _sharded_state(model: list[MegatronModule], optimizer: MimoOptimizer | None, *, is_loading: bool) -> dict[str, Any]:
+    state = {
+        name: unwrap_model(chunk).sharded_state_dict(metadata=dict(_CONTENT)) for name, chunk in _by_key(model).items()
+    }
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=dict(_CONTENT)
-        )
+        whole = state["model"] if len(model) == 1 else dict(state)
+        state["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(_CONTENT))
     return state
 
 
-def _rng_object(state: Any) -> ShardedObject:
-    return ShardedObject("rng", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+def _object_of_rank(name: str, state: Any) -> ShardedObject:
+    return ShardedObject(name, state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
 def _layout_key(layout: RunLayout) -> dict[str, list[int]]:
-    return {name: [m.first_rank, m.tp, m.cp, m.dp, m.pp, m.ep] for name, m in layout.modules.items()}
+    return {name: [m.first_rank, m.tp, m.cp, m.dp, m.pp, m.vpp, m.ep, m.etp] for name, m in layout.modules.items()}

@@ -20,6 +20,7 @@ from mimo_train.groups import RunGroups
 from mimo_train.layout import RunLayout
 from mimo_train.memory import padded_vocab_size
 from mimo_train.model.freeze import freeze
+from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import layer_spec, mlp_submodules, norm_class
 from mimo_train.model.transformer import encoder_config, language_config, projector_config
 
@@ -49,24 +50,29 @@ def build_model(
     special_token_ids: dict[str, int],
     device: torch.device,
     te: bool,
-) -> MegatronModule:
+    pre_wrap_hook: ModelHook | None = None,
+) -> list[MegatronModule]:
     """The part of the model that stands on this rank, on `device`, each module wrapped in Megatron-Core's DDP.
 
     Args:
         vocab_size: tokens of the tokenizer, before padding.
         special_token_ids: token id that marks the places of each encoder module's features.
         te: whether layers are Transformer Engine's.
+        pre_wrap_hook: changes the chunks of the language model before they are frozen and wrapped (see `model.heads`).
 
     Returns:
-        A `MimoModel` (attributes `language_model` and `modality_submodules`), or a wrapped GPT model.
+        The model chunks of this rank: one `MimoModel` (attributes `language_model` and `modality_submodules`), or
+        wrapped GPT models.
     """
-    language_spec = _language_spec(cfg, layout, groups, vocab_size, te)
+    language_specs = _language_specs(cfg, layout, groups, vocab_size, te)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
         if not cfg.encoders:
-            model = language_spec.module(**language_spec.params)
-            freeze(model, cfg.language.freeze, f"modules.{LANGUAGE}.freeze")
-            return _wrap(model.to(device), groups, LANGUAGE, cfg)
+            chunks = [spec.module(**spec.params).to(device) for spec in language_specs]
+            chunks = pre_wrap_hook(chunks) if pre_wrap_hook else chunks
+            freeze(chunks, cfg.language.freeze, f"modules.{LANGUAGE}.freeze", groups.collections[LANGUAGE].pp)
+            return [_wrap(chunk, groups, LANGUAGE, cfg) for chunk in chunks]
+        (language_spec,) = language_specs
         model = MimoModel(
             MimoModelConfig(
                 language_model_spec=language_spec,
@@ -78,23 +84,26 @@ def build_model(
         )
     model.model_type = ModelType.encoder_or_decoder
     model.to(device)
-    for name, module in modules_of(model).items():
-        freeze(module, cfg.modules[name].freeze, f"modules.{name}.freeze")
+    if pre_wrap_hook and model.language_model is not None:
+        (model.language_model,) = pre_wrap_hook([model.language_model])
+    for name, (module,) in modules_of([model]).items():
+        freeze([module], cfg.modules[name].freeze, f"modules.{name}.freeze", groups.collections[name].pp)
         wrapped = _wrap(module, groups, name, cfg)
         if name == LANGUAGE:
             model.language_model = wrapped
         else:
             model.modality_submodules[name] = wrapped
-    return model
+    return [model]
 
 
-def modules_of(model: MegatronModule) -> dict[str, MegatronModule]:
-    """The modules that this rank holds, by name: those of a `MimoModel`, or the plain GPT under `language`."""
-    if not isinstance(model, MimoModel):
-        return {LANGUAGE: model}
-    modules = dict(model.modality_submodules.items())
+def modules_of(chunks: list[MegatronModule]) -> dict[str, list[MegatronModule]]:
+    """The chunks of every module that this rank holds: those of a `MimoModel`, or of the plain GPT as `language`."""
+    if not isinstance(chunks[0], MimoModel):
+        return {LANGUAGE: list(chunks)}
+    (model,) = chunks
+    modules = {name: [module] for name, module in model.modality_submodules.items()}
     if model.language_model is not None:
-        modules[LANGUAGE] = model.language_model
+        modules[LANGUAGE] = [model.language_model]
     return modules
 
 
@@ -103,27 +112,36 @@ def _partition_groups(groups: RunGroups) -> dict:
     return {"cp_group": language.cp, "tp_group": language.tp} if language else {}
 
 
-def _language_spec(cfg, layout, groups, vocab_size: int, te: bool) -> ModuleSpec:
+def _language_specs(cfg, layout, groups, vocab_size: int, te: bool) -> list[ModuleSpec]:
+    """One spec for each model chunk of this rank's stage; they share a config, from which the schedule reads."""
     llm, config = cfg.language.llm, language_config(cfg, layout)
     params = {"config": config, "max_sequence_length": cfg.data.sequence_length}
     pgs = groups.collections.get(LANGUAGE)
-    if pgs is not None:
-        stage, last = pgs.pp.rank(), pgs.pp.size() - 1
-        layer = layer_spec(config, AttnMaskType.causal, te)
-        count = get_num_layers_to_build(config, pp_rank=stage)
-        params |= {
+    if pgs is None:
+        return [ModuleSpec(module=SeededGPTModel, params=params)]
+    stage, last, chunks = pgs.pp.rank(), pgs.pp.size() - 1, layout.language.vpp
+    layer = layer_spec(config, AttnMaskType.causal, te)
+    params |= {
+        "vocab_size": padded_vocab_size(vocab_size),
+        "share_embeddings_and_output_weights": llm.tie_embeddings,
+        "position_embedding_type": {"rope": "rope", "learned": "learned_absolute"}[llm.position],
+        "rotary_base": llm.rope_base,
+        # MimoModel joins text and media first and splits along the sequence afterwards.
+        "scatter_embedding_sequence_parallel": not cfg.encoders,
+        "pg_collection": pgs,
+    }
+    specs = []
+    for chunk in range(chunks):
+        vp_stage = chunk if chunks > 1 else None
+        count = get_num_layers_to_build(config, vp_stage, stage)
+        own = {
             "transformer_layer_spec": TransformerBlockSubmodules([layer] * count, norm_class(te)),
-            "vocab_size": padded_vocab_size(vocab_size),
-            "pre_process": stage == 0,
-            "post_process": stage == last,
-            "share_embeddings_and_output_weights": llm.tie_embeddings,
-            "position_embedding_type": {"rope": "rope", "learned": "learned_absolute"}[llm.position],
-            "rotary_base": llm.rope_base,
-            # MimoModel joins text and media first and splits along the sequence afterwards.
-            "scatter_embedding_sequence_parallel": not cfg.encoders,
-            "pg_collection": pgs,
+            "pre_process": stage == 0 and chunk == 0,
+            "post_process": stage == last and chunk == chunks - 1,
+            "vp_stage": vp_stage,
         }
-    return ModuleSpec(module=SeededGPTModel, params=params)
+        specs.append(ModuleSpec(module=SeededGPTModel, params=params | own))
+    return specs
 
 
 def _encoder_spec(cfg, layout, groups, name: str, te: bool) -> ModuleSpec:
@@ -163,13 +181,16 @@ def _encoder_spec(cfg, layout, groups, name: str, te: bool) -> ModuleSpec:
 
 def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> DistributedDataParallel:
     config = module.config if name == LANGUAGE else module.encoders[name].config
+    # Overlap counts on every parameter taking part in every microbatch, on all replicas alike. An encoder does nothing
+    # where a microbatch is all text, and what is still frozen takes no gradient.
+    overlap = name == LANGUAGE and not cfg.modules[name].freeze_until
     return DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
-            overlap_grad_reduce=False,
-            overlap_param_gather=False,
+            overlap_grad_reduce=overlap and cfg.optim.overlap_grad_reduce,
+            overlap_param_gather=overlap and cfg.optim.overlap_param_gather,
             check_for_nan_in_grad=False,
         ),
         module=module,

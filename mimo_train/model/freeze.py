@@ -1,29 +1,89 @@
-"""Freezing: which parameters of a module are not trained."""
+"""Freezing: which parameters of a module are not trained, and from which step on they are."""
 
 from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
 
-_PARTS = {"encoder": "encoders.*", "projector": "input_projections.*", "llm": "*"}
-"""What the names in `modules.<name>.freeze` stand for, as patterns of parameter names inside the module."""
+from mimo_train.memory import PARTS
 
 
-def freeze(module: torch.nn.Module, patterns: list[str], key: str) -> None:
-    """Stop gradients of every parameter whose name matches one of `patterns`.
+def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup) -> None:
+    """Stop gradients of every parameter whose name matches one of `patterns`. Collective over `stages`.
 
     Args:
-        module: one module before data-parallel wrapping.
-        patterns: `encoder`, `projector`, `llm`, or shell patterns of parameter names.
+        chunks: what this rank holds of one module, before data-parallel wrapping.
+        patterns: `encoder`, `projector`, `llm`, or shell patterns of parameter names (see `global_names`).
         key: config key, for the message.
+        stages: the pipeline group of the module.
 
     Raises:
-        ValueError: a pattern matches no parameter of this module.
+        ValueError: a pattern matches no parameter of any stage.
     """
-    names = [name for name, _ in module.named_parameters()]
-    for pattern in patterns:
-        shell = _PARTS.get(pattern, pattern)
-        matched = [name for name in names if fnmatchcase(name, shell)]
-        if not matched and pattern not in _PARTS:
-            raise ValueError(f"{key}: {pattern!r} matches no parameter; names look like {', '.join(names[:3])}")
-        for name in matched:
-            module.get_parameter(name).requires_grad_(False)
+    for parameters in _matches(chunks, patterns, key, stages).values():
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+
+
+def release_steps(
+    chunks: list[torch.nn.Module], until: dict[str, int], key: str, stages: dist.ProcessGroup
+) -> dict[torch.nn.Parameter, int]:
+    """The step from which each parameter of `until` is trained: the latest of the entries that match it.
+
+    Parameters that `freeze` has frozen stay frozen, and are left out like those of step 0. Collective over `stages`.
+
+    Args:
+        chunks: what this rank holds of one module.
+        until: steps by `encoder`, `projector`, `llm`, or shell pattern of parameter names.
+        key: config key, for the message.
+        stages: the pipeline group of the module.
+
+    Raises:
+        ValueError: a pattern matches no parameter of any stage.
+    """
+    steps: dict[torch.nn.Parameter, int] = {}
+    for pattern, parameters in _matches(chunks, list(until), key, stages).items():
+        for parameter in parameters:
+            if parameter.requires_grad and until[pattern] > 0:
+                steps[parameter] = max(until[pattern], steps.get(parameter, 0))
+    return steps
+
+
+def global_names(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a chunk by names that mean the same at every layout: layers are counted from 0 over the
+    whole model, and the last stage's copy of weights that it shares with the embedding is named as the embedding."""
+    module = unwrap_model(module)
+    layers = {
+        f"{path}.": f"{path.rpartition('.')[0]}.{layer.layer_number - 1}."
+        for path, layer in module.named_modules()
+        if isinstance(layer, TransformerLayer)
+    }
+    names = {}
+    for name, parameter in module.named_parameters():
+        prefix = next((path for path in layers if name.startswith(path)), "")
+        names[layers.get(prefix, "") + name.removeprefix(prefix)] = parameter
+    if getattr(module, "share_embeddings_and_output_weights", False) and "output_layer.weight" in names:
+        names["embedding.word_embeddings.weight"] = names.pop("output_layer.weight")
+    return names
+
+
+def _matches(
+    chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup
+) -> dict[str, list[torch.nn.Parameter]]:
+    """The parameters on this rank that each pattern names."""
+    named = [pair for chunk in chunks for pair in global_names(chunk).items()]
+    matched = {
+        pattern: [parameter for name, parameter in named if fnmatchcase(name, PARTS.get(pattern, pattern))]
+        for pattern in patterns
+    }
+    missing = {pattern for pattern in patterns if not matched[pattern] and pattern not in PARTS}
+    if any(pattern not in PARTS for pattern in patterns) and stages.size() > 1:
+        found: list = [None] * stages.size()
+        dist.all_gather_object(found, missing, group=stages)
+        missing = set.intersection(*found)
+    if missing:
+        examples = ", ".join(name for name, _ in named[:3])
+        raise ValueError(f"{key}: {sorted(missing)[0]!r} matches no parameter; names look like {examples}")
+    return matched

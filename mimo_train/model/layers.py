@@ -5,9 +5,9 @@ linear layers around `SdpaAttention`; runs everywhere).
 
 Initial weights are a function of (seed, module, layer) alone, never of the layout: every layer seeds the CPU generator
 before it builds itself, and Megatron-Core's CPU initialisation draws the whole weight and keeps this rank's part.
+Experts (`moe`) are seeded one by one.
 """
 
-import hashlib
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -29,12 +29,8 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_pg_rank
 
 from mimo_train.model.attention import SdpaAttention
-
-
-def seed_for(seed: int, *names: object) -> int:
-    """A seed for one named part of a run, the same on every rank and machine."""
-    text = "/".join(str(name) for name in (seed, *names))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+from mimo_train.model.moe import expert_layer
+from mimo_train.model.seeds import seed_for
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -97,11 +93,24 @@ def norm_class(te: bool) -> type:
 def _te_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
 
-    return get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
+    if config.num_moe_experts is None:
+        return get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
+    submodules = get_gpt_layer_with_transformer_engine_submodules(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
+    )
+    return replace(submodules, mlp=expert_layer(mlp_submodules(te=True), te=True))
 
 
 def _torch_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
     head_norm = TorchNorm if config.qk_layernorm else IdentityOp
+    # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's; in front of experts it
+    # keeps the norm apart, too.
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if config.num_moe_experts is None:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        mlp = partial(MLP.as_mlp_submodule, submodules=mlp_submodules(te=False))
+    else:
+        mlp = expert_layer(mlp_submodules(te=False), te=False)
     return TransformerLayerSubmodules(
         input_layernorm=TorchNorm,
         self_attention=ModuleSpec(
@@ -116,11 +125,7 @@ def _torch_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=TorchNorm,
-        mlp=partial(MLP.as_mlp_submodule, submodules=mlp_submodules(te=False)),
+        mlp=mlp,
         mlp_bda=get_bias_dropout_add,
-        # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's.
-        sharded_state_dict_keys_map={
-            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-        },
+        sharded_state_dict_keys_map=names,
     )

@@ -1,5 +1,7 @@
 """Specs and layouts -> Megatron-Core's `TransformerConfig`, one per module."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
@@ -8,9 +10,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train.config import ConfigContainer, LlmSpec
 from mimo_train.layout import ModuleLayout, RunLayout, layers_of_stage
-from mimo_train.model.layers import seed_for
+from mimo_train.model.seeds import seed_for
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """dtype of weights and activations by `train.precision`."""
 
 _ACTIVATIONS = {"gelu": F.gelu, "quick_gelu": quick_gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
@@ -45,8 +47,41 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         # Schedules of several modules exchange shapes; the dense default dispatcher of MoE rejects that.
         variable_seq_lengths=several_modules,
         moe_token_dispatcher_type="alltoall",
+        **_interleaving(layout.language),
         **uneven,
+        **_expert_sizes(llm, layout.language),
     )
+
+
+def _interleaving(layout: ModuleLayout) -> dict[str, Any]:
+    """In one batch of messages both ways between two stages, Megatron-Core 0.19.2 mistakes a gradient for an activation
+    (p2p_communication.py:16, each is the other's next and previous stage): the two ways must be sent apart."""
+    if layout.vpp == 1:
+        return {}
+    return {
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
+
+
+def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
+    if not llm.num_experts:
+        return {}
+    return {
+        "num_moe_experts": llm.num_experts,
+        "moe_router_topk": llm.experts_per_token,
+        "moe_ffn_hidden_size": llm.expert_ffn_hidden_size or llm.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": llm.shared_expert_ffn_hidden_size or None,
+        "moe_shared_expert_gate": llm.shared_expert_gate,
+        "moe_router_load_balancing_type": llm.router_balancing,
+        "moe_aux_loss_coeff": 0.0 if llm.router_balancing == "none" else llm.router_aux_loss,
+        # The softmax over the one expert that was picked would be 1 and teach the router nothing.
+        "moe_router_pre_softmax": llm.experts_per_token == 1,
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
 
 
 def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
@@ -105,6 +140,7 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes) -> TransformerC
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         # Weights are drawn whole on the CPU and cut: the same model at every layout.
         use_cpu_initialization=True,
         calculate_per_token_loss=True,

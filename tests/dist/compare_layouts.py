@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.dist.test_layout_parity import GPT_LAYOUTS, TOLERANCE, VLM_LAYOUTS, largest_difference, run
+from tests.dist.test_layout_parity import MODELS, TOLERANCE, largest_difference, run_model
 
 
 def main() -> int:
@@ -24,18 +24,18 @@ def main() -> int:
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        digits = make_demo(folder / "digits", train_samples=480, held_out_samples=40, shards=2)
-        prose = make_text_demo(folder / "prose")
-        for name, demo, reference, layouts in (
-            ("vlm_digits", digits, "layout=one_process", VLM_LAYOUTS),
-            ("gpt_tiny", prose, "layout=language_one", GPT_LAYOUTS),
-        ):
-            one = run(name, demo, folder / f"{name}-one", reference)
+        demos = {
+            "digits": make_demo(folder / "digits", train_samples=480, held_out_samples=40, shards=2),
+            "prose": make_text_demo(folder / "prose"),
+        }
+        for name, (_, _, layouts) in MODELS.items():
+            chosen = [title for title in layouts if not words or any(word in title for word in words)]
+            if not chosen:
+                continue
+            one = run_model(name, demos, folder / f"{name}-one")
             table.add_row(name, "one process", "reference", "reference", "")
-            for title, overrides in layouts.items():
-                if words and not any(word in title for word in words):
-                    continue
-                loss, norm = largest_difference(one, run(name, demo, folder / f"{name}-{title}", *overrides))
+            for title in chosen:
+                loss, norm = largest_difference(one, run_model(name, demos, folder / f"{name}-{title}", title))
                 good = loss < TOLERANCE and norm < TOLERANCE
                 failed |= not good
                 table.add_row(name, title, f"{loss:.1e}", f"{norm:.1e}", "yes" if good else "NO")

@@ -151,5 +151,72 @@ def test_bridge_is_needed_because_uneven_fan_in_and_unequal_sizes_are_refused():
     assert "must be evenly divisible" in inspect.getsource(BridgeCommunicator.build_comm_map)
 
 
+def _gather_unequal_parts() -> tuple[str, list]:
+    """The error without the stand-in, and what it gathers of 1 row and 3 rows."""
+    import torch
+    import torch.distributed as dist
+
+    from mimo_train import device
+
+    dist.init_process_group("gloo")
+    rank, rows = dist.get_rank(), (1, 3)
+    own = torch.full((rows[rank], 2), float(rank + 1))
+
+    def gather() -> torch.Tensor:
+        parts = [torch.zeros(count, 2) for count in rows]
+        dist.all_gather(parts, own)
+        return torch.cat(parts)
+
+    refused = ""
+    try:
+        gather()
+    except RuntimeError as error:
+        refused = str(error)
+    dist.barrier()
+    device.install("cpu")
+    return refused, gather().tolist()
+
+
+def test_unequal_parts_are_needed_because_gloo_takes_equal_ones():
+    for refused, gathered in run_ranks(_gather_unequal_parts, 2, timeout=60):
+        assert "invalid tensor size" in refused
+        assert gathered == [[1.0, 1.0]] + [[2.0, 2.0]] * 3
+
+
+def _send_both_ways(apart: bool) -> list[float]:
+    """What a stage of two receives when both send an activation and a gradient at once: [activation, gradient]."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from mimo_train import device
+
+    device.install("cpu")
+    dist.init_process_group("gloo")
+    config = ModelParallelConfig(pipeline_dtype=torch.float32, batch_p2p_comm=not apart, overlap_p2p_comm=apart)
+    communicator = P2PCommunicator(dist.new_group([0, 1]), config)
+    activation, gradient, shape = torch.full((2,), 1.0), torch.full((2,), -1.0), (2,)
+    if not apart:
+        received = communicator.send_forward_backward_recv_forward_backward(
+            activation, gradient, recv_prev=True, recv_next=True, tensor_shape=shape
+        )
+        return [tensor[0].item() for tensor in received]
+    forward, handles = communicator.send_forward_recv_forward(
+        activation, recv_prev=True, tensor_shape=shape, overlap_p2p_comm=True
+    )
+    backward, more = communicator.send_backward_recv_backward(
+        gradient, recv_next=True, tensor_shape=shape, overlap_p2p_comm=True
+    )
+    for handle in (*handles.values(), *more.values()):
+        handle.wait()
+    return [forward[0].item(), backward[0].item()]
+
+
+def test_sending_apart_is_needed_because_two_stages_mistake_gradients_for_activations():
+    assert run_ranks(_send_both_ways, 2, False, timeout=60) == [[-1.0, 1.0]] * 2
+    assert run_ranks(_send_both_ways, 2, True, timeout=60) == [[1.0, -1.0]] * 2
+
+
 def test_psutil_is_listed_because_megatron_core_does_not_declare_it():
     assert not any(requirement.startswith("psutil") for requirement in requires("megatron-core"))

@@ -1,5 +1,7 @@
 """The layout never changes the numbers: losses and gradient norms of 20 steps against those of one process."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,31 +36,87 @@ VLM_LAYOUTS = {
     ),
 }
 
+SEQUENCE_PARALLEL = ("layout=language_tp2", "modules.language.layout.sp=true")
+
 GPT_LAYOUTS = {
     "tp2": ("layout=language_tp2",),
-    "tp2, sequence parallel": ("layout=language_tp2", "modules.language.layout.sp=true"),
+    "tp2, sequence parallel": SEQUENCE_PARALLEL,
     "pp2": ("layout=language_pp2",),
+    "pp2, two chunks a stage": ("layout=language_pp2_vpp2",),
     "dp2": ("layout=language_dp2",),
     "tp2 pp2": ("layout=language_tp2", "modules.language.layout.pp=2"),
+    "tp2 pp2, two chunks a stage": ("layout=language_pp2_vpp2", "modules.language.layout.tp=2"),
     "full recompute": ("layout=language_one", "train.recompute=full"),
 }
 
+EXPERT_LAYOUTS = {
+    "dp2": ("layout=language_dp2",),
+    "ep2 of dp2": ("layout=language_ep2",),
+    "ep2 of dp2, pp2": ("layout=language_ep2", "modules.language.layout.pp=2"),
+    "pp2, two chunks a stage": ("layout=language_pp2_vpp2",),
+    "tp2": SEQUENCE_PARALLEL,
+    "tp2 etp2": (*SEQUENCE_PARALLEL, "modules.language.layout.etp=2"),
+    "tp2, ep2 of tp2": (*SEQUENCE_PARALLEL, "modules.language.layout.ep=2"),
+    "tp2 dp2, ep2 etp2": (
+        *SEQUENCE_PARALLEL,
+        "modules.language.layout.dp=2",
+        "modules.language.layout.ep=2",
+        "modules.language.layout.etp=2",
+    ),
+    "full recompute": ("layout=language_one", "train.recompute=full"),
+}
+
+VLM_EXPERT_LAYOUTS = {
+    "vision 1 + language ep2 of dp2": ("layout=images_dp1_language_dp2", "modules.language.layout.ep=2"),
+    "vision 1 + language tp2, ep2 of tp2": (
+        "layout=images_dp1_language_tp2",
+        "modules.language.layout.sp=true",
+        "modules.language.layout.ep=2",
+    ),
+}
+
+FOUR_LAYERS = ("modules.language.llm.num_layers=4", "train.micro_batch_size=4")
+EXPERTS = (
+    "llm@modules.language.llm=gpt_tiny_moe",
+    "modules.language.llm.expert_ffn_hidden_size=48",
+    "modules.language.llm.shared_expert_ffn_hidden_size=32",
+    "modules.language.llm.shared_expert_gate=true",
+)
+MODELS = {
+    "vlm_digits": ("vlm_digits", ("layout=one_process",), VLM_LAYOUTS),
+    "gpt_tiny": ("gpt_tiny", ("layout=language_one", *FOUR_LAYERS), GPT_LAYOUTS),
+    "gpt_tiny_moe": ("gpt_tiny", ("layout=language_one", *FOUR_LAYERS, *EXPERTS), EXPERT_LAYOUTS),
+    "vlm_digits, experts": ("vlm_digits", ("layout=one_process", *EXPERTS), VLM_EXPERT_LAYOUTS),
+}
+"""By name of a model: the config, what one process runs, and the layouts that must give its numbers."""
+
+CASES = [(model, title) for model, (_, _, layouts) in MODELS.items() for title in layouts]
+
 
 @pytest.fixture(scope="module")
-def one_process_vlm(digits, tmp_path_factory) -> list[tuple]:
-    """Curve of the vision-language run with all modules on one process."""
-    return run("vlm_digits", digits, tmp_path_factory.mktemp("one"), "layout=one_process")
+def one_process(digits, prose, tmp_path_factory) -> Callable[[str], list[tuple]]:
+    """Gives the curve of a model on one process, which is trained once."""
 
+    @functools.cache
+    def trained(model: str) -> list[tuple]:
+        return run_model(model, {"digits": digits, "prose": prose}, tmp_path_factory.mktemp("one"))
 
-@pytest.fixture(scope="module")
-def one_process_gpt(prose, tmp_path_factory) -> list[tuple]:
-    """Curve of the plain GPT on one process."""
-    return run("gpt_tiny", prose, tmp_path_factory.mktemp("one"), "layout=language_one")
+    return trained
 
 
 def run(name: str, demo: Path, run_dir: Path, *overrides: str) -> list[tuple]:
     """Curve of one run of 20 steps."""
     return curve(train_on_ranks(config(name, run_dir, demo, f"train.iters={STEPS}", *overrides)))
+
+
+def run_model(model: str, demos: dict[str, Path], run_dir: Path, title: str | None = None) -> list[tuple]:
+    """Curve of a model of `MODELS`, at the layout of this title or on one process."""
+    name, overrides, layouts = MODELS[model]
+    demo = demos["digits" if name.startswith("vlm") else "prose"]
+    # The last pick of a layout counts.
+    layout = () if title is None else layouts[title]
+    picked = [override for override in overrides if not (layout and override.startswith("layout="))]
+    return run(name, demo, run_dir, *picked, *layout)
 
 
 def require_equal(one: list[tuple], other: list[tuple]) -> None:
@@ -68,14 +126,9 @@ def require_equal(one: list[tuple], other: list[tuple]) -> None:
     assert one[-1][1] < one[0][1] - 0.1, "the run does not learn, so that parity would say nothing"
 
 
-@pytest.mark.parametrize("overrides", VLM_LAYOUTS.values(), ids=VLM_LAYOUTS.keys())
-def test_vlm_layout_gives_the_numbers_of_one_process(overrides, one_process_vlm, digits, tmp_path):
-    require_equal(one_process_vlm, run("vlm_digits", digits, tmp_path, *overrides))
-
-
-@pytest.mark.parametrize("overrides", GPT_LAYOUTS.values(), ids=GPT_LAYOUTS.keys())
-def test_gpt_layout_gives_the_numbers_of_one_process(overrides, one_process_gpt, prose, tmp_path):
-    require_equal(one_process_gpt, run("gpt_tiny", prose, tmp_path, *overrides))
+@pytest.mark.parametrize(("model", "title"), CASES, ids=[f"{model}: {title}" for model, title in CASES])
+def test_layout_gives_the_numbers_of_one_process(model, title, one_process, digits, prose, tmp_path):
+    require_equal(one_process(model), run_model(model, {"digits": digits, "prose": prose}, tmp_path, title))
 
 
 def test_stages_of_unequal_depth_give_the_numbers_of_one_process(prose, tmp_path):
@@ -84,6 +137,6 @@ def test_stages_of_unequal_depth_give_the_numbers_of_one_process(prose, tmp_path
     require_equal(one, run("gpt_tiny", prose, tmp_path / "two", "layout=language_pp2", three))
 
 
-def test_other_seed_gives_other_numbers(one_process_vlm, digits, tmp_path):
+def test_other_seed_gives_other_numbers(one_process, digits, tmp_path):
     other = run("vlm_digits", digits, tmp_path, "layout=one_process", "run.seed=7")
-    assert largest_difference(one_process_vlm, other)[0] > TOLERANCE
+    assert largest_difference(one_process("vlm_digits"), other)[0] > TOLERANCE

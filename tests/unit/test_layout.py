@@ -92,7 +92,22 @@ SHARED = {"placement.mode": "shared"}
         ({"train.iters": 0}, "train.iters", ["at least 1", "is 0"]),
         ({f"{LANGUAGE}.layout.sp": True}, f"{LANGUAGE}.layout.sp", ["tp > 1", "tp is 1"]),
         ({f"{IMAGES}.layout.pp": 2}, f"{IMAGES}.layout.pp", ["is 2"]),
-        ({f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep is 2"]),
+        ({f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep is 2", "num_experts is 0"]),
+        ({f"{LANGUAGE}.layout.etp": 2}, f"{LANGUAGE}.layout.etp", ["etp is 2", "num_experts is 0"]),
+        ({f"{LANGUAGE}.layout.etp": 0}, f"{LANGUAGE}.layout.etp", ["at least 1", "is 0"]),
+        ({f"{IMAGES}.layout.ep": 2}, f"{IMAGES}.layout.ep", ["no experts", "is 2"]),
+        ({f"{IMAGES}.layout.etp": 2}, f"{IMAGES}.layout.etp", ["no experts", "is 2"]),
+        ({f"{IMAGES}.layout.vpp": 2}, f"{IMAGES}.layout.vpp", ["is 2"]),
+        (
+            {f"{LANGUAGE}.layout.vpp": 2, f"{LANGUAGE}.layout.pp": 2},
+            f"{LANGUAGE}.layout.vpp",
+            ["language model alone", "images", "vpp is 2"],
+        ),
+        (
+            {f"{LANGUAGE}.layout.tp": 2, f"{LANGUAGE}.layout.sp": True, "data.sequence_length": 95},
+            "data.sequence_length",
+            ["95 tokens", "tp 2"],
+        ),
         ({f"{LANGUAGE}.llm.num_attention_heads": 5}, f"{LANGUAGE}.llm.num_attention_heads", ["5", "hidden_size 96"]),
         ({f"{LANGUAGE}.llm.num_query_groups": 3}, f"{LANGUAGE}.llm.num_query_groups", ["3", "4"]),
         ({f"{LANGUAGE}.llm.activation": "tanh"}, f"{LANGUAGE}.llm.activation", ["swiglu", "'tanh'"]),
@@ -132,6 +147,72 @@ SHARED = {"placement.mode": "shared"}
 def test_faults_name_the_key_and_the_numbers(values, key, numbers):
     found = faults(changed(values))
     assert [text for fault_key, text in found if fault_key == key and all(number in text for number in numbers)], found
+
+
+INTERLEAVED = {f"{LANGUAGE}.layout.pp": 2, f"{LANGUAGE}.layout.vpp": 2, "train.micro_batch_size": 4}
+EXPERTS = {f"{LANGUAGE}.llm.num_experts": 4, f"{LANGUAGE}.llm.expert_ffn_hidden_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "numbers"),
+    [
+        ({f"{LANGUAGE}.layout.vpp": 2}, f"{LANGUAGE}.layout.vpp", ["vpp 2", "pp is 1"]),
+        ({**INTERLEAVED, f"{LANGUAGE}.llm.num_layers": 6}, f"{LANGUAGE}.layout.vpp", ["6 layers", "4 chunks"]),
+        (
+            {**INTERLEAVED, "train.global_batch_size": 12},
+            "train.global_batch_size",
+            ["3 microbatches of 4", "multiple of pp 2", "multiple of 8"],
+        ),
+        ({**EXPERTS, f"{LANGUAGE}.layout.ep": 3, f"{LANGUAGE}.layout.dp": 3}, f"{LANGUAGE}.layout.ep", ["3", "4"]),
+        ({**EXPERTS, f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep 2 x etp 1", "1 ranks of a stage"]),
+        (
+            {**EXPERTS, f"{LANGUAGE}.layout.ep": 2, f"{LANGUAGE}.layout.etp": 2, f"{LANGUAGE}.layout.dp": 2},
+            f"{LANGUAGE}.layout.ep",
+            ["ep 2 x etp 2", "2 ranks of a stage"],
+        ),
+        (
+            {**EXPERTS, f"{LANGUAGE}.layout.etp": 3, f"{LANGUAGE}.layout.dp": 3},
+            f"{LANGUAGE}.layout.etp",
+            ["etp 3", "width 64"],
+        ),
+        ({**EXPERTS, f"{LANGUAGE}.layout.tp": 2}, f"{LANGUAGE}.layout.sp", ["tp 2", "sequence parallel"]),
+        (
+            {**EXPERTS, f"{LANGUAGE}.llm.shared_expert_ffn_hidden_size": 33, f"{LANGUAGE}.layout.tp": 2},
+            f"{LANGUAGE}.layout.tp",
+            ["tp 2", "shared_expert_ffn_hidden_size 33"],
+        ),
+        ({**EXPERTS, f"{LANGUAGE}.llm.experts_per_token": 5}, f"{LANGUAGE}.llm.experts_per_token", ["4", "is 5"]),
+        ({**EXPERTS, f"{LANGUAGE}.llm.experts_per_token": 0}, f"{LANGUAGE}.llm.experts_per_token", ["1", "is 0"]),
+        ({**EXPERTS, f"{LANGUAGE}.llm.router_balancing": "loss"}, f"{LANGUAGE}.llm.router_balancing", ["'loss'"]),
+        ({**EXPERTS, f"{LANGUAGE}.llm.router_aux_loss": -1}, f"{LANGUAGE}.llm.router_aux_loss", ["is -1"]),
+        ({f"{LANGUAGE}.llm.num_experts": -1}, f"{LANGUAGE}.llm.num_experts", ["at least 0", "is -1"]),
+        ({**EXPERTS, f"{LANGUAGE}.llm.bias": True}, f"{LANGUAGE}.llm.bias", ["4 experts"]),
+        ({**EXPERTS, f"{LANGUAGE}.llm.shared_expert_gate": True}, f"{LANGUAGE}.llm.shared_expert_gate", ["is 0"]),
+    ],
+)
+def test_faults_of_a_language_model_alone(values, key, numbers):
+    found = faults(changed(values, "gpt_tiny"))
+    assert [text for fault_key, text in found if fault_key == key and all(number in text for number in numbers)], found
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        INTERLEAVED,
+        {**EXPERTS, f"{LANGUAGE}.layout.dp": 2, f"{LANGUAGE}.layout.ep": 2},
+        {**EXPERTS, f"{LANGUAGE}.layout.tp": 2, f"{LANGUAGE}.layout.sp": True, f"{LANGUAGE}.layout.etp": 2},
+        {**EXPERTS, f"{LANGUAGE}.llm.ffn_hidden_size": 191, f"{LANGUAGE}.layout.dp": 2},
+    ],
+)
+def test_legal_layouts_of_a_language_model_alone(values):
+    assert faults(changed(values, "gpt_tiny")) == []
+
+
+def test_a_stage_replicates_experts_over_what_they_do_not_divide():
+    cfg = changed({**EXPERTS, f"{LANGUAGE}.layout.dp": 4, f"{LANGUAGE}.layout.ep": 2}, "gpt_tiny")
+    cfg.train.micro_batch_size = 4
+    assert layout.plan(cfg).language.expert_dp == 2
+    assert str(layout.plan(cfg).language) == "dp4 ep2"
 
 
 def test_plan_raises_every_fault_at_once():

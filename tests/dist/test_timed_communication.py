@@ -1,0 +1,53 @@
+"""What ranks wait for each other is timed where it happens: in the bridge, and between stages."""
+
+from contextlib import contextmanager
+
+import torch
+
+from mimo_train.layout import plan
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config
+
+
+def test_the_bridge_and_the_stages_are_timed_by_name(tmp_path):
+    cfg = config(
+        "vlm_digits", tmp_path, tmp_path, "layout=two_processes", "modules.language.layout.pp=2",
+        "train.global_batch_size=2", "train.micro_batch_size=2",
+    )  # fmt: skip
+    encoder, first_stage, last_stage = run_ranks(one_microbatch_forward, 3, cfg)
+    assert encoder == ["bridge_wait"]
+    assert first_stage == ["bridge_wait", "pipeline_wait"]
+    assert last_stage == ["pipeline_wait"]
+
+
+def one_microbatch_forward(cfg):
+    """Names of the intervals of this rank."""
+    from mimo_train import device as devices
+    from mimo_train.bridge import PlannedCommunicator, TokenPlan
+    from mimo_train.groups import build_groups
+    from mimo_train.model.transformer import language_config
+
+    layout, device = plan(cfg), devices.install("cpu", 0)
+    devices.init_process_group("cpu", 1.0, device)
+    transformer, names, counts = language_config(cfg, layout), [], TokenPlan()
+    counts.begin({"images": [[3, 0]]})
+
+    @contextmanager
+    def watch(name):
+        names.append(name)
+        yield
+
+    grids = build_groups(layout).grids
+    communicator = PlannedCommunicator(layout, grids, transformer, counts, device, watch)
+    here = communicator.rank_module_map
+    width = transformer.hidden_size
+    if "images" in here:
+        communicator.send_forward({"images": torch.ones(3, width)})
+        return names
+    received = communicator.recv_forward(tensor_shape=(4, 2, width))
+    if here["language"].pp_rank == 0:
+        assert torch.equal(received["images"], torch.ones(3, width))
+        communicator.send_forward({"language": torch.full((4, 2, width), 2.0)})
+    else:
+        assert torch.equal(received["language"], torch.full((4, 2, width), 2.0))
+    return names
