@@ -2,6 +2,7 @@
 
 from encoders.spec import num_tokens
 from mimo_train import memory
+from mimo_train.batch_size import BatchSizes
 from mimo_train.check.report import Report, Table, plural
 from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
 from mimo_train.layout import RunLayout
@@ -69,7 +70,7 @@ def add_memory(
 def add_batch(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
     """Batch arithmetic and the pipeline's bubble."""
     train, microbatches, stages = cfg.train, layout.num_microbatches, memory.pipeline_stages(layout)
-    share = memory.bubble(layout)
+    share, chunks = memory.bubble(layout), f"{layout.language.vpp} x " if layout.language.vpp > 1 else ""
     per_rank = ", ".join(f"{name} {layout.microbatch_samples // sizes.dp}" for name, sizes in layout.modules.items())
     tokens = train.global_batch_size * cfg.data.sequence_length
     rows = [
@@ -83,10 +84,11 @@ def add_batch(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
         ("microbatches", f"{microbatches} a step"),
         ("samples of a microbatch on a rank", per_rank),
         ("tokens", f"{tokens:,} a step, padding included ({train.global_batch_size} x {cfg.data.sequence_length})"),
-        ("run", f"{train.iters:,} steps, {train.iters * train.global_batch_size:,} samples"),
+        ("run", f"{train.iters:,} steps, {BatchSizes.of(cfg).samples_of(train.iters):,} samples"),
         (
             "pipeline",
-            f"{plural(stages, 'stage')}, bubble about {share:.0%} = ({stages} - 1) / ({microbatches} + {stages} - 1)",
+            f"{plural(stages, 'stage')}, bubble about {share:.0%} = ({stages} - 1) / "
+            f"({chunks}{microbatches} + {stages} - 1)",
         ),
     ]
     report.tables.append(Table("Batch", (), rows))

@@ -1,21 +1,28 @@
 """Every fault of a config that is known without its data. Imports no torch."""
 
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 
 from data.demo import MARKER
 from encoders.spec import num_tokens
 from mimo_train import layout
+from mimo_train.check.optim import DECAYS, optim_faults
 from mimo_train.config import LANGUAGE, ConfigContainer, Fault
 from mimo_train.memory import PARTS
 
 CHOICES = {
     "run.device": ("auto", "cuda", "cpu"),
     "data.demo": ("", "digits", "text"),
-    "train.precision": ("fp32", "bf16"),
+    "train.precision": ("fp32", "bf16", "fp16"),
     "train.recompute": ("none", "selective", "full"),
+    "log.runtime_unit": ("", "seconds", "minutes", "hours", "days"),
+    "train.on_nan": ("raise", "skip", "bisect"),
+    "train.rerun": ("disabled", "validate_results", "report_determinism_stats"),
     "optim.name": ("adamw",),
-    "optim.decay": ("cosine", "linear", "constant"),
+    "optim.decay": DECAYS,
 }
 """Values that a key takes."""
 
@@ -25,6 +32,9 @@ AT_LEAST = {
     "data.max_bad_samples": 0,
     "data.workers": 0,
     "train.iters": 1,
+    "run.inprocess_restarts": 0,
+    "log.throughput_window": 0,
+    "log.peak_tflops": 0,
     "train.eval_interval": 0,
     "train.eval_samples": 0,
     "train.report_samples": 0,
@@ -36,11 +46,27 @@ AT_LEAST = {
     "optim.clip_grad": 0,
     "checkpoint.save_interval": 0,
     "checkpoint.keep": 0,
+    "checkpoint.non_persistent_interval": 0,
+    "train.exit_interval": 0,
+    "train.exit_duration_minutes": 0,
+    "train.manual_gc_interval": 0,
+    "profiling.step_start": 1,
 }
 """Smallest value of a key."""
 
+LIBRARIES = {
+    "run.inprocess_restarts": ("nvidia_resiliency_ext.inprocess", "'mimo-train[resiliency]'"),
+    "log.wandb": ("wandb", "wandb"),
+    "log.mlflow": ("mlflow", "'mimo-train[track]'"),
+    "log.comet": ("comet_ml", "'mimo-train[track]'"),
+}
+"""Modules that a key needs when it is true, and what pip installs them by."""
+
 ABOVE_ZERO = ("run.timeout_minutes", "optim.eps")
 """Keys whose value is positive."""
+
+LEAST_PATIENCE = 0.25
+"""`run.timeout_minutes` with in-process restarts, whose barriers wait twice as long, is longer than this."""
 
 LLM_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
 
@@ -52,7 +78,16 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     found = sizes or list(layout.faults(cfg))
     found += _picture_faults(cfg, found)
     known = {fault.key for fault in found}
-    others = (*_value_faults(cfg), *_freeze_faults(cfg), *_demo_faults(cfg))
+    others = (
+        *_value_faults(cfg),
+        *_freeze_faults(cfg),
+        *_recompute_faults(cfg),
+        *optim_faults(cfg),
+        *_demo_faults(cfg),
+        *_library_faults(cfg),
+        *_callback_faults(cfg),
+        *profiling_faults(cfg, cfg.run.device, None if found else layout.plan(cfg).world_size),
+    )
     return found + [fault for fault in others if fault.key not in known]
 
 
@@ -109,9 +144,23 @@ def _value_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     for key in ABOVE_ZERO:
         if _value(cfg, key) <= 0:
             yield Fault(key, f"must be above 0, is {_value(cfg, key)}")
+    if cfg.run.inprocess_restarts > 0 and 0 < cfg.run.timeout_minutes <= LEAST_PATIENCE:
+        yield Fault(
+            "run.timeout_minutes",
+            f"must be above {LEAST_PATIENCE} with run.inprocess_restarts {cfg.run.inprocess_restarts}, is "
+            f"{cfg.run.timeout_minutes}: ranks tell each other every second that they live, and miss it after 30",
+        )
+    if cfg.run.inprocess_restarts > 0 and cfg.checkpoint.resume != "auto":
+        yield Fault(
+            "checkpoint.resume",
+            f"must be auto with run.inprocess_restarts {cfg.run.inprocess_restarts}, is {cfg.checkpoint.resume!r}: a "
+            "run that starts again continues from its newest checkpoint",
+        )
     for key in ("optim.beta1", "optim.beta2"):
         if not 0 <= _value(cfg, key) < 1:
             yield Fault(key, f"must be at least 0 and below 1, is {_value(cfg, key)}")
+    if any(step < 1 for step in cfg.train.skip_iters):
+        yield Fault("train.skip_iters", f"steps are counted from 1, has {min(cfg.train.skip_iters)}")
     optim = cfg.optim
     if 0 <= optim.lr < optim.min_lr:
         yield Fault("optim.min_lr", f"must be at most optim.lr {optim.lr}, is {optim.min_lr}")
@@ -134,6 +183,90 @@ def _freeze_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         yield Fault(
             f"modules.{LANGUAGE}.freeze", "every part of every module is frozen: nothing to train; free at least one"
         )
+
+
+def _recompute_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Full recomputation gives weights no gradient where the input of their layer needs none: torch's checkpoint looks
+    at inputs alone. That is so behind a frozen embedding, unless something that is trained lies in front of it."""
+    if cfg.train.recompute != "full":
+        return
+    for name, module in cfg.modules.items():
+        if name == LANGUAGE:
+            spec, first, layers = module.llm, "embedding.word_embeddings.weight", "decoder.layers"
+        else:
+            spec, first, layers = module.encoder, "patch_embedding.weight", "layers.layers"
+            first, layers = f"encoders.{name}.{first}", f"encoders.{name}.{layers}"
+        held_back = [PARTS.get(entry, entry) for entry in (*module.freeze, *module.freeze_until)]
+        weights = [f"{layers}.{index}.mlp.linear_fc1.weight" for index in range(spec.num_layers)]
+        trained = [weight for weight in weights if not any(fnmatchcase(weight, pattern) for pattern in held_back)]
+        trained_in_front = name == LANGUAGE and any(
+            not {"encoder", "projector"} <= {*encoder.freeze, *encoder.freeze_until}
+            for encoder in cfg.encoders.values()
+        )
+        if trained and not trained_in_front and any(fnmatchcase(first, pattern) for pattern in held_back):
+            yield Fault(
+                "train.recompute",
+                f"is full, but modules.{name}.freeze holds {first} back: {trained[0]} and others behind it would get "
+                "no gradient. Use none or selective, or train that weight",
+            )
+
+
+def _callback_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    for entry in cfg.train.callbacks:
+        if not re.fullmatch(r"\w+(\.\w+)*:\w+", entry):
+            yield Fault("train.callbacks", f"must be entries package.module:Class, one is {entry!r}")
+
+
+def profiling_faults(cfg: ConfigContainer, device: str, world_size: int | None = None) -> Iterator[Fault]:
+    """Faults of `profiling`, as far as a profiler is on.
+
+    Args:
+        device: `run.device`, or what it has become: cuda or cpu.
+        world_size: processes of the run, if they are known.
+    """
+    profiling, iters = cfg.profiling, cfg.train.iters
+    wanted = [name for name in ("torch", "nsys", "memory_history") if getattr(profiling, name)]
+    if not wanted:
+        return
+    for name in wanted:
+        if name != "torch" and device == "cpu":
+            yield Fault(
+                f"profiling.{name}", f"needs CUDA, and this run is on the CPU: set profiling.{name}=false, or use a GPU"
+            )
+    if profiling.torch and profiling.nsys:
+        yield Fault("profiling.nsys", "nsys and torch's profiler cannot record at once: set profiling.torch=false")
+    if profiling.step_end < profiling.step_start:
+        yield Fault(
+            "profiling.step_end",
+            f"must be at least profiling.step_start {profiling.step_start}, is {profiling.step_end}",
+        )
+    if profiling.step_start > iters:
+        yield Fault(
+            "profiling.step_start",
+            f"is {profiling.step_start}, but the run ends at train.iters {iters}: nothing would be recorded; lower it",
+        )
+    ranks = profiling.ranks
+    if not ranks or min(ranks) < 0 or (world_size is not None and max(ranks) >= world_size):
+        allowed = "0 or more" if world_size is None else f"from 0 to {world_size - 1}"
+        yield Fault("profiling.ranks", f"must name at least one rank, each {allowed}, is {ranks}")
+
+
+def _library_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    for key, (module, install) in LIBRARIES.items():
+        if not _value(cfg, key):
+            continue
+        if not _is_installed(module):
+            off = str(type(_value(cfg, key))()).lower()
+            yield Fault(key, f"{module} is not installed: run `pip install {install}`, or set {key}={off}")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # of its package
+        return False
+    # A folder of that name in the working directory is found too, without an origin.
+    return found is not None and found.origin is not None
 
 
 def _demo_faults(cfg: ConfigContainer) -> Iterator[Fault]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mimo_train.batch_size import BatchSizes
 from mimo_train.check.report import Report, Table, plural, spread
 from mimo_train.config import ConfigContainer, Fault
 from mimo_train.samples import build_dataset, tokenizer_of
@@ -69,7 +70,7 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
         samples = _add_shards(report, cfg, key, pattern, tokenizer, seen if training else Seen(), rows)
         if training and samples:
             seen.training_samples = samples
-            drawn = cfg.train.iters * cfg.train.global_batch_size
+            drawn = BatchSizes.of(cfg).samples_of(cfg.train.iters)
             rows.append(("epochs", "", f"{drawn / samples:.2f} ({drawn:,} samples drawn from {samples:,})"))
     report.tables.append(Table("Data", (), rows))
     return seen

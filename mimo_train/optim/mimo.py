@@ -1,0 +1,275 @@
+"""The optimizer of all modules: clip groups, the guard against numbers that are not finite, loss scaling, stages.
+
+Megatron-Core's `MimoOptimizer.step` makes three reductions over all ranks, one more for every module, and waits for
+the device after each. Here norms, overflows and counts of zeros travel in one sum and come to the host in one copy.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+RELEASE = "release"
+"""Key of a parameter group: the step from which it is trained (`modules.NAME.freeze_until`)."""
+
+
+class ModuleOptimizer(MimoOptimizer):
+    """One Megatron-Core optimizer per module, stepped together.
+
+    Attributes:
+        updates: optimizer steps made, skipped ones not counted; the same on every rank.
+        module_grad_norms: L2 norm of the gradient of every trained module in the last step, before clipping.
+        releases: the step from which parameters of this rank are trained that are not from the first on.
+        passengers: gives numbers of the device, equal on all ranks, that come to the host with the norms of a step.
+        arrived: these numbers after the last step.
+        grad_scaler: scales the loss of fp16, else None. One for all modules: they would drift apart otherwise, since
+            Megatron-Core tells a module's scaler of the overflows of that module alone.
+    """
+
+    def __init__(
+        self,
+        infos: dict[str, ModuleOptimizerInfo],
+        config: OptimizerConfig,
+        *,
+        clip_grads: dict[str, float | None],
+        freeze_until: dict[str, dict[str, int]],
+        grad_scaler: MegatronGradScaler | None,
+        chunks: list[DistributedDataParallel],
+        releases: dict[torch.nn.Parameter, int],
+        device: torch.device,
+    ):
+        """
+        Args:
+            infos: by module; this rank's optimizers.
+            config: of the run.
+            clip_grads: largest gradient norm of each trained module that is a clip group of its own, None for those
+                that are clipped together by `config.clip_grad`; 0 does not clip.
+            freeze_until: `modules.NAME.freeze_until` of all modules; a checkpoint must have been made with the same.
+            chunks: this rank's wrapped chunks of all modules.
+            releases: the step from which each parameter of this rank is trained, where that is not the first.
+            device: where the numbers are that ranks agree on.
+        """
+        super().__init__(infos, config)
+        assert config.use_distributed_optimizer, "gradients of replicas would be counted once for each"
+        self.updates = 0
+        self.module_grad_norms: dict[str, float] = {}
+        self.passengers: Callable[[], torch.Tensor] = lambda: torch.zeros(0, dtype=torch.float64, device=device)
+        self.arrived: list[float] = []
+        self.grad_scaler, self.releases = grad_scaler, releases
+        self._clip_grads, self._freeze_until, self._device = clip_grads, freeze_until, device
+        self._overlapping = [chunk for chunk in chunks if chunk.ddp_config.overlap_grad_reduce]
+        self._updates_before: dict[int, int] = {0: 0}
+        for optimizer in self._inner():
+            optimizer.grad_scaler = None
+
+    def attach(self, config: TransformerConfig) -> None:
+        """Tell the schedule how losses are scaled and how gradient reduction waits for the last microbatch.
+
+        Args:
+            config: the language model's, which drives the schedule.
+        """
+        if self.grad_scaler is not None:
+            config.grad_scale_func = self.scale_loss
+        if self._overlapping:
+            config.no_sync_func = self._no_sync
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float, int | None]:
+        """Clip and update every module, unless a gradient is not finite anywhere.
+
+        Returns:
+            (whether weights were updated, gradient norm over all modules before clipping, number of zeros in the
+            gradient if `config.log_num_zeros_in_grad`, else None). The same on every rank. Without an update the norm
+            is inf or nan, and weights and states are as they were.
+        """
+        overflow = self._collect_gradients()
+        squares, overflown, zeros = self._agree(overflow)
+        self.module_grad_norms = {name: math.sqrt(squares[name]) for name in self._clip_grads}
+        norm = math.sqrt(sum(squares.values()))
+        if overflown and math.isfinite(norm):
+            norm = math.inf
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(not math.isfinite(norm))
+        if not math.isfinite(norm):
+            return False, norm, None
+        self._clip(squares)
+        self.step_with_ready_grads()
+        self.updates += 1
+        return True, norm, zeros
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """What losses are multiplied with before backward: 1 except in fp16. Shape [1], on the device."""
+        return torch.ones(1, device=self._device) if self.grad_scaler is None else self.grad_scaler.scale
+
+    def release(self, step: int) -> None:
+        """Train the parameter groups of this step from now on, as if their first update was the optimizer's first.
+
+        Their moments are zero, so Adam's correction of the bias must count from here.
+        """
+        self._updates_before.setdefault(step, self.updates)
+        self._set_group_steps()
+
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs) -> dict[str, Any]:
+        """Megatron-Core's state of every module, and what all ranks know alike.
+
+        Megatron-Core 0.19.2 asserts one step for all groups (distrib_optimizer.py:838), so they have one meanwhile.
+        """
+        for optimizer in self._inner():
+            if not optimizer.is_stub_optimizer:
+                # A checkpoint holds the moments of all parameters, also of those that have made no step yet.
+                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        settings = self._settings()
+        for group in self._groups():
+            group["step"] = self.updates
+        state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        self._restore_settings(settings)
+        state["updates"] = self.updates
+        state["updates_before"] = dict(self._updates_before)
+        state["freeze_until"] = self._freeze_until
+        if isinstance(self.grad_scaler, DynamicGradScaler):
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of a checkpoint. Learning rate, decay and other settings stay those of the config.
+
+        Raises:
+            ValueError: the checkpoint was made with other `modules.NAME.freeze_until`.
+        """
+        was, now = state_dict["freeze_until"], self._freeze_until
+        for name in sorted(now.keys() | was.keys()):
+            if was.get(name, {}) != now.get(name, {}):
+                raise ValueError(
+                    f"modules.{name}.freeze_until: is {now.get(name, {})}, but the checkpoint was made with "
+                    f"{was.get(name, {})}: set it to that, or begin a new run with checkpoint.weights"
+                )
+        settings = self._settings()
+        for name, info in self.module_infos.items():
+            self._replace_groups(state_dict.get(name, {}), info.optimizer)
+        super().load_state_dict(state_dict)
+        self.updates, self._updates_before = state_dict["updates"], dict(state_dict["updates_before"])
+        self._restore_settings(settings)
+        if "grad_scaler" in state_dict and isinstance(self.grad_scaler, DynamicGradScaler):
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def _inner(self, info: ModuleOptimizerInfo | None = None) -> Iterator[MixedPrecisionOptimizer]:
+        """The optimizers of dense and of expert parameters, of one module or of all."""
+        for each in self.module_infos.values() if info is None else (info,):
+            if each.optimizer is not None:
+                yield from each.optimizer.chained_optimizers
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._inner():
+            yield from optimizer.param_groups
+
+    def _waits(self, group: dict[str, Any]) -> bool:
+        return group.get(RELEASE, 0) not in self._updates_before
+
+    def _set_group_steps(self) -> None:
+        """Set the number of updates that Adam has made of each group. It does not count for empty groups itself, and
+        Transformer Engine's does for groups that wait."""
+        for group in self._groups():
+            group["step"] = 0 if self._waits(group) else self.updates - self._updates_before[group.get(RELEASE, 0)]
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [self._settings_of(group) for group in self._groups()]
+
+    def _restore_settings(self, settings: list[dict[str, Any]]) -> None:
+        """Undo what loading does to groups: Megatron-Core 0.19.2 matches them by part of their settings only
+        (param_group_identifier_keys), and gives those of one group to all that look alike."""
+        for group, own in zip(self._groups(), settings, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update(own, params=parameters)
+        self._set_group_steps()
+
+    def _collect_gradients(self) -> torch.Tensor:
+        """Bring the reduced gradients to the parameters of the optimizers, without the loss scale.
+
+        Returns:
+            [1], above 0 where one of this rank is not finite; only looked for under loss scaling.
+        """
+        found = torch.zeros(1, device=self._device)
+        for optimizer in self._inner():
+            optimizer._copy_model_grads_to_main_grads()
+            for group in optimizer.param_groups:
+                if self._waits(group):
+                    for parameter in group["params"]:
+                        parameter.grad = None
+            gradients = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
+            if self.grad_scaler is not None and gradients:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self.grad_scaler.inv_scale)
+        return found
+
+    def _agree(self, overflow: torch.Tensor) -> tuple[dict[str, float], bool, int | None]:
+        """Sum what every rank found over all of them: one message, one copy to the host.
+
+        Every shard of a gradient is on one rank, so that the sum over the world of their squares is the square of the
+        module's norm, as Megatron-Core sums it over the module's ranks.
+
+        Returns:
+            (square of the gradient norm by module, whether any gradient is not finite, number of zeros if counted).
+        """
+        names = sorted(self.module_infos)
+        message = torch.zeros(len(names) + 2, dtype=torch.float64, device=self._device)
+        for index, name in enumerate(names):
+            gradients = [
+                gradient
+                for optimizer in self._inner(self.module_infos[name])
+                for gradient in optimizer.get_grads_for_grad_norm()
+            ]
+            if not gradients:
+                continue
+            message[index] = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            if self.config.log_num_zeros_in_grad:
+                message[-1] += sum(gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients)
+        message[-2] = overflow[0]
+        dist.all_reduce(message)
+        host = torch.cat([message, self.passengers()]).tolist()
+        (*squares, overflown, zeros), self.arrived = host[: len(message)], host[len(message) :]
+        counted = int(zeros) if self.config.log_num_zeros_in_grad and math.isfinite(zeros) else None
+        return dict(zip(names, squares, strict=True)), overflown > 0, counted
+
+    def _clip(self, squares: dict[str, float]) -> None:
+        together = math.sqrt(sum(squares[name] for name, own in self._clip_grads.items() if own is None))
+        for name, own in self._clip_grads.items():
+            largest, norm = (self.config.clip_grad, together) if own is None else (own, math.sqrt(squares[name]))
+            parameters = [
+                parameter
+                for optimizer in self._inner(self.module_infos[name])
+                for parameter in optimizer.get_parameters()
+            ]
+            if largest > 0 and parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=largest, total_norm=norm)
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in self._overlapping:
+                stack.enter_context(chunk.no_sync())
+            yield
+
+    @staticmethod
+    def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key != "params"}
+
+    def _replace_groups(self, module_state: dict, optimizer: Any) -> None:
+        """Put this run's groups in the place of the saved ones, of which nothing is needed: a run may continue with
+        another learning rate or with a projector_lr, which are other groups to Megatron-Core."""
+        if optimizer is None:
+            return
+        inner = optimizer.chained_optimizers
+        states = [module_state] if len(inner) == 1 else [module_state[index] for index in range(len(inner))]
+        for state, each in zip(states, inner, strict=True):
+            for key in [key for key in state if str(key).startswith("_mimo_param_groups")]:
+                state[key] = [{**self._settings_of(group), "params": []} for group in each.param_groups]

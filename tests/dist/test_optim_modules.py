@@ -1,0 +1,225 @@
+"""Settings of single modules, precisions, and reductions that overlap with computation."""
+
+import pytest
+
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.steps import Steps, whole
+
+OWN = (
+    "modules.images.optim.lr=2e-3",
+    "modules.images.optim.min_lr=1e-4",
+    "modules.images.optim.warmup_iters=4",
+    "modules.images.optim.decay=linear",
+    "modules.images.optim.weight_decay=0.1",
+    "modules.images.optim.projector_lr=5e-3",
+    "modules.language.optim.decay=constant",
+)
+
+
+def _curve(cfg, steps: int = 6) -> list[tuple]:
+    return Steps(cfg).train(steps)
+
+
+def _rates_of_groups(cfg) -> dict[str, set[tuple[float, float]]]:
+    """(learning rate, weight decay) of the optimizer's groups after 5 steps, by module."""
+    run = Steps(cfg)
+    run.train(5)
+    return {
+        name: {
+            (group["lr"], group["weight_decay"]) for part in run.optimizer._inner(info) for group in part.param_groups
+        }
+        for name, info in run.optimizer.module_infos.items()
+        if info.optimizer is not None
+    }
+
+
+def test_groups_follow_the_settings_of_their_module(digits, tmp_path):
+    cfg = config("vlm_digits", tmp_path, digits, "layout=two_processes", "train.iters=20", *OWN)
+    found = {name: rates for rank in run_ranks(_rates_of_groups, 2, cfg) for name, rates in rank.items()}
+    # Linear from the end of warm-up at step 4 to step 20, one step in; the projector with its own peak.
+    encoder, projector = (1e-4 + (peak - 1e-4) * 15 / 16 for peak in (2e-3, 5e-3))
+    assert sorted(found["images"]) == [
+        (pytest.approx(encoder), 0),
+        (pytest.approx(encoder), pytest.approx(0.1)),
+        (pytest.approx(projector), 0),
+        (pytest.approx(projector), pytest.approx(0.1)),
+    ]
+    assert sorted(found["language"]) == [(1e-3, 0), (1e-3, pytest.approx(0.01))]
+
+
+def test_settings_of_modules_give_the_numbers_of_one_process_and_are_logged(digits, tmp_path):
+    curves = {}
+    for layout in ("one_process", "images_dp2_language_dp1"):
+        overrides = (f"layout={layout}", "train.iters=6", *OWN, "modules.images.optim.clip_grad=0.1")
+        lines = train_on_ranks(config("vlm_digits", tmp_path / layout, digits, *overrides))
+        curves[layout] = curve(lines)
+        last = [line for line in lines if "lm loss" in line][-1]
+        # The rate of the last step, which follows 5 steps: linear from step 4 to step 6.
+        assert last["learning_rate/images"] == pytest.approx(1e-4 + 1.9e-3 / 2)
+        assert last["learning_rate/images.projector"] == pytest.approx(1e-4 + 4.9e-3 / 2)
+        assert last["learning_rate/language"] == pytest.approx(1e-3)
+    assert max(largest_difference(curves["one_process"], curves["images_dp2_language_dp1"])) < 1e-5
+
+
+def _curve_from(cfg, weights: list[dict] | None, steps: int = 6) -> tuple[list[tuple], dict]:
+    """Curve of a run from `weights` of each rank, or from its initial ones; and the weights it began with."""
+    import torch
+    import torch.distributed as dist
+
+    from mimo_train.model.build import modules_of
+
+    run = Steps(cfg)
+    if weights is not None:
+        for module, chunks in modules_of(run.model).items():
+            for name, parameter in chunks[0].named_parameters():
+                with torch.no_grad():
+                    parameter.copy_(torch.from_numpy(weights[dist.get_rank()][f"{module}.0.{name}"]))
+        run.optimizer.reload_model_params()
+    began_with = {name: parameter.float().cpu().numpy() for name, parameter in run.parameters().items()}
+    return run.train(steps), began_with
+
+
+@pytest.mark.parametrize("layout", ["one_process", "images_dp2_language_dp2"])
+def test_half_precisions_follow_fp32(layout, digits, tmp_path):
+    """From equal weights: random numbers that are drawn in half precision are others."""
+    world = {"one_process": 1, "images_dp2_language_dp2": 4}[layout]
+
+    def run(precision: str, weights: list[dict] | None = None) -> tuple[list[tuple], list[dict]]:
+        overrides = (f"layout={layout}", "train.iters=20", f"train.precision={precision}")
+        cfg = config("vlm_digits", tmp_path, digits, *overrides, "optim.initial_loss_scale=8")
+        curves, weights = zip(*run_ranks(_curve_from, world, cfg, weights), strict=True)
+        return whole(curves), weights
+
+    exact, initial = run("fp32")
+    for precision, tolerance in (("fp16", 2e-3), ("bf16", 1e-2)):
+        loss, norm = largest_difference(exact, run(precision, initial)[0])
+        assert 1e-7 < loss < tolerance and norm < 5 * tolerance, f"{precision}: loss {loss:.1e}, norm {norm:.1e}"
+
+
+def test_a_fixed_loss_scale_cancels_out(digits, tmp_path):
+    """Powers of 2 that are small enough lose nothing in fp16, wherever the loss is divided by tokens."""
+
+    def run(scale: float) -> list[tuple]:
+        overrides = ("layout=two_processes", "train.iters=20", "train.precision=fp16", f"optim.loss_scale={scale}")
+        return whole(run_ranks(_curve, 2, config("vlm_digits", tmp_path, digits, *overrides)))
+
+    assert max(largest_difference(run(64.0), run(256.0))) < 2e-3
+
+
+def _scales(cfg, steps: int, save: bool) -> list[float]:
+    run, scales = Steps(cfg), []
+    for _ in range(steps):
+        scales.append(float(run.optimizer.get_loss_scale()))
+        run.train(1)
+    if save:
+        run.save()
+    return scales
+
+
+def test_the_loss_scale_grows_is_the_same_on_all_ranks_and_is_resumed(digits, tmp_path):
+    overrides = ("layout=two_processes", "train.iters=20", "train.precision=fp16")
+    growing = ("optim.initial_loss_scale=64", "optim.loss_scale_window=3")
+    cfg = config("vlm_digits", tmp_path, digits, *overrides, *growing)
+    assert run_ranks(_scales, 2, cfg, 5, True) == [[64, 64, 64, 128, 128]] * 2
+    assert run_ranks(_scales, 2, cfg, 3, False) == [[128, 256, 256]] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_overlapped_reductions_give_the_same_numbers(precision, prose, tmp_path):
+    def run(name: str, *overrides: str) -> list[tuple]:
+        cfg = config(
+            "gpt_tiny", tmp_path / name, prose, "layout=language_dp2", "train.iters=6", f"train.precision={precision}",
+            "train.micro_batch_size=4", f"data.validation_shards={prose}/held_out", "train.eval_samples=8",
+            "checkpoint.save_interval=4", "train.eval_interval=3", *overrides,
+        )  # fmt: skip
+        lines = train_on_ranks(cfg)
+        return curve(lines) + [(line["step"], line["eval/loss"], 1.0) for line in lines if "eval/loss" in line]
+
+    plain = run("plain")
+    both = run("both", "optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
+    assert largest_difference(plain, both) == (0, 0)
+    assert largest_difference(plain, run("one", "optim.overlap_grad_reduce=true")) == (0, 0)
+
+
+@pytest.mark.parametrize("layout", ["images_dp2_language_dp2", "images_tp2_language_pp2"])
+def test_overlap_beside_an_encoder_gives_the_same_numbers(layout, digits, tmp_path):
+    def run(name: str, *overrides: str) -> list[tuple]:
+        return curve(
+            train_on_ranks(
+                config("vlm_digits", tmp_path / name, digits, f"layout={layout}", "train.iters=6", *overrides)
+            )
+        )
+
+    both = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
+    assert largest_difference(run("plain"), run("both", *both)) == (0, 0)
+
+
+def _overlapping(cfg) -> dict[str, tuple[bool, bool]]:
+    from mimo_train.model.build import modules_of
+
+    run = Steps(cfg)
+    return {
+        name: (chunks[0].ddp_config.overlap_grad_reduce, chunks[0].ddp_config.overlap_param_gather)
+        for name, chunks in modules_of(run.model).items()
+    }
+
+
+def test_only_what_takes_part_in_every_microbatch_overlaps(digits, tmp_path):
+    both = ("layout=one_process", "optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
+    plain = config("vlm_digits", tmp_path, digits, *both)
+    assert run_ranks(_overlapping, 1, plain) == [{"images": (False, False), "language": (True, True)}]
+    staged = config("vlm_digits", tmp_path, digits, *both, "modules.language.freeze_until={llm: 2}")
+    assert run_ranks(_overlapping, 1, staged) == [{"images": (False, False), "language": (False, False)}]
+
+
+def _zeros(cfg) -> tuple[int | None, int]:
+    """Zeros that a step counts whose encoder module has no gradient, and this rank's parameters of that module."""
+    from mimo_train.model.build import modules_of
+
+    run = Steps(cfg)
+    encoders, config = modules_of(run.model).get("images", []), run.model[0].config
+    finalize, found = config.finalize_model_grads_func, []
+
+    def without_gradients_of_the_encoder(*args, **kwargs):
+        finalize(*args, **kwargs)
+        for chunk in encoders:
+            chunk.scale_gradients(0.0)
+
+    config.finalize_model_grads_func = without_gradients_of_the_encoder
+    step = run.optimizer.step
+    run.optimizer.step = lambda: found.append(step()) or found[0]
+    run.train(1)
+    return found[0][2], sum(parameter.numel() for chunk in encoders for parameter in chunk.parameters())
+
+
+def test_zeros_in_the_gradient_are_counted_once_at_any_layout(digits, tmp_path):
+    for layout, world in (("one_process", 1), ("images_dp2_language_dp1", 3)):
+        overrides = (f"layout={layout}", "train.iters=20", "log.num_zeros_in_grad=true")
+        ranks = run_ranks(_zeros, world, config("vlm_digits", tmp_path, digits, *overrides))
+        # A few of the language model's are zero by chance.
+        encoder = max(size for _, size in ranks)
+        assert all(encoder <= zeros < encoder + 10 for zeros, _ in ranks), f"{layout}: {ranks}"
+    overrides = ("layout=one_process", "train.iters=20")
+    assert run_ranks(_zeros, 1, config("vlm_digits", tmp_path, digits, *overrides))[0][0] is None
+
+
+def _resumed_rates(cfg, save: bool) -> tuple[list[tuple], set[float]]:
+    """Curve of 2 steps, then the learning rates of the images' groups."""
+    run = Steps(cfg)
+    numbers = run.train(2)
+    if save:
+        run.save()
+    inner = run.optimizer._inner(run.optimizer.module_infos["images"])
+    return numbers, {round(group["lr"], 9) for part in inner for group in part.param_groups}
+
+
+def test_a_run_may_continue_with_other_rates_and_a_rate_for_the_projector(digits, tmp_path):
+    overrides = ("layout=one_process", "train.iters=20", "optim.decay=constant", "optim.warmup_iters=1")
+    run_ranks(_resumed_rates, 1, config("vlm_digits", tmp_path, digits, *overrides), True)
+    changed = ("modules.images.optim.lr=5e-4", "modules.images.optim.projector_lr=3e-3")
+    ((curve_after, rates),) = run_ranks(
+        _resumed_rates, 1, config("vlm_digits", tmp_path, digits, *overrides, *changed), False
+    )
+    assert rates == {5e-4, 3e-3}
+    assert all(norm > 0 for _, norm in curve_after)

@@ -1,0 +1,56 @@
+"""The optimizer over modules on a GPU, with the Adam that is installed there. Skipped where there is no CUDA device."""
+
+import math
+
+import pytest
+import torch
+
+from data.demo import make_demo
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, largest_difference
+from tests.dist.steps import whole
+from tests.dist.test_optim import _broken_step, _curve
+from tests.dist.test_optim_modules import _curve_from
+from tests.dist.test_optim_stages import _curve as staged_curve
+from tests.dist.test_optim_stages import _train_and_save
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def vlm(tmp_path, name: str, *overrides: str):
+    """A run on one GPU."""
+    demo = tmp_path / "digits"
+    if not demo.exists():
+        make_demo(demo, train_samples=480, held_out_samples=40, shards=2)
+    fixed = ("layout=one_process", "run.device=cuda", "train.iters=20", "optim.lr=3e-3")
+    return config("vlm_digits", tmp_path / name, demo, *fixed, *overrides)
+
+
+def test_a_step_gives_the_numbers_of_megatron_cores_own_on_cuda(tmp_path):
+    cfg = vlm(tmp_path, "run", "optim.clip_grad=0.5")
+    ours, theirs = (whole(run_ranks(_curve, 1, cfg, own)) for own in (False, True))
+    assert max(largest_difference(theirs, ours)) < 1e-5
+
+
+def test_fp16_follows_fp32_on_cuda(tmp_path):
+    ((exact, initial),) = run_ranks(_curve_from, 1, vlm(tmp_path, "fp32"), None)
+    fp16 = vlm(tmp_path, "fp16", "train.precision=fp16", "optim.initial_loss_scale=8")
+    ((half, _),) = run_ranks(_curve_from, 1, fp16, [initial])
+    assert 0 < largest_difference(whole([exact]), whole([half]))[0] < 1e-2
+
+
+def test_an_overflow_skips_the_step_on_cuda(tmp_path):
+    cfg = vlm(tmp_path, "run", "train.precision=fp16", "optim.initial_loss_scale=1024")
+    (found,) = run_ranks(_broken_step, 1, cfg, math.inf, 0)
+    assert found["result"][0] is False and found["scales"] == [1024, 512]
+    assert found["weights"] and found["states"] and found["rates"]
+
+
+def test_stages_follow_the_cpu_and_are_resumed_on_cuda(tmp_path):
+    until = "modules.images.freeze_until={encoder: 3}"
+    cpu = whole(run_ranks(staged_curve, 1, vlm(tmp_path, "cpu", until, "run.device=cpu"), 8))
+    assert largest_difference(cpu, whole(run_ranks(staged_curve, 1, vlm(tmp_path, "cuda", until), 8)))[0] < 1e-3
+    run_ranks(_train_and_save, 1, vlm(tmp_path, "saved", until), 5)
+    resumed = whole(run_ranks(staged_curve, 1, vlm(tmp_path, "saved", until), 3))
+    resumed = [(step + 5, loss, norm) for step, loss, norm in resumed]
+    assert largest_difference(cpu[5:], resumed)[0] < 1e-3
