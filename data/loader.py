@@ -1,8 +1,8 @@
 """The step loader: optimizer steps for one rank, read ahead in threads, in an order that no worker count changes.
 
-Where a run stands is `consumed_samples` alone. Step after step the loader hands out samples [consumed, consumed +
-global_batch_size), cut in microbatches of `microbatch_samples`; each reader takes its contiguous data-parallel slice
-of each. Faults are counted when a step is handed out, not when it is read ahead: the same bad sample ends a run at the
+Where a run stands is `consumed_samples` alone. Step after step the loader hands out samples [consumed, consumed + size
+of the step), cut in microbatches of `microbatch_samples`; each reader takes its contiguous data-parallel slice of
+each. Faults are counted when a step is handed out, not when it is read ahead: the same bad sample ends a run at the
 same step.
 """
 
@@ -26,18 +26,22 @@ LANGUAGE = "language"
 @dataclass(frozen=True)
 class Batching:
     """`global_batch_size`: samples per optimizer step; `microbatch_samples`: samples of one microbatch over ALL
-    data-parallel ranks, that is micro_batch_size x dp(language)."""
+    data-parallel ranks, that is micro_batch_size x dp(language); `size_at`: samples of the step that begins after so
+    many consumed samples, while the batch grows to `global_batch_size`."""
 
     global_batch_size: int
     microbatch_samples: int
+    size_at: Callable[[int], int] | None = None
 
     def __post_init__(self) -> None:
         assert self.microbatch_samples > 0, self
         assert self.global_batch_size > 0 and self.global_batch_size % self.microbatch_samples == 0, self
 
-    @property
-    def num_microbatches(self) -> int:
-        return self.global_batch_size // self.microbatch_samples
+    def size(self, consumed: int) -> int:
+        """Samples of the step that begins after `consumed` samples."""
+        size = self.size_at(consumed) if self.size_at else self.global_batch_size
+        assert 0 < size <= self.global_batch_size and size % self.microbatch_samples == 0, (self, size)
+        return size
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,18 @@ class StepBatch:
     tensors if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N,
     samples]. Always: `sample_numbers` int64 [B], of the language slice, else of the first media module's.
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks.
-    bad: bool [global_batch_size], samples of the step that this rank found bad (a rank sees only what it reads).
+    bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads).
     """
 
     first_sample: int
     microbatches: list[dict[str, Any]]
     token_counts: dict[str, list[list[int]]]
     bad: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Samples of the step, over all data-parallel ranks."""
+        return len(self.bad)
 
 
 class StepLoader:
@@ -140,6 +149,11 @@ class StepLoader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @property
+    def dataset(self) -> Dataset:
+        """What it reads from."""
+        return self._dataset
+
     def close(self) -> None:
         """Drops what was read ahead and waits for the threads to end. May be called twice."""
         self._closed = True
@@ -152,17 +166,19 @@ class StepLoader:
         while len(self._pending) < self._ahead and (self._limit is None or self._issued < self._limit):
             if self._pool is None and self._pending:
                 return
-            self._pending.append(self._issue(self._next))
-            self._next += self._batching.global_batch_size
+            size = self._batching.size(self._next)
+            self._pending.append(self._issue(self._next, size))
+            self._next += size
             self._issued += 1
 
-    def _issue(self, first: int) -> _Step:
+    def _issue(self, first: int, step_size: int) -> _Step:
         """Hands every sample of the step to the workers; the samples of one reader are in order."""
-        size, count = self._batching.microbatch_samples, self._batching.num_microbatches
-        starts = [first + at * size for at in range(count)]
+        size = self._batching.microbatch_samples
+        starts = range(first, first + step_size, size)
         text, media = self._dataset.read_text, self._dataset.read_media
         return _Step(
             first,
+            step_size,
             counts=[self._submit(self._token_counts, start) for start in starts],
             texts=[
                 [self._submit(text, number) for number in self._language.slice(start, size)] if self._language else []
@@ -192,7 +208,7 @@ class StepLoader:
     def _assemble(self, step: _Step) -> StepBatch:
         size, modules = self._batching.microbatch_samples, [item.module for item in self._dataset.modules]
         faults, microbatches = {}, []
-        for at in range(self._batching.num_microbatches):
+        for at in range(step.size // size):
             start = step.first + at * size
             texts = [result() for result in step.texts[at]]
             media = {module: [result() for result in results] for module, results in step.media[at].items()}
@@ -200,7 +216,7 @@ class StepLoader:
                 if fault is not None:
                     faults.setdefault(fault.number, fault)
             microbatches.append(self._microbatch(start, texts, media, faults))
-        bad = np.zeros(self._batching.global_batch_size, dtype=bool)
+        bad = np.zeros(step.size, dtype=bool)
         for number in sorted(faults):
             bad[number - step.first] = True
             self._dataset.faults.record(faults[number])
@@ -234,6 +250,7 @@ class _Step:
     """A step on its way: callables that give each result, by microbatch."""
 
     first: int
+    size: int
     counts: list[Callable[[], list[dict[str, int]]]]
     texts: list[list[Callable[[], Any]]]
     media: list[dict[str, list[Callable[[], Any]]]]

@@ -24,7 +24,8 @@ OVERRIDE_HELP = "changes to the config: train.iters=100, or a file of a group: l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 a user's fault, 2 wrong usage, 130 interrupted.
+    """Run one command and return its exit code: 0 done, 1 a user's fault, 2 wrong usage, 16 and 17 a loss that is
+    not to be trusted (`train.rerun`), 130 interrupted.
 
     A user's fault is printed as `error: ` and one line per fault. Anything unexpected keeps its traceback.
     """

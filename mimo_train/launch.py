@@ -21,6 +21,11 @@ import tempfile
 from typing import Any
 
 FAILURE_SECONDS = 5
+ASKED_FOR = {
+    16: "a loss was wrong twice: start the run again on another machine, which makes the step again and compares",
+    17: "a loss could not be trusted: the messages above say whether a machine is at fault",
+}
+"""Exit codes with which ranks end a run on purpose, by `train.rerun`."""
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -87,7 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: torchrun's options and the command of a rank; those of the process when None.
 
     Returns:
-        0 if every rank exited 0, after a stop that was asked for too; otherwise 1.
+        0 if every rank exited 0, after a stop that was asked for too; otherwise the exit code of the rank that failed
+        first, 1 if a signal ended it.
 
     Raises:
         ValueError: MIMO_GRACE_SECONDS is not a positive number.
@@ -114,8 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
             options = ["--signals-to-handle=SIGQUIT", f"--log-dir={folder}"]
             run.run(run.parse_args([*options, *arguments]))
     except ChildFailedError as error:
-        _report(error.failures, ranks.stop_asked)
-        return 1
+        return _report(error.failures, ranks.stop_asked)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for signum in HANDED_ON:  # all is done: a late signal must not turn the exit code into its own
@@ -139,9 +144,12 @@ def _adapt(context_class: Any, ranks: Ranks) -> None:
     context_class._start, context_class._close = started, closed
 
 
-def _report(failures: dict[int, Any], stop_asked: bool) -> None:
-    """Says which rank failed first. The others were ended because of it, or say the same."""
+def _report(failures: dict[int, Any], stop_asked: bool) -> int:
+    """Says which rank failed first; returns its exit code. The others were ended because of it, or say the same."""
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
+    if failure.exitcode in ASKED_FOR:
+        _say(f"exit code {failure.exitcode}: {ASKED_FOR[failure.exitcode]}. All ranks of this node have ended.")
+        return failure.exitcode
     if stop_asked and failure.exitcode == -signal.SIGTERM:
         how = "was stopped before it had begun to train: nothing was saved"
     elif failure.exitcode < 0:
@@ -150,6 +158,7 @@ def _report(failures: dict[int, Any], stop_asked: bool) -> None:
     else:
         how = f"failed with exit code {failure.exitcode}; the messages above say why"
     _say(f"rank {rank} (process {failure.pid}) {how}. All ranks of this node have ended.")
+    return max(1, failure.exitcode)
 
 
 def _grace_seconds() -> float:

@@ -1,6 +1,7 @@
 """Data of a run: which samples this rank reads, and the iterator that feeds the schedule."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +20,20 @@ def readers_of(groups: RunGroups) -> list[Reader]:
 
 
 def open_loader(
-    cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, dataset: Dataset, *, consumed: int, steps: int
+    cfg: ConfigContainer,
+    layout: RunLayout,
+    groups: RunGroups,
+    dataset: Dataset,
+    *,
+    consumed: int,
+    steps: int,
+    size_at: Callable[[int], int] | None = None,
 ) -> StepLoader:
-    """The loader of this rank from sample number `consumed` on, for `steps` steps."""
+    """The loader of this rank from sample number `consumed` on, for `steps` steps of `size_at(consumed)` samples, or of
+    the full batch."""
     return StepLoader(
         dataset,
-        Batching(layout.global_batch_size, layout.microbatch_samples),
+        Batching(layout.global_batch_size, layout.microbatch_samples, size_at),
         readers_of(groups),
         consumed_samples=consumed,
         workers=cfg.data.workers,
@@ -36,7 +45,8 @@ class StepIterator:
     """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
 
     A rank that cannot read a sample tells the others, so that its loss counts nowhere. The flags of the next step
-    travel with the token count at the end of this one (`Pipeline.step_flags`), so that they cost no message.
+    travel in the sum over ranks at the end of this one, so that they cost no message; so does, for the weight of a
+    load-balancing loss, how much of each sample counts.
     """
 
     def __init__(self, loader: StepLoader, pipeline: Pipeline, *, forward_only: bool = False):
@@ -45,40 +55,70 @@ class StepIterator:
         self._upcoming: StepBatch | None = next(loader, None)
         self.current: StepBatch | None = None
         self.bad: torch.Tensor | None = None
-        """int64 [global_batch_size]: above 0 where any rank found the sample of the current step bad."""
+        """[global_batch_size], of which a smaller step uses the first: above 0 where any rank found the sample of the
+        current step bad."""
+        if not forward_only:
+            size = pipeline.layout.global_batch_size
+            pipeline.step_sum.open("bad samples", size, lambda: self._flags_of(self._upcoming))
+        self._weighs = pipeline.balancing.active and not forward_only
+        if self._weighs:
+            pipeline.step_sum.open("learned", size, lambda: self._learned_of(self._upcoming))
+        self._sums_seen = pipeline.step_sum.count
         self._microbatches: Iterator[dict[str, Any]] = iter(())
 
     def advance(self) -> StepBatch | None:
-        """Make the next step the current one; None when there is no more. Collective over all ranks at the start, and
-        at every step of an evaluation."""
+        """Make the next step the current one; None when there is no more. Collective over all ranks at the start,
+        after a step that was passed over, and at every step of an evaluation."""
         self.current = self._upcoming
         if self.current is None:
             return None
-        flags = self._pipeline.summed_flags if self.bad is not None and not self._forward_only else None
+        flags, learned, step_sum = None, None, self._pipeline.step_sum
+        if not self._forward_only and step_sum.count != self._sums_seen:
+            flags, learned = step_sum.total("bad samples"), step_sum.total("learned")
+        self._sums_seen = step_sum.count
         if flags is None:
-            flags = self._flags_of(self.current)
+            flags, learned = self._flags_of(self.current), self._learned_of(self.current)
             dist.all_reduce(flags)
+            if self._weighs:
+                dist.all_reduce(learned)
         self.bad = flags
-        self._upcoming = next(self._loader, None)
-        if not self._forward_only:
-            self._pipeline.step_flags = self._flags_of(self._upcoming)
+        self._good = (flags == 0).float()[:, None]
+        if self._weighs:
+            share = (learned * (flags == 0)).sum() / self.current.size
+            self._pipeline.balancing.learned_share = share.to(torch.float32)
+        with self._pipeline.stopwatch("data_wait"):
+            self._upcoming = next(self._loader, None)
         self.rewind()
         return self.current
 
-    def rewind(self) -> None:
-        """Start the current step's microbatches again."""
-        self._pipeline.plan.begin(self.current.token_counts)
-        self._microbatches = iter(enumerate(self.current.microbatches))
+    @property
+    def dataset(self) -> Dataset:
+        """Where the samples come from: gives shard and key of a sample number."""
+        return self._loader.dataset
+
+    def rewind(self, chosen: Sequence[int] | None = None) -> None:
+        """Start the current step's microbatches again: all, or those with the numbers in `chosen`."""
+        microbatches, counts = self.current.microbatches, self.current.token_counts
+        chosen = range(len(microbatches)) if chosen is None else chosen
+        self._pipeline.plan.begin({module: [of[number] for number in chosen] for module, of in counts.items()})
+        self._microbatches = ((number, microbatches[number]) for number in chosen)
 
     def __iter__(self):
         return self
 
     def __next__(self) -> dict[str, Any]:
-        index, microbatch = next(self._microbatches)
-        batch = _to_device(microbatch, self._pipeline.device)
-        if "loss_mask" in batch:
-            batch["loss_mask"] = batch["loss_mask"] * self._good(index)[:, None]
-        return batch
+        with self._pipeline.stopwatch("data_wait"):
+            index, microbatch = next(self._microbatches)
+            batch = _to_device(microbatch, self._pipeline.device)
+            if "loss_mask" in batch:
+                # What no rank found bad counts.
+                first, count = self._first(index), self._pipeline.layout.micro_batch_size
+                batch["loss_mask"] = batch["loss_mask"] * self._good[first : first + count]
+            return batch
+
+    def views(self, number: int) -> list[Iterator[dict[str, Any]]]:
+        """Iterators over the current step's microbatches, one for each model chunk; they share the tensors."""
+        return [map(dict, view) for view in itertools.tee(self, number)]
 
     def close(self) -> None:
         """End the reading threads."""
@@ -86,20 +126,32 @@ class StepIterator:
 
     def _flags_of(self, step: StepBatch | None) -> torch.Tensor:
         size = self._pipeline.layout.global_batch_size
-        if step is None:
-            return torch.zeros(size, dtype=torch.int64, device=self._pipeline.device)
-        return torch.from_numpy(step.bad).to(self._pipeline.device, torch.int64)
+        flags = torch.zeros(size, dtype=torch.int64)
+        if step is not None:
+            flags[: step.size] = torch.from_numpy(step.bad)
+        return flags.to(self._pipeline.device)
 
-    def _good(self, microbatch: int) -> torch.Tensor:
-        """1.0 for each of this language rank's samples of a microbatch that no rank found bad, else 0.0."""
+    def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
+        """[global_batch_size]: share of positions that count, of the samples whose text no other rank adds."""
+        pipeline, language = self._pipeline, self._language
+        shares = torch.zeros(pipeline.layout.global_batch_size, dtype=torch.float64)
+        reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
+        if step is not None and reads:
+            for index, microbatch in enumerate(step.microbatches):
+                first = self._first(index)
+                mask = microbatch["loss_mask"].double()
+                shares[first : first + len(mask)] = mask.mean(dim=1)
+        return shares.to(pipeline.device)
+
+    def _first(self, microbatch: int) -> int:
+        """Place in the step of this language rank's first sample of a microbatch."""
         layout = self._pipeline.layout
-        first = microbatch * layout.microbatch_samples + self._language.dp.rank() * layout.micro_batch_size
-        return (self.bad[first : first + layout.micro_batch_size] == 0).float()
+        return microbatch * layout.microbatch_samples + self._language.dp.rank() * layout.micro_batch_size
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return value if value.device == device else value.to(device, non_blocking=True)
     if isinstance(value, dict):
         return {key: _to_device(item, device) for key, item in value.items()}
     if isinstance(value, list):

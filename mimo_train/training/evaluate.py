@@ -1,10 +1,11 @@
 """Evaluation in the loop: held-out loss, exact match of answers, and samples for the report."""
 
 import base64
+import contextlib
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,8 +39,23 @@ class HeldOut:
         return StepIterator(loader, state.pipeline, forward_only=True)
 
 
-def evaluate_when_due(step_func: Callable, model: list, held_out: HeldOut | None, state: GlobalState) -> None:
-    """Evaluate every `train.eval_interval` steps and after the last one."""
+def evaluate_when_due(
+    step_func: Callable,
+    model: list,
+    held_out: HeldOut | None,
+    state: GlobalState,
+    process_non_loss_data_func: Callable[[Any, int, Any], None] | None = None,
+    non_loss_data_func: Callable[[list], Any] | None = None,
+) -> None:
+    """Evaluate every `train.eval_interval` steps and after the last one. Collective over all ranks.
+
+    Args:
+        step_func: the run's forward step, prepared; it gives the non-loss data where `non_loss_data_func` does not.
+        process_non_loss_data_func: called as (data, step, writer) on the logging rank, with TensorBoard's
+            `SummaryWriter`, or None where `log.tensorboard` is off.
+        non_loss_data_func: called as (model) on every rank; gives the data. Without it, the data is the list of what
+            the loss functions, called with non_loss_data=True, give for the microbatches of the first held-out step.
+    """
     interval, step = state.cfg.train.eval_interval, state.train_state.step
     due = (interval > 0 and step % interval == 0) or step == state.cfg.train.iters
     if held_out is None or not due:
@@ -49,6 +65,11 @@ def evaluate_when_due(step_func: Callable, model: list, held_out: HeldOut | None
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.evaluation(step, values)
         progress_log.evaluated(state.run_dir, step=step, values=values)
+    if process_non_loss_data_func is not None or non_loss_data_func is not None:
+        data = _non_loss_data(step_func, model, held_out, state, non_loss_data_func)
+        if process_non_loss_data_func is not None and state.is_logging_rank:
+            process_non_loss_data_func(data, step, state.tensorboard_logger)
+    state.callbacks.fire("on_evaluation", state, values)
 
 
 def evaluate(model: list, held_out: HeldOut, state: GlobalState) -> dict[str, float]:
@@ -65,9 +86,8 @@ def evaluate(model: list, held_out: HeldOut, state: GlobalState) -> dict[str, fl
     sums = torch.zeros(4, dtype=torch.float64, device=state.device)
     iterator = held_out()
     step_func = prepare_forward_step_func(predict_step, state)
-    model[0].eval()
     try:
-        with torch.no_grad():
+        with _evaluating(model):
             for index in range(held_out.steps):
                 iterator.advance()
                 collected = state.pipeline.run(
@@ -84,7 +104,6 @@ def evaluate(model: list, held_out: HeldOut, state: GlobalState) -> dict[str, fl
                     write_samples(state, model, step_func, iterator, held_out)
     finally:
         iterator.close()
-        model[0].train()
     if not state.pipeline.is_last_stage:
         return {}
     dist.all_reduce(sums, group=state.pipeline.groups.collections[LANGUAGE].dp)
@@ -94,6 +113,41 @@ def evaluate(model: list, held_out: HeldOut, state: GlobalState) -> dict[str, fl
         "eval/exact_match": matches / max(samples, 1),
         "eval/samples": samples,
     }
+
+
+def _non_loss_data(
+    step_func: Callable, model: list, held_out: HeldOut, state: GlobalState, give: Callable[[list], Any] | None
+) -> Any:
+    """What `give` or, without it, a forward pass over the first held-out step gives, in evaluation mode."""
+    with _evaluating(model):
+        if give is not None:
+            return give(model)
+        iterator = held_out()
+        try:
+            iterator.advance()
+            return state.pipeline.run(
+                step_func,
+                iterator,
+                model,
+                sequence_length=state.cfg.data.sequence_length,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        finally:
+            iterator.close()
+
+
+@contextlib.contextmanager
+def _evaluating(model: list) -> Iterator[None]:
+    """Chunks in evaluation mode, without gradients."""
+    for chunk in model:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in model:
+            chunk.train()
 
 
 def _score(microbatch: dict[str, Any], samples: int) -> torch.Tensor:

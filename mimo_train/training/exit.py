@@ -1,6 +1,11 @@
-"""When a run ends before its last step: a signal asks for it, and all ranks agree on the step."""
+"""When a run ends before its last step: a signal or its time asks for it, and all ranks agree on the step."""
 
 import signal
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mimo_train.training.state import GlobalState
 
 
 class ExitSignal:
@@ -32,3 +37,17 @@ class ExitSignal:
 
     def _note(self, number: int, frame) -> None:
         self._received = number
+
+
+class ExitConditions:
+    """What this rank knows of reasons to end. Ranks see a signal, and their clocks, at different steps: the votes
+    travel in the step's one sum over the world, and `Pipeline.agreed_votes` says whether any rank had one."""
+
+    def __init__(self, state: "GlobalState", exit_signal: ExitSignal):
+        self._signal = exit_signal
+        minutes = state.cfg.train.exit_duration_minutes
+        self._deadline = state.start_time + 60 * minutes if minutes > 0 else float("inf")
+
+    def votes(self) -> tuple[bool, bool]:
+        """(a signal was received, `train.exit_duration_minutes` have passed since the job's start), on this rank."""
+        return self._signal.requested(), time.time() >= self._deadline

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from mimo_train.training.losses import StepLosses
 from mimo_train.training.state import GlobalState
 
 ForwardStepCallable = Callable[..., tuple[Any, Callable | None]]
@@ -64,6 +65,27 @@ def maybe_inject_state(
     return partial(forward_step_func, state) if needs_injection else forward_step_func
 
 
+def record_losses(forward_step_func: ForwardStepCallable, losses: StepLosses) -> ForwardStepCallable:
+    """The forward step, with its loss functions normalised and their reports kept in `losses`.
+
+    Raises (when called):
+        TypeError: the forward step returned something other than (output, loss function or None).
+    """
+
+    def step(data_iterator: Any, model: Any, **options: Any) -> tuple[Any, Callable | None]:
+        result = forward_step_func(data_iterator, model, **options)
+        good = isinstance(result, tuple) and len(result) == 2 and (result[1] is None or callable(result[1]))
+        if not good:
+            raise TypeError(
+                f"forward step {_name(forward_step_func)} returned {type(result).__name__}: it must return (output, "
+                "loss function), or (output, None) before the last stage"
+            )
+        output, loss_func = result
+        return output, None if loss_func is None else losses.wrap(loss_func)
+
+    return step
+
+
 def _parameters(function: ForwardStepCallable) -> list[inspect.Parameter]:
     return [
         parameter
@@ -90,4 +112,5 @@ def _is_state(annotation: Any) -> bool:
 
 
 def _name(function: Any) -> str:
+    function = function.func if isinstance(function, partial) else function
     return getattr(function, "__name__", type(function).__name__)

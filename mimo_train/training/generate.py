@@ -13,7 +13,6 @@ from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.store import load_checkpoint
 from mimo_train.compose import from_dict
 from mimo_train.config import LANGUAGE, ConfigContainer, LayoutConfig, PlacementConfig
-from mimo_train.layout import plan
 from mimo_train.samples import media_of
 from mimo_train.training.decode import predict_step
 from mimo_train.training.setup import build_state, start_processes
@@ -29,9 +28,9 @@ def main(checkpoint: str, *, prompt: str, images: list[str], max_new_tokens: int
     """
     folder = folders.chosen(Path(checkpoint), checkpoint, "CHECKPOINT")
     cfg = on_one_process(from_dict(folders.read_record(folder)["config"]))
-    layout = plan(cfg)
-    state, model = build_state(cfg, layout, *start_processes(cfg))
-    load_checkpoint(folder, layout, model[0])
+    state = GlobalState(cfg)
+    model = build_state(state, *start_processes(cfg))
+    load_checkpoint(folder, state.layout, model)
     model[0].eval()
     print(answer(state, model[0], prompt, [Path(image).read_bytes() for image in _existing(images)], max_new_tokens))
     torch.distributed.destroy_process_group()

@@ -4,13 +4,20 @@ from collections.abc import Iterable
 from functools import partial
 
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 
 from mimo_train.training.losses import masked_token_loss
 from mimo_train.training.state import GlobalState
 
 
-def forward_step(state: GlobalState, data_iterator: Iterable, model: MegatronModule):
+def forward_step(
+    state: GlobalState, data_iterator: Iterable, model: MegatronModule, return_schedule_plan: bool = False
+):
     """One forward pass of this rank's stage.
+
+    Args:
+        return_schedule_plan: return the layers' plan for the schedule to run instead of running them, as Megatron-Core
+            asks when it overlaps the experts' communication with another microbatch.
 
     Returns:
         (loss per token [batch, sequence] or the stage's activations, loss function); Megatron-Core's schedule calls
@@ -19,10 +26,11 @@ def forward_step(state: GlobalState, data_iterator: Iterable, model: MegatronMod
     batch = next(data_iterator, None)
     if batch is None:
         raise ValueError("the data ended before train.iters: data_iterator gave no microbatch")
-    output = model(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        attention_mask=None,
-        labels=batch["labels"],
-    )
+    inputs = {
+        "input_ids": batch["input_ids"],
+        "position_ids": batch["position_ids"],
+        "attention_mask": None,
+        "labels": batch["labels"],
+    }
+    output = unwrap_model(model).build_schedule_plan(**inputs) if return_schedule_plan else model(**inputs)
     return output, partial(masked_token_loss, batch["loss_mask"])

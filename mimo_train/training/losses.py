@@ -1,10 +1,27 @@
-"""Losses of a microbatch, and their reduction over microbatches and ranks.
+"""Losses of a microbatch: the patterns a loss function may return, their weights, and their sums over a step.
 
 Shape suffixes: B batch, S sequence.
 """
 
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
-import torch.distributed as dist
+
+from mimo_train.config import LANGUAGE
+from mimo_train.groups import RunGroups
+from mimo_train.step_sum import StepSum
+
+ACCEPTED_RETURNS = (
+    "(loss, {name: value}): the mean of a microbatch, averaged over microbatches and data-parallel ranks",
+    "(loss, num_tokens, {name: value}): a sum, divided by the tokens of the global batch",
+    "{name: loss}: several losses, weighted by train.loss_weights",
+)
+"""What a loss function may return. A value or a loss is a scalar (a mean) or a pair of (sum, count)."""
+
+MAX_LOSSES = 16
+"""Most names that the losses of a step may have."""
 
 
 def masked_token_loss(
@@ -27,22 +44,149 @@ def masked_token_loss(
     return loss, num_tokens.to(torch.int), {"lm loss": report}
 
 
-def reduce_losses(reports: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Losses of a step from those of its microbatches, over the data-parallel and context-parallel ranks of `group`.
+def weighted_sum(
+    losses: Mapping[str, Any], weights: Mapping[str, float]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Several named losses as one, in the token-aware pattern.
 
-    A report of two numbers is (sum, count): sums are added, counts are added, and divided once. A report of one number
-    is a mean: it is averaged over microbatches and ranks. Collective over the group.
+    The first loss says how many tokens the microbatch has, n. The total is the sum over losses of weight x mean x n,
+    so that, after division by the tokens of the global batch, each loss counts by its mean over the tokens times its
+    weight (1 unless `weights` has its name).
+
+    Args:
+        losses: name -> scalar (a mean) or (sum, count).
+        weights: `train.loss_weights`.
+
+    Returns:
+        (total, n as int, {name: [sum, count]}).
     """
-    if not reports:
-        return {}
-    names = list(reports[0])
-    sums = torch.stack([torch.stack([_as_sum_and_count(report[name]) for report in reports]).sum(0) for name in names])
-    dist.all_reduce(sums, group=group)
-    return {name: sums[index, 0] / sums[index, 1].clamp(min=1) for index, name in enumerate(names)}
+    reports = {name: _sum_and_count(loss) for name, loss in losses.items()}
+    tokens = next(iter(reports.values()))[1].detach()
+    total = torch.stack(
+        [weights.get(name, 1.0) * tokens * part[0] / part[1].clamp(min=1) for name, part in reports.items()]
+    ).sum()
+    return total, tokens.to(torch.int), {name: torch.stack(part).detach() for name, part in reports.items()}
 
 
-def _as_sum_and_count(report: torch.Tensor) -> torch.Tensor:
-    report = report.detach().float().reshape(-1)
-    if report.numel() == 2:
-        return report.double()
-    return torch.stack([report[0], torch.ones_like(report[0])]).double()
+class StepLosses:
+    """Named losses of a step: normalises what loss functions return, keeps the reports, and sums them over ranks.
+
+    The sums travel in the step's `StepSum`, so that a step's losses cost no message of their own. Context-parallel and
+    data-parallel ranks of the language model's last stage add to them, one of each tensor-parallel group.
+
+    Attributes:
+        reports: {name: [sum, count]} of every microbatch of the current step, on ranks of the last stage.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        groups: RunGroups,
+        step_sum: StepSum,
+        validate: Callable[[torch.Tensor, torch.Tensor], None] = lambda loss, num_tokens: None,
+    ):
+        """
+        Args:
+            weights: `train.loss_weights`.
+            validate: is shown the sum of every microbatch and its number of tokens.
+        """
+        self.reports: list[dict[str, torch.Tensor]] = []
+        self._weights, self._step_sum, self._validate = dict(weights), step_sum, validate
+        language = groups.collections.get(LANGUAGE)
+        self._adds = language is not None and language.tp.rank() == 0
+        self._counts_mean = language is not None and language.cp.rank() == 0
+        self._checked: tuple[str, ...] | None = None
+        step_sum.open("losses", 1 + 2 * MAX_LOSSES, self._message)
+
+    def begin(self) -> None:
+        """Start a step."""
+        self.reports = []
+
+    def wrap(self, loss_func: Callable) -> Callable:
+        """The loss function as the schedule wants it: always (sum, number of tokens, report)."""
+
+        def normalised(output_tensor: Any, non_loss_data: bool = False) -> Any:
+            if non_loss_data:
+                return loss_func(output_tensor, non_loss_data=True)
+            loss, num_tokens, report = self._normalise(loss_func(output_tensor))
+            self._require_weighted(report)
+            self._validate(loss, num_tokens)
+            self.reports.append(report)
+            return loss, num_tokens, report
+
+        return normalised
+
+    def reduced(self) -> dict[str, torch.Tensor]:
+        """Losses of the step over microbatches and ranks, 0-d float64 on the device; empty where there are none."""
+        total = self._step_sum.total("losses")
+        if not self.reports or total is None:
+            return {}
+        names = sorted(self.reports[0])
+        sums = total[1 : 1 + 2 * len(names)].view(-1, 2)
+        return {name: sums[index, 0] / sums[index, 1].clamp(min=1) for index, name in enumerate(names)}
+
+    def _normalise(self, result: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        if isinstance(result, dict) and result:
+            return weighted_sum(result, self._weights)
+        if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[-1], dict):
+            if self._weights:
+                raise ValueError(
+                    f"train.loss_weights: names {', '.join(self._weights)}, but the loss function returns its total "
+                    "itself: let it return {name: loss}, or remove the weights"
+                )
+            report = {name: torch.stack(_sum_and_count(value)).detach() for name, value in result[-1].items()}
+            if len(result) == 3:
+                return result[0], result[1], report
+            # A mean counts as one token: the sum over microbatches and ranks is divided by their number.
+            one = torch.tensor(int(self._counts_mean), dtype=torch.int, device=result[0].device)
+            return result[0], one, report
+        raise TypeError(
+            f"the loss function returned {_shape_of(result)}: it must return one of {'; '.join(ACCEPTED_RETURNS)}"
+        )
+
+    def _require_weighted(self, report: dict[str, torch.Tensor]) -> None:
+        """Once for each set of names: there are not too many, and every weight has its loss."""
+        if tuple(report) == self._checked:
+            return
+        unknown = sorted(self._weights.keys() - report.keys())
+        if unknown:
+            raise ValueError(
+                f"train.loss_weights.{unknown[0]}: no such loss; the forward step gives {', '.join(report)}"
+            )
+        if len(report) > MAX_LOSSES:
+            raise ValueError(f"the loss function reports {len(report)} losses, at most {MAX_LOSSES} are summed")
+        self._checked = tuple(report)
+
+    def _message(self) -> torch.Tensor | None:
+        """[checksum of the names, sum, count, sum, count, ...], names in sorted order."""
+        if not self.reports or not self._adds:
+            return None
+        names = sorted(self.reports[0])
+        if any(sorted(report) != names for report in self.reports):
+            raise ValueError("the loss function reports other names for other microbatches: report all, with count 0")
+        sums = torch.stack([torch.stack([report[name].double() for name in names]) for report in self.reports]).sum(0)
+        message = torch.zeros(1 + 2 * MAX_LOSSES, dtype=torch.float64, device=sums.device)
+        message[0] = zlib.crc32("\n".join(names).encode()) % 2**20
+        message[1 : 1 + sums.numel()] = sums.flatten()
+        return message
+
+
+def _sum_and_count(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pair as it is; a scalar as (itself, 1)."""
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        total = torch.as_tensor(value[0])
+        return total.float().reshape(()), torch.as_tensor(value[1], device=total.device).float().reshape(())
+    value = torch.as_tensor(value)
+    if value.numel() == 2:
+        first, second = value.float().reshape(2).unbind()
+        return first, second
+    if value.numel() != 1:
+        raise TypeError(f"a named loss is a scalar or a pair (sum, count), got a tensor of shape {tuple(value.shape)}")
+    value = value.float().reshape(())
+    return value, torch.ones_like(value)
+
+
+def _shape_of(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"({', '.join(type(item).__name__ for item in result)})"
+    return type(result).__name__

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from mimo_train.config import ConfigContainer
 from mimo_train.layout import RunLayout
 from mimo_train.metrics.jsonl import read_metrics
 from mimo_train.training.exit import ExitSignal
+
+SECONDS_BEHIND_PEERS = 3
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""What gloo and NCCL say when a peer has ended."""
 
 
 def main(cfg: ConfigContainer, layout: RunLayout) -> int:
@@ -21,6 +26,9 @@ def main(cfg: ConfigContainer, layout: RunLayout) -> int:
     then ends them.
     """
     exit_signal = ExitSignal().listen()  # before the imports, which take their time
+    if cfg.run.inprocess_restarts:
+        # Its threads wait for news of other ranks second by second, and torch would warn each time that there are none.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     import torch.distributed as dist
 
@@ -32,16 +40,27 @@ def main(cfg: ConfigContainer, layout: RunLayout) -> int:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise
         _print_error(error)
+        if _is_lost_peer(error):
+            # The rank that broke the connection knows why: let the launcher hear it first. It ends the others.
+            time.sleep(SECONDS_BEHIND_PEERS)
         sys.stdout.flush()
         sys.stderr.flush()
         # Destroying process groups would wait for peers that are stuck in a collective.
         os._exit(1)
     rank = dist.get_rank()
     dist.barrier()
-    dist.destroy_process_group()
     if rank == layout.logging_rank:
         _summarise(cfg, layout)
+    if code:
+        # The launcher ends what still runs when the first rank has left with a code.
+        dist.barrier()
+    dist.destroy_process_group()
     return code
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether this rank fails because another one has ended."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
 
 
 def _print_error(error: BaseException) -> None:

@@ -14,22 +14,28 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mimo_train import device as devices
+from mimo_train.batch_size import BatchSizes
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.store import load_checkpoint
 from mimo_train.compose import to_yaml
 from mimo_train.config import ConfigContainer
 from mimo_train.groups import RunGroups, build_groups
-from mimo_train.layout import RunLayout
 from mimo_train.metrics import progress as progress_log
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.log import build_metrics_log
+from mimo_train.metrics.stopwatch import Stopwatch
 from mimo_train.model.build import build_model
-from mimo_train.model.layers import seed_for, use_transformer_engine
+from mimo_train.model.layers import use_transformer_engine
+from mimo_train.model.seeds import seed_for
 from mimo_train.optim.build import ModuleSchedulers, build_optimizer
+from mimo_train.optim.stages import FreezeStages
 from mimo_train.pipeline import Pipeline
 from mimo_train.samples import build_dataset, tokenizer_of
 from mimo_train.training.data import StepIterator, open_loader
 from mimo_train.training.evaluate import HeldOut
+from mimo_train.training.losses import StepLosses
+from mimo_train.training.profiling import StepProfiler
+from mimo_train.training.rerun import Rerun
 from mimo_train.training.state import GlobalState
 
 
@@ -37,7 +43,6 @@ from mimo_train.training.state import GlobalState
 class SetupOutput:
     """What `setup` hands to the loop."""
 
-    state: GlobalState
     model: list
     optimizer: Any
     scheduler: ModuleSchedulers
@@ -46,23 +51,34 @@ class SetupOutput:
     checkpointing_context: dict[str, Any] = field(default_factory=dict)
 
 
-def start_processes(cfg: ConfigContainer) -> tuple[str, torch.device]:
-    """Make this process ready for its device and join the others. Returns the kind of device, and the device."""
+def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
+    """Make this process ready for its device and join the others, over `store` if it is given.
+
+    Returns:
+        The kind of device, and the device.
+    """
     kind = devices.resolve(cfg.run.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device = devices.install(kind, int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
             os.environ.setdefault(name, value)
-        devices.init_process_group(kind, cfg.run.timeout_minutes, device)
+        devices.init_process_group(kind, cfg.run.timeout_minutes, device, store)
     return kind, device
 
 
-def build_state(cfg: ConfigContainer, layout: RunLayout, kind: str, device: torch.device) -> tuple[GlobalState, list]:
-    """The state with model and pipeline; weights are initial. Collective over all ranks."""
+def build_state(state: GlobalState, kind: str, device: torch.device) -> list:
+    """Fill in device, tokenizer, model and pipeline; weights are initial. Collective over all ranks.
+
+    Returns:
+        The model chunks of this rank.
+    """
     _quieten()
+    cfg, layout = state.cfg, state.layout
     groups = build_groups(layout)
-    tokenizer = tokenizer_of(cfg)
-    state = GlobalState(cfg, layout, Path(cfg.run.dir), kind, device, tokenizer)
+    state.kind, state.device, state.tokenizer = kind, device, tokenizer_of(cfg)
+    tokenizer = state.tokenizer
+    state.stopwatch = Stopwatch(cuda=kind == "cuda")
+    state.profiler = StepProfiler(cfg, state.run_dir, kind)
     _seed(cfg, groups)
     model = build_model(
         cfg,
@@ -74,32 +90,46 @@ def build_state(cfg: ConfigContainer, layout: RunLayout, kind: str, device: torc
         },
         device=device,
         te=use_transformer_engine(kind),
+        pre_wrap_hook=state.pre_wrap_hook,
     )
     _seed(cfg, groups)
     # The schedule reads the language model's config, which a MimoModel has on every rank.
-    state.pipeline = Pipeline(layout, groups, model, model.config, device)
-    return state, [model]
+    state.pipeline = Pipeline(layout, groups, model, model[0].config, device, state.stopwatch)
+    state.rerun = Rerun(cfg.train.rerun, cfg.train.log_interval)
+    state.losses = StepLosses(cfg.train.loss_weights, groups, state.pipeline.step_sum, state.rerun.validate)
+    return model
 
 
-def setup(cfg: ConfigContainer, layout: RunLayout) -> SetupOutput:
+def setup(state: GlobalState, store: dist.Store | None = None) -> SetupOutput:
     """Build a run, or continue it from its newest checkpoint. Collective over all ranks.
+
+    Args:
+        state: made from a valid config; filled in here.
+        store: where the processes meet, instead of the address in the environment.
 
     Raises:
         ValueError: data, tokenizer or checkpoint cannot be used; with the config key.
     """
-    kind, device = start_processes(cfg)
+    cfg, layout = state.cfg, state.layout
+    kind, device = start_processes(cfg, store)
     make_demo_shards(cfg)
-    state, model = build_state(cfg, layout, kind, device)
-    optimizer = build_optimizer(cfg, model[0], state.pipeline.groups)
+    model = build_state(state, kind, device)
+    optimizer = build_optimizer(cfg, model, state.pipeline.groups)
+    optimizer.attach(model[0].config)
+    state.freeze_stages = FreezeStages(cfg, optimizer)
+    optimizer.passengers = lambda: state.pipeline.step_sum.total("votes")
+    state.pipeline.votes_on_host = lambda: optimizer.arrived
     scheduler = ModuleSchedulers(cfg, optimizer)
     dataset = build_dataset(cfg, state.tokenizer)
     context = {"data_fingerprint": dataset.fingerprint}
     folder = folders.chosen(state.run_dir, cfg.checkpoint.resume)
     if folder is not None:
-        record = load_checkpoint(folder, layout, model[0], optimizer, scheduler, state.train_state)
+        record = load_checkpoint(folder, layout, model, optimizer, scheduler, state.train_state)
         _require_same_data(record, dataset.fingerprint, folder)
+        if record["rerun"] is not None and state.train_state.step + 1 not in cfg.train.skip_iters:
+            state.rerun.load_state_dict(record["rerun"])
     elif cfg.checkpoint.weights:
-        load_checkpoint(folders.chosen(state.run_dir, cfg.checkpoint.weights, "checkpoint.weights"), layout, model[0])
+        load_checkpoint(folders.chosen(state.run_dir, cfg.checkpoint.weights, "checkpoint.weights"), layout, model)
         # The optimizer keeps master copies of the weights that it was built with.
         optimizer.reload_model_params()
     _open_logs(state, folder)
@@ -111,9 +141,9 @@ def setup(cfg: ConfigContainer, layout: RunLayout) -> SetupOutput:
         dataset,
         consumed=progress.consumed_train_samples,
         steps=cfg.train.iters - progress.step,
+        size_at=BatchSizes.of(cfg).at,
     )
     return SetupOutput(
-        state=state,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -167,7 +197,12 @@ def _open_logs(state: GlobalState, resumed_from: Path | None) -> None:
     (state.run_dir / "config.yaml").write_text(to_yaml(cfg))
     state.metrics = build_metrics_log(cfg, state.run_dir, resumed_step=step)
     state.console = Console(cfg.train.iters, step)
-    progress_log.job_started(state.run_dir, world_size=state.layout.world_size, step=step)
+    progress_log.job_started(
+        state.run_dir,
+        world_size=state.layout.world_size,
+        step=step,
+        flops=state.train_state.floating_point_operations_so_far,
+    )
     if resumed_from is not None:
         state.console.message(f"continues from {resumed_from}, step {step}")
 

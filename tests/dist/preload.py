@@ -4,8 +4,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch
 
-import mimo_train.training.pretrain  # noqa: E402, F401
+import mimo_train.training.pretrain  # noqa: F401
 
 torch.set_num_threads(1)

@@ -17,6 +17,7 @@ def evaluated(digits, run_dir, *overrides: str) -> tuple[list[dict], list[dict]]
         f"data.validation_shards={digits}/held_out",
         "train.iters=30",
         "train.report_samples=32",
+        "train.global_batch_size=32",
         "optim.lr=3e-3",
         *overrides,
     )
@@ -49,23 +50,25 @@ def test_held_out_samples_count_once_whatever_the_batch(digits, tmp_path):
 
 def _train_frozen(cfg) -> dict[str, float]:
     """Largest change of the parameters of each part over a run."""
-    from mimo_train.layout import plan
     from mimo_train.model.build import modules_of
     from mimo_train.training.forward_step import prepare_forward_step_func
     from mimo_train.training.mimo_step import forward_step
     from mimo_train.training.setup import setup
+    from mimo_train.training.state import GlobalState
     from mimo_train.training.train import train_step
 
-    run = setup(cfg, plan(cfg))
+    state = GlobalState(cfg)
+    run = setup(state)
     named = {
         name: (parameter, parameter.detach().clone())
-        for module in modules_of(run.model[0]).values()
-        for name, parameter in module.named_parameters()
+        for chunks in modules_of(run.model).values()
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
     }
-    step = prepare_forward_step_func(forward_step, run.state)
+    step = prepare_forward_step_func(forward_step, state)
     for _ in range(3):
         run.train_data_iterator.advance()
-        train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
+        train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, state)
     parts = {"encoders": 0.0, "input_projections": 0.0, "language": 0.0}
     for name, (parameter, before) in named.items():
         part = next((part for part in parts if part in name), "language")
@@ -131,35 +134,6 @@ def test_finetune_starts_from_the_weights_of_another_run_on_other_data(digits, t
     second = curve(train_on_ranks(cfg))
     assert [point[0] for point in second] == [1, 2]
     assert second[0][1] < 0.7 * first[0][1] and abs(second[1][1] - first[-1][1]) < 1
-
-
-def _reduce_uneven() -> tuple[float, float]:
-    import os
-
-    import torch
-
-    from mimo_train import device
-    from mimo_train.training.losses import masked_token_loss, reduce_losses
-
-    device.install("cpu")
-    device.init_process_group("cpu", 1, device.CPU)
-    rank = int(os.environ["RANK"])
-    # Rank 0 learns from 1 token, rank 1 from 3 + 2.
-    masks = [[1, 0, 0, 0]] if rank == 0 else [[1, 1, 1, 0], [0, 0, 1, 1]]
-    values = [[4.0, 9, 9, 9]] if rank == 0 else [[1.0, 2, 3, 9], [9, 9, 5, 6]]
-    reports = [
-        masked_token_loss(torch.tensor([mask]), torch.tensor([value]))[2]
-        for mask, value in zip(masks, values, strict=True)
-    ]
-    plain = [{"other": torch.tensor(float(rank + 1))}]
-    group = torch.distributed.group.WORLD
-    return float(reduce_losses(reports, group)["lm loss"]), float(reduce_losses(plain, group)["other"])
-
-
-def test_losses_of_uneven_ranks_are_those_of_one_process():
-    for loss, mean in run_ranks(_reduce_uneven, 2, timeout=60):
-        assert loss == pytest.approx((4 + 1 + 2 + 3 + 5 + 6) / 6)
-        assert mean == pytest.approx(1.5)
 
 
 def _adam_against_torch() -> float:

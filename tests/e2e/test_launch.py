@@ -29,9 +29,11 @@ while not os.path.exists(f"started{1 - int(rank)}"):
     time.sleep(0.05)
 if rank == "1" and behaviour == "fail":
     sys.exit("error: learning rate is 7")
+if rank == "1" and behaviour == "ask":
+    sys.exit(16)
 if rank == "1" and behaviour == "die":
     os.kill(os.getpid(), signal.SIGKILL)
-while not received or behaviour in ("fail", "die", "stuck"):
+while not received or behaviour in ("fail", "ask", "die", "stuck"):
     time.sleep(0.05)
 time.sleep(0.7)  # as if saving
 open(f"saved{rank}", "w").write(str(received))
@@ -105,6 +107,13 @@ def test_one_failed_rank_ends_the_others_and_has_the_word(start, tmp_path, behav
     lines = err.splitlines()
     assert len(lines) == (2 if behaviour == "fail" else 1), err
     assert words[0] in lines[0] and words[1] in lines[-1] and "rank 1" in lines[-1]
+
+
+def test_a_run_that_asks_for_another_machine_ends_with_its_exit_code(start):
+    launcher = start("ask")
+    _, err = launcher.communicate(timeout=launch.FAILURE_SECONDS + 15)
+    assert launcher.returncode == 16
+    assert len(err.splitlines()) == 1 and "exit code 16" in err and "another machine" in err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")

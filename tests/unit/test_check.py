@@ -433,3 +433,20 @@ def test_folders_of_checkpoints_must_be_there(tmp_path):
     overrides = [f"run.dir={tmp_path}/file"], [f"checkpoint.resume={tmp_path}/none"]
     keys = [fault.key for given in overrides for fault in check(load("vlm_digits", *given)).faults]
     assert keys == ["run.dir", "checkpoint.resume"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (("modules.language.freeze=['embedding.*']", "modules.images.freeze=[encoder, projector]"), True),
+        (("modules.images.freeze=['encoders.images.patch_embedding.*']",), True),
+        # The projector's gradient goes through every layer.
+        (("modules.language.freeze=['embedding.*']", "modules.images.freeze=[encoder]"), False),
+        (("modules.images.freeze=[encoder]",), False),
+        (("modules.images.freeze=[encoder, projector]",), False),
+    ],
+)
+def test_full_recomputation_behind_a_frozen_embedding_is_a_fault(overrides, fault):
+    found = config_faults(load("vlm_digits", "train.recompute=full", *overrides))
+    assert [entry.key for entry in found] == (["train.recompute"] if fault else [])
+    assert not config_faults(load("vlm_digits", "train.recompute=selective", *overrides))

@@ -30,13 +30,17 @@ def faults(config: str, *overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize("choice", group("layout"))
 @pytest.mark.parametrize("run", RUNS)
 def test_every_shipped_config_plans_with_every_layout_of_its_modules(run, choice):
-    """A layout file that speaks of a module which the run does not have is refused, by that module's key."""
-    named = set(yaml.safe_load((CONFIGS / "layout" / f"{choice}.yaml").read_text())["modules"])
-    cfg = compose.load(run, [f"layout={choice}"])
-    foreign = named - MODULES[run]
-    if foreign:
-        keys = {fault.key for fault in layout.faults(cfg)}
-        assert {f"modules.{name}.encoder" for name in foreign} <= keys
+    """A layout file that speaks of a module which the run does not have is refused, by that module's key; so is one
+    that interleaves a language model which is not alone."""
+    modules = yaml.safe_load((CONFIGS / "layout" / f"{choice}.yaml").read_text())["modules"]
+    language = modules[LANGUAGE]["layout"]
+    experts = ["llm@modules.language.llm=gpt_tiny_moe"] if language["ep"] > 1 else []
+    cfg = compose.load(run, [f"layout={choice}", *experts])
+    refused = {f"modules.{name}.encoder" for name in set(modules) - MODULES[run]}
+    if language["vpp"] > 1 and cfg.encoders:
+        refused.add(f"modules.{LANGUAGE}.layout.vpp")
+    if refused:
+        assert refused <= {fault.key for fault in layout.faults(cfg)}
         return
     plan = layout.plan(cfg)
     assert plan.world_size >= 1

@@ -9,6 +9,7 @@ from mimo_train.training.forward_step import (
     maybe_inject_state,
     needs_global_state_injection,
     prepare_forward_step_func,
+    record_losses,
 )
 from mimo_train.training.state import GlobalState
 
@@ -101,3 +102,31 @@ def test_partial_of_a_form_is_read_through():
 def test_other_signatures_show_the_accepted_forms(function):
     with pytest.raises(TypeError, match=r"\(data_iterator, model\).*\(state: GlobalState, data_iterator, model\)"):
         needs_global_state_injection(function)
+
+
+class Kept:
+    """Stands for `StepLosses`."""
+
+    def wrap(self, loss_func):
+        return ("kept", loss_func)
+
+
+def test_loss_functions_are_recorded_and_options_reach_the_step():
+    seen = {}
+
+    def step(data_iterator, model, return_schedule_plan=False):
+        seen["plan"] = return_schedule_plan
+        return model, len if model else None
+
+    assert record_losses(step, Kept())("data", "model", return_schedule_plan=True) == ("model", ("kept", len))
+    assert seen["plan"] is True
+    assert record_losses(step, Kept())("data", "") == ("", None)
+
+
+@pytest.mark.parametrize("result", [1.5, (1, 2, 3), (1,), (1, "no function"), [1, len]])
+def test_a_wrong_return_is_named_with_the_accepted_forms(result):
+    def my_step(data_iterator, model):
+        return result
+
+    with pytest.raises(TypeError, match=r"forward step my_step returned .*must return \(output, loss function\)"):
+        record_losses(my_step, Kept())("data", "model")

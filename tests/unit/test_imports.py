@@ -13,8 +13,9 @@ LONGEST_FILE = 400  # lines
 
 LEVELS = (
     {"config", "launch"},
+    {"llm_faults", "batch_size"},
     {"compose", "layout", "device"},
-    {"groups", "bridge", "memory", "samples"},
+    {"groups", "bridge", "memory", "samples", "step_sum"},
     {"model", "checkpoint", "metrics"},
     {"optim", "pipeline", "check"},
     {"training"},

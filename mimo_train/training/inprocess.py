@@ -1,0 +1,98 @@
+"""In-process restart: a run that fails on a rank starts again inside its processes, from its newest checkpoint.
+
+nvidia-resiliency-ext watches the ranks, ends what they wait for and calls the run again; here is what it is told. It
+saves the start of new processes: interpreter, imports, CUDA contexts and what the operating system has read ahead.
+"""
+
+import gc
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel
+
+from mimo_train.config import ConfigContainer
+
+
+def maybe_wrap_for_inprocess_restart(pretrain_fn: Callable[..., int], cfg: ConfigContainer) -> Callable[..., int]:
+    """`pretrain_fn(state, forward_step_func, store, call_wrapper)` as a function of its first two arguments.
+
+    With `run.inprocess_restarts` above 0 it starts again that often: when it raises on any rank, or when a rank's
+    interpreter stands still for `run.timeout_minutes`. A process that has died cannot be restarted from inside; then
+    all end, as they do after the last restart.
+    """
+    restarts = cfg.run.inprocess_restarts
+    if restarts == 0:
+        return pretrain_fn
+    from nvidia_resiliency_ext import inprocess
+
+    class Finalize(inprocess.finalize.Finalize):
+        """Forgets what the ended life has left in this process; its process groups are gone already."""
+
+        def __call__(self, frozen_state):
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_global_memory_buffer()
+            # May hold what an interrupted save has written.
+            filesystem_async._results_queue = None
+            for found in gc.get_objects():
+                if type(found) is DistributedDataParallel:
+                    # The garbage collector does not look into nodes of the graph, whose hooks hold the model.
+                    for node in found.grad_accs:
+                        node.register_hook(print).hooks_dict_ref().clear()
+            return frozen_state
+
+    last_error: list[Exception] = []
+
+    def life(state, forward_step_func, call_wrapper: inprocess.CallWrapper = None):
+        # Only now has the wrapper let go of the error that ended the last life, and of what its frames held.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        # The wrapper's own connection waits for news of the other ranks all the time.
+        meeting = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.PrefixStore(f"mimo_train/life_{call_wrapper.iteration}", meeting)
+        try:
+            return pretrain_fn(state, forward_step_func, store, call_wrapper)
+        except Exception as error:
+            if call_wrapper.iteration == restarts:
+                last_error.append(error)
+            else:
+                traceback.print_exc()
+            raise
+
+    def lives(state, forward_step_func):
+        _be_reachable()
+        patience = timedelta(minutes=cfg.run.timeout_minutes)
+        wrapper = inprocess.Wrapper(
+            initialize=inprocess.initialize.RetryController(
+                max_iterations=restarts + 1, min_world_size=int(os.environ["WORLD_SIZE"])
+            ),
+            finalize=Finalize(),
+            soft_timeout=patience,
+            hard_timeout=1.5 * patience,
+            barrier_timeout=2 * patience,
+            completion_timeout=2 * patience,
+        )
+        try:
+            return wrapper(life)(state, forward_step_func)
+        except inprocess.exception.RestartAbort:
+            if last_error:
+                raise last_error[0] from None
+            raise
+
+    return lives
+
+
+def _be_reachable() -> None:
+    """Where the processes of a run meet, if this one is alone and torchrun has not said it."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = str(listener.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        os.environ.setdefault(name, value)

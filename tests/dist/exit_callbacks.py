@@ -1,0 +1,30 @@
+"""Callbacks that ask a run to end, or break it, on one rank at one step."""
+
+import os
+
+from mimo_train.training.callbacks import Callback
+
+
+class At(Callback):
+    """Does something before step `step` on rank `rank`: a signal's number to send to itself, or `raise`."""
+
+    def __init__(self, rank: int, step: int, what):
+        self.rank, self.step, self.what = rank, step, what
+
+    def on_step_start(self, state):
+        if int(os.environ["RANK"]) != self.rank or state.train_state.step + 1 != self.step:
+            return
+        if self.what == "raise":
+            raise RuntimeError(f"broken on purpose before step {self.step}")
+        os.kill(os.getpid(), self.what)
+
+
+class FromEnvironment(At):
+    """`At` for a launched run: MIMO_TEST_BREAK is rank:step. Leaves a file `failed_RANK` in the run's folder."""
+
+    def __init__(self):
+        rank, step = os.environ.get("MIMO_TEST_BREAK", "0:0").split(":")
+        super().__init__(int(rank), int(step), "raise")
+
+    def on_failure(self, state, error):
+        (state.run_dir / f"failed_{os.environ['RANK']}").write_text(str(error))

@@ -1,0 +1,78 @@
+"""In-process restart: a rank fails, and the run goes on inside the same processes."""
+
+import os
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mimo_train.metrics.jsonl import read_metrics
+from tests.dist.ranks import RankFailure, run_ranks
+from tests.dist.runs import config, curve, train_on_ranks
+
+pytest.importorskip("nvidia_resiliency_ext.inprocess")
+
+
+def _train_with_failures(cfg, failing_rank: int, failures: int, torchrun: bool = True) -> tuple[int, int, int]:
+    """(exit code, lives, lives whose pipeline is still in memory) of a rank of a run, of which one rank fails after
+    step 5 in its first lives."""
+    import torch.distributed as dist
+
+    from mimo_train.training.callbacks import Callback
+    from mimo_train.training.pretrain import pretrain
+
+    class Fails(Callback):
+        lives = left = 0
+        previous = None
+
+        def on_train_start(self, state):
+            self.lives += 1
+            self.left += self.previous is not None and self.previous() is not None
+            self.previous = weakref.ref(state.pipeline)
+
+        def on_step_end(self, state, result):
+            if state.train_state.step == 5 and self.lives <= failures and dist.get_rank() == failing_rank:
+                raise RuntimeError("a fault of this test")
+
+    if not torchrun:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    callback = Fails()
+    return pretrain(cfg, callbacks=[callback]), callback.lives, callback.left
+
+
+@pytest.fixture
+def cfg(digits, tmp_path):
+    """Makes a run of six steps that may start again once."""
+
+    def make(layout: str, name: str = "run"):
+        overrides = (f"layout={layout}", "train.iters=6", "checkpoint.save_interval=2", "run.timeout_minutes=0.5")
+        return config("vlm_digits", tmp_path / name, digits, *overrides, "run.inprocess_restarts=1")
+
+    return make
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_failed_run_goes_on_in_its_processes_to_the_same_numbers(failing_rank, cfg, tmp_path):
+    cfg = cfg("two_processes")
+    results = run_ranks(_train_with_failures, 2, cfg, failing_rank, 1, timeout=100)
+    assert results == [(0, 2, 0), (0, 2, 0)]
+    whole = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "whole"), inprocess_restarts=0))
+    assert curve(read_metrics(Path(cfg.run.dir) / "metrics.jsonl")) == curve(train_on_ranks(whole))
+    starts = [line for line in (tmp_path / "run" / "progress.txt").read_text().splitlines() if "\tstart\t" in line]
+    assert ["step=0" in starts[0], "step=4" in starts[1], len(starts)] == [True, True, 2]
+
+
+def test_after_the_last_restart_the_run_fails(cfg):
+    cfg = cfg("two_processes")
+    with pytest.raises(RankFailure):
+        run_ranks(_train_with_failures, 2, cfg, 1, 2, timeout=100)
+    lines = read_metrics(Path(cfg.run.dir) / "metrics.jsonl")
+    assert [line["step"] for line in lines][-1] == 5
+
+
+def test_one_process_needs_no_torchrun_and_fails_with_its_own_error(cfg):
+    assert run_ranks(_train_with_failures, 1, cfg("one_process"), 0, 1, False, timeout=100) == [(0, 2, 0)]
+    with pytest.raises(RankFailure, match="RuntimeError: a fault of this test"):
+        run_ranks(_train_with_failures, 1, cfg("one_process", "broken"), 0, 2, False, timeout=100)

@@ -1,0 +1,83 @@
+"""Messages between ranks, and copies from the device to the host, that the loop adds to schedule and optimizer."""
+
+from collections import Counter
+
+import pytest
+
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config
+
+STEPS, INTERVAL = 10, 5
+
+HOST_COPIES = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+"""Tensor methods that wait for the device."""
+
+
+def _count_steps(cfg) -> tuple[Counter, Counter]:
+    """What the steps of `train` cost, and what as many steps of schedule and optimizer alone cost."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from mimo_train.training.callbacks import Callback, Callbacks
+    from mimo_train.training.forward_step import prepare_forward_step_func, record_losses
+    from mimo_train.training.pretrain import default_forward_step
+    from mimo_train.training.setup import setup
+    from mimo_train.training.state import GlobalState
+    from mimo_train.training.train import train
+
+    copies = {getattr(torch.Tensor, name): name for name in HOST_COPIES}
+
+    class Messages(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                counts["messages"] += 1
+            return func(*args, **(kwargs or {}))
+
+    class Copies(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in copies:
+                counts["host copies"] += 1
+            return func(*args, **(kwargs or {}))
+
+    class Between(Callback):
+        """Counts from the start of the first step to the end of the last but one, without the end of the run."""
+
+        def on_step_start(self, state):
+            if state.train_state.step == STEPS:
+                found.update(counts)
+
+    counts, found = Counter(), Counter()
+    state = GlobalState(cfg, callbacks=Callbacks([Between()]))
+    run = setup(state)
+    # The first step opens groups and buffers.
+    step_func = default_forward_step(cfg)
+    with Messages(), Copies():
+        counts.clear()
+        arguments = (run.model, run.optimizer, run.scheduler, run.train_data_iterator, None, state)
+        train(step_func, *arguments, run.checkpointing_context)
+        counts.clear()
+        bare_step = record_losses(prepare_forward_step_func(step_func, state), state.losses)
+        for _ in range(STEPS):
+            for chunk in run.model:
+                chunk.zero_grad_buffer()
+            run.optimizer.zero_grad()
+            run.train_data_iterator.rewind()
+            state.losses.begin()
+            state.pipeline.run(bare_step, run.train_data_iterator, run.model, sequence_length=cfg.data.sequence_length)
+            run.optimizer.step()
+        bare = Counter(counts)
+    return found, bare
+
+
+@pytest.mark.parametrize("layout", ["one_process", "two_processes", "images_dp1_language_dp2"])
+def test_a_logging_interval_costs_one_message_and_one_copy(layout, digits, tmp_path):
+    overrides = (f"layout={layout}", f"train.iters={STEPS + 1}", f"train.log_interval={INTERVAL}")
+    cfg = config("vlm_digits", tmp_path, digits, *overrides)
+    world = {"one_process": 1, "two_processes": 2, "images_dp1_language_dp2": 3}[layout]
+    for loop, bare in run_ranks(_count_steps, world, cfg, timeout=120):
+        added = {kind: loop[kind] - bare[kind] for kind in ("messages", "host copies")}
+        intervals = STEPS // INTERVAL
+        # One more message: whether any rank could not read a sample of the first step.
+        assert added["messages"] <= intervals + 1 and added["host copies"] <= intervals, (added, loop, bare)
+        assert bare["messages"] >= STEPS and bare["host copies"] >= STEPS, "the count sees nothing"

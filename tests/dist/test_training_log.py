@@ -1,0 +1,92 @@
+"""The line of a logging step, with every option on: against hand-computed values and one process."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.dist.runs import config, train_on_ranks
+
+EVERYTHING = (
+    "log.params_norm=true",
+    "log.grad_norms=true",
+    "log.num_zeros_in_grad=true",
+    "log.memory=true",
+    "log.throughput_window=2",
+    "log.runtime_unit=seconds",
+    "log.straggler=true",
+    "log.peak_tflops=1",
+)
+STEPS, INTERVAL = 6, 3
+GPT_LAYOUTS = ("language_tp2", "language_pp2", "language_dp2")
+
+
+def run(name: str, demo: Path, run_dir: Path, *overrides: str) -> list[dict]:
+    """Lines of the log of 6 steps."""
+    return train_on_ranks(config(name, run_dir, demo, f"train.iters={STEPS}", *overrides))
+
+
+@pytest.fixture(scope="module")
+def every_step(prose, tmp_path_factory) -> list[dict]:
+    """Log of every step on one process, with every option."""
+    return run("gpt_tiny", prose, tmp_path_factory.mktemp("log"), "layout=language_one", *EVERYTHING)
+
+
+@pytest.mark.parametrize("layout", GPT_LAYOUTS)
+def test_an_interval_is_the_mean_of_its_steps_at_any_layout(layout, every_step, prose, tmp_path):
+    lines = run("gpt_tiny", prose, tmp_path, f"layout={layout}", f"train.log_interval={INTERVAL}", *EVERYTHING)
+    assert [line["step"] for line in lines] == [3, 6]
+    for number, line in enumerate(lines):
+        steps = every_step[INTERVAL * number : INTERVAL * (number + 1)]
+        mean = sum(step["lm loss"] for step in steps) / INTERVAL
+        assert line["lm loss"] == pytest.approx(mean, rel=1e-5)
+        last = steps[-1]
+        for name in ("grad_norm", "params_norm", "consumed_samples", "learning_rate/language"):
+            assert line[name] == pytest.approx(last[name], rel=1e-5), name
+        norms = {name: value for name, value in last.items() if name.startswith("l2_norm/grad/")}
+        assert len(norms) > 10 and {name: line[name] for name in norms} == pytest.approx(norms, rel=1e-4)
+        assert line["num_zeros"] == pytest.approx(last["num_zeros"], abs=2)
+
+
+@pytest.mark.parametrize("layout", GPT_LAYOUTS)
+def test_rates_follow_from_the_seconds_of_a_step(layout, prose, tmp_path):
+    lines = run("gpt_tiny", prose, tmp_path, f"layout={layout}", *EVERYTHING)
+    samples, tokens = lines[0]["consumed_samples"], 128
+    for before, line in zip(lines, lines[1:], strict=False):
+        assert line["tokens_per_second"] == pytest.approx(samples * tokens / line["step_seconds"])
+        two = before["step_seconds"] + line["step_seconds"]
+        assert line["throughput/batches_per_sec"] == pytest.approx(2 / two, rel=1e-6)
+        assert line["throughput/samples_per_sec"] == pytest.approx(2 * samples / two, rel=1e-6)
+        assert line["throughput/device/tokens_per_sec"] == pytest.approx(samples * tokens / two, rel=1e-6)
+        assert line["time/samples"] == line["consumed_samples"]
+        assert line["time/tokens"] == line["consumed_samples"] * tokens
+        # With a peak of 1 TFLOP/s, utilisation is the rate.
+        assert line["mfu"] == pytest.approx(line["tflops"]) and line["hfu"] >= line["mfu"] > 0
+        assert line["straggler/language/slowest_rank"] in (0, 1)
+        assert line["straggler/language/slowest_over_median"] >= 1
+        assert line["current_resident_mem"] > 0.05
+
+
+@pytest.mark.parametrize("layout", ["two_processes", "images_dp1_language_dp2", "one_process"])
+def test_the_parts_of_a_step_sum_to_the_step(layout, digits, tmp_path):
+    lines = run("vlm_digits", digits, tmp_path, f"layout={layout}")
+    parts = ("compute", "bubble", "bridge_wait", "data_wait", "reduce", "optimizer")
+    for line in lines[1:]:
+        sums = {name: sum(line[f"time/{name}/{part}"] for part in parts) for name in ("images", "language")}
+        whole = [sum(sums.values())] if layout == "one_process" else list(sums.values())
+        for seconds in whole:
+            # The clock of the step's parts starts a little later than that of the step.
+            assert seconds == pytest.approx(line["step_seconds"], rel=0.2)
+        assert line["time/images/compute"] > 0 and line["time/language/optimizer"] > 0
+        assert line["tflops/images"] > 0 and line["tflops/language"] > 0
+        if layout != "one_process":
+            assert line["time/images/bridge_wait"] > 0 and line["time/language/bridge_wait"] > 0
+
+
+def test_model_flops_do_not_depend_on_the_layout(digits, tmp_path):
+    done = []
+    for layout in ("one_process", "images_dp1_language_dp2"):
+        run("vlm_digits", digits, tmp_path / layout, f"layout={layout}")
+        progress = (tmp_path / layout / "progress.txt").read_text()
+        done.append(re.findall(r"\tflops=(\S+)", progress)[-1])
+    assert done[0] == done[1] and float(done[0]) > 1e6

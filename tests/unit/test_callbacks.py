@@ -1,0 +1,171 @@
+"""Callbacks: a closed set of events, who is called with what, and how they are named in a config."""
+
+import sys
+
+import pytest
+
+from mimo_train.config import ConfigError
+from mimo_train.training.callbacks import EVENTS, Callback, Callbacks, load_callbacks
+
+ARGUMENTS = {
+    "on_step_end": ("a result",),
+    "on_log": ({"lm loss": 1.0},),
+    "on_evaluation": ({"eval/loss": 1.0},),
+    "on_checkpoint": ("a folder",),
+    "on_train_end": (0,),
+    "on_failure": (ValueError("broken"),),
+}
+"""What events get besides the state."""
+
+
+class Recorder(Callback):
+    """Notes every event with its arguments."""
+
+    def __init__(self):
+        self.seen = []
+
+
+def _note(event):
+    def note(self, *args):
+        self.seen.append((event, *args))
+
+    return note
+
+
+for _event in EVENTS:
+    setattr(Recorder, _event, _note(_event))
+
+
+def test_the_events_are_a_closed_set():
+    assert EVENTS == (
+        "on_train_start",
+        "on_step_start",
+        "on_step_end",
+        "on_log",
+        "on_evaluation",
+        "on_checkpoint",
+        "on_train_end",
+        "on_failure",
+    )
+
+
+def test_every_event_reaches_every_listener_with_its_arguments():
+    first, second = Recorder(), Recorder()
+    callbacks = Callbacks([first, second])
+    for event in EVENTS:
+        callbacks.fire(event, "state", *ARGUMENTS.get(event, ()))
+    assert first.seen == second.seen == [(event, "state", *ARGUMENTS.get(event, ())) for event in EVENTS]
+
+
+def test_a_method_that_is_no_event_is_refused_when_the_class_is_made():
+    with pytest.raises(TypeError, match=r"Wrong\.on_step is no event.*on_step_start, on_step_end, on_log"):
+
+        class Wrong(Callback):
+            def on_step(self, state):
+                pass
+
+    class Right(Callback):
+        def only_mine(self):
+            pass
+
+    assert Callbacks([Right()])
+
+
+def test_only_overridden_methods_are_called():
+    class Ends(Callback):
+        def on_step_end(self, state, result):
+            seen.append(result)
+
+    class Child(Ends):
+        """Inherits its listener."""
+
+    seen = []
+    callbacks = Callbacks([Ends(), Child()])
+    Callback.on_step_start, original = None, Callback.on_step_start  # calling it would fail
+    try:
+        callbacks.fire("on_step_start", "state")
+    finally:
+        Callback.on_step_start = original
+    callbacks.fire("on_step_end", "state", 7)
+    assert seen == [7, 7]
+
+
+def test_an_unknown_event_cannot_be_fired():
+    with pytest.raises(KeyError):
+        Callbacks().fire("on_step", "state")
+
+
+def test_what_is_no_callback_is_refused():
+    with pytest.raises(TypeError, match=r"Recorder'> is no object of a subclass"):
+        Callbacks([Recorder])
+
+
+def test_an_error_of_a_callback_goes_on_but_not_over_the_error_of_the_run():
+    class Breaks(Callback):
+        def on_step_end(self, state, result):
+            raise RuntimeError("mine")
+
+        def on_failure(self, state, error):
+            raise RuntimeError("also mine")
+
+    recorder = Recorder()
+    callbacks = Callbacks([Breaks(), recorder])
+    with pytest.raises(RuntimeError, match="mine"):
+        callbacks.fire("on_step_end", "state", None)
+    assert not recorder.seen
+    error = ValueError("the run's")
+    callbacks.fire("on_failure", "state", error)
+    assert recorder.seen == [("on_failure", "state", error)]
+    assert error.__notes__ == [
+        "test_an_error_of_a_callback_goes_on_but_not_over_the_error_of_the_run.<locals>.Breaks.on_failure failed too: "
+        "RuntimeError: also mine"
+    ]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A working directory with callbacks of a user's own."""
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "mine.py").write_text(
+        "from mimo_train.training.callbacks import Callback\n"
+        "class Good(Callback):\n    pass\n"
+        "class Wants(Callback):\n    def __init__(self, path):\n        pass\n"
+        "class Other:\n    pass\n"
+        "def function():\n    pass\n"
+    )
+    (tmp_path / "wrong.py").write_text(
+        "from mimo_train.training.callbacks import Callback\nclass Wrong(Callback):\n    def on_end(self): pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    # As the `mimo-train` command has it: without the working directory.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_callbacks_of_the_working_directory_are_found(project):
+    (loaded,) = load_callbacks(["my_package.mine:Good"])
+    assert type(loaded).__qualname__ == "Good" and isinstance(loaded, Callback)
+    assert load_callbacks([]) == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("my_package.nothing:Good", "No module named 'my_package.nothing'"),
+        ("my_package.mine:Bad", "has no attribute 'Bad'"),
+        ("my_package.mine:Other", "Other is no subclass of mimo_train.training.callbacks.Callback"),
+        ("my_package.mine:function", "function is no subclass"),
+        ("my_package.mine:Wants", "missing 1 required positional argument: 'path'"),
+        ("wrong:Wrong", "Wrong.on_end is no event of a callback"),
+    ],
+)
+def test_an_entry_that_cannot_be_used_is_named_with_the_reason(project, entry, reason):
+    with pytest.raises(ConfigError) as caught:
+        load_callbacks(["my_package.mine:Good", entry, "nowhere:X"])
+    first, second = caught.value.faults
+    assert first.key == second.key == "train.callbacks"
+    assert repr(entry) in first.message and reason in first.message
+    assert "'nowhere:X'" in second.message

@@ -1,0 +1,102 @@
+"""Reasons to end that one rank knows, and the collector that is off during a run."""
+
+import gc
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from mimo_train.check.faults import config_faults
+from mimo_train.training.exit import ExitConditions, ExitSignal
+from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
+from tests.unit.configs import changed
+
+
+def state(minutes: float, started: float):
+    return SimpleNamespace(cfg=changed({"train.exit_duration_minutes": minutes}), start_time=time.time() - started)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_a_vote_and_ends_nothing_by_itself(number):
+    before = signal.getsignal(number)
+    with ExitSignal() as exit_signal:
+        conditions = ExitConditions(state(0, 0), exit_signal)
+        assert conditions.votes() == (False, False)
+        os.kill(os.getpid(), number)
+        assert conditions.votes() == (True, False)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("minutes", "started", "vote"), [(0, 1e9, False), (2, 110, False), (2, 130, True), (0.01, 0.7, True)]
+)
+def test_time_is_a_vote_after_its_minutes(minutes, started, vote):
+    assert ExitConditions(state(minutes, started), ExitSignal()).votes() == (False, vote)
+
+
+class Cycle:
+    """Garbage that only a collector finds."""
+
+    alive = 0
+
+    def __init__(self):
+        self.itself = self
+        Cycle.alive += 1
+
+    def __del__(self):
+        Cycle.alive -= 1
+
+
+@pytest.fixture
+def no_cycles():
+    gc.collect()
+    Cycle.alive = 0
+    yield
+    gc.collect()
+    gc.enable()
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_garbage_is_collected_at_its_interval_and_python_gets_its_collector_back(no_cycles, was_on):
+    gc.enable() if was_on else gc.disable()
+    left = []
+    with pytest.raises(KeyError), manual_garbage_collection(3):
+        assert not gc.isenabled()
+        for step in range(1, 7):
+            Cycle()
+            collect_when_due(3, step)
+            left.append(Cycle.alive)
+        raise KeyError
+    assert left == [1, 2, 0, 1, 2, 0]
+    assert gc.isenabled() is was_on
+    assert gc.get_freeze_count() == 0
+
+
+def test_without_an_interval_python_decides(no_cycles):
+    with manual_garbage_collection(0):
+        assert gc.isenabled()
+        Cycle()
+        collect_when_due(0, 1)
+        assert Cycle.alive == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.exit_interval", -1),
+        ("train.exit_duration_minutes", -0.5),
+        ("train.manual_gc_interval", -2),
+        ("checkpoint.non_persistent_interval", -3),
+    ],
+)
+def test_negative_intervals_are_faults(key, value):
+    (fault,) = config_faults(changed({key: value}))
+    assert fault.key == key and f"is {value}" in fault.message
+
+
+@pytest.mark.parametrize("entry", ["mine", "mine:", ":Mine", "my-package:Mine", "mine.Mine", "a..b:C"])
+def test_a_callback_that_names_no_class_is_a_fault(entry):
+    (fault,) = config_faults(changed({"train.callbacks": ["good.module:Good", entry]}))
+    assert fault.key == "train.callbacks" and repr(entry) in fault.message

@@ -1,0 +1,70 @@
+"""Folders of checkpoints of both kinds: which is newest, which stay."""
+
+from pathlib import Path
+
+import pytest
+
+from mimo_train.checkpoint import folders
+
+
+def saved(run_dir: Path, step: int, non_persistent: bool = False) -> Path:
+    """A complete checkpoint, as far as its folder tells."""
+    folder = folders.final_folder(run_dir, step, non_persistent)
+    folder.mkdir(parents=True)
+    folders.write_record(folder, {"step": step})
+    return folder
+
+
+def names(run_dir: Path, non_persistent: bool = False) -> list[int]:
+    return [folders.read_record(folder)["step"] for folder in folders.complete(run_dir, non_persistent)]
+
+
+def test_the_two_kinds_have_their_own_folders(tmp_path):
+    assert folders.final_folder(tmp_path, 7) == tmp_path / "checkpoints" / "step_00000007"
+    assert folders.final_folder(tmp_path, 7, True) == tmp_path / "checkpoints" / "non_persistent" / "step_00000007"
+    assert folders.partial_folder(tmp_path, 7, True).parent == folders.checkpoints_dir(tmp_path, True)
+
+
+@pytest.mark.parametrize(
+    ("persistent", "non_persistent", "newest"),
+    [
+        ([], [], None),
+        ([4], [], (4, False)),
+        ([], [3], (3, True)),
+        ([4, 8], [9], (9, True)),
+        ([4, 8], [6], (8, False)),
+        ([8], [8], (8, False)),
+    ],
+)
+def test_the_newest_of_both_kinds_is_resumed(tmp_path, persistent, non_persistent, newest):
+    for step in persistent:
+        saved(tmp_path, step)
+    for step in non_persistent:
+        saved(tmp_path, step, True)
+    expected = newest and folders.final_folder(tmp_path, *newest)
+    assert folders.newest(tmp_path) == folders.chosen(tmp_path, "auto") == expected
+    if expected:
+        assert folders.chosen(tmp_path / "other", str(tmp_path)) == expected
+        assert folders.chosen(tmp_path / "other", str(expected)) == expected
+
+
+def test_an_unfinished_checkpoint_is_none(tmp_path):
+    saved(tmp_path, 2)
+    folders.partial_folder(tmp_path, 3, True).mkdir(parents=True)
+    folders.final_folder(tmp_path, 4, True).mkdir()
+    assert folders.newest(tmp_path) == folders.final_folder(tmp_path, 2)
+
+
+def test_each_kind_is_thinned_out_by_its_own_rule(tmp_path):
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+        saved(tmp_path, step, True)
+    folders.partial_folder(tmp_path, 5).mkdir()
+    folders.partial_folder(tmp_path, 5, True).mkdir()
+    folders.remove_old(tmp_path, 2)
+    assert names(tmp_path) == [3, 4] and names(tmp_path, True) == [1, 2, 3, 4]
+    assert not folders.partial_folder(tmp_path, 5).exists() and folders.partial_folder(tmp_path, 5, True).exists()
+    folders.remove_old(tmp_path, 0, True)
+    assert names(tmp_path) == [3, 4] and names(tmp_path, True) == [4]
+    folders.remove_old(tmp_path, 0)
+    assert names(tmp_path) == [3, 4]
