@@ -14,29 +14,31 @@ from tests.dist.runs import config, curve, train_on_ranks
 
 
 def _train_with_fault(cfg, value: float, step: int, transient: bool, node: str) -> tuple[int, list[str]]:
-    """Exit code, and what the state machine says, of `mimo-train train` with a forward step that multiplies the loss of
-    one microbatch of `step` by `value`: once, or always. `node` is what the machine is called."""
+    """Exit code, and what the state machine says, of `mimo-train train` with a loss function that multiplies the loss
+    of one microbatch of `step` by `value`: once, or always. `node` is what the machine is called."""
     import logging
 
     from mimo_train.training import pretrain, rerun
-    from mimo_train.training.mimo_step import forward_step as good_step
     from mimo_train.training.run import main
     from mimo_train.training.state import GlobalState
 
     rerun.SPIKE_SAMPLES = 2
+    good_step = pretrain.default_forward_step(cfg)
     calls = 0
 
     def forward_step(state: GlobalState, data_iterator, model):
         output, loss_func = good_step(state, data_iterator, model)
-        nonlocal calls
-        if state.train_state.step == step - 1:
+
+        def wrong_loss(output):
+            nonlocal calls
             calls += 1
             microbatches = state.layout.num_microbatches
             # The last microbatch of the step; of its first run only, if the fault is transient.
             wrong = calls == microbatches or (not transient and calls % microbatches == 0)
-            if wrong and loss_func is not None:
-                output = output * value
-        return output, loss_func
+            return loss_func(output * value if wrong else output)
+
+        now = loss_func is not None and state.train_state.step == step - 1
+        return output, wrong_loss if now else loss_func
 
     original = pretrain.pretrain
     pretrain.pretrain = lambda cfg, **options: original(cfg, forward_step, **options)
@@ -82,12 +84,25 @@ def test_a_run_without_faults_is_the_run_without_validation(cfg):
     assert f"    {6 * plan(run).num_microbatches} samples, all identical" in said
 
 
-@pytest.mark.parametrize("layout", ["two_processes", "images_dp2_language_dp2"])
-def test_a_spike_that_does_not_come_back_leaves_no_trace(layout, cfg):
-    """Not in dropout either, which draws from a generator of its own."""
-    overrides = (f"layout={layout}", "modules.language.llm.dropout=0.1")
-    plain = curve(train_on_ranks(cfg("plain", *overrides)))
-    run = cfg("spiky", *overrides, "train.rerun=validate_results")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("two_processes",),
+        ("images_dp2_language_dp2",),
+        ("language_pp2_vpp2",),
+        ("language_tp2", "modules.language.layout.sp=true"),
+    ],
+)
+def test_a_spike_that_does_not_come_back_leaves_no_trace(layout, digits, prose, tmp_path):
+    """Not in dropout either, for which tensor-parallel ranks have generators of their own, nor in the balance of
+    experts."""
+    name, demo, overrides = "vlm_digits", digits, []
+    if layout[0].startswith("language"):
+        name, demo, overrides = "gpt_tiny", prose, ["llm@modules.language.llm=gpt_tiny_moe"]
+    sizes = ("modules.language.llm.num_layers=4", "modules.language.llm.dropout=0.1")
+    overrides += ["train.iters=6", f"layout={layout[0]}", *sizes, *layout[1:]]
+    plain = curve(train_on_ranks(config(name, tmp_path / "plain", demo, *overrides)))
+    run = config(name, tmp_path / "spiky", demo, *overrides, "train.rerun=validate_results")
     codes, said = train(run, 1000.0)
     assert set(codes) == {0} and any("Possible transient error" in text for text in said)
     assert curve_of(run) == plain
