@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils._pytree import tree_leaves
 
 from mimo_train.config import LANGUAGE
@@ -33,6 +34,7 @@ class Place:
     module: str
     stage: int
     layer: str
+    """Its name, as `layers_of` gives it; empty for the loss function."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,6 @@ class Sighting:
 
     direction: str
     place: Place
-    layer: str
-    """Name of the layer, counted through all stages of the module."""
     begins: bool
     """Whether what the layer took (in backward: the gradient that reached it) was finite."""
     weights: bool
@@ -130,7 +130,7 @@ class LayerHooks:
             return self._sighting(FORWARD, place, begins)
         if bad_loss:
             stage = max(place.stage for place in self._layers if place.module == LANGUAGE)
-            return Sighting(LOSS, Place(LANGUAGE, stage, ""), "", True, True, dist.get_rank())
+            return Sighting(LOSS, Place(LANGUAGE, stage, ""), True, True, dist.get_rank())
         reached: set[Place] = set()
         for place, side in self._gradients:
             if side == "output":
@@ -148,7 +148,7 @@ class LayerHooks:
             if any(name.startswith(f"{place.layer}.") for name in bad.get(place.module, ())):
                 return self._sighting(BACKWARD, place, True)
         for module, names in bad.items():  # weights outside of layers
-            return Sighting(BACKWARD, Place(module, 0, names[0]), names[0], True, True, dist.get_rank())
+            return Sighting(BACKWARD, Place(module, 0, names[0]), True, True, dist.get_rank())
         return None
 
     def _look(self, place: Place, layer: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -165,18 +165,16 @@ class LayerHooks:
             self._gradients.append((place, side))
 
     def _sighting(self, direction: str, place: Place, begins: bool) -> Sighting:
-        layer = self._layers[place]
-        weights = all(are_finite(layer.parameters()))
-        # Megatron-Core's layers know their number in the module, from 1.
-        number = getattr(layer, "layer_number", None)
-        name = place.layer if number is None else f"{place.layer.rpartition('.')[0]}.{number - 1}"
-        return Sighting(direction, place, name, begins, weights, dist.get_rank())
+        weights = all(are_finite(self._layers[place].parameters()))
+        return Sighting(direction, place, begins, weights, dist.get_rank())
 
 
 def layers_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name, layer): the entries of lists of layers, and what stands beside such lists. Names are those of parameters,
-    without the wrappers around the module."""
+    """(name, layer): the entries of lists of layers, and what stands beside such lists. Names begin those of the
+    layer's parameters in `model.freeze.global_names`."""
     for key, child in module.named_children():
+        if isinstance(child, TransformerLayer):
+            key = child.layer_number - 1
         path = f"{name}.{key}".removeprefix(".").removeprefix("module.")
         whole = isinstance(module, torch.nn.ModuleList)
         if whole or not any(isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict)) for part in child.modules()):
@@ -206,5 +204,6 @@ def _origin(microbatch: int, sightings: list[Sighting], modules: list[str]) -> O
         return direction, *place, sighting.weights, not sighting.begins
 
     first = min(sightings, key=order)
-    ranks = [each.rank for each in sightings if order(each) == order(first) and each.place == first.place]
-    return Origin(microbatch, first.direction, first.place.module, first.layer, ranks, first.begins, first.weights)
+    place = first.place
+    ranks = [each.rank for each in sightings if order(each) == order(first) and each.place == place]
+    return Origin(microbatch, first.direction, place.module, place.layer, ranks, first.begins, first.weights)

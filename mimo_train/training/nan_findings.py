@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mimo_train.config import LANGUAGE
 from mimo_train.model.build import modules_of
+from mimo_train.model.freeze import global_names
 from mimo_train.training.data import readers_of
 from mimo_train.training.state import GlobalState
 
@@ -164,11 +165,9 @@ def _samples(data_iterator: Any, numbers: Iterable[int]) -> list[Sample]:
 
 
 def _parameters(model: list) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameters of this rank by module and name; names without those of the wrapper around the module."""
+    """Parameters of this rank by module and global name; the chunks of a rank would share other names."""
     return {
-        module: {
-            name.removeprefix("module."): parameter for chunk in chunks for name, parameter in chunk.named_parameters()
-        }
+        module: {name: parameter for chunk in chunks for name, parameter in global_names(chunk).items()}
         for module, chunks in modules_of(model).items()
     }
 

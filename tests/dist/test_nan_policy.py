@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mimo_train.check import faults
 from mimo_train.compose import load
 from mimo_train.layout import plan
 from mimo_train.metrics.jsonl import read_metrics
@@ -104,7 +105,7 @@ def _run(cfg, fault: str = "", rank: int = 0) -> dict:
     finally:
         close(state, run)
     same = [torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(before, weights(), strict=True)]
-    number = next((number for number in SUSPECTS if iterator.dataset.plan(number).counts["images"]), None)
+    number = next(number for number in SUSPECTS if iterator.dataset.plan(number).counts.get("images", True))
     return {
         "message": message,
         "unchanged": all(same),
@@ -158,6 +159,18 @@ def test_a_spoiled_weight_is_named_with_its_rank(layout, rank, digits, tmp_path)
     )
     assert {part["rank"] for part in record["findings"]["losses"]} == {rank}
     assert not record["findings"]["inputs"]
+
+
+def test_weights_of_every_chunk_are_named_by_their_place_in_the_model(prose, tmp_path):
+    """Rank 1 holds layers 1 and 3, each the first of its chunk."""
+    layers = "modules.language.llm.num_layers=4"
+    cfg = config("gpt_tiny", tmp_path, prose, "layout=language_pp2_vpp2", layers, "train.on_nan=bisect")
+    lines, record, _ = failed(cfg, "weight", 1)
+    weights = line_of(lines, "weights not finite")
+    assert weights == "weights not finite: language on rank 1 (1 parameter: decoder.layers.1.mlp.linear_fc1.weight)"
+    assert (record["origin"]["layer"], record["origin"]["ranks"]) == ("decoder.layers.1", [1])
+    named = {place["rank"]: place["names"] for place in record["findings"]["gradients"]}
+    assert all(name.startswith(("embedding.", "decoder.layers.0.", "decoder.layers.2.")) for name in named[0])
 
 
 @pytest.mark.parametrize(
@@ -265,6 +278,13 @@ def test_the_replay_file_makes_the_step_again(digits, tmp_path):
     # What does not come back: the run of one step ends well.
     last = {result["state"]["step"] for result in run_ranks(_run, 2, again, "float")}
     assert last == {2}
+
+
+def test_the_replay_of_a_run_that_restarts_in_its_processes_is_no_fault(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "LIBRARIES", {})
+    cfg = vlm(digits, tmp_path / "run", "one_process", "run.inprocess_restarts=2")
+    _, record, _ = failed(cfg, "pixel")
+    assert not faults.config_faults(load(record["config_file"], record["overrides"]))
 
 
 def test_a_run_started_again_does_not_continue_from_the_replays_checkpoint(digits, tmp_path):
