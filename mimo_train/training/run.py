@@ -66,10 +66,11 @@ def _is_lost_peer(error: BaseException) -> bool:
 def _print_error(error: BaseException) -> None:
     prefix = f"rank {os.environ.get('RANK', '0')}: "
     if isinstance(error, ValueError):
-        for line in str(error).splitlines():
-            print(f"error: {prefix}{line}", file=sys.stderr)
+        prefix, text = f"error: {prefix}", str(error)
     else:
-        print("".join(f"{prefix}{line}" for line in traceback.format_exc().splitlines(keepends=True)), file=sys.stderr)
+        text = traceback.format_exc()
+    # In one piece: ranks that fail together would write into each other's lines.
+    sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
 
 
 def _summarise(cfg: ConfigContainer, layout: RunLayout) -> None:
