@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -18,13 +17,6 @@ class RankFailure(AssertionError):
     """A rank raised or died; the message holds the traceback of the first one that did."""
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
-
-
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
     """Call `function(*arguments)` on every rank and return the results in rank order.
 
@@ -33,11 +25,15 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     Raises:
         RankFailure: a rank raised, died, or took longer than `timeout` seconds.
     """
-    port = free_port()
+    from torch.distributed import TCPStore
+
+    # Held open by this process for all ranks: a port that is looked for first and opened later can be gone by then.
+    meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank_main, args=(sender, rank, world_size, port, function, arguments))
+        place = (sender, rank, world_size, meeting.port)
+        process = _context.Process(target=_rank_main, args=(*place, function, arguments))
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -78,6 +74,9 @@ def _rank_main(sender, rank: int, world_size: int, port: int, function, argument
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
+        # As under torchrun: the store is another process's, a rank only joins it.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
         OMP_NUM_THREADS="1",
     )
     if os.environ.get("MIMO_QUIET_RANKS"):
