@@ -102,7 +102,7 @@ class BareLoop:
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._pipeline.plan.begin(batch.token_counts)
+        self._pipeline.plan.begin(batch.token_counts, batch.loads)
         self._pipeline._schedule(
             forward_step_func=self._forward_step,
             data_iterator=iter(batch.microbatches),

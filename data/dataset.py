@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +56,8 @@ class Media:
     """Tokens that one picture or clip takes in the sequence."""
     size: Callable[[int, int], tuple[int, int]]
     """What is handed to the encoder: (height, width); for audio (samples, samples per second)."""
+    inner_tokens: Callable[[int, int], int] | None = None
+    """Tokens that one picture or clip takes inside the encoder's layers; None: as many as in the sequence."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):
@@ -64,6 +67,15 @@ class Media:
     def field(self) -> str:
         """Name of its tensor in a batch."""
         return "pixels" if self.kind == "image" else "waveforms"
+
+
+class MediaSize(NamedTuple):
+    """What all of a sample's pictures or clips take of one module."""
+
+    tokens: int
+    """In the sequence."""
+    load: int
+    """Tokens inside the encoder's layers."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +177,18 @@ class Dataset:
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
         return {module: sum(counts) for module, counts in self.plan(number).counts.items()}
+
+    def media_sizes(self, number: int) -> dict[str, MediaSize]:
+        """What each module's pictures or clips take in this sample, from the index alone."""
+        plan = self.plan(number)
+        sizes = {}
+        for spec in self.modules:
+            counts = plan.counts[spec.module]
+            inner = counts
+            if spec.inner_tokens:
+                inner = [spec.inner_tokens(*_extent(member)) for member in plan.members[spec.kind]]
+            sizes[spec.module] = MediaSize(sum(counts), sum(inner))
+        return sizes
 
     def text(self, number: int) -> collate.TextSample:
         """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from data.collate import collate, collate_media
-from data.dataset import Dataset
+from data.dataset import Dataset, MediaSize
+from data.divide import balanced_parts, equal_parts
 
 LANGUAGE = "language"
 
@@ -46,21 +47,22 @@ class Batching:
 
 @dataclass(frozen=True)
 class Reader:
-    """This rank's part of one module ("language" or a `Media.module`): the `dp_rank`-th of `dp_size` equal, contiguous
-    slices of each microbatch."""
+    """This rank's part of one module ("language" or a `Media.module`): the `dp_rank`-th of `dp_size` contiguous slices
+    of each microbatch, equal, or `balanced` by the tokens inside the encoder."""
 
     module: str
     dp_rank: int
     dp_size: int
+    balanced: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, self
 
-    def slice(self, first: int, count: int) -> range:
-        """Its sample numbers of the `count` that start at `first`."""
-        assert count % self.dp_size == 0, (self, count)
-        share = count // self.dp_size
-        return range(first + self.dp_rank * share, first + (self.dp_rank + 1) * share)
+    def slice(self, first: int, loads: Sequence[int]) -> range:
+        """Its sample numbers of those that start at `first`, one for each of `loads`."""
+        parts = balanced_parts(loads, self.dp_size) if self.balanced else equal_parts(len(loads), self.dp_size)
+        begin, end = parts[self.dp_rank]
+        return range(first + begin, first + end)
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,15 @@ class StepBatch:
     `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of
     tensors if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N,
     samples]. Always: `sample_numbers` int64 [B], of the language slice, else of the first media module's.
-    token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks.
+    token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
+    in the sequence. loads: the same of the tokens inside the encoder.
     bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads).
     """
 
     first_sample: int
     microbatches: list[dict[str, Any]]
     token_counts: dict[str, list[list[int]]]
+    loads: dict[str, list[list[int]]]
     bad: np.ndarray
 
     @property
@@ -114,11 +118,11 @@ class StepLoader:
         known = {LANGUAGE, *(item.module for item in dataset.modules)}
         names = [reader.module for reader in readers]
         assert len(set(names)) == len(names) and known.issuperset(names), (names, known)
-        for reader in readers:
-            reader.slice(0, batching.microbatch_samples)
         self._dataset, self._batching, self._limit = dataset, batching, limit
+        for reader in readers:
+            reader.slice(0, [0] * batching.microbatch_samples)
+        self._readers = list(readers)
         self._language = next((reader for reader in readers if reader.module == LANGUAGE), None)
-        self._media = [reader for reader in readers if reader.module != LANGUAGE]
         self._next, self._issued, self._closed = consumed_samples, 0, False
         self._ahead = prefetch_steps if workers else 1
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers else None
@@ -176,22 +180,36 @@ class StepLoader:
         size = self._batching.microbatch_samples
         starts = range(first, first + step_size, size)
         text, media = self._dataset.read_text, self._dataset.read_media
+        sizes = [self._submit(self._media_sizes, start) for start in starts]
+        slices = [self._slices(start, of_microbatch) for start, of_microbatch in zip(starts, sizes, strict=True)]
         return _Step(
             first,
             step_size,
-            counts=[self._submit(self._token_counts, start) for start in starts],
-            texts=[
-                [self._submit(text, number) for number in self._language.slice(start, size)] if self._language else []
-                for start in starts
-            ],
+            sizes,
+            slices,
+            texts=[[self._submit(text, number) for number in own.get(LANGUAGE, ())] for own in slices],
             media=[
                 {
-                    reader.module: [self._submit(media, number, reader.module) for number in reader.slice(start, size)]
-                    for reader in self._media
+                    module: [self._submit(media, number, module) for number in numbers]
+                    for module, numbers in own.items()
+                    if module != LANGUAGE
                 }
-                for start in starts
+                for own in slices
             ],
         )
+
+    def _slices(self, start: int, sizes: Callable[[], list[dict[str, MediaSize]]]) -> dict[str, range]:
+        """Sample numbers that this rank reads of a microbatch, by module."""
+        loads = [0] * self._batching.microbatch_samples
+        return {
+            reader.module: reader.slice(
+                start, [size[reader.module].load for size in sizes()] if reader.balanced else loads
+            )
+            for reader in self._readers
+        }
+
+    def _media_sizes(self, start: int) -> list[dict[str, MediaSize]]:
+        return [self._dataset.media_sizes(number) for number in range(start, start + self._batching.microbatch_samples)]
 
     def _submit(self, work: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         """The result, when called."""
@@ -200,32 +218,31 @@ class StepLoader:
         future: Future[Any] = self._pool.submit(work, *args)
         return future.result
 
-    def _token_counts(self, start: int) -> list[dict[str, int]]:
-        return [
-            self._dataset.token_counts(number) for number in range(start, start + self._batching.microbatch_samples)
-        ]
-
     def _assemble(self, step: _Step) -> StepBatch:
         size, modules = self._batching.microbatch_samples, [item.module for item in self._dataset.modules]
         faults, microbatches = {}, []
         for at in range(step.size // size):
-            start = step.first + at * size
             texts = [result() for result in step.texts[at]]
             media = {module: [result() for result in results] for module, results in step.media[at].items()}
             for _, fault in (*texts, *(pair for pairs in media.values() for pair in pairs)):
                 if fault is not None:
                     faults.setdefault(fault.number, fault)
-            microbatches.append(self._microbatch(start, texts, media, faults))
+            microbatches.append(self._microbatch(step.slices[at], texts, media, faults))
         bad = np.zeros(step.size, dtype=bool)
         for number in sorted(faults):
             bad[number - step.first] = True
             self._dataset.faults.record(faults[number])
-        counts = [result() for result in step.counts]
-        return StepBatch(step.first, microbatches, {m: [[c[m] for c in part] for part in counts] for m in modules}, bad)
+        sizes = [result() for result in step.sizes]
+        counts, loads = (
+            {module: [[getattr(size[module], what) for size in part] for part in sizes] for module in modules}
+            for what in ("tokens", "load")
+        )
+        return StepBatch(step.first, microbatches, counts, loads, bad)
 
-    def _microbatch(self, start: int, texts: list, media: dict[str, list], faults: dict) -> dict[str, Any]:
-        leader = self._language or (self._media[0] if self._media else None)
-        numbers = leader.slice(start, self._batching.microbatch_samples) if leader else ()
+    def _microbatch(
+        self, slices: dict[str, range], texts: list, media: dict[str, list], faults: dict
+    ) -> dict[str, Any]:
+        numbers = slices.get(LANGUAGE) or next(iter(slices.values()), ())
         batch: dict[str, Any] = {"sample_numbers": torch.tensor(list(numbers), dtype=torch.int64)}
         if self._language:
             # A sample whose picture failed on this very rank must not be learned from either.
@@ -247,10 +264,12 @@ class StepLoader:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step on its way: callables that give each result, by microbatch."""
+    """A step on its way, by microbatch: what the index tells of every sample, which this rank reads, and callables that
+    give what was read."""
 
     first: int
     size: int
-    counts: list[Callable[[], list[dict[str, int]]]]
+    sizes: list[Callable[[], list[dict[str, MediaSize]]]]
+    slices: list[dict[str, range]]
     texts: list[list[Callable[[], Any]]]
     media: list[dict[str, list[Callable[[], Any]]]]

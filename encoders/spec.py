@@ -148,6 +148,12 @@ def num_tokens(encoder: VisionSpec, projector: ProjectorSpec, height: int, width
     return (rows // projector.merge) * (columns // projector.merge)
 
 
+def inner_tokens(encoder: VisionSpec, height: int, width: int) -> int:
+    """Tokens that a picture of `height` x `width` pixels takes inside the encoder: patches, and the class token."""
+    rows, columns = encoder.grid(height, width)
+    return rows * columns + encoder.class_token
+
+
 def joint_faults(encoder: VisionSpec, projector: ProjectorSpec) -> list[tuple[str, str]]:
     """(field of the module, sentence) of faults of an encoder and a projector together."""
     rows, columns = encoder.grid(encoder.image_size, encoder.image_size)

@@ -173,6 +173,9 @@ class ModuleConfig:
     """Learning rate, schedule, weight decay and clipping of this module, where they differ from `optim`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel sizes of this module."""
+    balance: str = "samples"
+    """How an encoder's work is divided over its data-parallel ranks: samples (equal numbers of them) or patches (equal
+    numbers of tokens inside the encoder, as nearly as whole samples in order allow)."""
 
 
 @dataclass
@@ -183,6 +186,9 @@ class PlacementConfig:
     """disjoint (one module after the other) or shared (every module on all ranks)."""
     first_rank: dict[str, int] = field(default_factory=dict)
     """First rank of each module by name, instead of one after the other; with mode disjoint."""
+    bridge: str = "planned"
+    """How features reach the language model: planned (sizes known from the data index: any layouts and counts), or
+    megatron (Megatron-Core's own communicators, to compare: they exchange sizes and need counts of equal parts)."""
 
 
 @dataclass

@@ -30,6 +30,8 @@ class ModuleLayout:
     first_rank: int
     etp: int = 1
     vpp: int = 1
+    balance: str = "samples"
+    """How an encoder's samples are divided over its replicas: samples or patches."""
 
     @property
     def size(self) -> int:
@@ -45,6 +47,11 @@ class ModuleLayout:
     def ranks(self) -> range:
         """The ranks, in order."""
         return range(self.first_rank, self.first_rank + self.size)
+
+    def stage_ranks(self, stage: int) -> range:
+        """Ranks of one pipeline stage."""
+        width = self.size // self.pp
+        return range(self.first_rank + stage * width, self.first_rank + (stage + 1) * width)
 
     def __str__(self) -> str:
         sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
@@ -64,6 +71,17 @@ class RunLayout:
     def language(self) -> ModuleLayout:
         """The language module's layout."""
         return self.modules[LANGUAGE]
+
+    @property
+    def local_encoders(self) -> list[str]:
+        """Encoders on the ranks of the language model's first stage."""
+        first = self.language.stage_ranks(0)
+        return [name for name, module in self.modules.items() if name != LANGUAGE and module.ranks == first]
+
+    @property
+    def apart_encoders(self) -> list[str]:
+        """Encoders on other ranks than the language model."""
+        return [name for name in self.modules if name != LANGUAGE and name not in self.local_encoders]
 
     @property
     def world_size(self) -> int:
@@ -221,6 +239,7 @@ def _place(cfg: ConfigContainer) -> RunLayout:
             first_rank=first,
             etp=sizes.etp,
             vpp=sizes.vpp,
+            balance=module.balance,
         )
         next_rank += modules[name].size
     return RunLayout(modules, shared, cfg.train.global_batch_size, cfg.train.micro_batch_size)

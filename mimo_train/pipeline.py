@@ -1,7 +1,8 @@
 """Communicator, schedule and gradient finalisation for a set of modules: one or many.
 
-Several modules on disjoint ranks run Megatron-Core's 1F1B over `PlannedCommunicator`; modules that share their ranks,
-and one module in one stage, run without pipelining; one module in several stages runs 1F1B over Megatron-Core's
+Where an encoder stands apart from the language model, or the language model has several stages besides encoders,
+Megatron-Core's 1F1B runs over `PlannedCommunicator`. Encoders on the ranks of a language model of one stage, and one
+module in one stage, run without pipelining; one module in several stages runs 1F1B over Megatron-Core's
 `P2PCommunicator`, interleaved if each stage has several model chunks.
 """
 
@@ -11,14 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 
-from mimo_train.bridge import PlannedCommunicator, TimedP2PCommunicator, TokenPlan, Watch, not_timed
+from mimo_train.bridge.bridge import LocalBridge, Watch, not_timed
+from mimo_train.bridge.communicator import MegatronCommunicator, PlannedCommunicator, TimedP2PCommunicator
+from mimo_train.bridge.megatron import MegatronSizes
+from mimo_train.bridge.plan import TokenPlan
 from mimo_train.config import LANGUAGE
 from mimo_train.groups import RunGroups
 from mimo_train.layout import RunLayout
 from mimo_train.model.build import modules_of
+from mimo_train.model.mimo import MegatronMimoModel
 from mimo_train.model.moe import Balancing
 from mimo_train.step_sum import StepSum
 
@@ -53,12 +61,13 @@ class Pipeline:
         self.votes_on_host: Callable[[], Sequence[float]] = lambda: ()
         self.votes: Callable[[], Sequence[bool]] = lambda: (False,) * VOTES
         self._num_tokens: torch.Tensor | None = None
+        self._megatron_sizes: MegatronSizes | None = None
         self.step_sum = StepSum(device)
         self.step_sum.open("tokens", 1, self._own_tokens)
         self.step_sum.open("votes", VOTES, lambda: torch.tensor(self.votes(), dtype=torch.float64))
         self.balancing = Balancing(config, layout.language.dp, self.step_sum, device)
         self._modules = modules_of(model)
-        self._choose_schedule(config)
+        self._choose_schedule(model[0], config)
         config.finalize_model_grads_func = self._finalize
 
     @property
@@ -94,6 +103,8 @@ class Pipeline:
         if len(model) > 1:
             data_iterator = data_iterator.views(len(model))
         num_microbatches = num_microbatches or self.layout.num_microbatches
+        if self._megatron_sizes:
+            self._megatron_sizes.require_possible()
         if not forward_only:
             self.balancing.begin(num_microbatches)
         return self._schedule(
@@ -113,27 +124,51 @@ class Pipeline:
         """Which votes any rank has cast, as of the last step; the same answer on every rank."""
         return tuple(bool(vote) for vote in self.votes_on_host()) or (False,) * VOTES
 
-    def _choose_schedule(self, config) -> None:
+    def _choose_schedule(self, model: MegatronModule, config) -> None:
         layout, groups = self.layout, self.groups
-        several = len(layout.modules) > 1
-        if several and not layout.shared and layout.world_size > 1:
-            self._communicator = PlannedCommunicator(
-                layout, groups.grids, config, self.plan, self.device, self.stopwatch
-            )
+        self._communicator, self._schedule = None, schedules.forward_backward_no_pipelining
+        self._schedule_groups = groups.collections.get(LANGUAGE)
+        if isinstance(model, MimoModel):
+            self._connect(model, config)
+        if layout.apart_encoders or (layout.local_encoders and layout.language.pp > 1):
+            self._communicator = self._communicator_of(model, config)
             self._schedule = schedules.forward_backward_pipelining_without_interleaving
             self._schedule_groups = groups.multi_module
-            return
-        self._schedule_groups = groups.collections[LANGUAGE]
-        if layout.language.pp > 1:
+        elif layout.language.pp > 1:
             self._communicator = TimedP2PCommunicator(self._schedule_groups.pp, config, self.stopwatch)
             self._schedule = (
                 schedules.forward_backward_pipelining_with_interleaving
                 if layout.language.vpp > 1
                 else schedules.forward_backward_pipelining_without_interleaving
             )
-        else:
-            self._communicator = None
-            self._schedule = schedules.forward_backward_no_pipelining
+
+    def _connect(self, model: MimoModel, config) -> None:
+        """Give the model its bridges from encoders on the language model's ranks, or what Megatron-Core's need."""
+        layout, plan = self.layout, self.plan
+        if isinstance(model, MegatronMimoModel):
+            self._megatron_sizes = model.sizes = MegatronSizes(layout, plan)
+            return
+        model.local_bridges = {
+            name: LocalBridge(
+                name, layout, plan, config.hidden_size, config.pipeline_dtype, self.device, self.stopwatch
+            )
+            for name in layout.local_encoders
+            if name in self._modules
+        }
+
+    def _communicator_of(self, model: MimoModel, config) -> MultiModulePipelineCommunicator:
+        """What carries features and activations between the steps of the schedule."""
+        layout, grids = self.layout, self.groups.grids
+        if self._megatron_sizes:
+            return MegatronCommunicator(layout, grids, config, self.stopwatch)
+        hidden_sizes = {LANGUAGE: config.hidden_size} | {
+            name: unwrap_model(submodule).encoders[name].config.hidden_size
+            for name, submodule in model.modality_submodules.items()
+        }
+        sequence_length = model.mimo_config.language_model_spec.params["max_sequence_length"]
+        return PlannedCommunicator(
+            layout, grids, config, hidden_sizes, sequence_length, self.plan, self.device, self.stopwatch
+        )
 
     def _finalize(self, _model, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
         """Reduce every module's gradients over its own groups, then divide by the tokens of the global batch.

@@ -22,6 +22,7 @@ from mimo_train.memory import padded_vocab_size
 from mimo_train.model.freeze import freeze
 from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import layer_spec, mlp_submodules, norm_class
+from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
 from mimo_train.model.transformer import encoder_config, language_config, projector_config
 
 
@@ -73,7 +74,8 @@ def build_model(
             freeze(chunks, cfg.language.freeze, f"modules.{LANGUAGE}.freeze", groups.collections[LANGUAGE].pp)
             return [_wrap(chunk, groups, LANGUAGE, cfg) for chunk in chunks]
         (language_spec,) = language_specs
-        model = MimoModel(
+        kind = PlacedMimoModel if cfg.placement.bridge == "planned" else MegatronMimoModel
+        model = kind(
             MimoModelConfig(
                 language_model_spec=language_spec,
                 modality_submodules_spec={name: _encoder_spec(cfg, layout, groups, name, te) for name in cfg.encoders},

@@ -14,9 +14,12 @@ from mimo_train.layout import RunLayout
 from mimo_train.pipeline import Pipeline
 
 
-def readers_of(groups: RunGroups) -> list[Reader]:
+def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
     """This rank's part of every module it holds: its data-parallel slice."""
-    return [Reader(name, pgs.dp.rank(), pgs.dp.size()) for name, pgs in groups.collections.items()]
+    return [
+        Reader(name, pgs.dp.rank(), pgs.dp.size(), balanced=layout.modules[name].balance == "patches")
+        for name, pgs in groups.collections.items()
+    ]
 
 
 def open_loader(
@@ -34,7 +37,7 @@ def open_loader(
     return StepLoader(
         dataset,
         Batching(layout.global_batch_size, layout.microbatch_samples, size_at),
-        readers_of(groups),
+        readers_of(layout, groups),
         consumed_samples=consumed,
         workers=cfg.data.workers,
         limit=steps,
@@ -98,9 +101,14 @@ class StepIterator:
 
     def rewind(self, chosen: Sequence[int] | None = None) -> None:
         """Start the current step's microbatches again: all, or those with the numbers in `chosen`."""
-        microbatches, counts = self.current.microbatches, self.current.token_counts
+        step, microbatches = self.current, self.current.microbatches
         chosen = range(len(microbatches)) if chosen is None else chosen
-        self._pipeline.plan.begin({module: [of[number] for number in chosen] for module, of in counts.items()})
+        self._pipeline.plan.begin(
+            *(
+                {module: [numbers[number] for number in chosen] for module, numbers in of.items()}
+                for of in (step.token_counts, step.loads)
+            )
+        )
         self._microbatches = ((number, microbatches[number]) for number in chosen)
 
     def __iter__(self):

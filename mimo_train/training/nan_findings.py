@@ -154,9 +154,10 @@ def _bad_inputs(state: GlobalState, data_iterator: Any) -> Iterator[BadMicrobatc
 
 def _own_samples(state: GlobalState, data_iterator: Any, module: str, microbatch: int) -> range:
     """Numbers of the samples of a microbatch that this rank reads for a module."""
-    size = state.layout.microbatch_samples
-    reader = next(reader for reader in readers_of(state.pipeline.groups) if reader.module == module)
-    return reader.slice(data_iterator.current.first_sample + microbatch * size, size)
+    size, step = state.layout.microbatch_samples, data_iterator.current
+    reader = next(reader for reader in readers_of(state.layout, state.pipeline.groups) if reader.module == module)
+    loads = step.loads[module][microbatch] if module in step.loads else [0] * size
+    return reader.slice(step.first_sample + microbatch * size, loads)
 
 
 def _samples(data_iterator: Any, numbers: Iterable[int]) -> list[Sample]:

@@ -1,13 +1,12 @@
 """What each rank sends to whom, from counts alone."""
 
-import random
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimo_train.bridge import TokenPlan, _routes, parts_of
+from mimo_train.bridge.plan import TokenPlan, Turns, boundary, parts_of, routes
 from mimo_train.layout import ModuleLayout
 
 
@@ -60,15 +59,18 @@ def test_every_taking_rank_has_one_giver_in_each_replica(source_tp, dest_tp):
     source = module("images", source_tp, 2, 0)
     dest = module("language", dest_tp, 3, source.size)
     for giver, taker in ((source, dest), (dest, source)):
-        routes = _routes(giver, taker)
+        pairs = routes(boundary(giver, dest), boundary(taker, dest))
         for rank in taker.ranks:
-            givers = [giving for giving, taking in routes if taking == rank]
+            givers = [giving for giving, taking in pairs if taking == rank]
             assert len(givers) == giver.dp
             assert len({(giving - giver.first_rank) // giver.tp for giving in givers}) == giver.dp
 
 
-def test_plan_counts_steps():
+def test_every_step_starts_with_its_first_microbatch():
     plan = TokenPlan()
-    plan.begin({"images": [[random.randint(0, 3)]]})
-    plan.begin({"images": [[1]]})
-    assert plan.step == 2 and plan.counts == {"images": [[1]]}
+    turns = Turns(plan)
+    plan.begin({"images": [[3], [4]]}, {"images": [[3], [4]]})
+    assert [turns.forward(), turns.forward(), turns.backward()] == [0, 1, 0]
+    plan.begin({"images": [[1]]}, {"images": [[5]]})
+    assert plan.counts == {"images": [[1]]} and plan.loads == {"images": [[5]]}
+    assert [turns.forward(), turns.backward()] == [0, 0]

@@ -1,0 +1,88 @@
+"""Several modules as one model: Megatron-Core's `MimoModel`, wherever its modules stand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.model.base import MimoModel
+
+from mimo_train.bridge.bridge import LocalBridge
+
+
+class PlacedMimoModel(MimoModel):
+    """`MimoModel` in which an encoder may stand on the language model's first stage while others stand apart.
+
+    Megatron-Core 0.19.2 knows two ways, all modules on the same ranks or every rank with encoders or the language model
+    alone (mimo/model/base.py:441-463), and takes a mix of both for the second, without the language model.
+
+    Attributes:
+        local_bridges: by encoder, from its layout to the language model's on the same ranks; set by the pipeline. An
+            encoder without one hands over what it has: its samples are the language model's.
+    """
+
+    def __init__(self, mimo_config: MimoModelConfig, **groups):
+        super().__init__(mimo_config, **groups)
+        self.local_bridges: dict[str, LocalBridge] = {}
+
+    def _build_colocated_communicators(self) -> None:
+        """None of Megatron-Core's: they need equal counts in every sample. See `local_bridges`."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        modality_inputs: dict[str, dict[str, Any]] | None = None,
+        packing_kwargs: dict | None = None,
+    ):
+        """One pass of what stands on this rank: encoders first, then the language model.
+
+        Args:
+            input_ids: [batch, sequence], on the language model's ranks; position_ids, labels and loss_mask likewise.
+            modality_inputs: encoder module -> arguments of its encoder, None if the microbatch has no media.
+
+        Returns:
+            (losses or logits, loss mask) at the language model's last stage, ({module: features or activations}, loss
+            mask) elsewhere.
+        """
+        received = getattr(self, "input_tensors", None) or {}
+        features = self._encode(modality_inputs or {}, received)
+        if not self.role.has_language_module:
+            return features, loss_mask
+        # All encoders have run before the first exchange, so that every rank meets the exchanges in the same order, in
+        # the backward pass too.
+        local = {name: self._to_language(name, rows) for name, rows in features.items()}
+        return self._forward_language_module(
+            input_ids, position_ids, attention_mask, loss_mask, labels, received | local, packing_kwargs
+        )
+
+    def _encode(self, inputs: dict[str, Any], received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Output of the encoder stages of this rank; without media of [0, hidden size]."""
+        outputs = {}
+        for name, submodule in self.modality_submodules.items():
+            output = submodule(encoder_inputs=inputs.get(name), hidden_states=received.get(name))
+            outputs[name] = self._empty_encoder_output(name) if output is None else output
+        return outputs
+
+    def _to_language(self, name: str, features: torch.Tensor) -> torch.Tensor:
+        bridge = self.local_bridges.get(name)
+        return features if bridge is None else bridge(features)
+
+
+class MegatronMimoModel(MimoModel):
+    """`MimoModel` on Megatron-Core's own paths, for `placement.bridge=megatron`.
+
+    Attributes:
+        sizes: encoder module -> rows of every sample of this rank in the microbatch that goes forward; set by the
+            pipeline. Megatron-Core reads them from the text, which ranks of an encoder do not have here.
+    """
+
+    sizes: Callable[[str], list[int]] = staticmethod(lambda name: [])
+
+    def _attach_modality_split_sizes(self, output: torch.Tensor, input_ids, encoder_name: str) -> None:
+        sizes = self.sizes(encoder_name)
+        if len(set(sizes)) > 1:  # equal sizes are cut in equal parts without being told
+            output._mimo_bridge_split_sizes = sizes
