@@ -183,7 +183,8 @@ class PlacementConfig:
     """Which ranks the modules get."""
 
     mode: str = "disjoint"
-    """disjoint (one module after the other) or shared (every module on all ranks)."""
+    """disjoint (one module after the other) or shared (every encoder on the ranks of the language model's first
+    stage)."""
     first_rank: dict[str, int] = field(default_factory=dict)
     """First rank of each module by name, instead of one after the other; with mode disjoint."""
     bridge: str = "planned"

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mimo_train.batch_size import rampup_faults
+from mimo_train.bridge_faults import bridge_faults
 from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault, ModuleConfig
 from mimo_train.llm_faults import llm_faults, tp_faults
 
 AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
 """Parallel sizes of a module, in the order in which they are written."""
+
+BALANCES = ("samples", "patches")
+"""What an encoder's work is divided by over its data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,9 @@ def faults(cfg: ConfigContainer) -> Iterator[Fault]:
             f"{cfg.language.layout.vpp}, set it to 1",
         )
     if not module_faults and not placement_faults:
-        yield from _rank_faults(cfg, _place(cfg))
+        layout = _place(cfg)
+        yield from _rank_faults(cfg, layout)
+        yield from bridge_faults(cfg, layout.apart_encoders)
         yield from _batch_faults(cfg)
 
 
@@ -188,6 +194,8 @@ def _encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     yield from tp_faults(
         layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
     )
+    if module.balance not in BALANCES:
+        yield Fault(f"{key}.balance", f"must be {' or '.join(BALANCES)}, is {module.balance!r}")
     for axis, why in _ENCODER_AXES.items():
         if getattr(layout, axis) > 1:
             yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
@@ -268,18 +276,19 @@ def _rank_faults(cfg: ConfigContainer, layout: RunLayout) -> Iterator[Fault]:
 
 def _shared_faults(modules: list[ModuleLayout]) -> Iterator[Fault]:
     language = next(module for module in modules if module.name == LANGUAGE)
+    first = language.stage_ranks(0)
     for module in modules:
-        if len(modules) > 1 and module.pp > 1:
+        if module is not language and module.ranks != first:
             yield Fault(
-                f"modules.{module.name}.layout.pp", f"shared modules have one stage, pp is {module.pp}: set it to 1"
+                f"modules.{module.name}.layout",
+                f"{module} is {module.size} ranks, and the first stage of {LANGUAGE} ({language}) is {len(first)}: "
+                f"shared modules stand on the same ranks, so make tp x dp x pp {len(first)}",
             )
-        for axis in ("tp", "dp"):
-            if getattr(module, axis) != getattr(language, axis):
-                yield Fault(
-                    f"modules.{module.name}.layout.{axis}",
-                    f"shared modules have equal sizes: {axis} is {getattr(module, axis)} here and "
-                    f"{getattr(language, axis)} for {LANGUAGE}",
-                )
+        elif module is not language and module.pp > 1:
+            yield Fault(
+                f"modules.{module.name}.layout.pp",
+                f"an encoder on the ranks of {LANGUAGE} has one stage, pp is {module.pp}: set it to 1",
+            )
 
 
 def _span(ranks: range) -> str:
@@ -317,7 +326,7 @@ def _batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if train.global_batch_size % microbatch == 0:
         yield from rampup_faults(cfg)
     for name, module in cfg.encoders.items():
-        if microbatch % module.layout.dp:
+        if module.balance == "samples" and microbatch % module.layout.dp:
             yield Fault(
                 f"modules.{name}.layout.dp",
                 f"dp {module.layout.dp} does not divide a microbatch of {microbatch} samples "

@@ -3,6 +3,7 @@
 import warnings
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
@@ -89,6 +90,7 @@ def build_model(
     if pre_wrap_hook and model.language_model is not None:
         (model.language_model,) = pre_wrap_hook([model.language_model])
     for name, (module,) in modules_of([model]).items():
+        _tell_tensor_parallel_group(module, groups.collections[name].tp)
         freeze([module], cfg.modules[name].freeze, f"modules.{name}.freeze", groups.collections[name].pp)
         wrapped = _wrap(module, groups, name, cfg)
         if name == LANGUAGE:
@@ -96,6 +98,14 @@ def build_model(
         else:
             model.modality_submodules[name] = wrapped
     return [model]
+
+
+def _tell_tensor_parallel_group(module: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
+    """A module that names no group takes Megatron-Core's global one when its weights are described for a checkpoint
+    (0.19.2, transformer/module.py:80-84): on ranks of several modules that is the language model's."""
+    for child in module.modules():
+        if isinstance(child, MegatronModule) and not hasattr(child, "tp_group"):
+            child.tp_group = tp_group
 
 
 def modules_of(chunks: list[MegatronModule]) -> dict[str, list[MegatronModule]]:

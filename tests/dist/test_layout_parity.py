@@ -36,6 +36,18 @@ VLM_LAYOUTS = {
     ),
 }
 
+ON_THE_SAME_RANKS = {
+    "vision dp2, language tp2": (("images", "dp", 2), ("language", "tp", 2)),
+    "vision tp2, language dp2": (("images", "tp", 2), ("language", "dp", 2)),
+    "vision tp2, language tp2 sp pp2": (("images", "tp", 2), ("language", "tp", 2), ("language", "pp", 2)),
+    "vision dp4, language tp2 dp2": (("images", "dp", 4), ("language", "tp", 2), ("language", "dp", 2)),
+    "vision dp2, language dp2 pp2": (("images", "dp", 2), ("language", "dp", 2), ("language", "pp", 2)),
+}
+VLM_LAYOUTS |= {
+    f"{name}, same ranks": ("layout=one_process", *(f"modules.{m}.layout.{axis}={size}" for m, axis, size in sizes))
+    for name, sizes in ON_THE_SAME_RANKS.items()
+}
+
 SEQUENCE_PARALLEL = ("layout=language_tp2", "modules.language.layout.sp=true")
 
 GPT_LAYOUTS = {

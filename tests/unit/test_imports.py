@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 
 LEVELS = (
     {"config", "launch"},
-    {"llm_faults", "batch_size"},
+    {"llm_faults", "bridge_faults", "batch_size"},
     {"compose", "layout", "device"},
     {"groups", "bridge", "memory", "samples", "step_sum"},
     {"model", "checkpoint", "metrics"},

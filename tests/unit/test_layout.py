@@ -66,6 +66,7 @@ def test_layouts_describe_themselves():
 
 LANGUAGE, IMAGES, FIRST = "modules.language", "modules.images", "placement.first_rank"
 SHARED = {"placement.mode": "shared"}
+MEGATRON = {"placement.bridge": "megatron"}
 
 
 @pytest.mark.parametrize(
@@ -132,10 +133,24 @@ SHARED = {"placement.mode": "shared"}
             ["images (ranks 0-1)", "rank 1"],
         ),
         ({FIRST: {"images": 0, "language": 3}}, FIRST, ["rank 1", "2 idle of 4"]),
-        ({**SHARED, f"{IMAGES}.layout.tp": 2}, f"{IMAGES}.layout.tp", ["tp is 2", "1 for"]),
-        ({**SHARED, f"{LANGUAGE}.layout.dp": 2}, f"{IMAGES}.layout.dp", ["dp is 1", "2 for"]),
-        ({**SHARED, f"{LANGUAGE}.layout.pp": 2}, f"{LANGUAGE}.layout.pp", ["pp is 2"]),
+        ({**SHARED, f"{IMAGES}.layout.tp": 2}, f"{IMAGES}.layout", ["tp2 is 2 ranks", "is 1"]),
+        ({**SHARED, f"{LANGUAGE}.layout.dp": 2}, f"{IMAGES}.layout", ["1 ranks", "is 2"]),
         ({**SHARED, FIRST: {"images": 0, "language": 0}}, FIRST, ["shared"]),
+        ({f"{IMAGES}.balance": "pixels"}, f"{IMAGES}.balance", ["samples or patches", "'pixels'"]),
+        ({"placement.bridge": "wooden"}, "placement.bridge", ["planned or megatron", "'wooden'"]),
+        (
+            {
+                **MEGATRON,
+                f"{IMAGES}.layout.dp": 3,
+                f"{LANGUAGE}.layout.dp": 2,
+                "train.micro_batch_size": 3,
+                "train.global_batch_size": 6,
+            },
+            "placement.bridge",
+            ["images has dp 3", "language dp 2"],
+        ),
+        ({**MEGATRON, **SHARED, f"{LANGUAGE}.layout.pp": 2}, "placement.bridge", ["pp 2"]),
+        ({**MEGATRON, f"{IMAGES}.balance": "patches"}, f"{IMAGES}.balance", ["is patches"]),
         ({"modules.sounds": ModuleConfig()}, "modules.sounds.encoder", ["missing"]),
         ({f"{IMAGES}.projector": None}, f"{IMAGES}.projector", ["missing"]),
         ({f"{LANGUAGE}.llm": None}, f"{LANGUAGE}.llm", ["llm@modules.language.llm=gpt_tiny"]),

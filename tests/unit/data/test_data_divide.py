@@ -1,0 +1,36 @@
+"""Samples of a microbatch over data-parallel ranks."""
+
+from itertools import combinations, pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.divide import balanced_parts, equal_parts
+
+
+def test_equal_parts():
+    assert equal_parts(6, 3) == [(0, 2), (2, 4), (4, 6)]
+
+
+def test_a_heavy_sample_stands_alone():
+    assert balanced_parts([1, 1, 9, 1], 3) == [(0, 2), (2, 3), (3, 4)]
+
+
+def test_nothing_to_do_is_divided_too():
+    assert balanced_parts([0, 0, 0], 2) == [(0, 3), (3, 3)]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_balanced_parts_are_contiguous_and_no_others_are_better(loads, parts):
+    spans = balanced_parts(loads, parts)
+    assert len(spans) == parts and spans[0][0] == 0 and spans[-1][1] == len(loads)
+    assert all(before[1] == after[0] for before, after in pairwise(spans))
+
+    def worst(cuts) -> int:
+        return max(sum(loads[first:last]) for first, last in pairwise((0, *cuts, len(loads))))
+
+    best = min(
+        worst(cuts) for count in range(min(parts, len(loads))) for cuts in combinations(range(1, len(loads)), count)
+    )
+    assert max(sum(loads[first:last]) for first, last in spans) == best
