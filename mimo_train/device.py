@@ -188,10 +188,16 @@ class _StandIn:
         token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
+_TAKE_DEVICES = {torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to}
+"""Functions that take a device, or what names one, without a keyword."""
+
+
 class _CudaNamesToCpu(TorchFunctionMode):
     """Sends whatever names a CUDA device to the CPU, and lets `Tensor.type()` answer with CUDA's names."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not kwargs and func not in _TAKE_DEVICES:
+            return func(*args)  # nearly all calls; every microsecond here is paid thousands of times a step
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]

@@ -42,6 +42,7 @@ class Pipeline:
         step_sum: what ranks sum at the end of backward, in one message: tokens, votes and what others open there.
         votes: asked at the end of a step for `VOTES` booleans of this rank.
         votes_on_host: gives the sum of the votes over ranks, from where it comes to the host with other numbers.
+        is_last_stage: whether this rank computes the loss: the language model's last stage.
         balancing: weight and value of the load-balancing loss of experts.
         stopwatch: takes the time that this rank waits for others.
     """
@@ -60,6 +61,9 @@ class Pipeline:
         self.plan = TokenPlan()
         self.votes_on_host: Callable[[], Sequence[float]] = lambda: ()
         self.votes: Callable[[], Sequence[bool]] = lambda: (False,) * VOTES
+        language = groups.collections.get(LANGUAGE)
+        self.is_last_stage = language is not None and language.pp.rank() == language.pp.size() - 1
+        self._counts_tokens = self.is_last_stage and language.tp.rank() == 0
         self._num_tokens: torch.Tensor | None = None
         self._megatron_sizes: MegatronSizes | None = None
         self.step_sum = StepSum(device)
@@ -69,12 +73,6 @@ class Pipeline:
         self._modules = modules_of(model)
         self._choose_schedule(model[0], config)
         config.finalize_model_grads_func = self._finalize
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss: the language model's last stage."""
-        pgs = self.groups.collections.get(LANGUAGE)
-        return pgs is not None and pgs.pp.rank() == pgs.pp.size() - 1
 
     @property
     def is_logging_rank(self) -> bool:
@@ -188,5 +186,4 @@ class Pipeline:
 
     def _own_tokens(self) -> torch.Tensor | None:
         """Tokens that this rank counted; one rank of each tensor-parallel group counts."""
-        counts = self.is_last_stage and self.groups.collections[LANGUAGE].tp.rank() == 0
-        return self._num_tokens if counts else None
+        return self._num_tokens if self._counts_tokens else None

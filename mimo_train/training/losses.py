@@ -40,7 +40,7 @@ def masked_token_loss(
     loss_mask = loss_mask_BS.reshape(-1).float()
     loss = torch.sum(output_tensor_BS.reshape(-1).float() * loss_mask)
     num_tokens = loss_mask.sum()
-    report = torch.stack([loss.detach(), num_tokens.detach()])
+    report = torch.stack([loss.detach(), num_tokens])
     return loss, num_tokens.to(torch.int), {"lm loss": report}
 
 
@@ -122,8 +122,8 @@ class StepLosses:
         if not self.reports or total is None:
             return {}
         names = sorted(self.reports[0])
-        sums = total[1 : 1 + 2 * len(names)].view(-1, 2)
-        return {name: sums[index, 0] / sums[index, 1].clamp(min=1) for index, name in enumerate(names)}
+        sums, counts = total[1 : 1 + 2 * len(names)].view(-1, 2).unbind(1)
+        return dict(zip(names, (sums / counts.clamp(min=1)).unbind(), strict=True))
 
     def _normalise(self, result: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         if isinstance(result, dict) and result:
@@ -134,7 +134,7 @@ class StepLosses:
                     f"train.loss_weights: names {', '.join(self._weights)}, but the loss function returns its total "
                     "itself: let it return {name: loss}, or remove the weights"
                 )
-            report = {name: torch.stack(_sum_and_count(value)).detach() for name, value in result[-1].items()}
+            report = {name: _pair(value) for name, value in result[-1].items()}
             if len(result) == 3:
                 return result[0], result[1], report
             # A mean counts as one token: the sum over microbatches and ranks is divided by their number.
@@ -164,11 +164,18 @@ class StepLosses:
         names = sorted(self.reports[0])
         if any(sorted(report) != names for report in self.reports):
             raise ValueError("the loss function reports other names for other microbatches: report all, with count 0")
-        sums = torch.stack([torch.stack([report[name].double() for name in names]) for report in self.reports]).sum(0)
+        sums = torch.cat([report[name] for report in self.reports for name in names]).view(len(self.reports), -1)
         message = torch.zeros(1 + 2 * MAX_LOSSES, dtype=torch.float64, device=sums.device)
         message[0] = zlib.crc32("\n".join(names).encode()) % 2**20
-        message[1 : 1 + sums.numel()] = sums.flatten()
+        torch.sum(sums, 0, dtype=torch.float64, out=message[1 : 1 + sums.size(1)])
         return message
+
+
+def _pair(value: Any) -> torch.Tensor:
+    """[sum, count] in fp32 of what a loss function reports."""
+    if isinstance(value, torch.Tensor) and value.shape == (2,) and value.dtype == torch.float32:
+        return value.detach()
+    return torch.stack(_sum_and_count(value)).detach()
 
 
 def _sum_and_count(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
