@@ -14,6 +14,7 @@ Source = Callable[[], torch.Tensor | None]
 class _Section:
     length: int
     source: Source
+    zeros: torch.Tensor
     total: torch.Tensor | None = None
 
 
@@ -31,20 +32,26 @@ class StepSum:
 
     def open(self, name: str, length: int, source: Source) -> None:
         """Add a section of `length` numbers, or give an existing one a new source."""
-        self._sections[name] = _Section(length, source)
+        zeros = torch.zeros(length, dtype=torch.float64, device=self._device)
+        self._sections[name] = _Section(length, source, zeros)
 
     def reduce(self) -> None:
         """Ask every source and sum over all ranks. Collective."""
-        message = torch.zeros(sum(section.length for section in self._sections.values()), dtype=torch.float64)
-        message = message.to(self._device)
-        parts = dict(zip(self._sections, message.split([s.length for s in self._sections.values()]), strict=True))
-        for name, section in self._sections.items():
-            value = section.source()
-            if value is not None:
-                parts[name].copy_(value)
-            section.total = parts[name]
+        parts = [self._part(section) for section in self._sections.values()]
+        message = torch.cat(parts)
         dist.all_reduce(message)
+        totals = message.split([len(part) for part in parts])
+        for section, total in zip(self._sections.values(), totals, strict=True):
+            section.total = total
         self.count += 1
+
+    def _part(self, section: _Section) -> torch.Tensor:
+        value = section.source()
+        if value is None:
+            return section.zeros
+        value = value.reshape(-1).to(self._device, torch.float64)
+        assert len(value) == section.length, (len(value), section.length)
+        return value
 
     def total(self, name: str) -> torch.Tensor | None:
         """Sum of a section over ranks, float64 on the device; None before the first `reduce`."""

@@ -65,7 +65,7 @@ class Interval:
         self._samples += samples
         self.step_samples.append(samples)
         self._seconds += seconds
-        self._bad += (bad > 0).sum()
+        self._bad += torch.count_nonzero(bad)
         for name, count in flops.items():
             self._flops[name] += count
         model_flops = sum(count.model for count in flops.values())
@@ -83,12 +83,11 @@ class Interval:
         report = report_memory(None) if self._memory_names else {}
         own = [seconds[name] for name in INTERVALS] + [float(report.get(name, 0)) for name in self._memory_names]
         world, columns, names = state.layout.world_size, len(own), sorted(losses)
-        rows = torch.zeros(world, columns, dtype=torch.float64)
-        rows[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
-        rows = rows.to(state.device)
+        rank = dist.get_rank()
+        before, after = [0.0] * (rank * columns), [0.0] * ((world - 1 - rank) * columns)
+        rows = torch.tensor(before + own + after, dtype=torch.float64).to(state.device)
         dist.all_reduce(rows)
-        extra = torch.stack([self._bad, *(losses[name].double() for name in names)])
-        host = torch.cat([rows.flatten(), extra]).tolist()
+        host = torch.cat([rows, torch.stack([self._bad, *(losses[name].double() for name in names)])]).tolist()
         table = [host[rank * columns : (rank + 1) * columns] for rank in range(world)]
         bad, *means = host[world * columns :]
         times = len(INTERVALS)

@@ -165,10 +165,11 @@ class StepLosses:
         if any(sorted(report) != names for report in self.reports):
             raise ValueError("the loss function reports other names for other microbatches: report all, with count 0")
         sums = torch.cat([report[name] for report in self.reports for name in names]).view(len(self.reports), -1)
-        message = torch.zeros(1 + 2 * MAX_LOSSES, dtype=torch.float64, device=sums.device)
-        message[0] = zlib.crc32("\n".join(names).encode()) % 2**20
-        torch.sum(sums, 0, dtype=torch.float64, out=message[1 : 1 + sums.size(1)])
-        return message
+        checksum = zlib.crc32("\n".join(names).encode()) % 2**20
+        sums = torch.sum(sums, 0, dtype=torch.float64)
+        return torch.nn.functional.pad(
+            torch.cat([sums.new_full((1,), checksum), sums]), (0, 2 * MAX_LOSSES - len(sums))
+        )
 
 
 def _pair(value: Any) -> torch.Tensor:
