@@ -216,13 +216,6 @@ class Dataset:
         except _SAMPLE_FAULTS:
             return "", ""
 
-    def prompt_ids(self, number: int) -> list[int]:
-        """Tokens up to and including the marker that opens the last assistant turn; raises RecordError or ReadError."""
-        plan = self.plan(number)
-        turns = self._conversation(plan).turns
-        last = max((at for at, turn in enumerate(turns) if turn.role == "assistant"), default=len(turns))
-        return collate.encode_prompt(turns[:last], self.tokenizer, self._media_tokens(plan))
-
     def read_text(self, number: int) -> tuple[collate.TextSample, Fault | None]:
         """`text`, with its fault handed back instead of counted: for readers that run ahead."""
         plan = self.plan(number)

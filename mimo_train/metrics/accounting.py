@@ -1,14 +1,9 @@
-"""Arithmetic of throughput: tokens of a step, peaks of devices, utilisation. Imports no torch."""
+"""Arithmetic of throughput: peaks of devices, utilisation. Imports no torch."""
 
 from collections.abc import Mapping
 
 from mimo_train.layout import RunLayout
 from mimo_train.metrics.flops import Flops
-
-
-def tokens_per_step(global_batch_size: int, sequence_length: int) -> int:
-    """Tokens of one optimizer step, padding and placeholders of media included: samples x tokens of a sample."""
-    return global_batch_size * sequence_length
 
 
 PEAK_TFLOPS = {

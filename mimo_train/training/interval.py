@@ -9,6 +9,8 @@ import torch.distributed as dist
 from mimo_train.metrics.flops import Flops
 from mimo_train.metrics.memory_stats import report_memory
 from mimo_train.metrics.stopwatch import INTERVALS
+from mimo_train.training.state import GlobalState
+from mimo_train.training.straggler import StragglerTimer
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Interval:
         step_samples: samples of the latest steps of this job, as many as `log.throughput_window` looks at.
     """
 
-    def __init__(self, state, stragglers=None):
+    def __init__(self, state: GlobalState, stragglers: StragglerTimer | None = None):
         self._state, self.stragglers = state, stragglers
         self._memory_names = list(report_memory(None)) if state.cfg.log.memory else []
         self._bad = torch.zeros((), dtype=torch.float64, device=state.device)

@@ -71,9 +71,9 @@ def train(
                     result = train_step(step_func, train_data_iterator, model, optimizer, scheduler, state)
                     nan_policy.end_step(result, train_data_iterator)
             losses, skipped, should_checkpoint, should_exit, exit_code, grad_norm, num_zeros = result
-            flops_so_far = progress.floating_point_operations_so_far
-            saved = (state, model, optimizer, scheduler, flops_so_far, checkpointing_context)
             if should_checkpoint:
+                flops_so_far = progress.floating_point_operations_so_far
+                saved = (state, model, optimizer, scheduler, flops_so_far, checkpointing_context)
                 save_checkpoint_and_time(*saved, train_data_iterator=train_data_iterator)
             if should_exit:
                 break
@@ -90,7 +90,9 @@ def train(
             evaluate_when_due(
                 step_func, model, valid_data_iterator, state, process_non_loss_data_func, non_loss_data_func
             )
-            if checkpoint_and_decide_exit(*saved, train_data_iterator):
+            flops_so_far = progress.floating_point_operations_so_far
+            saved = (state, model, optimizer, scheduler, flops_so_far, checkpointing_context, train_data_iterator)
+            if checkpoint_and_decide_exit(*saved):
                 break
     _finish_train(state)
     state.callbacks.fire("on_train_end", state, exit_code)

@@ -1,13 +1,9 @@
 import pytest
 
 from mimo_train.layout import RunLayout, plan
-from mimo_train.metrics.accounting import peak_tflops, tokens_per_step, utilisation
+from mimo_train.metrics.accounting import peak_tflops, utilisation
 from mimo_train.metrics.flops import Flops
 from tests.unit.configs import changed
-
-
-def test_tokens_per_step():
-    assert tokens_per_step(32, 96) == 3072
 
 
 @pytest.mark.parametrize(
