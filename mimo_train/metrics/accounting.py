@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from mimo_train.layout import RunLayout
 from mimo_train.metrics.flops import Flops
 
-
 PEAK_TFLOPS = {
     "A100": 312.0,
     "A800": 312.0,
