@@ -204,6 +204,9 @@ class _CudaNamesToCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # clip_grads.py:174 and distrib_optimizer.py:401 compare with the names of CUDA's tensor types.
             return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs.get("pin_memory"):
+            # rope_utils.py:62: pinned, so that the copy to the GPU need not be waited for.
+            kwargs = {**kwargs, "pin_memory": False}
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": CPU}

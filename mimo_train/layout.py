@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mimo_train.batch_size import rampup_faults
 from mimo_train.bridge_faults import bridge_faults
-from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault, ModuleConfig
+from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault, LayoutConfig, ModuleConfig
 from mimo_train.llm_faults import llm_faults, tp_faults
 
 AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
@@ -150,6 +150,7 @@ def faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if not module_faults and not placement_faults:
         layout = _place(cfg)
         yield from _rank_faults(cfg, layout)
+        yield from _dropout_faults(cfg, layout)
         yield from bridge_faults(cfg, layout.apart_encoders)
         yield from _batch_faults(cfg)
 
@@ -291,6 +292,20 @@ def _shared_faults(modules: list[ModuleLayout]) -> Iterator[Fault]:
             )
 
 
+def _dropout_faults(cfg: ConfigContainer, layout: RunLayout) -> Iterator[Fault]:
+    """A rank has one generator: what one module's tensor-parallel ranks must draw alike, the other's draw apart."""
+    language = layout.language
+    for name in layout.local_encoders:
+        module, encoder = layout.modules[name], cfg.modules[name].encoder
+        same = (module.tp, module.dp) == (language.tp, language.dp)
+        if not same and (encoder.dropout or cfg.language.llm.dropout):
+            yield Fault(
+                f"modules.{name}.layout",
+                f"{module} on the ranks of {LANGUAGE} ({language}) with dropout (encoder {encoder.dropout}, llm "
+                f"{cfg.language.llm.dropout}): set both to 0, or give both modules the same tp and dp, or other ranks",
+            )
+
+
 def _span(ranks: range) -> str:
     return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
@@ -309,12 +324,7 @@ def _batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
             f"use a multiple of {microbatch}",
         )
-    if language.sp and cfg.data.sequence_length % language.tp:
-        yield Fault(
-            "data.sequence_length",
-            f"{cfg.data.sequence_length} tokens are not equal parts of tp {language.tp}, and "
-            f"modules.{LANGUAGE}.layout.sp splits sequences: use a multiple of {language.tp}, or set sp to false",
-        )
+    yield from _sequence_faults(cfg.data.sequence_length, language)
     microbatches, rest = divmod(train.global_batch_size, microbatch)
     if language.vpp > 1 and not rest and microbatches % language.pp:
         yield Fault(
@@ -333,3 +343,21 @@ def _batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
                 f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
                 f"use a divisor of {microbatch}",
             )
+
+
+def _sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
+    key = f"modules.{LANGUAGE}.layout"
+    chunks, tp = 2 * language.cp if language.cp > 1 else 1, language.tp if language.sp else 1
+    if length % chunks:
+        yield Fault(
+            "data.sequence_length",
+            f"{length} tokens are not {chunks} equal chunks, as {key}.cp {language.cp} needs: use a multiple of "
+            f"{chunks * tp}, or another cp",
+        )
+    elif length % (chunks * tp):
+        of = f"tp {tp}" if chunks == 1 else f"2 x cp {language.cp} x tp {tp}"
+        yield Fault(
+            "data.sequence_length",
+            f"{length} tokens are not equal parts of {of}, and {key}.sp splits sequences: use a multiple of "
+            f"{chunks * tp}, or set sp to false",
+        )

@@ -43,8 +43,6 @@ def llm_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
     for field, choices in CHOICES.items():
         if getattr(llm, field) not in choices:
             yield Fault(f"{key}.llm.{field}", f"must be one of {', '.join(choices)}, is {getattr(llm, field)!r}")
-    if layout.cp > 1:
-        yield Fault(f"{key}.layout.cp", f"context parallel is not available yet, is {layout.cp}: set it to 1")
     yield from _expert_faults(llm, layout, key)
 
 

@@ -3,7 +3,7 @@
 A drop-in for Megatron-Core's `DotProductAttention`, which materialises the score matrix. Torch picks the kernel: flash
 attention on a GPU, a fused one on a CPU.
 
-Shape suffixes: S sequence, B batch, N heads, D head dimension.
+Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of one context-parallel rank.
 """
 
 import torch
@@ -11,13 +11,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.bias import causal_lower_right
+
+from mimo_train.model.context import chunks_of, gather_sequence
 
 
 class SdpaAttention(MegatronModule):
     """softmax(Q K^T * scale) V, causal or unmasked, with grouped queries.
 
+    With context parallelism each rank gathers keys and values of the whole sequence, and its two chunks of queries
+    attend to what stands before them (see `context`).
+
     Raises:
-        ValueError: for a mask type other than causal and no_mask, or context parallelism.
+        ValueError: for a mask type other than causal and no_mask, or context parallelism without a causal mask.
     """
 
     def __init__(
@@ -33,11 +39,12 @@ class SdpaAttention(MegatronModule):
         **_unused_by_this_backend,
     ):
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError(f"SdpaAttention runs without context parallelism, cp is {config.context_parallel_size}")
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise ValueError(f"SdpaAttention masks causally or not at all, mask type is {attn_mask_type}")
         self.is_causal = attn_mask_type is AttnMaskType.causal
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        if self.cp_group and not self.is_causal:
+            raise ValueError(f"SdpaAttention cuts causal sequences only, cp is {config.context_parallel_size}")
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -56,13 +63,33 @@ class SdpaAttention(MegatronModule):
         `attention_mask` is not read: padding stands at the end, where a causal mask already hides it.
         """
         assert packed_seq_params is None, "packed sequences need the te layer spec"
+        if self.cp_group:
+            return self._attend_to_all_parts(query_SBND, key_SBND, value_SBND)
+        return self._attend(query_SBND, key_SBND, value_SBND, attention_bias, self.is_causal)
+
+    def _attend_to_all_parts(
+        self, query_CBND: torch.Tensor, key_CBND: torch.Tensor, value_CBND: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for this rank's chunks of queries, over keys and values of all ranks; one message for both."""
+        head = key_CBND.size(-1)
+        keys_values = gather_sequence(torch.cat([key_CBND, value_CBND], dim=-1), self.cp_group)
+        key_SBND, value_SBND = keys_values[..., :head], keys_values[..., head:]
+        own = chunks_of(self.cp_group.rank(), self.cp_group.size())
+        attended = []
+        for chunk, query in zip(own, query_CBND.chunk(2), strict=True):
+            seen = (chunk + 1) * len(query)
+            mask = causal_lower_right(len(query), seen)
+            attended.append(self._attend(query, key_SBND[:seen], value_SBND[:seen], mask, False))
+        return torch.cat(attended)
+
+    def _attend(self, query_SBND, key_SBND, value_SBND, mask, is_causal: bool) -> torch.Tensor:
         context_BNSD = torch.nn.functional.scaled_dot_product_attention(
             query_SBND.permute(1, 2, 0, 3),
             key_SBND.permute(1, 2, 0, 3),
             value_SBND.permute(1, 2, 0, 3),
-            attn_mask=attention_bias,
+            attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.is_causal,
+            is_causal=is_causal,
             scale=self.softmax_scale,
             enable_gqa=key_SBND.size(2) != query_SBND.size(2),
         )

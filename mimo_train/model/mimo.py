@@ -4,10 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
 
 from mimo_train.bridge.bridge import LocalBridge
+from mimo_train.config import LANGUAGE
+from mimo_train.model.context import sum_gradients
 
 
 class PlacedMimoModel(MimoModel):
@@ -21,9 +24,15 @@ class PlacedMimoModel(MimoModel):
             encoder without one hands over what it has: its samples are the language model's.
     """
 
-    def __init__(self, mimo_config: MimoModelConfig, **groups):
-        super().__init__(mimo_config, **groups)
+    def __init__(
+        self,
+        mimo_config: MimoModelConfig,
+        cp_group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__(mimo_config, cp_group, tp_group)
         self.local_bridges: dict[str, LocalBridge] = {}
+        self._cp_group = cp_group
 
     def _build_colocated_communicators(self) -> None:
         """None of Megatron-Core's: they need equal counts in every sample. See `local_bridges`."""
@@ -54,9 +63,14 @@ class PlacedMimoModel(MimoModel):
             return features, loss_mask
         # All encoders have run before the first exchange, so that every rank meets the exchanges in the same order, in
         # the backward pass too.
-        local = {name: self._to_language(name, rows) for name, rows in features.items()}
+        received |= {name: self._to_language(name, rows) for name, rows in features.items()}
+        if self._cp_group is not None:
+            received = {
+                name: rows if name == LANGUAGE else sum_gradients(rows, self._cp_group)
+                for name, rows in received.items()
+            }
         return self._forward_language_module(
-            input_ids, position_ids, attention_mask, loss_mask, labels, received | local, packing_kwargs
+            input_ids, position_ids, attention_mask, loss_mask, labels, received, packing_kwargs
         )
 
     def _encode(self, inputs: dict[str, Any], received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.config import LANGUAGE, ConfigContainer, OptimConfig
@@ -56,7 +57,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
             )
         else:
             _join_gathering_of_groups()
-        infos[name] = ModuleOptimizerInfo(optimizer, grid, pgs, is_active=optimizer is not None)
+        infos[name] = ModuleOptimizerInfo(optimizer, grid, _replica_groups(pgs), is_active=optimizer is not None)
     return ModuleOptimizer(
         infos,
         _optimizer_config(cfg, cfg.optim),
@@ -208,3 +209,11 @@ def _scheduler(cfg: ConfigContainer, optim: OptimConfig, optimizer) -> Optimizer
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+def _replica_groups(pgs: ProcessGroupCollection | None) -> ProcessGroupCollection | None:
+    """What tells the copies of an optimizer's state apart in a checkpoint. Megatron-Core 0.19.2 takes the ranks in tp,
+    pp and dp (mimo/optimizer.py:339), which context-parallel ranks have in common."""
+    if pgs is None:
+        return None
+    return ProcessGroupCollection(tp=pgs.tp, pp=pgs.pp, dp=pgs.dp_cp)

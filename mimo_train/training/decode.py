@@ -1,6 +1,7 @@
 """Predictions of the language model at its last stage: greedy tokens, losses and answers, at any layout.
 
-Shape suffixes: B batch, S sequence, V vocabulary part of this tensor-parallel rank.
+Shape suffixes: B batch, S sequence, C positions of this context-parallel rank, V vocabulary part of this
+tensor-parallel rank.
 """
 
 from functools import partial
@@ -8,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from mimo_train.config import LANGUAGE
+from mimo_train.model.context import gather_sequence, own_part
 from mimo_train.training.mimo_step import MODEL_INPUTS
 from mimo_train.training.state import GlobalState
 
@@ -22,24 +25,30 @@ def predict_step(state: GlobalState, data_iterator, model):
     """
     batch = next(data_iterator)
     inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
+    language = state.pipeline.groups.collections.get(LANGUAGE)
     if not state.cfg.encoders:
-        output = model(**inputs, attention_mask=None)
+        output = model(**own_part(inputs, language.cp), attention_mask=None)
     else:
         inputs.setdefault("input_ids", None)
         output, _ = model(**inputs, labels=None, loss_mask=None)
     if not state.pipeline.is_last_stage:
         return output, None
-    return output, partial(_predictions, batch, state.pipeline.groups.collections[LANGUAGE].tp)
+    return output, partial(_predictions, batch, language)
 
 
-def _predictions(batch: dict[str, Any], tp_group, logits_BSV: torch.Tensor, non_loss_data: bool = True) -> dict:
-    """The microbatch with `losses` [B, S] in nats and `predicted` [B, S], the most likely next token."""
-    logits_SBV = logits_BSV.transpose(0, 1).contiguous()
-    predicted = _parallel_argmax(logits_SBV, tp_group).transpose(0, 1)
-    losses = vocab_parallel_cross_entropy(
-        logits_SBV.float(), batch["labels"].transpose(0, 1).contiguous(), tp_group=tp_group
+def _predictions(
+    batch: dict[str, Any], language: ProcessGroupCollection, logits_BCV: torch.Tensor, non_loss_data: bool = True
+) -> dict:
+    """The microbatch with `losses` [B, S] in nats and `predicted` [B, S], the most likely next token; the whole
+    sequence on every context-parallel rank."""
+    logits_CBV = logits_BCV.transpose(0, 1).contiguous()
+    predicted_CB = _parallel_argmax(logits_CBV, language.tp)
+    labels_BC = own_part({"labels": batch["labels"]}, language.cp)["labels"]
+    losses_CB = vocab_parallel_cross_entropy(
+        logits_CBV.float(), labels_BC.transpose(0, 1).contiguous(), tp_group=language.tp
     )
-    return {**batch, "losses": losses.transpose(0, 1), "predicted": predicted}
+    losses_SB, predicted_SB = (gather_sequence(part.contiguous(), language.cp) for part in (losses_CB, predicted_CB))
+    return {**batch, "losses": losses_SB.transpose(0, 1), "predicted": predicted_SB.transpose(0, 1)}
 
 
 def _parallel_argmax(logits_SBV: torch.Tensor, tp_group) -> torch.Tensor:

@@ -6,6 +6,8 @@ from functools import partial
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from mimo_train.config import LANGUAGE
+from mimo_train.model.context import own_part
 from mimo_train.training.losses import masked_token_loss
 from mimo_train.training.state import GlobalState
 
@@ -26,11 +28,9 @@ def forward_step(
     batch = next(data_iterator, None)
     if batch is None:
         raise ValueError("the data ended before train.iters: data_iterator gave no microbatch")
-    inputs = {
-        "input_ids": batch["input_ids"],
-        "position_ids": batch["position_ids"],
-        "attention_mask": None,
-        "labels": batch["labels"],
-    }
+    texts = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "loss_mask")}
+    inputs = own_part(texts, state.pipeline.groups.collections[LANGUAGE].cp)
+    loss_mask = inputs.pop("loss_mask")
+    inputs["attention_mask"] = None
     output = unwrap_model(model).build_schedule_plan(**inputs) if return_schedule_plan else model(**inputs)
-    return output, partial(masked_token_loss, batch["loss_mask"])
+    return output, partial(masked_token_loss, loss_mask)

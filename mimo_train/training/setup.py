@@ -165,9 +165,10 @@ def make_demo_shards(cfg: ConfigContainer) -> None:
 
 
 def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
-    """Seed every generator: dropout differs between data-parallel ranks, stages and modules."""
+    """Seed every generator: dropout differs between data- and context-parallel ranks, stages and modules."""
     name, pgs = next(iter(groups.collections.items()))
-    seed = seed_for(cfg.run.seed, "rank", name, pgs.dp.rank(), pgs.pp.rank()) % 2**31
+    place = (name, pgs.dp.rank(), pgs.pp.rank(), *([pgs.cp.rank()] if pgs.cp.size() > 1 else []))
+    seed = seed_for(cfg.run.seed, "rank", *place) % 2**31
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)

@@ -1,0 +1,42 @@
+"""Context parallelism of the language model: which part of a sequence each rank has, and how the parts meet.
+
+A sequence of S tokens is cut in 2 cp chunks; rank r has chunks r and 2 cp - 1 - r, one early and one late, so that
+causal attention is as much work on every rank (Megatron-Core's order, `get_batch_on_this_cp_rank`).
+
+Shape suffixes: B batch, S sequence, C = S / cp positions of one rank.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+
+def own_part(tensors_BS: dict[str, torch.Tensor], cp_group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """This rank's part [B, C] of every tensor."""
+    if cp_group.size() == 1:
+        return tensors_BS
+    return get_batch_on_this_cp_rank(dict(tensors_BS), is_hybrid_cp=False, cp_group=cp_group)
+
+
+def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
+    """Numbers of the two chunks that a rank has."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def gather_sequence(part_C: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole sequence [S, ...] in its order, from the parts [C, ...] of all ranks; the gradient of each part is the
+    sum of what all ranks have for it."""
+    ranks = cp_group.size()
+    if ranks == 1:
+        return part_C
+    gathered = gather_from_sequence_parallel_region(part_C, tensor_parallel_output_grad=True, group=cp_group)
+    held = [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]
+    pieces = gathered.chunk(2 * ranks, dim=0)
+    return torch.cat([pieces[held.index(chunk)] for chunk in range(2 * ranks)])
+
+
+def sum_gradients(whole: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """`whole` as it is, which every rank has and uses a part of; its gradient is the sum over the ranks."""
+    return whole if cp_group.size() == 1 else copy_to_tensor_model_parallel_region(whole, group=cp_group)

@@ -1,0 +1,88 @@
+"""Context parallelism of the language model: attention over parts, evaluation, and checkpoints at another cp. Its
+training curves are in the table of layout parity."""
+
+import pytest
+
+from data.demo import make_demo, make_text_demo
+from mimo_train.metrics.jsonl import read_metrics
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+
+CP2 = "modules.language.layout.cp=2"
+SEQUENCE, BATCH, HEADS, KEY_HEADS, WIDTH = 16, 2, 4, 2, 8
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    return make_demo(tmp_path_factory.mktemp("digits"), train_samples=240, held_out_samples=24, shards=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_over_parts_is_attention_over_the_whole(ranks):
+    assert max(run_ranks(attend_on_this_rank, ranks)) < 1e-5
+
+
+def attend_on_this_rank() -> float:
+    """Largest difference of this rank's output and gradients from those of the uncut attention."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from mimo_train import device as devices
+    from mimo_train.model.attention import SdpaAttention
+    from mimo_train.model.context import gather_sequence, own_part
+
+    devices.init_process_group("cpu", 1.0, devices.install("cpu", 0))
+    groups = ProcessGroupCollection(cp=dist.group.WORLD)
+
+    def attention(cp: int) -> SdpaAttention:
+        sizes = {"num_layers": 1, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}
+        transformer = TransformerConfig(**sizes, context_parallel_size=cp, attention_dropout=0.0)
+        return SdpaAttention(transformer, 1, AttnMaskType.causal, "self", pg_collection=groups)
+
+    torch.manual_seed(1)
+    shapes = [(SEQUENCE, BATCH, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    whole = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    weight = torch.randn(SEQUENCE, BATCH, HEADS * WIDTH)
+    expected = attention(1)(*whole)
+    (expected * weight).sum().backward()
+
+    def part_of(tensor_S):
+        return own_part({"x": tensor_S.transpose(0, 1)}, groups.cp)["x"].transpose(0, 1).contiguous()
+
+    parts = [part_of(tensor.detach()).requires_grad_() for tensor in whole]
+    output = attention(dist.get_world_size())(*parts)
+    (output * part_of(weight)).sum().backward()
+    pairs = [(part.grad, part_of(tensor.grad)) for part, tensor in zip(parts, whole, strict=True)]
+    pairs += [(output, part_of(expected)), (gather_sequence(output.detach(), groups.cp), expected)]
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def test_evaluation_scores_whole_sequences(digits, tmp_path):
+    def evaluation(name: str, *overrides: str) -> dict:
+        places = (f"data.validation_shards={digits}/held_out", "train.iters=2", "train.report_samples=4")
+        lines = train_on_ranks(config("vlm_digits", tmp_path / name, digits, *places, *overrides))
+        return next(line for line in lines if "eval/loss" in line)
+
+    one = evaluation("one", "layout=one_process")
+    cut = evaluation("cut", "layout=two_processes", CP2)
+    assert cut["eval/samples"] == one["eval/samples"] and cut["eval/exact_match"] == one["eval/exact_match"]
+    assert cut["eval/loss"] == pytest.approx(one["eval/loss"], rel=1e-5)
+    samples = [(tmp_path / name / "samples.json").read_text() for name in ("one", "cut")]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(CP2, ""), ("", CP2)], ids=["cp2 to cp1", "cp1 to cp2"])
+def test_a_checkpoint_continues_at_another_cp(before, after, tmp_path):
+    prose = make_text_demo(tmp_path / "prose")
+
+    def train(folder: str, iters: int, *overrides: str) -> list[tuple]:
+        steps = ("layout=language_one", f"train.iters={iters}", "optim.decay=constant", *filter(None, overrides))
+        train_on_ranks(config("gpt_tiny", tmp_path / folder, prose, *steps))
+        return curve(read_metrics(tmp_path / folder / "metrics.jsonl"))
+
+    whole = train("whole", 6)
+    train("moved", 3, before)
+    assert max(largest_difference(whole, train("moved", 6, after))) < 1e-5
