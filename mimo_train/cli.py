@@ -149,7 +149,8 @@ def _train(args: argparse.Namespace) -> int:
     end_with_launcher()
     try:
         cfg, layout = _load(args)
-        _require_world_size(layout, int(os.environ.get("WORLD_SIZE", "1")), args.config)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        _require_world_size(layout, world_size, args.config, cfg.placement.allow_idle)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             _print_fault(error)
@@ -167,7 +168,7 @@ def _check(args: argparse.Namespace) -> int:
 
 def _world(args: argparse.Namespace) -> None:
     _, layout = _load(args)
-    print(layout.world_size)
+    print(layout.processes[-1] + 1)
 
 
 def _config(args: argparse.Namespace) -> None:
@@ -184,37 +185,38 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace):
     """(config, layout) of a run that can start, as far as that is known without its data."""
-    from mimo_train import compose, layout
+    from mimo_train import compose, layout, placement
     from mimo_train.check.faults import config_faults
     from mimo_train.config import ConfigError
 
     cfg = compose.load(args.config, args.overrides)
+    placement.note_nodes(cfg)
     faults = config_faults(cfg)
     if faults:
         raise ConfigError(faults)
     return cfg, layout.plan(cfg)
 
 
-def _require_world_size(layout, world_size: int, config: str) -> None:
-    """Raises ConfigError unless `world_size` processes are what the layout needs."""
+def _require_world_size(layout, world_size: int, config: str, allow_idle: bool) -> None:
+    """Raises ConfigError unless `world_size` processes are what the layout needs, or more where some may be idle."""
     from mimo_train.config import ConfigError, Fault
 
-    if world_size == layout.world_size:
+    needed = layout.processes[-1] + 1
+    if world_size == needed or (allow_idle and world_size > needed):
         return
-    needed = layout.world_size
     sizes = ", ".join(
         f"{module.name} {module.size}" + (f" ({module})" if module.size > 1 else "")
         for module in layout.modules.values()
     )
     keys = " and ".join(f"modules.{name}.layout" for name in layout.modules)
-    rule = "shared, so the largest counts" if layout.shared else "disjoint, so they add up"
+    idle = f", or let {world_size - needed} be idle with placement.allow_idle" if world_size > needed else ""
     raise ConfigError(
         [
             Fault(
                 "WORLD_SIZE",
                 f"{world_size} {'process was' if world_size == 1 else 'processes were'} started, the layout needs "
-                f"{needed}: {sizes}; {rule}. Start {needed} (torchrun --nproc-per-node {needed} -m mimo_train.cli "
-                f"train {config} on one node), or change {keys} (ranks are tp * pp * dp * cp) to use {world_size}",
+                f"{needed}: {sizes}. Start {needed} (torchrun --nproc-per-node {needed} -m mimo_train.cli train "
+                f"{config} on one node), or change {keys} (ranks are tp * pp * dp * cp) to use {world_size}{idle}",
             )
         ]
     )

@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from encoders.registry import FAMILIES
 from encoders.spec import ProjectorSpec
-from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault, LlmSpec, ModuleConfig
+from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault, ModuleConfig
+from mimo_train.llm_spec import LlmSpec
 
 
 def shipped_configs() -> Path:

@@ -8,10 +8,11 @@ of a module takes its `1/dp` of them, so that every module sees the same samples
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mimo_train.batch_size import rampup_faults
+from mimo_train.batch_size import batch_faults
 from mimo_train.bridge_faults import bridge_faults
-from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault, LayoutConfig, ModuleConfig
+from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault, ModuleConfig
 from mimo_train.llm_faults import llm_faults, tp_faults
+from mimo_train.placement import place, placement_faults
 
 AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
 """Parallel sizes of a module, in the order in which they are written."""
@@ -67,7 +68,8 @@ class RunLayout:
     """The layouts of all modules and the arithmetic of a batch over them."""
 
     modules: dict[str, ModuleLayout]
-    shared: bool
+    processes: tuple[int, ...]
+    """The launcher's rank of each rank: a process without a module has none."""
     global_batch_size: int
     micro_batch_size: int
 
@@ -89,8 +91,8 @@ class RunLayout:
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
-        return max(module.first_rank + module.size for module in self.modules.values())
+        """Processes that have a module."""
+        return len(self.processes)
 
     @property
     def logging_rank(self) -> int:
@@ -139,20 +141,18 @@ def faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if LANGUAGE not in cfg.modules:
         yield Fault("modules", f"a run needs a module named {LANGUAGE!r}, has {', '.join(cfg.modules) or 'none'}")
         return
-    placement_faults = list(_placement_faults(cfg))
-    yield from placement_faults
     if cfg.encoders and cfg.language.layout.vpp > 1:
         yield Fault(
             f"modules.{LANGUAGE}.layout.vpp",
             f"interleaving is for a language model alone, and this run has {', '.join(cfg.encoders)}: vpp is "
             f"{cfg.language.layout.vpp}, set it to 1",
         )
-    if not module_faults and not placement_faults:
-        layout = _place(cfg)
-        yield from _rank_faults(cfg, layout)
-        yield from _dropout_faults(cfg, layout)
-        yield from bridge_faults(cfg, layout.apart_encoders)
-        yield from _batch_faults(cfg)
+    if not module_faults:
+        misplaced = list(placement_faults(cfg))
+        yield from misplaced
+        if not misplaced:
+            yield from bridge_faults(cfg, _place(cfg).apart_encoders)
+        yield from batch_faults(cfg)
 
 
 def _module_faults(name: str, module: ModuleConfig, cfg: ConfigContainer) -> Iterator[Fault]:
@@ -213,30 +213,10 @@ _ENCODER_AXES = {
 }
 
 
-def _placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    mode = cfg.placement.mode
-    if mode not in ("disjoint", "shared"):
-        yield Fault("placement.mode", f"must be disjoint or shared, is {mode!r}")
-    for name, rank in cfg.placement.first_rank.items():
-        if name not in cfg.modules:
-            yield Fault(f"placement.first_rank.{name}", f"no such module; modules are {', '.join(cfg.modules)}")
-        if rank < 0:
-            yield Fault(f"placement.first_rank.{name}", f"must be at least 0, is {rank}")
-    if cfg.placement.first_rank and mode == "shared":
-        yield Fault("placement.first_rank", "applies to mode disjoint; shared modules all start at rank 0: remove it")
-    missing = set(cfg.modules) - set(cfg.placement.first_rank)
-    if cfg.placement.first_rank and missing:
-        yield Fault(
-            "placement.first_rank", f"gives no rank for {', '.join(sorted(missing))}: name every module or none"
-        )
-
-
 def _place(cfg: ConfigContainer) -> RunLayout:
-    shared = cfg.placement.mode == "shared"
-    modules, next_rank = {}, 0
+    placement, modules = place(cfg), {}
     for name, module in cfg.modules.items():
         sizes = module.layout
-        first = 0 if shared else cfg.placement.first_rank.get(name, next_rank)
         modules[name] = ModuleLayout(
             name=name,
             tp=sizes.tp,
@@ -245,119 +225,9 @@ def _place(cfg: ConfigContainer) -> RunLayout:
             cp=sizes.cp,
             ep=sizes.ep,
             sp=sizes.sp and sizes.tp > 1,
-            first_rank=first,
+            first_rank=placement.first_ranks[name],
             etp=sizes.etp,
             vpp=sizes.vpp,
             balance=module.balance,
         )
-        next_rank += modules[name].size
-    return RunLayout(modules, shared, cfg.train.global_batch_size, cfg.train.micro_batch_size)
-
-
-def _rank_faults(cfg: ConfigContainer, layout: RunLayout) -> Iterator[Fault]:
-    modules = list(layout.modules.values())
-    if layout.shared:
-        yield from _shared_faults(modules)
-        return
-    for index, module in enumerate(modules):
-        for other in modules[:index]:
-            overlap = sorted(set(module.ranks) & set(other.ranks))
-            if overlap:
-                yield Fault(
-                    f"placement.first_rank.{module.name}",
-                    f"{module.name} (ranks {_span(module.ranks)}) and {other.name} (ranks {_span(other.ranks)}) "
-                    f"both stand on rank {overlap[0]}: move one, or use placement.mode=shared",
-                )
-    idle = sorted(set(range(layout.world_size)) - {rank for module in modules for rank in module.ranks})
-    if idle:
-        yield Fault(
-            "placement.first_rank", f"no module stands on rank {idle[0]}: {len(idle)} idle of {layout.world_size}"
-        )
-
-
-def _shared_faults(modules: list[ModuleLayout]) -> Iterator[Fault]:
-    language = next(module for module in modules if module.name == LANGUAGE)
-    first = language.stage_ranks(0)
-    for module in modules:
-        if module is not language and module.ranks != first:
-            yield Fault(
-                f"modules.{module.name}.layout",
-                f"{module} is {module.size} ranks, and the first stage of {LANGUAGE} ({language}) is {len(first)}: "
-                f"shared modules stand on the same ranks, so make tp x dp x pp {len(first)}",
-            )
-        elif module is not language and module.pp > 1:
-            yield Fault(
-                f"modules.{module.name}.layout.pp",
-                f"an encoder on the ranks of {LANGUAGE} has one stage, pp is {module.pp}: set it to 1",
-            )
-
-
-def _dropout_faults(cfg: ConfigContainer, layout: RunLayout) -> Iterator[Fault]:
-    """A rank has one generator: what one module's tensor-parallel ranks must draw alike, the other's draw apart."""
-    language = layout.language
-    for name in layout.local_encoders:
-        module, encoder = layout.modules[name], cfg.modules[name].encoder
-        same = (module.tp, module.dp) == (language.tp, language.dp)
-        if not same and (encoder.dropout or cfg.language.llm.dropout):
-            yield Fault(
-                f"modules.{name}.layout",
-                f"{module} on the ranks of {LANGUAGE} ({language}) with dropout (encoder {encoder.dropout}, llm "
-                f"{cfg.language.llm.dropout}): set both to 0, or give both modules the same tp and dp, or other ranks",
-            )
-
-
-def _span(ranks: range) -> str:
-    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-
-
-def _batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    train, language = cfg.train, cfg.language.layout
-    for field in ("iters", "global_batch_size", "micro_batch_size"):
-        if getattr(train, field) < 1:
-            yield Fault(f"train.{field}", f"must be at least 1, is {getattr(train, field)}")
-            return
-    microbatch = train.micro_batch_size * language.dp
-    if train.global_batch_size % microbatch:
-        yield Fault(
-            "train.global_batch_size",
-            f"{train.global_batch_size} samples are not a whole number of microbatches of {microbatch} "
-            f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
-            f"use a multiple of {microbatch}",
-        )
-    yield from _sequence_faults(cfg.data.sequence_length, language)
-    microbatches, rest = divmod(train.global_batch_size, microbatch)
-    if language.vpp > 1 and not rest and microbatches % language.pp:
-        yield Fault(
-            "train.global_batch_size",
-            f"{train.global_batch_size} samples are {microbatches} microbatches of "
-            f"{microbatch}; interleaving (modules.{LANGUAGE}.layout.vpp {language.vpp}) needs a multiple of pp "
-            f"{language.pp}: use a multiple of {microbatch * language.pp}, or set vpp to 1",
-        )
-    if train.global_batch_size % microbatch == 0:
-        yield from rampup_faults(cfg)
-    for name, module in cfg.encoders.items():
-        if module.balance == "samples" and microbatch % module.layout.dp:
-            yield Fault(
-                f"modules.{name}.layout.dp",
-                f"dp {module.layout.dp} does not divide a microbatch of {microbatch} samples "
-                f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
-                f"use a divisor of {microbatch}",
-            )
-
-
-def _sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
-    key = f"modules.{LANGUAGE}.layout"
-    chunks, tp = 2 * language.cp if language.cp > 1 else 1, language.tp if language.sp else 1
-    if length % chunks:
-        yield Fault(
-            "data.sequence_length",
-            f"{length} tokens are not {chunks} equal chunks, as {key}.cp {language.cp} needs: use a multiple of "
-            f"{chunks * tp}, or another cp",
-        )
-    elif length % (chunks * tp):
-        of = f"tp {tp}" if chunks == 1 else f"2 x cp {language.cp} x tp {tp}"
-        yield Fault(
-            "data.sequence_length",
-            f"{length} tokens are not equal parts of {of}, and {key}.sp splits sequences: use a multiple of "
-            f"{chunks * tp}, or set sp to false",
-        )
+    return RunLayout(modules, placement.processes, cfg.train.global_batch_size, cfg.train.micro_batch_size)

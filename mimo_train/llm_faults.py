@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from mimo_train.config import Fault, LayoutConfig, LlmSpec
+from mimo_train.config import Fault, LayoutConfig
+from mimo_train.llm_spec import LlmSpec
 
 CHOICES = {
     "normalization": ("RMSNorm", "LayerNorm"),

@@ -15,8 +15,9 @@ import math
 from dataclasses import dataclass
 
 from encoders.spec import ProjectorSpec, VisionSpec, num_tokens
-from mimo_train.config import LANGUAGE, ConfigContainer, LlmSpec, ModuleConfig
+from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
 from mimo_train.layout import RunLayout, layers_of_stage
+from mimo_train.llm_spec import LlmSpec
 
 GIB = 1024**3
 
@@ -251,11 +252,8 @@ def module_parameters(
 
 
 def pipeline_stages(layout: RunLayout) -> int:
-    """Stages that a microbatch passes: the longest encoder, then the language model; shared modules are one stage."""
-    language = layout.language.pp
-    if layout.shared:
-        return language
-    return max((module.pp for name, module in layout.modules.items() if name != LANGUAGE), default=0) + language
+    """Stages that a microbatch passes: the longest encoder that stands apart, then the language model."""
+    return max((layout.modules[name].pp for name in layout.apart_encoders), default=0) + layout.language.pp
 
 
 def bubble(layout: RunLayout) -> float:
@@ -273,7 +271,7 @@ def in_flight(layout: RunLayout, name: str, stage: int) -> int:
     stages, chunks = pipeline_stages(layout), layout.language.vpp
     if chunks > 1:
         return min(chunks * layout.num_microbatches, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
-    before = stages - layout.language.pp if name == LANGUAGE else 0
+    before = 0 if name in layout.apart_encoders else stages - layout.language.pp
     return min(layout.num_microbatches, stages - before - stage)
 
 

@@ -46,7 +46,7 @@ def add_memory(
     ranks = memory.rank_memory(stages)
     fullest = max(ranks, key=lambda rank: ranks[rank].total)
     emptiest = min(ranks, key=lambda rank: ranks[rank].total)
-    if layout.shared and len(cfg.modules) > 1:
+    if len(stages) > len(ranks) or layout.local_encoders:
         rows.append(("all modules", _span(tuple(ranks)), *_gib(ranks[fullest])))
     notes = [
         f"an estimate, without workspaces, buffers of communication and the CUDA context; {cfg.train.precision}, "
@@ -74,7 +74,7 @@ def add_batch(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
     per_rank = ", ".join(f"{name} {layout.microbatch_samples // sizes.dp}" for name, sizes in layout.modules.items())
     tokens = train.global_batch_size * cfg.data.sequence_length
     rows = [
-        ("processes", f"{layout.world_size}"),
+        ("processes", _processes(layout)),
         ("global batch", f"{train.global_batch_size} samples"),
         (
             "microbatch",
@@ -125,6 +125,12 @@ def add_pictures(report: Report, cfg: ConfigContainer) -> None:
     if rows:
         header = ("module", "resized to", "patches", "merge", "tokens of data.sequence_length")
         report.tables.append(Table("One picture", header, rows))
+
+
+def _processes(layout: RunLayout) -> str:
+    """How many, and which of the launcher's are idle."""
+    idle = sorted(set(range(layout.processes[-1])) - set(layout.processes))
+    return f"{layout.world_size}" + (f", and {', '.join(map(str, idle))} idle" if idle else "")
 
 
 def _describe(module: ModuleConfig) -> str:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from encoders.spec import ProjectorSpec, VisionSpec, num_tokens
-from mimo_train.config import LANGUAGE, ConfigContainer, LlmSpec, ModuleConfig
+from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
+from mimo_train.llm_spec import LlmSpec
 from mimo_train.memory import PARTS
 
 

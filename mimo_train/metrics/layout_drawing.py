@@ -26,12 +26,13 @@ def module_colors(layout: RunLayout) -> dict[str, int]:
 
 def draw_layout(layout: RunLayout) -> str:
     """The drawing and a sentence of arithmetic."""
-    drawing = _shared(layout) if layout.shared and len(layout.modules) > 1 else _disjoint(layout)
+    shares = sum(module.size for module in layout.modules.values()) > layout.world_size
+    drawing = _shared(layout) if shares else _disjoint(layout)
     processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
     count = layout.num_microbatches
     microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
     if len(layout.modules) > 1:
-        processes += ", modules share their ranks" if layout.shared else ", each module on ranks of its own"
+        processes += ", modules share ranks" if shares else ", each module on ranks of its own"
     return (
         f'<div class="layout">{drawing}</div><p class="note">{processes}. '
         f"A step is {layout.global_batch_size} samples: {microbatches} of {layout.microbatch_samples}.</p>"

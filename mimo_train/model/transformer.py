@@ -8,8 +8,9 @@ from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.spec import ProjectorSpec, VisionSpec
-from mimo_train.config import ConfigContainer, LlmSpec
+from mimo_train.config import ConfigContainer
 from mimo_train.layout import ModuleLayout, RunLayout, layers_of_stage
+from mimo_train.llm_spec import LlmSpec
 from mimo_train.model.seeds import seed_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

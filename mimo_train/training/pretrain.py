@@ -1,5 +1,6 @@
 """Entry points: `pretrain` and `finetune` drive the same loop."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from mimo_train.check.faults import config_faults
 from mimo_train.config import ConfigContainer, ConfigError, Fault
 from mimo_train.model.heads import ModelHook
+from mimo_train.placement import note_nodes, place, take_rank
 from mimo_train.training import gpt_step, mimo_step
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.exit import ExitConditions, ExitSignal
@@ -39,16 +41,20 @@ def pretrain(
         pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
 
     Returns:
-        The exit code.
+        The exit code; 0 at once on a process without a module (`placement.allow_idle`).
 
     Raises:
         ConfigError: values, modules, layout or batch are impossible, or a callback cannot be loaded.
         ValueError: data, tokenizer or checkpoint cannot be used.
         TypeError: the forward step has none of the accepted forms.
     """
+    note_nodes(config)
     faults = config_faults(config)
     if faults:
         raise ConfigError(faults)
+    if not take_rank(place(config)):
+        print(f"process {os.environ['RANK']} has no module (placement.allow_idle): it ends", flush=True)
+        return 0
     forward_step_func = forward_step_func or default_forward_step(config)
     needs_global_state_injection(forward_step_func)
     with exit_signal or ExitSignal() as exit_signal:

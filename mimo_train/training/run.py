@@ -47,6 +47,8 @@ def main(cfg: ConfigContainer, layout: RunLayout) -> int:
         sys.stderr.flush()
         # Destroying process groups would wait for peers that are stuck in a collective.
         os._exit(1)
+    if not dist.is_initialized():
+        return code  # a process without a module
     rank = dist.get_rank()
     dist.barrier()
     if rank == layout.logging_rank:

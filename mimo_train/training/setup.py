@@ -159,7 +159,7 @@ def make_demo_shards(cfg: ConfigContainer) -> None:
         return
     from data.demo import ensure_demo
 
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0 or dist.get_rank() == 0:  # the first process may be idle
         ensure_demo(Path(cfg.data.shards).parent, cfg.data.demo)
     dist.barrier()
 

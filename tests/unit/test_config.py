@@ -9,7 +9,8 @@ import yaml
 
 from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train import compose, layout
-from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, LlmSpec
+from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError
+from mimo_train.llm_spec import LlmSpec
 
 CONFIGS = compose.shipped_configs()
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.config import ConfigContainer, LayoutConfig, LlmSpec, ModuleOptimConfig
+from mimo_train.config import ConfigContainer, LayoutConfig, ModuleOptimConfig
+from mimo_train.llm_spec import LlmSpec
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SECTIONS = {

@@ -1,7 +1,7 @@
 import pytest
 
 from encoders.spec import ProjectorSpec, VisionSpec
-from mimo_train.config import LlmSpec
+from mimo_train.llm_spec import LlmSpec
 from mimo_train.metrics.flops import Flops, Product, StepFlops, count, encoder_products, language_products
 from tests.unit.configs import changed, load
 

@@ -12,8 +12,9 @@ PACKAGES = ("mimo_train", "encoders", "data")
 LONGEST_FILE = 400  # lines
 
 LEVELS = (
+    {"llm_spec"},
     {"config", "launch"},
-    {"llm_faults", "bridge_faults", "batch_size"},
+    {"llm_faults", "bridge_faults", "batch_size", "placement"},
     {"compose", "layout", "device"},
     {"groups", "bridge", "memory", "samples", "step_sum"},
     {"model", "checkpoint", "metrics"},

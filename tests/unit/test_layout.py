@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from encoders.spec import VisionSpec
 from mimo_train import layout
-from mimo_train.config import ConfigError, LayoutConfig, LlmSpec, ModuleConfig
+from mimo_train.config import ConfigError, LayoutConfig, ModuleConfig
+from mimo_train.llm_spec import LlmSpec
 from tests.unit.configs import changed, load
 
 
@@ -123,18 +124,29 @@ MEGATRON = {"placement.bridge": "megatron"}
         ({FIRST: {"images": 0, "language": 1, "sounds": 2}}, f"{FIRST}.sounds", ["images, language"]),
         ({FIRST: {"images": -1, "language": 0}}, f"{FIRST}.images", ["-1"]),
         (
-            {FIRST: {"images": 0, "language": 0}},
-            f"{FIRST}.language",
-            ["language (ranks 0)", "images (ranks 0)", "rank 0"],
+            {f"{IMAGES}.layout.dp": 2, FIRST: {"images": 0, "language": 1}},
+            f"{FIRST}.images",
+            ["images stands on 2 ranks (0-1)", "on 1 (1)", "tp x dp 1"],
+        ),
+        ({FIRST: {"images": 0, "language": 3}}, FIRST, ["rank 1", "2 idle of 4", "language from rank 3 to 1"]),
+        ({"placement.ranks_per_node": -1}, "placement.ranks_per_node", ["-1"]),
+        (
+            {f"{LANGUAGE}.layout.tp": 2, "placement.ranks_per_node": 1},
+            f"{LANGUAGE}.layout.tp",
+            ["ranks 1-2", "nodes of 1", "at most 1"],
         ),
         (
-            {f"{IMAGES}.layout.dp": 2, FIRST: {"images": 0, "language": 1}},
-            f"{FIRST}.language",
-            ["images (ranks 0-1)", "rank 1"],
+            {f"{LANGUAGE}.layout.tp": 2, "placement.ranks_per_node": 2, FIRST: {"images": 0, "language": 1}},
+            f"{LANGUAGE}.layout.tp",
+            ["ranks 1-2", "nodes of 2", "language 2", "tp_across_nodes"],
         ),
-        ({FIRST: {"images": 0, "language": 3}}, FIRST, ["rank 1", "2 idle of 4"]),
-        ({**SHARED, f"{IMAGES}.layout.tp": 2}, f"{IMAGES}.layout", ["tp2 is 2 ranks", "is 1"]),
-        ({**SHARED, f"{LANGUAGE}.layout.dp": 2}, f"{IMAGES}.layout", ["1 ranks", "is 2"]),
+        (
+            {**SHARED, f"{LANGUAGE}.layout.dp": 2, f"{IMAGES}.layout.tp": 2, f"{LANGUAGE}.llm.dropout": 0.1},
+            f"{LANGUAGE}.layout",
+            ["dropout", "images (tp 2, dp 1)", "language 0.1"],
+        ),
+        ({**SHARED, f"{IMAGES}.layout.tp": 2}, f"{IMAGES}.layout", ["2 ranks (0-1)", "on 1 (0)", "tp x dp 1"]),
+        ({**SHARED, f"{LANGUAGE}.layout.dp": 2}, f"{IMAGES}.layout", ["1 ranks (0)", "on 2 (0-1)", "tp x dp 2"]),
         ({**SHARED, FIRST: {"images": 0, "language": 0}}, FIRST, ["shared"]),
         ({f"{IMAGES}.balance": "pixels"}, f"{IMAGES}.balance", ["samples or patches", "'pixels'"]),
         ({"placement.bridge": "wooden"}, "placement.bridge", ["planned or megatron", "'wooden'"]),

@@ -7,7 +7,7 @@ import pytest
 
 from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train import layout, memory
-from mimo_train.config import LlmSpec
+from mimo_train.llm_spec import LlmSpec
 from mimo_train.memory import Memory, ParameterCount
 from tests.unit.configs import load
 

@@ -3,8 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.config import LANGUAGE, ConfigContainer, DataConfig, LlmSpec, ModuleConfig, RunConfig
+from mimo_train.config import LANGUAGE, ConfigContainer, DataConfig, ModuleConfig, RunConfig
 from mimo_train.layout import plan
+from mimo_train.llm_spec import LlmSpec
 from mimo_train.metrics import progress
 from mimo_train.metrics.progress import (
     append_to_progress_log,
