@@ -99,6 +99,8 @@ class ModuleConfig:
     """What is not trained before a step, for example {encoder: 1000}; same names as in `freeze`."""
     optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
     """Learning rate, schedule, weight decay and clipping of this module, where they differ from `optim`."""
+    recompute: str = ""
+    """none, selective or full: activations of this module computed again in backward; empty: as `train.recompute`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel sizes of this module."""
     balance: str = "samples"
@@ -230,10 +232,12 @@ class OptimConfig:
     """Least dynamic loss scale."""
     loss_scale_window: int = 1000
     """Steps without overflow after which the dynamic loss scale doubles."""
+    distributed_optimizer: bool = True
+    """Whether data-parallel replicas divide master weights and moments among them; false: each keeps them whole."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while backward runs."""
     overlap_param_gather: bool = False
-    """Gather updated parameters while the next forward runs. Needs overlap_grad_reduce."""
+    """Gather updated parameters while the next forward runs. Needs overlap_grad_reduce and distributed_optimizer."""
 
 
 @dataclass
@@ -327,6 +331,10 @@ class ConfigContainer:
     def language(self) -> ModuleConfig:
         """The language module."""
         return self.modules[LANGUAGE]
+
+    def recompute_of(self, name: str) -> str:
+        """What the module `name` computes again in backward: none, selective or full."""
+        return self.modules[name].recompute or self.train.recompute
 
 
 LANGUAGE = "language"

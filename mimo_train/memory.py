@@ -80,10 +80,11 @@ class StageMemory:
 
 
 def parameter_memory(count: ParameterCount, precision: str, dp: int) -> Memory:
-    """Weights, gradients and optimizer states of the parameters of one rank.
+    """Weights, gradients and optimizer states of the parameters of one rank, whose states are divided over `dp` ranks.
 
     Bytes per trained parameter with Megatron-Core's distributed optimizer and Adam (its "Distributed Optimizer" page):
     fp32 4 + 4 + 8 / dp (two moments); bf16 2 + 4 + 12 / dp (fp32 gradients; fp32 master weights and two moments).
+    Without the distributed optimizer dp is 1.
     A frozen parameter is a weight and nothing else.
     """
     states = 8 if precision == "fp32" else 12
@@ -290,8 +291,9 @@ def stage_memory(
         sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "stage": stage, "stages": module.pp}
         counts = module_parameters(cfg, name, vocab, **sizes)
         experts = counts.pop("experts", ParameterCount(0, 0))
-        memory = parameter_memory(sum(counts.values(), ParameterCount(0, 0)), cfg.train.precision, module.dp)
-        memory += parameter_memory(experts, cfg.train.precision, module.expert_dp)
+        dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
+        memory = parameter_memory(dense, cfg.train.precision, module.dp if divided else 1)
+        memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
         if name == LANGUAGE:
             activations = _language_activations(cfg, layout, stage, vocab)
         else:
@@ -331,7 +333,7 @@ def _language_activations(cfg: ConfigContainer, layout: RunLayout, stage: int, v
         layer += expert_activations(tokens, llm, train.precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
     boundary = tokens * llm.hidden_size * BYTES[train.precision] // (sizes.tp if sizes.sp else 1)
     layers = layers_of_stage(llm.num_layers, stage, sizes.pp) // sizes.vpp
-    kept = stack_activations(layers, layer, boundary, in_flight(layout, LANGUAGE, stage), train.recompute)
+    kept = stack_activations(layers, layer, boundary, in_flight(layout, LANGUAGE, stage), cfg.recompute_of(LANGUAGE))
     if stage == sizes.pp - 1:
         kept += output_activations(tokens, llm.hidden_size, vocab, train.precision, sizes.tp, sizes.sp)
     return kept
@@ -357,7 +359,7 @@ def _encoder_activations(cfg: ConfigContainer, layout: RunLayout, name: str, med
         kept = layer if encoder.num_layers else 0
     else:
         boundary = tokens * encoder.hidden_size * size
-        kept = stack_activations(encoder.num_layers, layer, boundary, flying, train.recompute)
+        kept = stack_activations(encoder.num_layers, layer, boundary, flying, cfg.recompute_of(name))
     width = cfg.language.llm.hidden_size
     per_token = encoder.hidden_size * projector.merge**2 + width
     if projector.kind == "mlp":

@@ -48,9 +48,10 @@ def add_memory(
     emptiest = min(ranks, key=lambda rank: ranks[rank].total)
     if len(stages) > len(ranks) or layout.local_encoders:
         rows.append(("all modules", _span(tuple(ranks)), *_gib(ranks[fullest])))
+    own = [f"{module.recompute} of {name}" for name, module in cfg.modules.items() if module.recompute]
     notes = [
         f"an estimate, without workspaces, buffers of communication and the CUDA context; {cfg.train.precision}, "
-        f"recompute {cfg.train.recompute}"
+        f"recompute {', '.join([cfg.train.recompute, *own])}"
     ]
     for name in cfg.encoders:
         known = name in media_per_sample

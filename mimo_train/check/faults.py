@@ -186,11 +186,18 @@ def _freeze_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _recompute_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Full recomputation gives weights no gradient where the input of their layer needs none: torch's checkpoint looks
-    at inputs alone. That is so behind a frozen embedding, unless something that is trained lies in front of it."""
-    if cfg.train.recompute != "full":
-        return
+    """Values of modules; and full recomputation gives weights no gradient where the input of their layer needs none:
+    torch's checkpoint looks at inputs alone. That is so behind a frozen embedding, unless something that is trained
+    lies in front of it."""
     for name, module in cfg.modules.items():
+        choices = ("", *CHOICES["train.recompute"])
+        if module.recompute not in choices:
+            yield Fault(
+                f"modules.{name}.recompute",
+                f"must be {' or '.join(choice or 'empty' for choice in choices)}, is {module.recompute!r}",
+            )
+        if cfg.recompute_of(name) != "full":
+            continue
         if name == LANGUAGE:
             spec, first, layers = module.llm, "embedding.word_embeddings.weight", "decoder.layers"
         else:
@@ -205,7 +212,7 @@ def _recompute_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         )
         if trained and not trained_in_front and any(fnmatchcase(first, pattern) for pattern in held_back):
             yield Fault(
-                "train.recompute",
+                f"modules.{name}.recompute" if module.recompute else "train.recompute",
                 f"is full, but modules.{name}.freeze holds {first} back: {trained[0]} and others behind it would get "
                 "no gradient. Use none or selective, or train that weight",
             )

@@ -18,7 +18,13 @@ def optim_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         yield from _stage_faults(name, module)
     yield from _nothing_to_train(cfg)
     optim = cfg.optim
-    if optim.overlap_param_gather and not optim.overlap_grad_reduce:
+    if optim.overlap_param_gather and not optim.distributed_optimizer:
+        yield Fault(
+            "optim.overlap_param_gather",
+            "without optim.distributed_optimizer no parameters are gathered: set it to true, or "
+            "optim.overlap_param_gather=false",
+        )
+    elif optim.overlap_param_gather and not optim.overlap_grad_reduce:
         yield Fault(
             "optim.overlap_param_gather",
             "needs optim.overlap_grad_reduce, which is false: set it to true, or optim.overlap_param_gather=false",

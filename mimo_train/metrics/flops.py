@@ -154,7 +154,7 @@ class StepFlops:
 
     def __init__(self, cfg: ConfigContainer, vocab: int):
         """`vocab`: rows of the embedding, padding included (`memory.padded_vocab_size`)."""
-        self._recompute = cfg.train.recompute
+        self._recompute = {name: cfg.recompute_of(name) for name in cfg.modules}
         self._modules = cfg.modules
         width = cfg.language.llm.hidden_size
         self._products = {
@@ -193,7 +193,9 @@ class StepFlops:
             encoders = [name for name in self._modules if name != LANGUAGE]
             upstream = any(is_trained(self._products[name], frozen[name]) for name in encoders)
             self._unit[key] = {
-                name: count(products, frozen[name], upstream=upstream and name == LANGUAGE, recompute=self._recompute)
+                name: count(
+                    products, frozen[name], upstream=upstream and name == LANGUAGE, recompute=self._recompute[name]
+                )
                 for name, products in self._products.items()
             }
         return self._unit[key]

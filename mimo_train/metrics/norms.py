@@ -55,7 +55,7 @@ def calc_params_l2_norm(
                 continue
             if force_create_fp32_copy or not hasattr(param, "main_param"):
                 pieces.append(param.reshape(-1)[own])
-            elif not param.main_param_sharded:
+            elif not getattr(param, "main_param_sharded", False):
                 pieces.append(param.main_param.reshape(-1)[own])
             elif param.main_param is not None:
                 pieces.append(param.main_param)

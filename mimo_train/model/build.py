@@ -200,7 +200,7 @@ def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigConta
         config=config,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=cfg.optim.distributed_optimizer,
             overlap_grad_reduce=overlap and cfg.optim.overlap_grad_reduce,
             overlap_param_gather=overlap and cfg.optim.overlap_param_gather,
             check_for_nan_in_grad=False,

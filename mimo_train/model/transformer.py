@@ -127,9 +127,9 @@ def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
 def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes) -> TransformerConfig:
     dtype = DTYPES[cfg.train.precision]
     recompute = {}
-    if cfg.train.recompute == "full":
+    if cfg.recompute_of(layout.name) == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif cfg.train.recompute == "selective":
+    elif cfg.recompute_of(layout.name) == "selective":
         recompute = {"recompute_granularity": "selective"}
     config = TransformerConfig(
         **sizes,

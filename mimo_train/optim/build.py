@@ -25,13 +25,14 @@ from mimo_train.model.build import modules_of
 from mimo_train.model.freeze import release_steps
 from mimo_train.optim import adam
 from mimo_train.optim.mimo import RELEASE, ModuleOptimizer
+from mimo_train.optim.replicated import store_like_distributed
 
 
 def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: RunGroups) -> ModuleOptimizer:
     """The run's optimizer: each module has its own, with its settings; clip groups may span modules.
 
     A plain GPT is the case of one module. Ranks hold the optimizers of their modules; states are sharded over the
-    module's data-parallel ranks.
+    module's data-parallel ranks, or whole on each of them (`optim.distributed_optimizer`).
 
     Raises:
         ValueError: an entry of `modules.NAME.freeze_until` matches no parameter.
@@ -55,6 +56,9 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
                 pg_collection=pgs,
                 use_gloo_process_groups=False,
             )
+            if not config.use_distributed_optimizer:
+                for part in optimizer.chained_optimizers:
+                    store_like_distributed(part)
         else:
             _join_gathering_of_groups()
         infos[name] = ModuleOptimizerInfo(optimizer, grid, _replica_groups(pgs), is_active=optimizer is not None)
@@ -108,7 +112,7 @@ def _optimizer_config(cfg: ConfigContainer, optim: OptimConfig) -> OptimizerConf
         log_num_zeros_in_grad=cfg.log.num_zeros_in_grad,
         fp16=cfg.train.precision == "fp16",
         bf16=cfg.train.precision == "bf16",
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=optim.distributed_optimizer,
         overlap_param_gather=optim.overlap_param_gather,
     )
 
@@ -212,8 +216,8 @@ def _scheduler(cfg: ConfigContainer, optim: OptimConfig, optimizer) -> Optimizer
 
 
 def _replica_groups(pgs: ProcessGroupCollection | None) -> ProcessGroupCollection | None:
-    """What tells the copies of an optimizer's state apart in a checkpoint. Megatron-Core 0.19.2 takes the ranks in tp,
+    """What tells copies of the optimizer's state apart. In a checkpoint Megatron-Core 0.19.2 takes the ranks in tp,
     pp and dp (mimo/optimizer.py:339), which context-parallel ranks have in common."""
     if pgs is None:
         return None
-    return ProcessGroupCollection(tp=pgs.tp, pp=pgs.pp, dp=pgs.dp_cp)
+    return ProcessGroupCollection(tp=pgs.tp, pp=pgs.pp, dp=pgs.dp_cp, dp_cp=pgs.dp_cp, expt_dp=pgs.expt_dp)

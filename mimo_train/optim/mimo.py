@@ -16,7 +16,7 @@ from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerIn
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 RELEASE = "release"
@@ -60,7 +60,6 @@ class ModuleOptimizer(MimoOptimizer):
             device: where the numbers are that ranks agree on.
         """
         super().__init__(infos, config)
-        assert config.use_distributed_optimizer, "gradients of replicas would be counted once for each"
         self.updates = 0
         self.module_grad_norms: dict[str, float] = {}
         self.passengers: Callable[[], torch.Tensor] = lambda: torch.zeros(0, dtype=torch.float64, device=device)
@@ -162,7 +161,7 @@ class ModuleOptimizer(MimoOptimizer):
         if "grad_scaler" in state_dict and isinstance(self.grad_scaler, DynamicGradScaler):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
-    def _inner(self, info: ModuleOptimizerInfo | None = None) -> Iterator[MixedPrecisionOptimizer]:
+    def _inner(self, info: ModuleOptimizerInfo | None = None) -> Iterator[MegatronOptimizer]:
         """The optimizers of dense and of expert parameters, of one module or of all."""
         for each in self.module_infos.values() if info is None else (info,):
             if each.optimizer is not None:
@@ -201,7 +200,8 @@ class ModuleOptimizer(MimoOptimizer):
         """
         found = torch.zeros(1, device=self._device)
         for optimizer in self._inner():
-            optimizer._copy_model_grads_to_main_grads()
+            # Its own scaler was taken from it: this copies and no more.
+            optimizer.prepare_grads()
             for group in optimizer.param_groups:
                 if self._waits(group):
                     for parameter in group["params"]:
@@ -214,8 +214,8 @@ class ModuleOptimizer(MimoOptimizer):
     def _agree(self, overflow: torch.Tensor) -> tuple[dict[str, float], bool, int | None]:
         """Sum what every rank found over all of them: one message, one copy to the host.
 
-        Every shard of a gradient is on one rank, so that the sum over the world of their squares is the square of the
-        module's norm, as Megatron-Core sums it over the module's ranks.
+        Every shard of a gradient counts on one rank, so that the sum over the world of their squares is the square of
+        the module's norm, as Megatron-Core sums it over the module's ranks.
 
         Returns:
             (square of the gradient norm by module, whether any gradient is not finite, number of zeros if counted).
@@ -223,9 +223,11 @@ class ModuleOptimizer(MimoOptimizer):
         names = sorted(self.module_infos)
         message = torch.zeros(len(names) + 2, dtype=torch.float64, device=self._device)
         for index, name in enumerate(names):
+            info = self.module_infos[name]
             gradients = [
                 gradient
-                for optimizer in self._inner(self.module_infos[name])
+                for optimizer in self._inner(info)
+                if self._counts(optimizer, info)
                 for gradient in optimizer.get_grads_for_grad_norm()
             ]
             if not gradients:
@@ -239,6 +241,14 @@ class ModuleOptimizer(MimoOptimizer):
         (*squares, overflown, zeros), self.arrived = host[: len(message)], host[len(message) :]
         counted = int(zeros) if self.config.log_num_zeros_in_grad and math.isfinite(zeros) else None
         return dict(zip(names, squares, strict=True)), overflown > 0, counted
+
+    def _counts(self, optimizer: MegatronOptimizer, info: ModuleOptimizerInfo) -> bool:
+        """Whether this rank's gradients count: all shards do, of whole ones those of the first replica."""
+        if self.config.use_distributed_optimizer:
+            return True
+        are_experts = any(group["is_expert_parallel"] for group in optimizer.param_groups)
+        replicas = info.pg_collection.expt_dp if are_experts else info.pg_collection.dp_cp
+        return replicas.rank() == 0
 
     def _clip(self, squares: dict[str, float]) -> None:
         together = math.sqrt(sum(squares[name] for name, own in self._clip_grads.items() if own is None))

@@ -28,13 +28,14 @@ SAMPLES, PICTURES = 3, 2
 
 
 def test_every_matrix_product_is_counted_forward_and_backward(tmp_path):
-    for recompute in ("none", "selective", "full"):
+    for recompute, own in (("none", "full"), ("selective", ""), ("full", "")):
         cfg = config(
             "vlm_digits",
             tmp_path,
             tmp_path,
             "placement.mode=shared",
             f"train.recompute={recompute}",
+            f"modules.images.recompute={own}",
             "modules.language.llm.num_query_groups=2",
             "modules.language.llm.tie_embeddings=true",
         )
@@ -42,7 +43,7 @@ def test_every_matrix_product_is_counted_forward_and_backward(tmp_path):
         for variant, flops in counted.items():
             if recompute == "full" and variant == "first layer and embedding":
                 continue  # Megatron-Core recomputes, and trains, only layers whose input needs a gradient
-            assert flops == pytest.approx(expected(cfg, FROZEN[variant]), rel=1e-12), f"{variant}, {recompute}"
+            assert flops == pytest.approx(expected(cfg, FROZEN[variant]), rel=1e-12), f"{variant}, {recompute}, {own}"
         for name, products in products_of(cfg).items():
             assert {product.name for product in products} <= names[name]
 
@@ -66,7 +67,7 @@ def expected(cfg, freeze) -> float:
     products = products_of(cfg)
     frozen = {name: frozen_patterns(replace(cfg.modules[name], freeze=freeze.get(name, [])), 1) for name in products}
     trained_images = not {"encoder", "projector"} <= set(freeze.get("images", []))
-    images = count(products["images"], frozen["images"], upstream=False, recompute=cfg.train.recompute)
+    images = count(products["images"], frozen["images"], upstream=False, recompute=cfg.recompute_of("images"))
     language = count(products["language"], frozen["language"], upstream=trained_images, recompute=cfg.train.recompute)
     return PICTURES * images.hardware + SAMPLES * language.hardware
 

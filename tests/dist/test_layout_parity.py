@@ -1,154 +1,67 @@
-"""The layout never changes the numbers: losses and gradient norms of 20 steps against those of one process."""
+"""The layout never changes the numbers: losses and gradient norms of 20 steps, and the parameters after them, against
+those of one process, for every row of `layout_tables`."""
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.dist.runs import config, curve, largest_difference, train_on_ranks
-
-TOLERANCE = 1e-5
-STEPS = 20
-
-VLM_LAYOUTS = {
-    "vision 1 + language 1": ("layout=two_processes",),
-    "vision dp2 + language dp2": ("layout=images_dp2_language_dp2",),
-    "vision dp1 + language dp2": ("layout=images_dp1_language_dp2",),
-    "vision dp2 + language dp1": ("layout=images_dp2_language_dp1",),
-    "vision tp2 + language pp2": ("layout=images_tp2_language_pp2",),
-    "vision 1 + language tp2": ("layout=images_dp1_language_tp2",),
-    "vision 1 + language tp2, sequence parallel": (
-        "layout=images_dp1_language_tp2",
-        "modules.language.layout.sp=true",
-    ),
-    "vision dp4 + language dp2": ("modules.images.layout.dp=4", "modules.language.layout.dp=2"),
-    "language first": ("layout=two_processes", "placement.first_rank={images: 1, language: 0}"),
-    "both dp2 on the same ranks": (
-        "layout=one_process",
-        "modules.images.layout.dp=2",
-        "modules.language.layout.dp=2",
-    ),
-    "both tp2 on the same ranks": (
-        "layout=one_process",
-        "modules.images.layout.tp=2",
-        "modules.language.layout.tp=2",
-    ),
-}
-
-ON_THE_SAME_RANKS = {
-    "vision dp2, language tp2": (("images", "dp", 2), ("language", "tp", 2)),
-    "vision tp2, language dp2": (("images", "tp", 2), ("language", "dp", 2)),
-    "vision tp2, language tp2 sp pp2": (("images", "tp", 2), ("language", "tp", 2), ("language", "pp", 2)),
-    "vision dp4, language tp2 dp2": (("images", "dp", 4), ("language", "tp", 2), ("language", "dp", 2)),
-    "vision dp2, language dp2 pp2": (("images", "dp", 2), ("language", "dp", 2), ("language", "pp", 2)),
-}
-VLM_LAYOUTS |= {
-    f"{name}, same ranks": ("layout=one_process", *(f"modules.{m}.layout.{axis}={size}" for m, axis, size in sizes))
-    for name, sizes in ON_THE_SAME_RANKS.items()
-}
-
-SEQUENCE_PARALLEL = ("layout=language_tp2", "modules.language.layout.sp=true")
-
-GPT_LAYOUTS = {
-    "tp2": ("layout=language_tp2",),
-    "tp2, sequence parallel": SEQUENCE_PARALLEL,
-    "pp2": ("layout=language_pp2",),
-    "pp2, two chunks a stage": ("layout=language_pp2_vpp2",),
-    "dp2": ("layout=language_dp2",),
-    "tp2 pp2": ("layout=language_tp2", "modules.language.layout.pp=2"),
-    "tp2 pp2, two chunks a stage": ("layout=language_pp2_vpp2", "modules.language.layout.tp=2"),
-    "full recompute": ("layout=language_one", "train.recompute=full"),
-}
-
-EXPERT_LAYOUTS = {
-    "dp2": ("layout=language_dp2",),
-    "ep2 of dp2": ("layout=language_ep2",),
-    "ep2 of dp2, pp2": ("layout=language_ep2", "modules.language.layout.pp=2"),
-    "pp2, two chunks a stage": ("layout=language_pp2_vpp2",),
-    "tp2": SEQUENCE_PARALLEL,
-    "tp2 etp2": (*SEQUENCE_PARALLEL, "modules.language.layout.etp=2"),
-    "tp2, ep2 of tp2": (*SEQUENCE_PARALLEL, "modules.language.layout.ep=2"),
-    "tp2 dp2, ep2 etp2": (
-        *SEQUENCE_PARALLEL,
-        "modules.language.layout.dp=2",
-        "modules.language.layout.ep=2",
-        "modules.language.layout.etp=2",
-    ),
-    "full recompute": ("layout=language_one", "train.recompute=full"),
-}
-
-VLM_EXPERT_LAYOUTS = {
-    "vision 1 + language ep2 of dp2": ("layout=images_dp1_language_dp2", "modules.language.layout.ep=2"),
-    "vision 1 + language tp2, ep2 of tp2": (
-        "layout=images_dp1_language_tp2",
-        "modules.language.layout.sp=true",
-        "modules.language.layout.ep=2",
-    ),
-}
-
-FOUR_LAYERS = ("modules.language.llm.num_layers=4", "train.micro_batch_size=4")
-EXPERTS = (
-    "llm@modules.language.llm=gpt_tiny_moe",
-    "modules.language.llm.expert_ffn_hidden_size=48",
-    "modules.language.llm.shared_expert_ffn_hidden_size=32",
-    "modules.language.llm.shared_expert_gate=true",
-)
-MODELS = {
-    "vlm_digits": ("vlm_digits", ("layout=one_process",), VLM_LAYOUTS),
-    "gpt_tiny": ("gpt_tiny", ("layout=language_one", *FOUR_LAYERS), GPT_LAYOUTS),
-    "gpt_tiny_moe": ("gpt_tiny", ("layout=language_one", *FOUR_LAYERS, *EXPERTS), EXPERT_LAYOUTS),
-    "vlm_digits, experts": ("vlm_digits", ("layout=one_process", *EXPERTS), VLM_EXPERT_LAYOUTS),
-}
-"""By name of a model: the config, what one process runs, and the layouts that must give its numbers."""
-
-CASES = [(model, title) for model, (_, _, layouts) in MODELS.items() for title in layouts]
+from tests.dist.layout_tables import CASES, MODELS
+from tests.dist.parity import PARAMETERS, STEPS, Trained, config_of, difference, make_demos, trained, within
 
 
 @pytest.fixture(scope="module")
-def one_process(digits, prose, tmp_path_factory) -> Callable[[str], list[tuple]]:
-    """Gives the curve of a model on one process, which is trained once."""
-
-    @functools.cache
-    def trained(model: str) -> list[tuple]:
-        return run_model(model, {"digits": digits, "prose": prose}, tmp_path_factory.mktemp("one"))
-
-    return trained
+def demos(tmp_path_factory):
+    """The samples of all models."""
+    return make_demos(tmp_path_factory.mktemp("demos"))
 
 
-def run(name: str, demo: Path, run_dir: Path, *overrides: str) -> list[tuple]:
-    """Curve of one run of 20 steps."""
-    return curve(train_on_ranks(config(name, run_dir, demo, f"train.iters={STEPS}", *overrides)))
+@pytest.fixture(scope="module")
+def one_process(demos, tmp_path_factory) -> Callable[[str], Trained]:
+    """Gives a model trained on one process, once."""
+    return functools.cache(lambda model: trained(model, demos, tmp_path_factory.mktemp("one")))
 
 
-def run_model(model: str, demos: dict[str, Path], run_dir: Path, title: str | None = None) -> list[tuple]:
-    """Curve of a model of `MODELS`, at the layout of this title or on one process."""
-    name, overrides, layouts = MODELS[model]
-    demo = demos["digits" if name.startswith("vlm") else "prose"]
-    # The last pick of a layout counts.
-    layout = () if title is None else layouts[title]
-    picked = [override for override in overrides if not (layout and override.startswith("layout="))]
-    return run(name, demo, run_dir, *picked, *layout)
+@pytest.mark.parametrize(("model", "row"), CASES, ids=[f"{model}: {row}" for model, row in CASES])
+def test_layout_gives_the_numbers_of_one_process(model, row, one_process, demos, tmp_path):
+    one = one_process(model)
+    found = difference(one, trained(model, demos, tmp_path, row))
+    assert within(model, found), found
+    assert one.points[-1][1] < one.points[0][1] - 0.1, "the run does not learn, so that parity would say nothing"
 
 
-def require_equal(one: list[tuple], other: list[tuple]) -> None:
-    """Fails unless losses and gradient norms agree and training moved them."""
-    loss, grad_norm = largest_difference(one, other)
-    assert loss < TOLERANCE and grad_norm < TOLERANCE, f"relative difference: loss {loss:.2e}, norm {grad_norm:.2e}"
-    assert one[-1][1] < one[0][1] - 0.1, "the run does not learn, so that parity would say nothing"
+def test_other_seed_gives_other_numbers(one_process, demos, tmp_path):
+    other = trained("vlm", demos, tmp_path, None, "run.seed=7")
+    found = difference(one_process("vlm"), other)
+    assert min(found.loss, found.norm, found.parameter) > 100 * MODELS["vlm"].tolerance
 
 
-@pytest.mark.parametrize(("model", "title"), CASES, ids=[f"{model}: {title}" for model, title in CASES])
-def test_layout_gives_the_numbers_of_one_process(model, title, one_process, digits, prose, tmp_path):
-    require_equal(one_process(model), run_model(model, {"digits": digits, "prose": prose}, tmp_path, title))
+def test_a_rate_of_one_module_that_is_a_hundredth_off_shows_in_its_parameters(one_process, demos, tmp_path):
+    other = trained("vlm", demos, tmp_path, None, "modules.images.optim.lr=0.00101")
+    found = difference(one_process("vlm"), other)
+    assert found.parameter > 10 * PARAMETERS * MODELS["vlm"].tolerance and ".images." in found.name
 
 
-def test_stages_of_unequal_depth_give_the_numbers_of_one_process(prose, tmp_path):
-    three = "modules.language.llm.num_layers=3"
-    one = run("gpt_tiny", prose, tmp_path / "one", "layout=language_one", three)
-    require_equal(one, run("gpt_tiny", prose, tmp_path / "two", "layout=language_pp2", three))
+def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
+    """Uneven counts between replicas in both directions, and microbatches of text alone on one or on all ranks of an
+    encoder; counted from the plan of the samples that these rows train on."""
+    from data.pipeline import Batching, StepLoader
+    from mimo_train.layout import plan
+    from mimo_train.samples import build_dataset, tokenizer_of
 
-
-def test_other_seed_gives_other_numbers(one_process, digits, tmp_path):
-    other = run("vlm_digits", digits, tmp_path, "layout=one_process", "run.seed=7")
-    assert largest_difference(one_process("vlm_digits"), other)[0] > TOLERANCE
+    for row in MODELS["vlm, few pictures"].rows:
+        cfg = config_of("vlm, few pictures", demos, tmp_path, row)
+        layout = plan(cfg)
+        batching = Batching(layout.global_batch_size, layout.microbatch_samples)
+        with StepLoader(build_dataset(cfg, tokenizer_of(cfg)), batching, [], workers=0, limit=STEPS) as steps:
+            microbatches = [counts for step in steps for counts in step.token_counts["images"]]
+        assert 0 < sum(not any(counts) for counts in microbatches) < len(microbatches), "all of it text, on all ranks"
+        for module in layout.modules.values():
+            if module.dp > 1:
+                part = layout.microbatch_samples // module.dp
+                sums = [[sum(counts[first : first + part]) for first in range(0, len(counts), part)]
+                        for counts in microbatches]  # fmt: skip
+                assert any(any(each) and not all(each) for each in sums), "text alone, on some ranks"
+                assert any(all(each) and len(set(each)) > 1 for each in sums) or module.dp > 2, "uneven pictures"
+    directions = {row.size("images", "dp") > row.size("language", "dp") for row in MODELS["vlm, few pictures"].rows}
+    assert directions == {True, False}

@@ -450,3 +450,21 @@ def test_full_recomputation_behind_a_frozen_embedding_is_a_fault(overrides, faul
     found = config_faults(load("vlm_digits", "train.recompute=full", *overrides))
     assert [entry.key for entry in found] == (["train.recompute"] if fault else [])
     assert not config_faults(load("vlm_digits", "train.recompute=selective", *overrides))
+    # One module can leave it out, or be the only one to have it.
+    name = "language" if "language" in overrides[0] else "images"
+    out = (f"modules.{name}.recompute=selective", "train.recompute=full")
+    assert not config_faults(load("vlm_digits", *out, *overrides))
+    found = config_faults(load("vlm_digits", f"modules.{name}.recompute=full", *overrides))
+    assert [entry.key for entry in found] == ([f"modules.{name}.recompute"] if fault else [])
+
+
+def test_what_a_module_computes_again_is_one_of_the_runs_choices():
+    (found,) = config_faults(load("vlm_digits", "modules.images.recompute=all"))
+    assert str(found) == "modules.images.recompute: must be empty or none or selective or full, is 'all'"
+
+
+def test_gathering_parameters_needs_the_distributed_optimizer():
+    overlap = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
+    assert not config_faults(load("gpt_tiny", *overlap))
+    (found,) = config_faults(load("gpt_tiny", *overlap, "optim.distributed_optimizer=false"))
+    assert found.key == "optim.overlap_param_gather" and "optim.distributed_optimizer" in found.message

@@ -131,6 +131,24 @@ def test_states_of_experts_are_sharded_over_their_replicas():
     assert replicated.memory.activations == dealt.memory.activations
 
 
+def test_without_the_distributed_optimizer_every_replica_keeps_all_states():
+    cfg, plan = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
+    (divided,) = memory.stage_memory(cfg, plan, "language", 384)
+    cfg.optim.distributed_optimizer = False
+    (whole,) = memory.stage_memory(cfg, plan, "language", 384)
+    assert whole.memory.optimizer == 2 * whole.memory.weights > divided.memory.optimizer
+
+
+def test_one_module_keeps_less_by_its_own_recomputation():
+    cfg, plan = planned()
+    kept = {}
+    for own in ("none", "full"):
+        cfg.modules["language"].recompute = own
+        stages = [memory.stage_memory(cfg, plan, name, 384)[0].memory.activations for name in ("images", "language")]
+        kept[own] = stages
+    assert kept["full"][0] == kept["none"][0] and kept["full"][1] < kept["none"][1]
+
+
 def test_a_frozen_model_trains_no_experts():
     cfg, _ = planned("llm@modules.language.llm=gpt_tiny_moe", "modules.language.freeze=[llm]")
     counts = memory.module_parameters(cfg, "language", 384)

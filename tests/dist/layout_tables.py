@@ -1,0 +1,196 @@
+"""The layouts of the parity table: every row must train to the numbers of its model on one process."""
+
+import re
+from dataclasses import dataclass
+
+from mimo_train.layout import AXES
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of a model."""
+
+    sizes: dict[str, str]
+    """Parallel sizes by module, for example {"images": "dp2", "language": "tp2 sp"}."""
+    placement: str
+    """disjoint, shared, or first ranks: {images: 1, language: 0}."""
+    changes: tuple[str, ...] = ()
+    """What else differs from the run on one process: nothing that may change a number."""
+
+    def __str__(self) -> str:
+        several = len(self.sizes) > 1
+        sizes = " + ".join(f"{name} {sizes}" if several else sizes for name, sizes in self.sizes.items())
+        place = [self.placement] if several else []
+        changes = [change.rpartition(".")[2] for change in self.changes]
+        return ", ".join([sizes, *place, *changes])
+
+    def size(self, module: str, axis: str) -> int:
+        """One parallel size of a module."""
+        found = re.search(rf"\b{axis}(\d+)", self.sizes[module])
+        return int(found[1]) if found else 1
+
+    def overrides(self, microbatch: int) -> list[str]:
+        """Config overrides; `microbatch`: samples of a microbatch over all data-parallel ranks."""
+        explicit = self.placement.startswith("{")
+        keys = [
+            f"placement.mode={'disjoint' if explicit else self.placement}",
+            f"train.micro_batch_size={microbatch // self.size('language', 'dp')}",
+            *([f"placement.first_rank={self.placement}"] if explicit else []),
+        ]
+        for module, sizes in self.sizes.items():
+            keys += [f"modules.{module}.layout.{axis}={self.size(module, axis)}" for axis in AXES if axis in sizes]
+            keys += [f"modules.{module}.layout.sp=true"] * ("sp" in sizes.split())
+        return [*keys, *self.changes]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, on one process and at the layouts of its rows."""
+
+    config: str
+    demo: str
+    """digits, sparse (most samples have no picture) or prose."""
+    microbatch: int
+    """Samples of a microbatch, the same at every layout."""
+    overrides: tuple[str, ...]
+    rows: tuple[Row, ...]
+    tolerance: float = 1e-5
+    """Largest relative difference of a loss and of a gradient norm."""
+
+
+def apart(images: str, language: str, *changes: str) -> Row:
+    """An encoder in front of the language model, on ranks of its own."""
+    return Row({"images": images, "language": language}, "disjoint", changes)
+
+
+def same(images: str, language: str, *changes: str) -> Row:
+    """An encoder on the ranks of the language model's first stage."""
+    return Row({"images": images, "language": language}, "shared", changes)
+
+
+def alone(language: str, *changes: str) -> Row:
+    """A language model alone."""
+    return Row({"language": language}, "disjoint", changes)
+
+
+WHOLE_STATES = "optim.distributed_optimizer=false"
+ONE = "one"
+"""A module on one rank."""
+
+VLM = (
+    apart(ONE, ONE),
+    apart(ONE, ONE, "placement.bridge=megatron"),
+    Row({"images": ONE, "language": "tp2"}, "{images: 2, language: 0}"),
+    Row({"images": "dp2", "language": "pp2"}, "{images: 2, language: 0}"),
+    apart(ONE, "dp2"),
+    apart("dp2", ONE),
+    apart("dp4", "dp2"),
+    apart("dp2", "dp4", WHOLE_STATES),
+    apart("tp2", "pp2"),
+    apart("tp2", "pp2 dp2", WHOLE_STATES),
+    apart("tp2 dp2", "tp2 dp2"),
+    apart(ONE, "tp2"),
+    apart(ONE, "tp2 sp"),
+    apart("dp2", "tp2 sp pp2", "train.recompute=full"),
+    same("dp2", "tp2"),
+    same("tp2", "dp2"),
+    same("tp2", "tp2 sp pp2"),
+    same("dp4", "tp2 dp2", WHOLE_STATES),
+    same("tp2 dp2", "tp2 dp2 pp2"),
+    same("dp2", "dp2 pp2", "modules.images.recompute=full", "modules.language.recompute=selective"),
+    apart("dp2", "cp2"),
+    apart("tp2", "cp2 dp2 pp2"),
+    same("dp2", "cp2", WHOLE_STATES),
+    same("tp2 dp2", "tp2 sp cp2"),
+)
+
+UNEVEN = (
+    apart("dp2", ONE),
+    apart("dp4", "dp2"),
+    apart(ONE, "dp2"),
+    apart("dp2", "dp4"),
+    apart("dp2", "dp2", "modules.images.balance=patches"),
+    same("dp2", "tp2"),
+    same("tp2", "dp2"),
+    same("dp4", "dp2 tp2 pp2"),
+    same("dp2", "cp2"),
+)
+"""Fan-in and fan-out, apart and on the same ranks, of samples most of which have no picture."""
+
+UNTIED = (apart("dp2", "pp2"), same("tp2", "dp2 pp2", WHOLE_STATES))
+
+BF16 = (
+    apart("tp2", "pp2"),
+    apart("dp2", "tp2 sp"),
+    apart("dp2", "dp2", WHOLE_STATES),
+    same("dp2", "tp2 pp2"),
+    same("dp2", "cp2 pp2"),
+)
+
+GPT = (
+    alone("tp2"),
+    alone("tp2 sp"),
+    alone("pp2"),
+    alone("pp4", "modules.language.recompute=selective"),
+    alone("pp2 vpp2"),
+    alone("dp2"),
+    alone("tp2 dp2", WHOLE_STATES),
+    alone("tp2 pp2 vpp2"),
+    alone("pp2 dp2", "train.recompute=full", "optim.overlap_grad_reduce=true"),
+    alone("cp2"),
+    alone("cp4", WHOLE_STATES),
+    alone("cp2 tp2 sp"),
+    alone("cp2 dp2 pp2 vpp2"),
+)
+
+GPT_UNEQUAL_STAGES = (alone("pp2"),)
+
+EXPERTS = (
+    alone("dp2"),
+    alone("dp2 ep2", WHOLE_STATES),
+    alone("dp2 ep2 pp2"),
+    alone("tp2 sp"),
+    alone("tp2 sp etp2"),
+    alone("tp2 sp ep2"),
+    alone("tp2 sp dp2 ep2 etp2"),
+    alone("cp2 ep2"),
+    alone("cp2 dp2 ep2", WHOLE_STATES),
+    alone(ONE, "train.recompute=full"),
+)
+
+EXPERT_CHUNKS = (alone("pp2 vpp2"),)
+
+VLM_EXPERTS = (apart(ONE, "dp2 ep2"), apart("dp2", "tp2 sp ep2"), same("dp2", "tp2 sp ep2", WHOLE_STATES))
+
+_SHORT = ("data.sequence_length=64", "train.global_batch_size=8")
+_MIXTURE = (
+    "llm@modules.language.llm=gpt_tiny_moe",
+    "modules.language.llm.expert_ffn_hidden_size=48",
+    "modules.language.llm.shared_expert_ffn_hidden_size=32",
+    "modules.language.llm.num_layers=2",
+)
+_UNTIED = ("modules.language.llm.tie_embeddings=false",)
+
+
+def _gpt(rows: tuple[Row, ...], *overrides: str) -> Model:
+    return Model("gpt_tiny", "prose", 4, ("layout=language_one", *_SHORT, *overrides), rows)
+
+
+def _vlm(rows: tuple[Row, ...], *overrides: str, demo: str = "digits", microbatch: int = 8, **more) -> Model:
+    return Model("vlm_digits", demo, microbatch, ("layout=one_process", *overrides), rows, **more)
+
+
+MODELS = {
+    "vlm": _vlm(VLM),
+    "vlm, few pictures": _vlm(UNEVEN, "train.global_batch_size=8", demo="sparse", microbatch=4),
+    "vlm, untied": _vlm(UNTIED, *_UNTIED),
+    "vlm, bf16": _vlm(BF16, "train.precision=bf16", tolerance=1e-2),
+    "vlm, experts": _vlm(VLM_EXPERTS, *_MIXTURE, "train.global_batch_size=8", microbatch=4),
+    "gpt": _gpt(GPT, "modules.language.llm.num_layers=4"),
+    "gpt, three layers, untied": _gpt(GPT_UNEQUAL_STAGES, "modules.language.llm.num_layers=3", *_UNTIED),
+    "experts": _gpt(EXPERTS, *_MIXTURE),
+    "experts, four layers": _gpt(EXPERT_CHUNKS, *_MIXTURE, "modules.language.llm.num_layers=4"),
+}
+"""By name."""
+
+CASES = [(model, row) for model, found in MODELS.items() for row in found.rows]
