@@ -30,6 +30,7 @@ import torch
 from data import collate
 from data.decode import DecodeError, decode_audio, decode_resized
 from data.faults import Fault, FaultLog
+from data.features import Lookup
 from data.index import Member, ShardIndex, open_index
 from data.order import GlobalOrder
 from data.read import ReadError, ShardReader
@@ -124,6 +125,9 @@ class Dataset:
         self.blind, self.keep_text = blind, keep_text
         self.faults = FaultLog(max_bad_samples)
         self.reader = ShardReader()
+        self.lookups: dict[str, Lookup] = {}
+        """By module: where features of samples are found that need not be read (see `data.features`). For readers that
+        run ahead; set before they begin."""
         self._by_module = {item.module: item for item in self.modules}
         assert len(self._by_module) == len(self.modules), "one Media per module"
         self._kinds = list(dict.fromkeys(item.kind for item in self.modules))
@@ -159,6 +163,12 @@ class Dataset:
         """(shard, key) of a global sample number, of any epoch."""
         shard, row = self._place(number)
         return self.shards[shard], self._index(shard).key(row)
+
+    def identity(self, number: int) -> str:
+        """What tells a sample from every other one, of any run: shard with size and time of change, and key."""
+        shard, row = self._place(number)
+        size, mtime = self._stamps[shard]
+        return f"{self.shards[shard].resolve()}|{size}|{mtime}|{self._index(shard).key(row)}"
 
     def plan(self, number: int) -> Plan:
         """What the index tells of a sample; reads no member."""

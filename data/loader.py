@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +21,13 @@ import torch
 from data.collate import collate, collate_media
 from data.dataset import Dataset, MediaSize
 from data.divide import balanced_parts, equal_parts
+from data.faults import Fault
+from data.features import MicrobatchMedia, SampleMedia
 
 LANGUAGE = "language"
+
+MEDIA = "media"
+"""Key of the `MicrobatchMedia` beside a module's tensors, where the dataset has a lookup for the module."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,9 @@ class StepBatch:
     float32 [B, S], and `texts` (list of (question, truth)) if the dataset keeps text. With media modules:
     `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of
     tensors if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N,
-    samples]. Always: `sample_numbers` int64 [B], of the language slice, else of the first media module's.
+    samples]; beside these `media` (`MicrobatchMedia`) for modules whose features the dataset looks up, and then N are
+    the pictures of the samples without features only. Always: `sample_numbers` int64 [B], of the language slice, else
+    of the first media module's.
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
     in the sequence. loads: the same of the tokens inside the encoder.
     bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads).
@@ -122,6 +130,7 @@ class StepLoader:
         for reader in readers:
             reader.slice(0, [0] * batching.microbatch_samples)
         self._readers = list(readers)
+        self._fields = {item.module: item.field for item in dataset.modules}
         self._language = next((reader for reader in readers if reader.module == LANGUAGE), None)
         self._next, self._issued, self._closed = consumed_samples, 0, False
         self._ahead = prefetch_steps if workers else 1
@@ -179,7 +188,7 @@ class StepLoader:
         """Hands every sample of the step to the workers; the samples of one reader are in order."""
         size = self._batching.microbatch_samples
         starts = range(first, first + step_size, size)
-        text, media = self._dataset.read_text, self._dataset.read_media
+        text, media = self._dataset.read_text, self._read_media
         sizes = [self._submit(self._media_sizes, start) for start in starts]
         slices = [self._slices(start, of_microbatch) for start, of_microbatch in zip(starts, sizes, strict=True)]
         return _Step(
@@ -224,7 +233,8 @@ class StepLoader:
         for at in range(step.size // size):
             texts = [result() for result in step.texts[at]]
             media = {module: [result() for result in results] for module, results in step.media[at].items()}
-            for _, fault in (*texts, *(pair for pairs in media.values() for pair in pairs)):
+            of_media = [read.fault for reads in media.values() for read in reads]
+            for fault in (*(fault for _, fault in texts), *of_media):
                 if fault is not None:
                     faults.setdefault(fault.number, fault)
             microbatches.append(self._microbatch(step.slices[at], texts, media, faults))
@@ -251,15 +261,43 @@ class StepLoader:
             if self._dataset.keep_text:
                 batch["texts"] = [sample.question_and_truth for sample in samples]
         if media:
-            fields = {item.module: item.field for item in self._dataset.modules}
-            inputs = {
-                module: collate_media([item for items, _ in pairs for item in items], fields[module])
-                for module, pairs in media.items()
-            }
+            inputs = {module: self._inputs(module, reads) for module, reads in media.items()}
             batch["modality_inputs"] = {
                 module: None if value is None else {module: value} for module, value in inputs.items()
             }
         return batch
+
+    def _read_media(self, number: int, module: str) -> _MediaRead:
+        """What `Dataset.read_media` gives, unless the features of the sample are known already."""
+        lookup = self._dataset.lookups.get(module)
+        if lookup is None:
+            return _MediaRead(*self._dataset.read_media(number, module))
+        rows = self._dataset.token_counts(number)[module]
+        identity = self._dataset.identity(number)
+        features = lookup(identity) if rows else None
+        if features is not None:
+            return _MediaRead([], None, SampleMedia(number, identity, rows, features))
+        items, fault = self._dataset.read_media(number, module)
+        return _MediaRead(items, fault, SampleMedia(number, identity, rows, good=fault is None))
+
+    def _inputs(self, module: str, reads: Sequence[_MediaRead]) -> dict[str, Any] | None:
+        tensors = collate_media([item for read in reads for item in read.items], self._fields[module])
+        samples = tuple(read.sample for read in reads if read.sample is not None and read.sample.rows)
+        if not samples:
+            return tensors
+        return (tensors or {}) | {MEDIA: MicrobatchMedia(samples, partial(self._read_again, module))}
+
+    def _read_again(self, module: str, numbers: Sequence[int]) -> dict[str, Any]:
+        items = [item for number in numbers for item in self._dataset.read_media(number, module)[0]]
+        return collate_media(items, self._fields[module]) or {}
+
+
+class _MediaRead(NamedTuple):
+    """What was read of one sample for one module; `sample` if the module's features are looked up."""
+
+    items: list[torch.Tensor]
+    fault: Fault | None
+    sample: SampleMedia | None = None
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,20 @@
 from data.collate import TextSample
 from data.dataset import Dataset, Media
 from data.faults import Fault, FaultLog, TooManyBadSamples
-from data.loader import Batching, Reader, StepBatch, StepLoader
+from data.features import Lookup, MicrobatchMedia, SampleMedia
+from data.loader import MEDIA, Batching, Reader, StepBatch, StepLoader
 
 __all__ = [
+    "MEDIA",
     "Batching",
     "Dataset",
     "Fault",
     "FaultLog",
+    "Lookup",
     "Media",
+    "MicrobatchMedia",
     "Reader",
+    "SampleMedia",
     "StepBatch",
     "StepLoader",
     "TextSample",

@@ -340,3 +340,14 @@ def _of_unequal_parts(original):
         return None
 
     return all_gather
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor in its dicts and lists on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [to_device(item, device) for item in value]
+    return value

@@ -249,7 +249,14 @@ def module_parameters(
             "projector": projector_parameters(module.projector, module.encoder.hidden_size, width, tp=tp),
         }
     frozen = [*module.freeze, *(["experts"] if "llm" in module.freeze else [])]
-    return {part: ParameterCount(count, 0 if part in frozen else count) for part, count in counts.items()}
+    if module.lora.rank:
+        frozen += ["llm", "experts", "encoder"]
+    parts = {part: ParameterCount(count, 0 if part in frozen else count) for part, count in counts.items()}
+    if module.lora.rank:
+        spec = module.llm or module.encoder
+        adapters = layers_of_stage(spec.num_layers, stage, stages) * module.lora.num_parameters(spec, tp)
+        parts["adapters"] = ParameterCount(adapters, adapters)
+    return parts
 
 
 def pipeline_stages(layout: RunLayout) -> int:

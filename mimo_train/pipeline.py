@@ -65,6 +65,7 @@ class Pipeline:
         self.is_last_stage = language is not None and language.pp.rank() == language.pp.size() - 1
         self._counts_tokens = self.is_last_stage and language.tp.rank() == 0
         self._num_tokens: torch.Tensor | None = None
+        self._when_done: Callable[[], None] = lambda: None
         self._megatron_sizes: MegatronSizes | None = None
         self.step_sum = StepSum(device)
         self.step_sum.open("tokens", 1, self._own_tokens)
@@ -118,6 +119,17 @@ class Pipeline:
             pg_collection=self._schedule_groups,
         )
 
+    def work_ahead(self, while_waiting: Callable[[], None], when_done: Callable[[], None]) -> None:
+        """Use the time in which this rank waits for the language model on other ranks.
+
+        Args:
+            while_waiting: called in every exchange with it.
+            when_done: called when this rank has done its part of a step.
+        """
+        for bridge in self._communicator.bridge_comms if self.layout.apart_encoders else ():
+            bridge.while_waiting = while_waiting
+        self._when_done = when_done
+
     def agreed_votes(self) -> tuple[bool, ...]:
         """Which votes any rank has cast, as of the last step; the same answer on every rank."""
         return tuple(bool(vote) for vote in self.votes_on_host()) or (False,) * VOTES
@@ -146,6 +158,7 @@ class Pipeline:
         if isinstance(model, MegatronMimoModel):
             self._megatron_sizes = model.sizes = MegatronSizes(layout, plan)
             return
+        model.plan = plan
         model.local_bridges = {
             name: LocalBridge(
                 name, layout, plan, config.hidden_size, config.pipeline_dtype, self.device, self.stopwatch
@@ -175,6 +188,7 @@ class Pipeline:
         over all ranks gives every module the same divisor, at any pair of data-parallel sizes.
         """
         self._num_tokens = num_tokens
+        self._when_done()
         with self.stopwatch("reduce"):
             for name, chunks in self._modules.items():
                 finalize_model_grads(chunks, None, self.groups.collections[name], force_all_reduce)

@@ -40,6 +40,9 @@ class Bridge:
         name: the encoder module.
         hidden_size: of the language model.
         watch: times the exchange as `bridge_wait`.
+
+    Attributes:
+        while_waiting: called in every exchange when all messages are on their way.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Bridge:
         self._backward_to = [taker for giver, taker in backward if giver == rank]
         self._backward_from = [giver for giver, taker in backward if taker == rank]
         self._turns = Turns(plan)
+        self.while_waiting: Callable[[], None] | None = None
 
     def _give_forward(self, features: torch.Tensor, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
         """What the encoder's side hands over."""
@@ -116,9 +120,13 @@ class Bridge:
                 room.copy_(own)
             else:
                 operations.append(dist.P2POp(dist.irecv, room, part.peer))
-        if operations:
+        works = dist.batch_isend_irecv(operations) if operations else ()
+        if self.while_waiting:
+            # Also where this rank exchanges nothing: what is called may be collective over a replica's ranks.
+            self.while_waiting()
+        if works:
             with self._watch("bridge_wait"):
-                for work in dist.batch_isend_irecv(operations):
+                for work in works:
                     work.wait()
 
     def _counts(self, microbatch: int) -> list[int]:
@@ -141,7 +149,9 @@ class Bridge:
 class PlannedBridge(Bridge):
     """From an encoder on ranks of its own, by messages between the steps of a pipeline schedule.
 
-    Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`.
+    Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`. Where nothing of the encoder
+    needs a gradient, none is sent and none is waited for. The features it receives ask for one all the same: the
+    schedule keeps the gradients of all inputs (schedules.py:619 in Megatron-Core 0.19.2).
     """
 
     def __init__(self, name: str, grids: dict[str, HyperCommGrid], *arguments):
@@ -166,24 +176,35 @@ class PlannedBridge(Bridge):
 
     def send_backward(self, gradient: torch.Tensor | None) -> None:
         """Send the gradient of the features received for the oldest microbatch without one; None stands for zeros."""
-        self._exchange(self._give_backward(gradient, self._turns.backward()))
+        self._exchange(self._next_given_backward(gradient))
 
-    def recv_backward(self) -> torch.Tensor:
+    def recv_backward(self) -> torch.Tensor | None:
         """Receive the gradient of this rank's features of the oldest microbatch without one, [rows, hidden]."""
-        gradient, parts = self._take_backward(self._turns.backward())
+        gradient, parts = self._next_taken_backward()
         self._exchange([], gradient, parts)
         return gradient
 
-    def send_forward_recv_backward(self, features: torch.Tensor) -> torch.Tensor:
+    def send_forward_recv_backward(self, features: torch.Tensor) -> torch.Tensor | None:
         """`send_forward` and `recv_backward` in one batch."""
         given = self._give_forward(features, self._turns.forward())
-        gradient, parts = self._take_backward(self._turns.backward())
+        gradient, parts = self._next_taken_backward()
         self._exchange(given, gradient, parts)
         return gradient
 
+    def _next_given_backward(self, gradient: torch.Tensor | None) -> list[tuple[torch.Tensor, Part]]:
+        if not self._plan.features_need_gradient(self.source.name):
+            return []
+        return self._give_backward(gradient, self._turns.backward())
+
+    def _next_taken_backward(self) -> tuple[torch.Tensor | None, list[Part]]:
+        """None where nothing of the encoder needs a gradient: the schedule then has no backward pass for it."""
+        if not self._plan.features_need_gradient(self.source.name):
+            return None, []
+        return self._take_backward(self._turns.backward())
+
     def send_backward_recv_forward(self, gradient: torch.Tensor | None) -> torch.Tensor:
         """`send_backward` and `recv_forward` in one batch."""
-        given = self._give_backward(gradient, self._turns.backward())
+        given = self._next_given_backward(gradient)
         features, parts = self._take_forward(self._turns.forward())
         self._exchange(given, features, parts)
         return features.requires_grad_()

@@ -47,7 +47,8 @@ class PlannedStages(TimedP2PCommunicator):
     (`variable_seq_lengths`, p2p_communication.py:322 in Megatron-Core 0.19.2); here they come from the plan.
 
     The language model's stages exchange [S / cp (/ tp with sequence parallel), B, H]; an encoder's [rows, H], where
-    rows are the tokens inside the encoder of this rank's samples. What has no rows is not sent.
+    rows are the tokens inside the encoder of this rank's samples. What has no rows is not sent, and no gradient goes to
+    an encoder's stage that needs none.
     """
 
     def __init__(self, module: ModuleLayout, pp_group, config, hidden_size: int, sequence_length: int, batch: int,
@@ -62,6 +63,11 @@ class PlannedStages(TimedP2PCommunicator):
 
     def _communicate(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, **options):
         assert not (recv_prev and recv_next), "1F1B without interleaving receives from one side at a time"
+        if self._module.name != LANGUAGE:
+            stage = self.pp_group.rank()
+            recv_next = recv_next and self._plan.stage_needs_gradient(self._module.name, stage)
+            if stage and not self._plan.stage_needs_gradient(self._module.name, stage - 1):
+                tensor_send_prev = None
         if recv_prev or recv_next:
             tensor_shape = self._next_shape(recv_prev)
         empty = None

@@ -11,6 +11,16 @@ Counts = dict[str, list[list[int]]]
 """module -> microbatch -> sample of the whole microbatch -> number."""
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What of an encoder module needs a gradient in a step; the same on every rank."""
+
+    stages: tuple[bool, ...]
+    """By pipeline stage: whether layers of this stage or of one before are trained."""
+    features: bool
+    """Whether the module's features need a gradient: any layer or the projector is trained."""
+
+
 @dataclass
 class TokenPlan:
     """Rows of every sample of every microbatch of the current step, for each encoder module."""
@@ -21,11 +31,21 @@ class TokenPlan:
     """Tokens that a sample's media take inside the encoder's layers."""
     step: int = 0
     """Counts the steps, so that bridges know when a new one began."""
+    needs: dict[str, Needs] = field(default_factory=dict)
+    """Which encoder modules need gradients; one that is not named does. Set at the start of a training step."""
 
     def begin(self, counts: Counts, loads: Counts) -> None:
         """Start a step with these numbers."""
         self.counts, self.loads = counts, loads
         self.step += 1
+
+    def features_need_gradient(self, name: str) -> bool:
+        """Whether the language model's side sends a gradient to this encoder, which waits for it."""
+        return name not in self.needs or self.needs[name].features
+
+    def stage_needs_gradient(self, name: str, stage: int) -> bool:
+        """Whether this stage of an encoder gets a gradient from the one behind it."""
+        return name not in self.needs or self.needs[name].stages[stage]
 
     def spans(self, encoder: ModuleLayout, microbatch: int) -> list[Span]:
         """Samples of a microbatch that each data-parallel rank of an encoder computes."""

@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
 from data.demo import MARKER
 from encoders.spec import num_tokens
 from mimo_train import layout
+from mimo_train.check.frozen import frozen_faults
 from mimo_train.check.optim import DECAYS, optim_faults
 from mimo_train.config import LANGUAGE, ConfigContainer, Fault
-from mimo_train.memory import PARTS
 
 CHOICES = {
     "run.device": ("auto", "cuda", "cpu"),
@@ -80,7 +79,7 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     known = {fault.key for fault in found}
     others = (
         *_value_faults(cfg),
-        *_freeze_faults(cfg),
+        *frozen_faults(cfg),
         *_recompute_faults(cfg),
         *optim_faults(cfg),
         *_demo_faults(cfg),
@@ -168,53 +167,13 @@ def _value_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         yield Fault("data.shards", f"data.demo={cfg.data.demo} needs a folder to make the shards in, is empty")
 
 
-def _freeze_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    for name, module in cfg.modules.items():
-        parts = ("llm",) if name == LANGUAGE else ("encoder", "projector")
-        for entry in module.freeze:
-            if entry in PARTS and entry not in parts:
-                yield Fault(
-                    f"modules.{name}.freeze", f"{entry!r} is no part of this module, it has {' and '.join(parts)}"
-                )
-    if LANGUAGE in cfg.modules and all(
-        set(module.freeze) >= ({"llm"} if name == LANGUAGE else {"encoder", "projector"})
-        for name, module in cfg.modules.items()
-    ):
-        yield Fault(
-            f"modules.{LANGUAGE}.freeze", "every part of every module is frozen: nothing to train; free at least one"
-        )
-
-
 def _recompute_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Values of modules; and full recomputation gives weights no gradient where the input of their layer needs none:
-    torch's checkpoint looks at inputs alone. That is so behind a frozen embedding, unless something that is trained
-    lies in front of it."""
     for name, module in cfg.modules.items():
         choices = ("", *CHOICES["train.recompute"])
         if module.recompute not in choices:
             yield Fault(
                 f"modules.{name}.recompute",
                 f"must be {' or '.join(choice or 'empty' for choice in choices)}, is {module.recompute!r}",
-            )
-        if cfg.recompute_of(name) != "full":
-            continue
-        if name == LANGUAGE:
-            spec, first, layers = module.llm, "embedding.word_embeddings.weight", "decoder.layers"
-        else:
-            spec, first, layers = module.encoder, "patch_embedding.weight", "layers.layers"
-            first, layers = f"encoders.{name}.{first}", f"encoders.{name}.{layers}"
-        held_back = [PARTS.get(entry, entry) for entry in (*module.freeze, *module.freeze_until)]
-        weights = [f"{layers}.{index}.mlp.linear_fc1.weight" for index in range(spec.num_layers)]
-        trained = [weight for weight in weights if not any(fnmatchcase(weight, pattern) for pattern in held_back)]
-        trained_in_front = name == LANGUAGE and any(
-            not {"encoder", "projector"} <= {*encoder.freeze, *encoder.freeze_until}
-            for encoder in cfg.encoders.values()
-        )
-        if trained and not trained_in_front and any(fnmatchcase(first, pattern) for pattern in held_back):
-            yield Fault(
-                f"modules.{name}.recompute" if module.recompute else "train.recompute",
-                f"is full, but modules.{name}.freeze holds {first} back: {trained[0]} and others behind it would get "
-                "no gradient. Use none or selective, or train that weight",
             )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
+from mimo_train.check.frozen import parts_of
 from mimo_train.config import LANGUAGE, ConfigContainer, Fault, ModuleConfig
 from mimo_train.memory import PARTS
 
@@ -80,7 +81,7 @@ def _module_faults(cfg: ConfigContainer, name: str, module: ModuleConfig) -> Ite
 
 
 def _stage_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
-    parts, key = _parts(name), f"modules.{name}.freeze_until"
+    parts, key = parts_of(name), f"modules.{name}.freeze_until"
     for entry, step in module.freeze_until.items():
         if entry in PARTS and entry not in parts:
             yield Fault(key, f"{entry!r} is no part of this module, it has {' and '.join(parts)}")
@@ -95,7 +96,7 @@ def _nothing_to_train(cfg: ConfigContainer) -> Iterator[Fault]:
     first: list[tuple[int, str]] = []
     for name, module in cfg.modules.items():
         whole = module.freeze_until.get("*", 0)
-        for part in _parts(name):
+        for part in parts_of(name):
             until = max(whole, module.freeze_until.get(part, 0))
             if part in module.freeze:
                 continue
@@ -108,7 +109,3 @@ def _nothing_to_train(cfg: ConfigContainer) -> Iterator[Fault]:
             f"modules.{name}.freeze_until",
             f"nothing is trained in the first {step} steps: train at least one part from the start",
         )
-
-
-def _parts(name: str) -> tuple[str, ...]:
-    return ("llm",) if name == LANGUAGE else ("encoder", "projector")

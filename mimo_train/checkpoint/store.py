@@ -22,6 +22,7 @@ from mimo_train import device
 from mimo_train.checkpoint import folders
 from mimo_train.compose import to_dict
 from mimo_train.config import ConfigContainer
+from mimo_train.config_frozen import is_adapter
 from mimo_train.layout import RunLayout
 
 _CONTENT = {
@@ -103,6 +104,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Put model, and if given optimizer, schedules, train state and generators, back to what `folder` holds.
 
+    Without an optimizer, adapters may be new to the checkpoint: they stay as they are.
+
     Returns:
         The checkpoint's record; its `rerun` is what was given for this rank, None for another layout.
 
@@ -112,6 +115,7 @@ def load_checkpoint(
     record = folders.read_record(folder)
     state = _sharded_state(model, optimizer, is_loading=True)
     same_layout = record["layout"] == _layout_key(layout)
+    new = {} if optimizer else _take_out_new_adapters(state, folder, model)
     if optimizer is not None and same_layout:
         state["rng"] = _object_of_rank("rng", None)
         if record["rerun"]:
@@ -120,7 +124,7 @@ def load_checkpoint(
     with torch.no_grad():
         loaded = dist_checkpointing.load(state, str(folder), verify_integrity=True)
         for name, chunk in _by_key(model).items():
-            unwrap_model(chunk).load_state_dict(loaded[name])
+            unwrap_model(chunk).load_state_dict(loaded[name] | new.get(name, {}))
         if optimizer is not None:
             optimizer.load_state_dict(loaded["optimizer"])
     if schedulers is not None:
@@ -153,6 +157,23 @@ def _sharded_state(model: list[MegatronModule], optimizer: MimoOptimizer | None,
         whole = state["model"] if len(model) == 1 else dict(state)
         state["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(_CONTENT))
     return state
+
+
+def _take_out_new_adapters(
+    state: dict[str, Any], folder: Path, model: list[MegatronModule]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Remove from `state` the adapters that the checkpoint does not have; returns them by chunk and name."""
+    known, new = None, {}
+    for chunk_name, chunk in _by_key(model).items():
+        adapters = [name for name in state[chunk_name] if is_adapter(name)]
+        if not adapters:
+            continue
+        known = known if known is not None else dist_checkpointing.load_tensors_metadata(str(folder)).keys()
+        own = unwrap_model(chunk).state_dict()
+        new[chunk_name] = {name: own[name] for name in adapters if state[chunk_name][name].key not in known}
+        for name in new[chunk_name]:
+            del state[chunk_name][name]
+    return new
 
 
 def _object_of_rank(name: str, state: Any) -> ShardedObject:

@@ -144,8 +144,10 @@ def count(products: Sequence[Product], frozen: Sequence[str] = (), *, upstream: 
 
 def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
     """Shell patterns of the parameters that a module does not train in optimizer step `step`, counted from 1: those of
-    `freeze`, and those of `freeze_until` during that many first steps."""
+    `freeze`, those of `freeze_until` during that many first steps, and all that have adapters beside them."""
     entries = [*module.freeze, *(entry for entry, steps in module.freeze_until.items() if step <= steps)]
+    if module.lora.rank:
+        entries.append("encoder" if module.llm is None else "llm")
     return tuple(PARTS.get(entry, entry) for entry in entries)
 
 
@@ -190,12 +192,16 @@ class StepFlops:
         frozen = {name: frozen_patterns(module, step) for name, module in self._modules.items()}
         key = tuple(frozen.items())
         if key not in self._unit:
+            adapted = {name for name, module in self._modules.items() if module.lora.rank}
             encoders = [name for name in self._modules if name != LANGUAGE]
-            upstream = any(is_trained(self._products[name], frozen[name]) for name in encoders)
+            # Adapters are too small to count, but gradients go back to the first of them.
+            reached = adapted | (
+                {LANGUAGE}
+                if any(name in adapted or is_trained(self._products[name], frozen[name]) for name in encoders)
+                else set()
+            )
             self._unit[key] = {
-                name: count(
-                    products, frozen[name], upstream=upstream and name == LANGUAGE, recompute=self._recompute[name]
-                )
+                name: count(products, frozen[name], upstream=name in reached, recompute=self._recompute[name])
                 for name, products in self._products.items()
             }
         return self._unit[key]

@@ -8,7 +8,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -19,10 +18,12 @@ from encoders.registry import FAMILIES
 from mimo_train.config import LANGUAGE, ConfigContainer
 from mimo_train.groups import RunGroups
 from mimo_train.layout import RunLayout
-from mimo_train.memory import padded_vocab_size
-from mimo_train.model.freeze import freeze
+from mimo_train.memory import PARTS, padded_vocab_size
+from mimo_train.model.encoder_module import EncoderModule
+from mimo_train.model.freeze import freeze, let_recomputed_layers_learn
 from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import layer_spec, mlp_submodules, norm_class
+from mimo_train.model.lora import freeze_base
 from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
 from mimo_train.model.transformer import encoder_config, language_config, projector_config
 
@@ -71,6 +72,7 @@ def build_model(
         warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
         if not cfg.encoders:
             chunks = [spec.module(**spec.params).to(device) for spec in language_specs]
+            _prepare_for_training(chunks, cfg, LANGUAGE)
             chunks = pre_wrap_hook(chunks) if pre_wrap_hook else chunks
             freeze(chunks, cfg.language.freeze, f"modules.{LANGUAGE}.freeze", groups.collections[LANGUAGE].pp)
             return [_wrap(chunk, groups, LANGUAGE, cfg) for chunk in chunks]
@@ -87,6 +89,8 @@ def build_model(
         )
     model.model_type = ModelType.encoder_or_decoder
     model.to(device)
+    for name, chunks in modules_of([model]).items():
+        _prepare_for_training(chunks, cfg, name)
     if pre_wrap_hook and model.language_model is not None:
         (model.language_model,) = pre_wrap_hook([model.language_model])
     for name, (module,) in modules_of([model]).items():
@@ -98,6 +102,15 @@ def build_model(
         else:
             model.modality_submodules[name] = wrapped
     return [model]
+
+
+def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, name: str) -> None:
+    """Leave nothing but adapters to train if the module has any, and let recomputed layers behind frozen weights learn.
+    A head that a hook puts in afterwards is trained."""
+    if cfg.modules[name].lora.rank:
+        freeze_base(chunks, PARTS["llm" if name == LANGUAGE else "encoder"])
+    if cfg.train.recompute == "full":
+        let_recomputed_layers_learn(chunks)
 
 
 def _tell_tensor_parallel_group(module: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
@@ -159,7 +172,7 @@ def _language_specs(cfg, layout, groups, vocab_size: int, te: bool) -> list[Modu
 def _encoder_spec(cfg, layout, groups, name: str, te: bool) -> ModuleSpec:
     pgs = groups.collections.get(name)
     if pgs is None:
-        return ModuleSpec(module=VisionModalitySubmodules)
+        return ModuleSpec(module=EncoderModule)
     module, module_layout = cfg.modules[name], layout.modules[name]
     config = encoder_config(cfg, module_layout)
     projection = projector_config(cfg, module_layout)
@@ -185,7 +198,7 @@ def _encoder_spec(cfg, layout, groups, name: str, te: bool) -> ModuleSpec:
         },
     )
     return ModuleSpec(
-        module=VisionModalitySubmodules,
+        module=EncoderModule,
         params={"pg_collection": pgs},
         submodules={"encoders": {name: encoder}, "input_projections": [projector]},
     )

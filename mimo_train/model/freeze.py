@@ -4,6 +4,7 @@ from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
@@ -67,6 +68,30 @@ def global_names(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     if getattr(module, "share_embeddings_and_output_weights", False) and "output_layer.weight" in names:
         names["embedding.word_embeddings.weight"] = names.pop("output_layer.weight")
     return names
+
+
+def let_recomputed_layers_learn(chunks: list[torch.nn.Module]) -> None:
+    """Give the trained weights of recomputed layers their gradient where nothing in front of them is trained.
+
+    Recomputation gives a layer a backward pass only if its input needs a gradient (torch looks at inputs alone;
+    tensor_parallel/random.py, `CheckpointFunction`, in Megatron-Core 0.19.2): behind a frozen embedding none does.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerBlock):
+                module.register_forward_pre_hook(_ask_for_input_gradient, with_kwargs=True)
+
+
+def _ask_for_input_gradient(block: TransformerBlock, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
+    inputs = options["hidden_states"] if "hidden_states" in options else arguments[0]
+    if inputs is None or inputs.requires_grad or not torch.is_grad_enabled():
+        return None
+    if not any(parameter.requires_grad for parameter in block.parameters()):
+        return None
+    inputs = inputs.detach().requires_grad_()
+    if "hidden_states" in options:
+        return arguments, {**options, "hidden_states": inputs}
+    return (inputs, *arguments[1:]), options
 
 
 def _matches(

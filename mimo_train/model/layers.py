@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.utils import get_pg_rank
 
+from mimo_train.model import lora
 from mimo_train.model.attention import SdpaAttention
 from mimo_train.model.moe import expert_layer
 from mimo_train.model.seeds import seed_for
@@ -66,8 +67,11 @@ def use_transformer_engine(kind: str) -> bool:
 
 
 def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool) -> ModuleSpec:
-    """The spec of one pre-norm transformer layer with the given attention mask."""
-    submodules = _te_submodules(config) if te else _torch_submodules(config)
+    """The spec of one pre-norm transformer layer with the given attention mask.
+
+    Adapters stand beside Megatron-Core's linear layers: with them the layer is of the torch kind.
+    """
+    submodules = _te_submodules(config) if te and not config.lora.rank else _torch_submodules(config)
     attention = replace(submodules.self_attention, params={"attn_mask_type": mask})
     return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, self_attention=attention))
 
@@ -108,7 +112,8 @@ def _torch_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.num_moe_experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-        mlp = partial(MLP.as_mlp_submodule, submodules=mlp_submodules(te=False))
+        linears = MLPSubmodules(linear_fc1=lora.column("linear_fc1"), linear_fc2=lora.row("linear_fc2"))
+        mlp = partial(MLP.as_mlp_submodule, submodules=linears)
     else:
         mlp = expert_layer(mlp_submodules(te=False), te=False)
     return TransformerLayerSubmodules(
@@ -116,9 +121,9 @@ def _torch_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
         self_attention=ModuleSpec(
             module=SelfAttention,
             submodules=SelfAttentionSubmodules(
-                linear_qkv=ColumnParallelLinear,
+                linear_qkv=lora.column("linear_qkv"),
                 core_attention=SdpaAttention,
-                linear_proj=RowParallelLinear,
+                linear_proj=lora.row("linear_proj"),
                 q_layernorm=head_norm,
                 k_layernorm=head_norm,
             ),

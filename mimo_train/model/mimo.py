@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.utils import unwrap_model
 
 from mimo_train.bridge.bridge import LocalBridge
+from mimo_train.bridge.plan import TokenPlan
 from mimo_train.config import LANGUAGE
 from mimo_train.model.context import sum_gradients
 
@@ -20,6 +22,7 @@ class PlacedMimoModel(MimoModel):
     alone (mimo/model/base.py:441-463), and takes a mix of both for the second, without the language model.
 
     Attributes:
+        plan: of the current step; set by the pipeline.
         local_bridges: by encoder, from its layout to the language model's on the same ranks; set by the pipeline. An
             encoder without one hands over what it has: its samples are the language model's.
     """
@@ -31,6 +34,7 @@ class PlacedMimoModel(MimoModel):
         tp_group: dist.ProcessGroup | None = None,
     ):
         super().__init__(mimo_config, cp_group, tp_group)
+        self.plan = TokenPlan()
         self.local_bridges: dict[str, LocalBridge] = {}
         self._cp_group = cp_group
 
@@ -64,22 +68,35 @@ class PlacedMimoModel(MimoModel):
         # All encoders have run before the first exchange, so that every rank meets the exchanges in the same order, in
         # the backward pass too.
         received |= {name: self._to_language(name, rows) for name, rows in features.items()}
-        if self._cp_group is not None:
-            received = {
-                name: rows if name == LANGUAGE else sum_gradients(rows, self._cp_group)
-                for name, rows in received.items()
-            }
+        received = {name: rows if name == LANGUAGE else self._joined(name, rows) for name, rows in received.items()}
         return self._forward_language_module(
             input_ids, position_ids, attention_mask, loss_mask, labels, received, packing_kwargs
         )
 
     def _encode(self, inputs: dict[str, Any], received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Output of the encoder stages of this rank; without media of [0, hidden size]."""
-        outputs = {}
+        """Output of the encoder stages of this rank; without media of [0, hidden size].
+
+        What needs no gradient keeps nothing for a backward pass: weights that are not trained ask for none, and what
+        came from the stage before is cut off.
+        """
+        outputs, plan = {}, self.plan
         for name, submodule in self.modality_submodules.items():
-            output = submodule(encoder_inputs=inputs.get(name), hidden_states=received.get(name))
-            outputs[name] = self._empty_encoder_output(name) if output is None else output
+            stage, hidden_states = unwrap_model(submodule).pg_collection.pp.rank(), received.get(name)
+            if stage and hidden_states is not None and not plan.stage_needs_gradient(name, stage - 1):
+                hidden_states = hidden_states.detach()
+            output = submodule(encoder_inputs=inputs.get(name), hidden_states=hidden_states)
+            output = self._empty_encoder_output(name) if output is None else output
+            last = self.role.is_last_stage(name)
+            needed = plan.features_need_gradient(name) if last else plan.stage_needs_gradient(name, stage)
+            outputs[name] = output if needed else output.detach()
         return outputs
+
+    def _joined(self, name: str, features: torch.Tensor) -> torch.Tensor:
+        """Features as the language model takes them: cut off where nothing needs their gradient, which is otherwise
+        summed over the ranks that have a part of the sequence."""
+        if not self.plan.features_need_gradient(name):
+            return features.detach()
+        return features if self._cp_group is None else sum_gradients(features, self._cp_group)
 
     def _to_language(self, name: str, features: torch.Tensor) -> torch.Tensor:
         bridge = self.local_bridges.get(name)

@@ -153,4 +153,5 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes) -> TransformerC
         apply_rope_fusion=False,
     )
     config.init_seed = seed_for(cfg.run.seed, layout.name)
+    config.lora = cfg.modules[layout.name].lora
     return config

@@ -1,6 +1,7 @@
 """Data of a run: which samples this rank reads, and the iterator that feeds the schedule."""
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from data.pipeline import Batching, Dataset, Reader, StepBatch, StepLoader
 from mimo_train.config import LANGUAGE, ConfigContainer
+from mimo_train.device import to_device
 from mimo_train.groups import RunGroups
 from mimo_train.layout import RunLayout
 from mimo_train.pipeline import Pipeline
@@ -67,7 +69,7 @@ class StepIterator:
         if self._weighs:
             pipeline.step_sum.open("learned", size, lambda: self._learned_of(self._upcoming))
         self._sums_seen = pipeline.step_sum.count
-        self._microbatches: Iterator[dict[str, Any]] = iter(())
+        self._waiting: deque[int] = deque()
 
     def advance(self) -> StepBatch | None:
         """Make the next step the current one; None when there is no more. Collective over all ranks at the start,
@@ -95,6 +97,11 @@ class StepIterator:
         return self.current
 
     @property
+    def device(self) -> torch.device:
+        """Where the microbatches go."""
+        return self._pipeline.device
+
+    @property
     def dataset(self) -> Dataset:
         """Where the samples come from: gives shard and key of a sample number."""
         return self._loader.dataset
@@ -109,20 +116,29 @@ class StepIterator:
                 for of in (step.token_counts, step.loads)
             )
         )
-        self._microbatches = ((number, microbatches[number]) for number in chosen)
+        self._waiting = deque(chosen)
 
     def __iter__(self):
         return self
 
     def __next__(self) -> dict[str, Any]:
         with self._pipeline.stopwatch("data_wait"):
-            index, microbatch = next(self._microbatches)
-            batch = _to_device(microbatch, self._pipeline.device)
+            if not self._waiting:
+                raise StopIteration
+            index = self._waiting.popleft()
+            batch = to_device(self.current.microbatches[index], self._pipeline.device)
             if "loss_mask" in batch:
                 # What no rank found bad counts.
                 first, count = self._first(index), self._pipeline.layout.micro_batch_size
                 batch["loss_mask"] = batch["loss_mask"] * self._good[first : first + count]
             return batch
+
+    def following(self) -> Iterator[dict[str, Any]]:
+        """The microbatches that come next, as they were read: what is left of this step, and those of the next."""
+        for index in self._waiting:
+            yield self.current.microbatches[index]
+        if self._upcoming is not None:
+            yield from self._upcoming.microbatches
 
     def views(self, number: int) -> list[Iterator[dict[str, Any]]]:
         """Iterators over the current step's microbatches, one for each model chunk; they share the tensors."""
@@ -155,13 +171,3 @@ class StepIterator:
         """Place in the step of this language rank's first sample of a microbatch."""
         layout = self._pipeline.layout
         return microbatch * layout.microbatch_samples + self._language.dp.rank() * layout.micro_batch_size
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_to_device(item, device) for item in value]
-    return value

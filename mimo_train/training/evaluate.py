@@ -16,6 +16,7 @@ from mimo_train.metrics import progress as progress_log
 from mimo_train.samples import build_dataset
 from mimo_train.training.data import StepIterator, open_loader
 from mimo_train.training.decode import greedy_answers, predict_step
+from mimo_train.training.features import Features
 from mimo_train.training.forward_step import prepare_forward_step_func
 from mimo_train.training.state import GlobalState
 
@@ -26,9 +27,12 @@ SHOWN_TOKENS = 24
 class HeldOut:
     """The held-out samples: opens an iterator over all of them, or over the first `train.eval_samples`."""
 
-    def __init__(self, state: GlobalState):
+    def __init__(self, state: GlobalState, features: Features | None = None):
+        """`features`: where those of frozen encoders are found."""
         self._state = state
         self.dataset = build_dataset(state.cfg, state.tokenizer, held_out=True)
+        if features is not None:
+            features.serve(self.dataset)
         wanted = state.cfg.train.eval_samples or len(self.dataset)
         self.samples = min(wanted, len(self.dataset))
         self.steps = math.ceil(self.samples / state.layout.global_batch_size)

@@ -13,6 +13,7 @@ from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.store import load_checkpoint
 from mimo_train.compose import from_dict
 from mimo_train.config import LANGUAGE, ConfigContainer, LayoutConfig, PlacementConfig
+from mimo_train.model.lora import merge_lora
 from mimo_train.samples import media_of
 from mimo_train.training.decode import predict_step
 from mimo_train.training.setup import build_state, start_processes
@@ -31,6 +32,7 @@ def main(checkpoint: str, *, prompt: str, images: list[str], max_new_tokens: int
     state = GlobalState(cfg)
     model = build_state(state, *start_processes(cfg))
     load_checkpoint(folder, state.layout, model)
+    merge_lora(model)
     model[0].eval()
     print(answer(state, model[0], prompt, [Path(image).read_bytes() for image in _existing(images)], max_new_tokens))
     torch.distributed.destroy_process_group()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from data.pipeline import MEDIA
 from mimo_train.config import LANGUAGE
 from mimo_train.model.build import modules_of
 from mimo_train.model.freeze import global_names
@@ -142,10 +143,13 @@ def _bad_inputs(state: GlobalState, data_iterator: Any) -> Iterator[BadMicrobatc
     plan = data_iterator.dataset.plan
     for microbatch, batch in enumerate(data_iterator.current.microbatches):
         for module, inputs in batch.get("modality_inputs", {}).items():
-            for name, values in (inputs or {}).get(module, {}).items():
+            tensors = dict((inputs or {}).get(module, {}))
+            media = tensors.pop(MEDIA, None)
+            known = {sample.number for sample in media.samples if sample.features is not None} if media else ()
+            for name, values in tensors.items():
                 numbers = _own_samples(state, data_iterator, module, microbatch)
-                # One item for each picture or clip, in the order of the samples.
-                owners = [number for number in numbers for _ in plan(number).counts[module]]
+                # One item for each picture or clip that was read, in the order of the samples.
+                owners = [number for number in numbers if number not in known for _ in plan(number).counts[module]]
                 bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
                 if bad:
                     samples = _samples(data_iterator, dict.fromkeys(bad))

@@ -5,6 +5,7 @@ import os
 import random
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mimo_train import device as devices
 from mimo_train.batch_size import BatchSizes
+from mimo_train.bridge.plan import TokenPlan
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.store import load_checkpoint
 from mimo_train.compose import to_yaml
@@ -24,15 +26,16 @@ from mimo_train.metrics import progress as progress_log
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.log import build_metrics_log
 from mimo_train.metrics.stopwatch import Stopwatch
-from mimo_train.model.build import build_model
+from mimo_train.model.build import build_model, modules_of
 from mimo_train.model.layers import use_transformer_engine
 from mimo_train.model.seeds import seed_for
 from mimo_train.optim.build import ModuleSchedulers, build_optimizer
-from mimo_train.optim.stages import FreezeStages
+from mimo_train.optim.stages import FreezeStages, GradientNeeds
 from mimo_train.pipeline import Pipeline
 from mimo_train.samples import build_dataset, tokenizer_of
 from mimo_train.training.data import StepIterator, open_loader
 from mimo_train.training.evaluate import HeldOut
+from mimo_train.training.features import Features
 from mimo_train.training.losses import StepLosses
 from mimo_train.training.profiling import StepProfiler
 from mimo_train.training.rerun import Rerun
@@ -116,7 +119,8 @@ def setup(state: GlobalState, store: dist.Store | None = None) -> SetupOutput:
     model = build_state(state, kind, device)
     optimizer = build_optimizer(cfg, model, state.pipeline.groups)
     optimizer.attach(model[0].config)
-    state.freeze_stages = FreezeStages(cfg, optimizer)
+    needs = GradientNeeds(modules_of(model), optimizer.releases, state.pipeline.groups)
+    state.freeze_stages = FreezeStages(cfg, optimizer, partial(_announce_needs, state.pipeline.plan, needs))
     optimizer.passengers = lambda: state.pipeline.step_sum.total("votes")
     state.pipeline.votes_on_host = lambda: optimizer.arrived
     scheduler = ModuleSchedulers(cfg, optimizer)
@@ -134,6 +138,8 @@ def setup(state: GlobalState, store: dist.Store | None = None) -> SetupOutput:
         optimizer.reload_model_params()
     _open_logs(state, folder)
     progress = state.train_state
+    features = Features(cfg, model, use_transformer_engine(kind))
+    features.serve(dataset)
     loader = open_loader(
         cfg,
         layout,
@@ -143,14 +149,22 @@ def setup(state: GlobalState, store: dist.Store | None = None) -> SetupOutput:
         steps=cfg.train.iters - progress.step,
         size_at=BatchSizes.of(cfg).at,
     )
+    iterator = StepIterator(loader, state.pipeline)
+    prefetcher = features.prefetcher(iterator)
+    if prefetcher is not None:
+        state.pipeline.work_ahead(prefetcher.one, prefetcher.all)
     return SetupOutput(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        train_data_iterator=StepIterator(loader, state.pipeline),
-        held_out=HeldOut(state) if cfg.data.validation_shards else None,
+        train_data_iterator=iterator,
+        held_out=HeldOut(state, features) if cfg.data.validation_shards else None,
         checkpointing_context=context,
     )
+
+
+def _announce_needs(plan: TokenPlan, needs: GradientNeeds, step: int) -> None:
+    plan.needs = needs.at(step)
 
 
 def make_demo_shards(cfg: ConfigContainer) -> None:

@@ -8,7 +8,7 @@ from data.demo import make_demo
 from mimo_train.layout import plan
 from mimo_train.metrics.jsonl import read_metrics
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, curve, largest_difference, train_rank
+from tests.dist.runs import config, curve, train_rank
 
 IDLE = ("placement.first_rank={images: 1, language: 3}", "placement.allow_idle=true", "modules.language.layout.tp=2")
 

@@ -435,29 +435,6 @@ def test_folders_of_checkpoints_must_be_there(tmp_path):
     assert keys == ["run.dir", "checkpoint.resume"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "fault"),
-    [
-        (("modules.language.freeze=['embedding.*']", "modules.images.freeze=[encoder, projector]"), True),
-        (("modules.images.freeze=['encoders.images.patch_embedding.*']",), True),
-        # The projector's gradient goes through every layer.
-        (("modules.language.freeze=['embedding.*']", "modules.images.freeze=[encoder]"), False),
-        (("modules.images.freeze=[encoder]",), False),
-        (("modules.images.freeze=[encoder, projector]",), False),
-    ],
-)
-def test_full_recomputation_behind_a_frozen_embedding_is_a_fault(overrides, fault):
-    found = config_faults(load("vlm_digits", "train.recompute=full", *overrides))
-    assert [entry.key for entry in found] == (["train.recompute"] if fault else [])
-    assert not config_faults(load("vlm_digits", "train.recompute=selective", *overrides))
-    # One module can leave it out, or be the only one to have it.
-    name = "language" if "language" in overrides[0] else "images"
-    out = (f"modules.{name}.recompute=selective", "train.recompute=full")
-    assert not config_faults(load("vlm_digits", *out, *overrides))
-    found = config_faults(load("vlm_digits", f"modules.{name}.recompute=full", *overrides))
-    assert [entry.key for entry in found] == ([f"modules.{name}.recompute"] if fault else [])
-
-
 def test_what_a_module_computes_again_is_one_of_the_runs_choices():
     (found,) = config_faults(load("vlm_digits", "modules.images.recompute=all"))
     assert str(found) == "modules.images.recompute: must be empty or none or selective or full, is 'all'"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.config import ConfigContainer, LayoutConfig, ModuleOptimConfig
+from mimo_train.config import ConfigContainer, FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleOptimConfig
 from mimo_train.llm_spec import LlmSpec
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -26,5 +26,8 @@ def test_every_key_of_a_section_is_described(section):
 def test_every_key_of_a_module_is_described():
     text = (DOCS / "configuration.md").read_text()
     fields = [f"`modules.NAME.layout.{field.name}`" for field in dataclasses.fields(LayoutConfig)]
+    for part, kind in (("lora", LoraConfig), ("feature_cache", FeatureCacheConfig)):
+        fields += [f"`modules.NAME.{part}.{field.name}`" for field in dataclasses.fields(kind)]
+    fields.append("`modules.NAME.prefetch_microbatches`")
     fields += [f"`{field.name}`" for kind in (LlmSpec, ModuleOptimConfig) for field in dataclasses.fields(kind)]
     assert not [name for name in fields if name not in text]

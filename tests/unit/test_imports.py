@@ -12,11 +12,11 @@ PACKAGES = ("mimo_train", "encoders", "data")
 LONGEST_FILE = 400  # lines
 
 LEVELS = (
-    {"llm_spec"},
+    {"llm_spec", "config_frozen", "config_log"},
     {"config", "launch"},
     {"llm_faults", "bridge_faults", "batch_size", "placement"},
     {"compose", "layout", "device"},
-    {"groups", "bridge", "memory", "samples", "step_sum"},
+    {"groups", "bridge", "memory", "samples", "step_sum", "feature_cache"},
     {"model", "checkpoint", "metrics"},
     {"optim", "pipeline", "check"},
     {"training"},

@@ -1,0 +1,75 @@
+"""An encoder with its projector, whose features may come from a cache or be computed ahead of their turn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+
+from data.pipeline import MEDIA, MicrobatchMedia, SampleMedia
+from mimo_train.device import to_device
+from mimo_train.feature_cache import FeatureCache
+
+
+class EncoderModule(VisionModalitySubmodules):
+    """`VisionModalitySubmodules` of one encoder. With `MicrobatchMedia` beside its inputs, the encoder is frozen and
+    runs for those samples only whose features are not known.
+
+    Attributes:
+        cache: takes the features that were computed; None: there is none, or another rank of the tensor-parallel group
+            writes.
+        cached: whether features of samples are looked up, on this rank and all others of its tensor-parallel group.
+    """
+
+    cache: FeatureCache | None = None
+    cached: bool = False
+
+    def encode(self, encoders_data_batch: dict[str, Any]) -> list[torch.Tensor]:
+        """Features before the projector, [rows, width], from the encoder's arguments by its name."""
+        (name,) = self.encoders
+        inputs = dict(encoders_data_batch[name])
+        media: MicrobatchMedia | None = inputs.pop(MEDIA, None)
+        if media is None:
+            return super().encode(encoders_data_batch)
+        features, media.ahead = media.ahead, None
+        return [self._features(name, inputs, media) if features is None else features]
+
+    def encode_ahead(self, encoders_data_batch: dict[str, Any]) -> None:
+        """Compute the features of a microbatch that comes later and leave them in its `MicrobatchMedia`."""
+        (name,) = self.encoders
+        inputs = dict(encoders_data_batch[name])
+        media: MicrobatchMedia = inputs.pop(MEDIA)
+        media.ahead = self._features(name, inputs, media)
+
+    @torch.no_grad()
+    def _features(self, name: str, inputs: dict[str, Any], media: MicrobatchMedia) -> torch.Tensor:
+        known = self._known_everywhere(media.samples)
+        missing = [sample for sample, is_known in zip(media.samples, known, strict=True) if not is_known]
+        if any(sample.features is not None for sample in missing):
+            # Found here and not on another rank of the group: read what was passed over.
+            inputs = to_device(media.read([sample.number for sample in missing]), self._device)
+        computed = iter(())
+        if missing:
+            (rows,) = super().encode({name: inputs})
+            computed = iter(rows.split([sample.rows for sample in missing]))
+        parts = []
+        for sample, is_known in zip(media.samples, known, strict=True):
+            parts.append(sample.features.to(self._device, non_blocking=True) if is_known else next(computed))
+            if self.cache is not None and not is_known and sample.good:
+                self.cache.write(sample.identity, parts[-1])
+        return torch.cat(parts)
+
+    def _known_everywhere(self, samples: Sequence[SampleMedia]) -> list[bool]:
+        """Of which samples every rank of the tensor-parallel group has the features: its ranks run the encoder's layers
+        together or not at all. One message, if there are several ranks and a cache."""
+        known = [sample.features is not None for sample in samples]
+        if not self.cached or self.pg_collection.tp.size() == 1:
+            return known
+        agreed = torch.tensor(known, dtype=torch.int32, device=self._device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.pg_collection.tp)
+        return [bool(one) for one in agreed.tolist()]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device

@@ -1,0 +1,176 @@
+"""Low-rank adapters beside Megatron-Core's parallel linear layers (Hu et al. 2021, arXiv 2106.09685).
+
+y = W x + (alpha / rank) * B A x, with W frozen. A is drawn as a function of (seed, module, layer, name of the linear
+layer) alone, whole, and cut as W is; B begins at zero, so that a run begins with the numbers of the model without
+adapters. The parameters are `lora_a` [rank, input size] and `lora_b` [output size, rank] beside `weight`, which keeps
+its name: checkpoints of the model without adapters fit.
+
+A x has only `rank` numbers for each token, and tensor parallelism communicates nothing wider than that:
+
+- column-parallel: B is cut like W, A is whole. With sequence parallelism A x is gathered along the sequence.
+- row-parallel: A is cut like W, B is whole. A x is summed over ranks, with sequence parallelism and cut again.
+
+Shape suffixes: S sequence, B batch, R rank, O output size (this rank's part of it where it is cut).
+"""
+
+import math
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from mimo_train.config_frozen import ADAPTERS, LoraConfig, is_adapter
+from mimo_train.model.seeds import seed_for
+
+
+class _Adapter:
+    """What the two kinds of adapted linear layers have in common."""
+
+    lora: LoraConfig
+
+    def _add_adapter(self, target: str, lora: LoraConfig, cut: dict[str, int]) -> None:
+        """Make A and B, of which `cut` names the one that tensor parallelism cuts, and along which dimension."""
+        self.lora, self._target, self._cut = lora, target, cut
+        width, scale = self.input_size, 1 / math.sqrt(self.input_size)
+        whole = torch.empty(lora.rank, width)
+        # The generator was last given the seed of the layer (`SeededTransformerLayer`), and stays as it is.
+        generator = torch.Generator().manual_seed(seed_for(torch.initial_seed(), "lora", target))
+        whole.uniform_(-scale, scale, generator=generator)
+        rows, columns = self.weight.shape
+        part = whole.split(columns, dim=1)[self.tp_group.rank() if "lora_a" in cut else 0]
+        dtype = self.weight.dtype
+        self.lora_a = torch.nn.Parameter(part.to(dtype, copy=True).contiguous())
+        self.lora_b = torch.nn.Parameter(torch.zeros(rows, lora.rank, dtype=dtype))
+        for name, dim in cut.items():
+            set_tensor_model_parallel_attributes(getattr(self, name), True, dim, 1)
+        for name in set(ADAPTERS) - set(cut):
+            # Each rank sees its part of the tokens: `finalize_model_grads` then sums over the tensor-parallel ranks.
+            getattr(self, name).sequence_parallel = self.sequence_parallel
+
+    @property
+    def _scale(self) -> float:
+        return self.lora.alpha / self.lora.rank
+
+    def _dropped(self, inputs: torch.Tensor, cut: bool) -> torch.Tensor:
+        """The inputs after dropout. `cut`: whether a tensor-parallel rank has a part of them, and so its own mask."""
+        if not (self.training and self.lora.dropout):
+            return inputs
+        with get_cuda_rng_tracker().fork() if cut else nullcontext():
+            return F.dropout(inputs, self.lora.dropout)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        own = {name: getattr(self, name) for name in ADAPTERS}
+        state |= make_sharded_tensors_for_checkpoint(own, prefix, self._cut, sharded_offsets, **groups)
+        if self._target == "linear_fc1" and self.config.gated_linear_unit:
+            # Its outputs are two halves, of each of which a rank has a part; as for the weight (mlp.py:371).
+            key = f"{prefix}lora_b"
+            state[key] = apply_swiglu_sharded_factory(
+                state[key], sharded_offsets, tp_group=self.tp_group, dp_group=metadata["dp_cp_group"]
+            )
+        return state
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the adapter to the weight, and begin it anew at zero."""
+        self.weight += (self._scale * self.lora_b.float() @ self.lora_a.float()).to(self.weight.dtype)
+        self.lora_b.zero_()
+
+
+class LoraColumnParallelLinear(_Adapter, ColumnParallelLinear):
+    """`ColumnParallelLinear` with an adapter."""
+
+    def __init__(self, *arguments, lora: LoraConfig, target: str, **options):
+        super().__init__(*arguments, **options)
+        self._add_adapter(target, lora, {"lora_b": 0})
+
+    def forward(self, input_: torch.Tensor, weight=None, runtime_gather_output=None):
+        """[S, B, input size] -> ([S, B, O], bias or None)."""
+        output_SBO, bias = super().forward(input_, weight, runtime_gather_output)
+        hidden_SBR = F.linear(self._dropped(input_, cut=self.sequence_parallel), self.lora_a)
+        if self.sequence_parallel:
+            hidden_SBR = gather_from_sequence_parallel_region(hidden_SBR, group=self.tp_group)
+        else:
+            hidden_SBR = copy_to_tensor_model_parallel_region(hidden_SBR, group=self.tp_group)
+        return output_SBO + self._scale * F.linear(hidden_SBR, self.lora_b), bias
+
+
+class LoraRowParallelLinear(_Adapter, RowParallelLinear):
+    """`RowParallelLinear` with an adapter."""
+
+    def __init__(self, *arguments, lora: LoraConfig, target: str, **options):
+        super().__init__(*arguments, **options)
+        self._add_adapter(target, lora, {"lora_a": 1})
+
+    def forward(self, input_: torch.Tensor):
+        """[S, B, this rank's part of the input size] -> ([S, B, O], bias or None)."""
+        output_SBO, bias = super().forward(input_)
+        hidden_SBR = F.linear(self._dropped(input_, cut=True), self.lora_a)
+        if self.sequence_parallel:
+            hidden_SBR = reduce_scatter_to_sequence_parallel_region(hidden_SBR, group=self.tp_group)
+        else:
+            hidden_SBR = reduce_from_tensor_model_parallel_region(hidden_SBR, group=self.tp_group)
+        return output_SBO + self._scale * F.linear(hidden_SBR, self.lora_b), bias
+
+
+class LoraLinear:
+    """Builds one of a layer's linear layers, with an adapter where the config wants one."""
+
+    def __init__(self, target: str, plain: type, adapted: type):
+        """`plain` or `adapted` is what it builds; the config it is given has the `LoraConfig` as `lora`."""
+        self._target, self._plain, self._adapted = target, plain, adapted
+
+    def __call__(self, *arguments, config: TransformerConfig, **options):
+        lora: LoraConfig = config.lora
+        if not lora.rank or self._target not in lora.targets:
+            return self._plain(*arguments, config=config, **options)
+        return self._adapted(*arguments, config=config, lora=lora, target=self._target, **options)
+
+
+def column(target: str) -> LoraLinear:
+    """Builder of a column-parallel linear layer of this name."""
+    return LoraLinear(target, ColumnParallelLinear, LoraColumnParallelLinear)
+
+
+def row(target: str) -> LoraLinear:
+    """Builder of a row-parallel linear layer of this name."""
+    return LoraLinear(target, RowParallelLinear, LoraRowParallelLinear)
+
+
+def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
+    """Stop the gradients of everything but adapters.
+
+    Args:
+        chunks: what this rank holds of one module, before data-parallel wrapping.
+        part: shell pattern of the names that this is about; what else a module has stays as it is.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if fnmatchcase(name, part) and not is_adapter(name):
+                parameter.requires_grad_(False)
+
+
+def merge_lora(model: list[torch.nn.Module]) -> None:
+    """Add every adapter of the model chunks to its weight, so that the weights alone give the model's numbers (in bf16
+    and fp16 to the precision of a weight). The adapters begin anew at zero."""
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, _Adapter):
+                module.merge()

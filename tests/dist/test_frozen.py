@@ -1,0 +1,168 @@
+"""What is frozen costs nothing but its forward pass, and freezing never changes numbers."""
+
+import pytest
+
+from mimo_train.layout import plan
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, largest_difference
+from tests.dist.steps import Steps, whole
+
+
+def vlm(digits, run_dir, *overrides: str):
+    return config("vlm_digits", run_dir, digits, "train.iters=20", "optim.lr=3e-3", "optim.warmup_iters=0", *overrides)
+
+
+def _curve(cfg, steps: int = 3) -> list[tuple]:
+    return Steps(cfg).train(steps)
+
+
+def curve(cfg, steps: int = 3) -> list[tuple]:
+    return whole(run_ranks(_curve, plan(cfg).world_size, cfg, steps))
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("modules.language.freeze=['embedding.*']", "modules.images.freeze=[encoder, projector]"),
+        ("modules.images.freeze=['encoders.images.patch_embedding.*']",),
+        ("modules.images.freeze=[encoder, projector]", "modules.language.freeze_until={'embedding.*': 2}"),
+    ],
+    ids=["embedding", "patch embedding", "embedding until step 2"],
+)
+def test_recomputed_layers_behind_frozen_weights_learn(frozen, digits, tmp_path):
+    """Torch's checkpoint gives weights no gradient where the input of their layer needs none."""
+    kept = curve(vlm(digits, tmp_path / "kept", "layout=one_process", *frozen))
+    recomputed = curve(vlm(digits, tmp_path / "again", "layout=one_process", "train.recompute=full", *frozen))
+    assert max(largest_difference(kept, recomputed)) < 1e-6
+    assert kept[-1][1] < kept[0][1]
+
+
+def _costs(cfg, steps: int) -> dict:
+    """What freezing saves, on this rank: numbers in gradient buffers and optimizer states by module, whether features
+    of a step had a graph, and messages of every step by way."""
+    import torch.distributed as dist
+
+    from mimo_train.bridge import bridge
+    from mimo_train.model.build import modules_of
+    from mimo_train.model.mimo import PlacedMimoModel
+
+    messages, graphs = [], []
+    exchange, encode = bridge.Bridge._exchange, PlacedMimoModel._encode
+
+    def counted(self, given, taken=None, parts=()):
+        messages[-1]["sent"] += sum(part.peer != dist.get_rank() for _, part in given)
+        messages[-1]["received"] += sum(part.peer != dist.get_rank() for part in parts)
+        return exchange(self, given, taken, parts)
+
+    def looked_at(self, inputs, received):
+        outputs = encode(self, inputs, received)
+        graphs[-1].update(bool(output.grad_fn) or output.requires_grad for output in outputs.values())
+        return outputs
+
+    bridge.Bridge._exchange, PlacedMimoModel._encode = counted, looked_at
+    run = Steps(cfg)
+    for _ in range(steps):
+        messages.append({"sent": 0, "received": 0})
+        graphs.append(set())
+        run.train(1)
+    return {
+        "buffers": {
+            name: sum(buffer.grad_data.numel() for chunk in chunks for buffer in chunk.buffers)
+            for name, chunks in modules_of(run.model).items()
+        },
+        "states": {
+            name: 0
+            if info.optimizer is None
+            else sum(len(group["params"]) for each in info.optimizer.chained_optimizers for group in each.param_groups)
+            for name, info in run.optimizer.module_infos.items()
+        },
+        "graphs": [sorted(seen) for seen in graphs],
+        "messages": messages,
+    }
+
+
+MICROBATCHES = ("train.global_batch_size=16", "train.micro_batch_size=4")
+"""Four microbatches, each with pictures on every rank."""
+WHOLLY = "modules.images.freeze=[encoder, projector]"
+
+
+@pytest.mark.parametrize("layout", ["two_processes", "images_dp2_language_dp1"])
+def test_a_wholly_frozen_encoder_module_has_no_buffers_no_graph_and_no_gradient_messages(layout, digits, tmp_path):
+    cfg = vlm(digits, tmp_path, f"layout={layout}", *MICROBATCHES, WHOLLY)
+    *encoders, language = run_ranks(_costs, plan(cfg).world_size, cfg, 2)
+    for rank in encoders:
+        assert rank["buffers"] == {"images": 0} and rank["states"]["images"] == 0
+        assert rank["graphs"] == [[False], [False]]
+        assert [step["received"] for step in rank["messages"]] == [0, 0]
+        assert all(step["sent"] for step in rank["messages"])
+    assert [step["sent"] for step in language["messages"]] == [0, 0]
+    assert [step["received"] for step in language["messages"]] == [
+        sum(rank["messages"][step]["sent"] for rank in encoders) for step in range(2)
+    ]
+
+
+def test_gradients_travel_from_the_step_on_that_needs_them(digits, tmp_path):
+    until = "modules.images.freeze_until={encoder: 2, projector: 1}"
+    cfg = vlm(digits, tmp_path, "layout=two_processes", *MICROBATCHES, until)
+    images, language = run_ranks(_costs, 2, cfg, 3)
+    assert images["graphs"] == [[False], [True], [True]]
+    assert images["messages"][0]["received"] == 0 < images["messages"][1]["received"]
+    assert [step["received"] for step in images["messages"]] == [step["sent"] for step in language["messages"]]
+
+
+def test_a_frozen_encoder_keeps_only_what_its_projector_needs(digits, tmp_path):
+    cfg = vlm(digits, tmp_path, "layout=one_process", "modules.images.freeze=[encoder]")
+    (saved,) = run_ranks(_saved_by_encoder, 1, cfg)
+    assert saved["frozen"] == 0 < saved["trained"]
+
+
+def _saved_by_encoder(cfg) -> dict[str, int]:
+    """Tensors that a forward pass of the encoder, without its projector, keeps for a backward pass."""
+    import torch
+
+    from mimo_train.model.build import modules_of
+
+    run = Steps(cfg)
+    run.run.train_data_iterator.advance()
+    pixels = next(run.run.train_data_iterator)["modality_inputs"]["images"]["images"]["pixels"]
+    (module,) = modules_of(run.model)["images"]
+    encoder, kept = module.module.encoders["images"], {}
+    for state in ("frozen", "trained"):
+        encoder.requires_grad_(state == "trained")
+        tensors = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, of=tensors: of.append(tensor) or tensor, lambda x: x
+        ):
+            assert encoder(pixels=pixels).requires_grad == (state == "trained")
+        kept[state] = len(tensors)
+    return kept
+
+
+def test_only_the_projector_trains_behind_a_frozen_language_model(digits, tmp_path):
+    frozen = ("modules.images.freeze=[encoder]", "modules.language.freeze=[llm]")
+    one = curve(vlm(digits, tmp_path / "one", "layout=one_process", *frozen))
+    cfg = vlm(digits, tmp_path / "two", "layout=images_dp1_language_tp2", *frozen)
+    assert max(largest_difference(one, curve(cfg))) < 1e-5
+    assert one[-1][1] < one[0][1]
+    images, *language = run_ranks(_costs, 3, cfg, 1)
+    assert images["buffers"]["images"] > 0
+    assert [(rank["buffers"]["language"], rank["states"]["language"]) for rank in language] == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("layout=two_processes",),
+        ("layout=images_tp2_language_pp2",),
+        ("layout=one_process", "modules.images.layout.dp=2", "modules.language.layout.tp=2"),
+    ],
+    ids=["two processes", "tp2 and pp2", "shared ranks"],
+)
+@pytest.mark.parametrize(
+    "frozen",
+    [(WHOLLY,), ("modules.images.freeze_until={encoder: 2, projector: 2}",)],
+    ids=["wholly", "until step 2"],
+)
+def test_numbers_without_the_way_back_are_those_of_one_process(layout, frozen, digits, tmp_path):
+    one = curve(vlm(digits, tmp_path / "one", "layout=one_process", *frozen), 4)
+    assert max(largest_difference(one, curve(vlm(digits, tmp_path / "more", *layout, *frozen), 4))) < 1e-5

@@ -1,0 +1,100 @@
+"""What of frozen weights is refused before a run starts, and the arithmetic of adapters."""
+
+import pytest
+
+from mimo_train.check.faults import config_faults
+from mimo_train.config import LlmSpec, ModuleConfig
+from mimo_train.config_frozen import LoraConfig, is_adapter
+from mimo_train.memory import ParameterCount, module_parameters
+from mimo_train.metrics.flops import StepFlops
+from tests.unit.configs import changed, load
+
+FROZEN = {"modules.images.freeze": ["encoder"]}
+
+
+def faults(values: dict) -> dict[str, str]:
+    return {fault.key: fault.message for fault in config_faults(changed(values))}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        ({"modules.language.lora.rank": -1}, "modules.language.lora.rank", "at least 0"),
+        ({"modules.language.lora.alpha": 0.0}, "modules.language.lora.alpha", "above 0"),
+        ({"modules.language.lora.dropout": 1.0}, "modules.language.lora.dropout", "below 1"),
+        ({"modules.language.lora.targets": ["linear_q"]}, "modules.language.lora.targets", "linear_qkv"),
+        ({"modules.language.lora.targets": []}, "modules.language.lora.targets", "must name some"),
+        ({"modules.language.freeze": ["llm"]}, "modules.language.freeze", "adapters of modules.language.lora.rank 4"),
+        ({"modules.language.llm.num_experts": 4}, "modules.language.lora.targets", "the 4 experts"),
+    ],
+)
+def test_impossible_adapters_are_refused(values, key, words):
+    found = faults({"modules.language.lora.rank": 4} | values)
+    assert words in found[key]
+
+
+def test_a_run_with_adapters_has_no_fault():
+    assert not faults({"modules.language.lora.rank": 4, "modules.images.lora.rank": 2})
+
+
+def test_parameters_of_adapters_by_hand():
+    spec = LlmSpec(hidden_size=8, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=20, activation="swiglu")
+    # qkv 8 -> 8 + 2 * 4, projection 8 -> 8, gate and up 8 -> 40, down 20 -> 8.
+    assert LoraConfig(rank=3).num_parameters(spec) == 3 * ((8 + 16) + (8 + 8) + (8 + 40) + (20 + 8))
+    # tp divides what the weight is cut along: outputs of qkv and fc1, inputs of the other two.
+    assert LoraConfig(rank=3).num_parameters(spec, tp=2) == 3 * ((8 + 8) + (4 + 8) + (8 + 20) + (10 + 8))
+    assert LoraConfig(rank=3, targets=["linear_proj"]).num_parameters(spec) == 3 * 16
+
+
+def test_a_module_with_adapters_trains_these_alone():
+    cfg = load("vlm_digits")
+    cfg.language.lora.rank = cfg.modules["images"].lora.rank = 2
+    language, images = (module_parameters(cfg, name, vocab=128) for name in ("language", "images"))
+    assert language["llm"].trainable == 0 < language["llm"].total
+    assert images["encoder"].trainable == 0 and images["projector"].trainable == images["projector"].total
+    layers = cfg.language.llm.num_layers
+    assert language["adapters"] == ParameterCount(*[layers * cfg.language.lora.num_parameters(cfg.language.llm)] * 2)
+
+
+def test_weights_beside_adapters_need_no_gradient_but_pass_it_on():
+    plain, adapted = load("gpt_tiny"), load("gpt_tiny")
+    adapted.language.lora.rank = 2
+    flops = [StepFlops(cfg, 512)(samples=1, counts={}, step=1)["language"].model for cfg in (plain, adapted)]
+    assert 0.6 < flops[1] / flops[0] < 0.8  # two of three products, and attention
+
+
+def test_names_of_adapters():
+    assert is_adapter("decoder.layers.0.mlp.linear_fc1.lora_a") and is_adapter("lora_b")
+    assert not is_adapter("decoder.lora_adapter.weight")
+
+
+@pytest.mark.parametrize("key", ["feature_cache.dir", "prefetch_microbatches"])
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"modules.images.freeze": []}, "set modules.images.freeze=[encoder]"),
+        ({"modules.images.freeze": [], "modules.images.freeze_until": {"encoder": 9}}, "while the encoder is trained"),
+        ({"modules.images.encoder.dropout": 0.1}, "dropout changes features"),
+    ],
+)
+def test_features_that_change_are_neither_cached_nor_prefetched(key, values, words):
+    on = {"feature_cache.dir": "somewhere", "prefetch_microbatches": 2}[key]
+    assert not faults(FROZEN | {f"modules.images.{key}": on})
+    assert words in faults(FROZEN | values | {f"modules.images.{key}": on})[f"modules.images.{key}"]
+
+
+def test_impossible_values_of_cache_and_prefetch_are_refused():
+    bounds = "modules.images.feature_cache.max_gigabytes"
+    assert "above 0" in faults(FROZEN | {bounds: 0.0})[bounds]
+    ahead = "modules.images.prefetch_microbatches"
+    assert "at least 0" in faults(FROZEN | {ahead: -1})[ahead]
+    assert "planned" in faults(FROZEN | {ahead: 1, "placement.bridge": "megatron"})[ahead]
+    assert (
+        "only encoders"
+        in faults({"modules.language.prefetch_microbatches": 1})["modules.language.prefetch_microbatches"]
+    )
+
+
+def test_a_module_config_has_neither_adapters_nor_cache_by_itself():
+    module = ModuleConfig()
+    assert module.lora.rank == 0 and module.feature_cache.dir == "" and module.prefetch_microbatches == 0
