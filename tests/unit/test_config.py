@@ -193,7 +193,7 @@ def test_every_field_of_the_config_has_a_docstring():
     trees = [ast.parse(file.read_text()) for file in [*folder.glob("config*.py"), folder / "llm_spec.py"]]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     sections = [node for node in classes if node.name.endswith(("Config", "Spec"))]
-    assert len(sections) >= 15
+    assert len(sections) >= 14
     for section in sections:
         for field, after in zip(section.body, [*section.body[1:], None], strict=True):
             if isinstance(field, ast.AnnAssign):
