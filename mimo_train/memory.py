@@ -299,7 +299,7 @@ def stage_memory(
         counts = module_parameters(cfg, name, vocab, **sizes)
         experts = counts.pop("experts", ParameterCount(0, 0))
         dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
-        memory = parameter_memory(dense, cfg.train.precision, module.dp if divided else 1)
+        memory = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1)
         memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
         if name == LANGUAGE:
             activations = _language_activations(cfg, layout, stage, vocab)

@@ -35,6 +35,21 @@ class SeededGPTModel(GPTModel):
         torch.manual_seed(config.init_seed)
         super().__init__(config, **kwargs)
 
+    def forward(self, input_ids: torch.Tensor | None = None, *args, **kwargs):
+        """As Megatron-Core's.
+
+        Raises:
+            ValueError: with context parallelism, more tokens than this rank's part of a sequence.
+        """
+        cp, length = self.config.context_parallel_size, self.max_sequence_length
+        if cp > 1 and input_ids is not None and input_ids.size(1) > length // cp:
+            raise ValueError(
+                f"the forward step gives {input_ids.size(1)} tokens of a sequence to each of modules.{LANGUAGE}.layout."
+                f"cp {cp} ranks, and data.sequence_length {length} is {length // cp} for each: cut the microbatch by "
+                "mimo_train.model.context.own_part"
+            )
+        return super().forward(input_ids, *args, **kwargs)
+
 
 class SeededProjector(MultimodalProjector):
     """`MultimodalProjector` seeded by `config.init_seed`."""

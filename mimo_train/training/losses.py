@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mimo_train.config import LANGUAGE
 from mimo_train.groups import RunGroups
@@ -18,7 +19,10 @@ ACCEPTED_RETURNS = (
     "(loss, num_tokens, {name: value}): a sum, divided by the tokens of the global batch",
     "{name: loss}: several losses, weighted by train.loss_weights",
 )
-"""What a loss function may return. A value or a loss is a scalar (a mean) or a pair of (sum, count)."""
+"""What a loss function may return. A value or a loss is a scalar (a mean) or a pair of (sum, count).
+
+With context parallelism a rank has a part of each sequence, and sums and counts are those of its part. In the first
+form the losses of these ranks add up: each is the sum of its part, divided by the count of the whole."""
 
 MAX_LOSSES = 16
 """Most names that the losses of a step may have."""
@@ -45,7 +49,9 @@ def masked_token_loss(
 
 
 def weighted_sum(
-    losses: Mapping[str, Any], weights: Mapping[str, float]
+    losses: Mapping[str, Any],
+    weights: Mapping[str, float],
+    cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Several named losses as one, in the token-aware pattern.
 
@@ -56,16 +62,21 @@ def weighted_sum(
     Args:
         losses: name -> scalar (a mean) or (sum, count).
         weights: `train.loss_weights`.
+        cp_group: ranks that have a part each of the sequences; means are over all of them, and their totals add up to
+            the total of the microbatch. Collective over it if it is given.
 
     Returns:
-        (total, n as int, {name: [sum, count]}).
+        (total, this rank's part of n as int, {name: [sum, count]}).
     """
     reports = {name: _sum_and_count(loss) for name, loss in losses.items()}
-    tokens = next(iter(reports.values()))[1].detach()
-    total = torch.stack(
-        [weights.get(name, 1.0) * tokens * part[0] / part[1].clamp(min=1) for name, part in reports.items()]
-    ).sum()
-    return total, tokens.to(torch.int), {name: torch.stack(part).detach() for name, part in reports.items()}
+    pairs = {name: torch.stack(part).detach() for name, part in reports.items()}
+    own_tokens = next(iter(pairs.values()))[1].to(torch.int)
+    counts = torch.stack([pair[1] for pair in pairs.values()])
+    if cp_group is not None and len(counts) > 1:
+        dist.all_reduce(counts, group=cp_group)
+    parts = zip(reports.items(), counts.clamp(min=1).unbind(), strict=True)
+    means = torch.stack([weights.get(name, 1.0) * total / count for (name, (total, _)), count in parts])
+    return counts[0] * means.sum(), own_tokens, pairs
 
 
 class StepLosses:
@@ -94,7 +105,9 @@ class StepLosses:
         self._weights, self._step_sum, self._validate = dict(weights), step_sum, validate
         language = groups.collections.get(LANGUAGE)
         self._adds = language is not None and language.tp.rank() == 0
-        self._counts_mean = language is not None and language.cp.rank() == 0
+        # Context-parallel ranks have parts of a mean: one of them counts it.
+        self._counts_mean = int(language is not None and language.cp.rank() == 0)
+        self._cp_group = language.cp if language is not None and language.cp.size() > 1 else None
         self._checked: tuple[str, ...] | None = None
         step_sum.open("losses", 1 + 2 * MAX_LOSSES, self._message)
 
@@ -127,19 +140,18 @@ class StepLosses:
 
     def _normalise(self, result: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         if isinstance(result, dict) and result:
-            return weighted_sum(result, self._weights)
+            return weighted_sum(result, self._weights, self._cp_group)
         if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[-1], dict):
             if self._weights:
                 raise ValueError(
                     f"train.loss_weights: names {', '.join(self._weights)}, but the loss function returns its total "
                     "itself: let it return {name: loss}, or remove the weights"
                 )
-            report = {name: _pair(value) for name, value in result[-1].items()}
             if len(result) == 3:
-                return result[0], result[1], report
+                return result[0], result[1], {name: _pair(value) for name, value in result[-1].items()}
             # A mean counts as one token: the sum over microbatches and ranks is divided by their number.
-            one = torch.tensor(int(self._counts_mean), dtype=torch.int, device=result[0].device)
-            return result[0], one, report
+            one = torch.tensor(self._counts_mean, dtype=torch.int, device=result[0].device)
+            return result[0], one, {name: _pair(value, self._counts_mean) for name, value in result[-1].items()}
         raise TypeError(
             f"the loss function returned {_shape_of(result)}: it must return one of {'; '.join(ACCEPTED_RETURNS)}"
         )
@@ -172,15 +184,15 @@ class StepLosses:
         )
 
 
-def _pair(value: Any) -> torch.Tensor:
-    """[sum, count] in fp32 of what a loss function reports."""
+def _pair(value: Any, count: int = 1) -> torch.Tensor:
+    """[sum, count] in fp32 of what a loss function reports; `count` is that of a scalar."""
     if isinstance(value, torch.Tensor) and value.shape == (2,) and value.dtype == torch.float32:
         return value.detach()
-    return torch.stack(_sum_and_count(value)).detach()
+    return torch.stack(_sum_and_count(value, count)).detach()
 
 
-def _sum_and_count(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pair as it is; a scalar as (itself, 1)."""
+def _sum_and_count(value: Any, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pair as it is; a scalar as (itself, count)."""
     if isinstance(value, (tuple, list)) and len(value) == 2:
         total = torch.as_tensor(value[0])
         return total.float().reshape(()), torch.as_tensor(value[1], device=total.device).float().reshape(())
@@ -191,7 +203,7 @@ def _sum_and_count(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if value.numel() != 1:
         raise TypeError(f"a named loss is a scalar or a pair (sum, count), got a tensor of shape {tuple(value.shape)}")
     value = value.float().reshape(())
-    return value, torch.ones_like(value)
+    return value, torch.full_like(value, count)
 
 
 def _shape_of(result: Any) -> str:

@@ -1,13 +1,16 @@
 """What is due between two steps: straggler report, profilers, garbage collection, comparison of replicas."""
 
+import hashlib
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import check_param_hashes_across_dp_replicas
+from megatron.core.utils import get_attr_wrapped_model
 from torch.profiler import profile
 
 from mimo_train.config import ConfigContainer
+from mimo_train.model.build import modules_of
 from mimo_train.training.forward_hooks import disable_forward_pre_hook, enable_forward_pre_hook
 from mimo_train.training.garbage import collect_when_due
 from mimo_train.training.profiling import NsysCapture, end_after_last_step
@@ -58,12 +61,35 @@ def post_training_step_callbacks(
 def _require_equal_replicas(model: list[Any], step: int, toggle_forward_pre_hook: bool) -> None:
     if toggle_forward_pre_hook:
         disable_forward_pre_hook(model)
-    equal = check_param_hashes_across_dp_replicas(model, cross_check=True)
+    equal = [_equal_on_replicas(chunk) for chunks in modules_of(model).values() for chunk in chunks]
     if toggle_forward_pre_hook:
         enable_forward_pre_hook(model)
-    if not equal:
+    if not all(equal):
         raise RuntimeError(
             f"the weights on rank {dist.get_rank()} differ from those of its data-parallel replicas after step {step}: "
             "a device computes wrongly, or a callback changed weights on some ranks only; nothing was saved, the run "
             "continues from its last checkpoint when it is started again"
         )
+
+
+def _equal_on_replicas(chunk: torch.nn.Module) -> bool:
+    """Whether the ranks that hold the same weights of a model chunk hold the same values: those of other samples and,
+    with context parallelism, of other parts of a sequence. Collective over these ranks.
+
+    Megatron-Core 0.19.2's comparison (utils.py:891) asks its global state for the ranks: those of one module of
+    several, without context-parallel ones.
+    """
+    pgs, equal = get_attr_wrapped_model(chunk, "pg_collection"), True
+    for is_expert, replicas in ((False, pgs.dp_cp), (True, pgs.expt_dp)):
+        weights = [weight for weight in chunk.parameters() if getattr(weight, "allreduce", True) != is_expert]
+        if not weights or replicas.size() == 1:
+            continue
+        own = torch.frombuffer(bytearray(b"".join(map(_digest, weights))), dtype=torch.uint8).to(weights[0].device)
+        everyone = torch.empty(replicas.size() * len(own), dtype=torch.uint8, device=own.device)
+        dist.all_gather_into_tensor(everyone, own, group=replicas)
+        equal = equal and bool((everyone.view(-1, len(own)) == own).all())
+    return equal
+
+
+def _digest(weight: torch.nn.Parameter) -> bytes:
+    return hashlib.sha1(weight.detach().to("cpu", torch.float32).numpy()).digest()

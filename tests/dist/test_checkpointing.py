@@ -98,21 +98,25 @@ def test_parameters_still_on_their_way_are_saved_whole(digits, tmp_path):
     assert run("parts", "train.iters=6", *overlap) == whole
 
 
-def test_replicas_that_differ_are_not_saved(digits, tmp_path):
-    cfg = config(
-        "vlm_digits",
-        tmp_path,
-        digits,
-        "layout=images_dp1_language_dp2",
-        "train.iters=6",
-        "train.rerun=validate_results",
-        "checkpoint.save_interval=2",
-    )
+COMPARED = ("train.rerun=validate_results", "checkpoint.save_interval=2")
+
+
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_replicas_that_differ_are_not_saved(axis, digits, tmp_path):
+    layout = ("layout=two_processes", f"modules.language.layout.{axis}=2")
+    cfg = config("vlm_digits", tmp_path, digits, *layout, "train.iters=6", *COMPARED)
     with pytest.raises(
         RankFailure, match=r"weights on rank \d differ from those of its data-parallel replicas.*step 4"
     ):
         run_ranks(train_with, 3, cfg, DriveApart, timeout=90)
     assert [folder.name for folder in folders.complete(tmp_path)] == ["step_00000002"]
+
+
+def test_replicas_are_compared_by_the_layout_of_their_module(digits, tmp_path):
+    """Ranks that hold different parts of an encoder hold the same language model."""
+    layout = ("layout=one_process", "modules.images.layout.tp=2", "modules.language.layout.dp=2")
+    cfg = config("vlm_digits", tmp_path, digits, *layout, "train.iters=2", *COMPARED)
+    assert saves(cfg) == ["step_00000002"]
 
 
 def _asked_for_and_due(cfg) -> list[str]:

@@ -3,18 +3,13 @@ training curves are in the table of layout parity."""
 
 import pytest
 
-from data.demo import make_demo, make_text_demo
 from mimo_train.metrics.jsonl import read_metrics
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.steps import Steps
 
 CP2 = "modules.language.layout.cp=2"
 SEQUENCE, BATCH, HEADS, KEY_HEADS, WIDTH = 16, 2, 4, 2, 8
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    return make_demo(tmp_path_factory.mktemp("digits"), train_samples=240, held_out_samples=24, shards=2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -60,6 +55,46 @@ def attend_on_this_rank() -> float:
     return max(float((one - other).abs().max()) for one, other in pairs)
 
 
+EXPERTS = (
+    "llm@modules.language.llm=gpt_tiny_moe",
+    "modules.language.llm.expert_ffn_hidden_size=48",
+    "modules.language.layout.ep=2",
+)
+BALANCINGS = ("seq_aux_loss", "aux_loss", "global_aux_loss")
+KINDS = {
+    "learned positions, computed again": ("modules.language.llm.position=learned", "train.recompute=full"),
+    "grouped keys, attention computed again": ("modules.language.llm.num_query_groups=2", "train.recompute=selective"),
+    **{f"experts, {kind}": (*EXPERTS, f"modules.language.llm.router_balancing={kind}") for kind in BALANCINGS},
+}
+"""Models whose layers need more than their own positions."""
+
+
+@pytest.mark.parametrize("overrides", KINDS.values(), ids=KINDS.keys())
+def test_every_kind_of_model_gives_the_numbers_of_one_process(overrides, prose, tmp_path):
+    def train(layout: str, *others: str) -> list[dict]:
+        steps = ("train.iters=4", "train.micro_batch_size=4", f"layout={layout}")
+        return train_on_ranks(config("gpt_tiny", tmp_path / layout, prose, *steps, *others))
+
+    one = train("language_one", *(override for override in overrides if "layout.ep" not in override))
+    cut = train("language_cp2", *overrides)
+    assert max(largest_difference(curve(one), curve(cut))) < 1e-5
+    for whole, parts in zip(one, cut, strict=True):
+        balance = whole.get("load_balancing_loss", 0)
+        assert parts.get("load_balancing_loss", 0) == pytest.approx(balance, rel=1e-5)
+        assert bool(balance) == (EXPERTS[0] in overrides)
+
+
+def forget_to_cut(cfg) -> None:
+    """A step whose microbatches are not cut."""
+    Steps(cfg, lambda data_iterator, model: (model(**dict(next(data_iterator), attention_mask=None)), None)).train()
+
+
+def test_a_forward_step_that_does_not_cut_is_told(prose, tmp_path):
+    cfg = config("gpt_tiny", tmp_path, prose, "layout=language_cp2")
+    with pytest.raises(RankFailure, match="cut the microbatch by mimo_train.model.context.own_part"):
+        run_ranks(forget_to_cut, 2, cfg)
+
+
 def test_evaluation_scores_whole_sequences(digits, tmp_path):
     def evaluation(name: str, *overrides: str) -> dict:
         places = (f"data.validation_shards={digits}/held_out", "train.iters=2", "train.report_samples=4")
@@ -75,9 +110,7 @@ def test_evaluation_scores_whole_sequences(digits, tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(CP2, ""), ("", CP2)], ids=["cp2 to cp1", "cp1 to cp2"])
-def test_a_checkpoint_continues_at_another_cp(before, after, tmp_path):
-    prose = make_text_demo(tmp_path / "prose")
-
+def test_a_checkpoint_continues_at_another_cp(before, after, prose, tmp_path):
     def train(folder: str, iters: int, *overrides: str) -> list[tuple]:
         steps = ("layout=language_one", f"train.iters={iters}", "optim.decay=constant", *filter(None, overrides))
         train_on_ranks(config("gpt_tiny", tmp_path / folder, prose, *steps))

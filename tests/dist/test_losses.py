@@ -54,6 +54,52 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
     return {name: float(value) for name, value in losses.reduced().items()}, totals, counts
 
 
+def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
+    """Losses of two context-parallel ranks, and the sums over them of what the schedule is given."""
+    import torch
+    import torch.distributed as dist
+
+    from mimo_train import device
+    from mimo_train.config import LANGUAGE
+    from mimo_train.groups import build_groups
+    from mimo_train.layout import ModuleLayout, RunLayout
+    from mimo_train.step_sum import StepSum
+    from mimo_train.training.losses import StepLosses
+
+    device.install("cpu")
+    device.init_process_group("cpu", 1, device.CPU)
+    rank = dist.get_rank()
+    module = ModuleLayout(LANGUAGE, tp=1, pp=1, dp=1, cp=2, ep=1, sp=False, first_rank=0)
+    step_sum, weights = StepSum(device.CPU), {"b": 0.5} if returns == "named" else {}
+    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, False, 1, 1)), step_sum)
+    # a: 3 of 4 tokens count, b: 1 of 3; unevenly over the ranks.
+    (a, of_a), (b, of_b) = (((5.0, 1), (2.0, 2)), ((7.0, 3), (4.0, 1)))[rank]
+    if returns == "mean":
+        loss = torch.tensor(a / (1 + 3))
+        loss_func = lambda output: (loss, {"a": loss})  # noqa: E731
+    else:
+        loss_func = lambda output: {"a": (torch.tensor(a), of_a), "b": (torch.tensor(b), of_b)}  # noqa: E731
+    losses.begin()
+    total, tokens, _ = losses.wrap(loss_func)(None)
+    step_sum.reduce()
+    sums = torch.stack([total, tokens.float()])
+    dist.all_reduce(sums)
+    return {name: float(value) for name, value in losses.reduced().items()}, *sums.tolist()
+
+
+@pytest.mark.parametrize(
+    ("returns", "losses", "total"),
+    [
+        ("named", {"a": 12 / 4, "b": 6 / 3}, 4 * (12 / 4 + 0.5 * 6 / 3)),
+        ("mean", {"a": 12 / 4}, 12 / 4),
+    ],
+)
+def test_parts_of_sequences_add_up_to_the_losses_of_the_whole(returns, losses, total):
+    for found, sum_, tokens in run_ranks(_parts_of_sequences, 2, returns, timeout=60):
+        assert found == pytest.approx(losses)
+        assert (sum_, tokens) == (pytest.approx(total), 4 if returns == "named" else 1)
+
+
 def test_token_losses_of_uneven_ranks_are_those_of_one_process():
     for losses, _, counts in run_ranks(_sum_over_ranks, 2, "tokens", {}, timeout=60):
         assert losses == {"lm loss": pytest.approx((4 + 1 + 2 + 3 + 5 + 6) / 6)}

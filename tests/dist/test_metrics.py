@@ -18,6 +18,7 @@ GPT_LAYOUTS = {
         "optim.overlap_param_gather=true",
     ),
     "tp2 pp2": ("layout=language_tp2", "modules.language.layout.pp=2"),
+    "cp2 dp2": ("layout=language_cp2", "modules.language.layout.dp=2"),
     "pp2, interleaved": ("layout=language_pp2_vpp2",),
 }
 VLM_LAYOUTS = {
@@ -31,6 +32,7 @@ VLM_LAYOUTS = {
     ),
 }
 MOE_LAYOUTS = {
+    "cp2 ep2": ("layout=language_cp2", "modules.language.layout.ep=2"),
     "ep2": ("layout=language_ep2",),
     "dp2": ("layout=language_dp2",),
     "tp2 ep2": ("layout=language_tp2", "modules.language.layout.sp=true", "modules.language.layout.ep=2"),

@@ -106,6 +106,21 @@ MEGATRON = {"placement.bridge": "megatron"}
             ["language model alone", "images", "vpp is 2"],
         ),
         (
+            {f"{LANGUAGE}.layout.cp": 2, "data.sequence_length": 98},
+            "data.sequence_length",
+            ["98 tokens", "4 equal chunks", f"{LANGUAGE}.layout.cp 2", "multiple of 4"],
+        ),
+        (
+            {
+                f"{LANGUAGE}.layout.cp": 3,
+                f"{LANGUAGE}.layout.tp": 4,
+                f"{LANGUAGE}.layout.sp": True,
+                "data.sequence_length": 102,
+            },
+            "data.sequence_length",
+            ["102 tokens", "2 x cp 3 x tp 4", "multiple of 24", "set sp to false"],
+        ),
+        (
             {f"{LANGUAGE}.layout.tp": 2, f"{LANGUAGE}.layout.sp": True, "data.sequence_length": 95},
             "data.sequence_length",
             ["95 tokens", "tp 2"],

@@ -149,6 +149,15 @@ def test_one_module_keeps_less_by_its_own_recomputation():
     assert kept["full"][0] == kept["none"][0] and kept["full"][1] < kept["none"][1]
 
 
+def test_context_parallel_ranks_share_states_and_activations():
+    cfg, one = planned("layout=language_one", config="gpt_tiny")
+    _, two = planned("layout=language_cp2", config="gpt_tiny")
+    (whole,), (part,) = (memory.stage_memory(cfg, plan, "language", 384) for plan in (one, two))
+    assert part.memory.weights == whole.memory.weights and part.memory.gradients == whole.memory.gradients
+    assert part.memory.optimizer * 2 == whole.memory.optimizer
+    assert part.memory.activations * 2 == whole.memory.activations
+
+
 def test_a_frozen_model_trains_no_experts():
     cfg, _ = planned("llm@modules.language.llm=gpt_tiny_moe", "modules.language.freeze=[llm]")
     counts = memory.module_parameters(cfg, "language", 384)
