@@ -115,10 +115,13 @@ def collate(samples: Sequence[TextSample]) -> dict[str, torch.Tensor]:
     }
 
 
-def collate_media(items: Sequence[torch.Tensor], name: str) -> dict[str, torch.Tensor | list[torch.Tensor]] | None:
-    """{name: [N, ...]} of N pictures or clips; a list of N tensors if their shapes differ; None if there are none."""
+def collate_media(
+    items: Sequence[torch.Tensor] | Sequence[tuple[int, int]], name: str
+) -> dict[str, torch.Tensor | list] | None:
+    """{name: [N, ...]} of N pictures or clips; a list of N if their shapes differ, or if these are only sizes; None if
+    there are none."""
     if not items:
         return None
-    if all(item.shape == items[0].shape for item in items):
+    if isinstance(items[0], torch.Tensor) and all(item.shape == items[0].shape for item in items):
         return {name: torch.stack(list(items))}
     return {name: list(items)}

@@ -77,6 +77,8 @@ class MediaSize(NamedTuple):
     """In the sequence."""
     load: int
     """Tokens inside the encoder's layers."""
+    pairs: int
+    """Pairs of tokens inside the encoder that attend to each other: those of one picture or clip."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,12 @@ class Dataset:
             inner = counts
             if spec.inner_tokens:
                 inner = [spec.inner_tokens(*_extent(member)) for member in plan.members[spec.kind]]
-            sizes[spec.module] = MediaSize(sum(counts), sum(inner))
+            sizes[spec.module] = MediaSize(sum(counts), sum(inner), sum(tokens**2 for tokens in inner))
         return sizes
+
+    def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
+        """`Media.size` of each of the module's pictures or clips in this sample, from the index alone."""
+        return _input_sizes(self._by_module[module], self.plan(number))
 
     def text(self, number: int) -> collate.TextSample:
         """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""
@@ -245,8 +251,7 @@ class Dataset:
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], Fault | None]:
         """`media`, with its fault handed back instead of counted."""
         spec, plan = self._by_module[module], self.plan(number)
-        members = plan.members[spec.kind]
-        sizes = [spec.size(*_extent(member)) for member in members]
+        members, sizes = plan.members[spec.kind], _input_sizes(spec, plan)
         if plan.fault is None and not self.blind:
             try:
                 return [self._decode(spec, plan, *pair) for pair in zip(members, sizes, strict=True)], None
@@ -341,6 +346,10 @@ class Dataset:
 
 def _extent(member: Member) -> tuple[int, int]:
     return (member.height, member.width) if member.kind == "image" else (member.frames, member.rate)
+
+
+def _input_sizes(spec: Media, plan: Plan) -> list[tuple[int, int]]:
+    return [spec.size(*_extent(member)) for member in plan.members[spec.kind]]
 
 
 def _question_and_truth(conversation: Conversation) -> tuple[str, str]:

@@ -54,12 +54,14 @@ class Batching:
 @dataclass(frozen=True)
 class Reader:
     """This rank's part of one module ("language" or a `Media.module`): the `dp_rank`-th of `dp_size` contiguous slices
-    of each microbatch, equal, or `balanced` by the tokens inside the encoder."""
+    of each microbatch, equal, or `balanced` by the tokens inside the encoder. `sizes_only`: of the media just what
+    the index tells, for ranks that get the rest from others."""
 
     module: str
     dp_rank: int
     dp_size: int
     balanced: bool = False
+    sizes_only: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, self
@@ -79,11 +81,11 @@ class StepBatch:
     float32 [B, S], and `texts` (list of (question, truth)) if the dataset keeps text. With media modules:
     `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of
     tensors if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N,
-    samples]; beside these `media` (`MicrobatchMedia`) for modules whose features the dataset looks up, and then N are
-    the pictures of the samples without features only. Always: `sample_numbers` int64 [B], of the language slice, else
-    of the first media module's.
+    samples]; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these `media` (`MicrobatchMedia`)
+    for modules whose features the dataset looks up, and then N are the pictures of the samples without features only.
+    Always: `sample_numbers` int64 [B], of the language slice, else of the first media module's.
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
-    in the sequence. loads: the same of the tokens inside the encoder.
+    in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.
     bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads).
     """
 
@@ -91,6 +93,7 @@ class StepBatch:
     microbatches: list[dict[str, Any]]
     token_counts: dict[str, list[list[int]]]
     loads: dict[str, list[list[int]]]
+    pairs: dict[str, list[list[int]]]
     bad: np.ndarray
 
     @property
@@ -130,7 +133,8 @@ class StepLoader:
         for reader in readers:
             reader.slice(0, [0] * batching.microbatch_samples)
         self._readers = list(readers)
-        self._fields = {item.module: item.field for item in dataset.modules}
+        self._sizes_only = {reader.module for reader in readers if reader.sizes_only}
+        self._fields = {item.module: item.field for item in dataset.modules} | dict.fromkeys(self._sizes_only, "sizes")
         self._language = next((reader for reader in readers if reader.module == LANGUAGE), None)
         self._next, self._issued, self._closed = consumed_samples, 0, False
         self._ahead = prefetch_steps if workers else 1
@@ -188,7 +192,7 @@ class StepLoader:
         """Hands every sample of the step to the workers; the samples of one reader are in order."""
         size = self._batching.microbatch_samples
         starts = range(first, first + step_size, size)
-        text, media = self._dataset.read_text, self._read_media
+        text = self._dataset.read_text
         sizes = [self._submit(self._media_sizes, start) for start in starts]
         slices = [self._slices(start, of_microbatch) for start, of_microbatch in zip(starts, sizes, strict=True)]
         return _Step(
@@ -199,7 +203,7 @@ class StepLoader:
             texts=[[self._submit(text, number) for number in own.get(LANGUAGE, ())] for own in slices],
             media=[
                 {
-                    module: [self._submit(media, number, module) for number in numbers]
+                    module: [self._submit(self._read_media, number, module) for number in numbers]
                     for module, numbers in own.items()
                     if module != LANGUAGE
                 }
@@ -243,11 +247,11 @@ class StepLoader:
             bad[number - step.first] = True
             self._dataset.faults.record(faults[number])
         sizes = [result() for result in step.sizes]
-        counts, loads = (
+        numbers = (
             {module: [[getattr(size[module], what) for size in part] for part in sizes] for module in modules}
-            for what in ("tokens", "load")
+            for what in ("tokens", "load", "pairs")
         )
-        return StepBatch(step.first, microbatches, counts, loads, bad)
+        return StepBatch(step.first, microbatches, *numbers, bad)
 
     def _microbatch(
         self, slices: dict[str, range], texts: list, media: dict[str, list], faults: dict
@@ -268,7 +272,9 @@ class StepLoader:
         return batch
 
     def _read_media(self, number: int, module: str) -> _MediaRead:
-        """What `Dataset.read_media` gives, unless the features of the sample are known already."""
+        """What `Dataset.read_media` gives, unless sizes are enough or the features of the sample are known already."""
+        if module in self._sizes_only:
+            return _MediaRead(self._dataset.input_sizes(number, module), None)
         lookup = self._dataset.lookups.get(module)
         if lookup is None:
             return _MediaRead(*self._dataset.read_media(number, module))

@@ -1,18 +1,26 @@
 """What an encoder and a projector are made of: sizes, and the arithmetic that follows from them. Imports no torch."""
 
+import math
 from dataclasses import dataclass, field
 
 
 @dataclass
 class VisionSpec:
-    """A vision transformer over a picture of fixed size: patches, learned positions, pre-norm layers, a final norm."""
+    """A vision transformer: patches, learned positions, pre-norm layers, a final norm."""
 
     name: str = "vit"
     """Free name, shown in tables."""
     family: str = "vit"
     """Key of `encoders.registry.FAMILIES`: decides which code builds the encoder."""
+    resize: str = "fixed"
+    """fixed (every picture to `image_size` x `image_size`) or native (each keeps its aspect ratio, and its size within
+    the bounds)."""
     image_size: int = 224
-    """Height and width, in pixels, that every picture is resized to."""
+    """Height and width, in pixels, of the grid of learned positions; with resize fixed, of every picture."""
+    min_pixels: int = 0
+    """With resize native: smaller pictures are enlarged to about this area in pixels. 0: no bound."""
+    max_pixels: int = 0
+    """With resize native: larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
     patch_size: int = 16
     """Height and width of one patch in pixels; must divide `image_size`."""
     hidden_size: int = 768
@@ -50,13 +58,46 @@ class VisionSpec:
         """What stands in a record's text where the media go."""
         return "<image>"
 
-    def input_size(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels that a picture of `height` x `width` is resized to."""
-        return self.image_size, self.image_size
-
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """(rows, columns) of patches of a picture of `height` x `width` pixels."""
+    @property
+    def position_grid(self) -> tuple[int, int]:
+        """(rows, columns) of learned positions."""
         return self.image_size // self.patch_size, self.image_size // self.patch_size
+
+    @property
+    def largest_area(self) -> int:
+        """Pixels of the largest picture that layers see."""
+        return self.max_pixels or self.image_size**2
+
+    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """(height, width) in pixels that a picture of `height` x `width` is resized to.
+
+        With resize native, sides are the nearest multiples of patch_size * merge; outside of the bounds both are scaled
+        alike first. A side is at least one multiple, so that a very long picture loses some of its length.
+        """
+        if self.resize == "fixed":
+            return self.image_size, self.image_size
+        unit, largest = self.patch_size * merge, self.largest_area
+        rows, columns = (max(1, math.floor(side / unit + 0.5)) for side in (height, width))
+        if rows * columns * unit**2 < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width)) / unit
+            rows, columns = math.ceil(height * scale), math.ceil(width * scale)
+        if rows * columns * unit**2 > largest:
+            scale = math.sqrt(largest / (height * width)) / unit
+            rows, columns = (max(1, math.floor(side * scale)) for side in (height, width))
+            most = largest // unit**2
+            rows, columns = min(rows, most // columns or 1), min(columns, most // rows or 1)
+        return rows * unit, columns * unit
+
+    def grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """(rows, columns) of patches of a picture of `height` x `width` pixels, before it is resized."""
+        height, width = self.input_size(height, width, merge)
+        return height // self.patch_size, width // self.patch_size
+
+    def most_patches(self, merge: int = 1) -> int:
+        """Patches of the largest picture that layers see."""
+        if self.resize == "fixed":
+            return math.prod(self.position_grid)
+        return self.largest_area // (self.patch_size * merge) ** 2 * merge**2
 
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""
@@ -70,6 +111,9 @@ class VisionSpec:
             found.append(
                 ("patch_size", f"{self.patch_size} does not divide image_size {self.image_size}: change one of them")
             )
+        if self.resize not in ("fixed", "native"):
+            found.append(("resize", f"must be fixed or native, is {self.resize!r}"))
+        found += self._bound_faults()
         if self.hidden_size % self.num_attention_heads:
             found.append(
                 (
@@ -86,6 +130,25 @@ class VisionSpec:
                 found.append((name, f"needs 3 numbers (red, green, blue), has {len(getattr(self, name))}"))
         return found
 
+    def _bound_faults(self) -> list[tuple[str, str]]:
+        bounds = {name: getattr(self, name) for name in ("min_pixels", "max_pixels")}
+        if self.resize == "fixed":
+            return [
+                (name, f"is {value}, and with resize fixed every picture has image_size {self.image_size}: set it to 0")
+                for name, value in bounds.items()
+                if value
+            ]
+        found = [(name, f"must be at least 0, is {value}") for name, value in bounds.items() if value < 0]
+        if self.min_pixels > self.largest_area:
+            found.append(
+                (
+                    "min_pixels",
+                    f"{self.min_pixels} is above the largest area {self.largest_area} (max_pixels, or image_size "
+                    f"{self.image_size} squared): lower it, or raise max_pixels",
+                )
+            )
+        return found
+
     def num_parameters(self) -> int:
         """Number of trainable parameters, biases and norms included."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
@@ -93,7 +156,7 @@ class VisionSpec:
         layer = (hidden * 3 * hidden + 3 * hidden) + (hidden * hidden + hidden) + (hidden * ffn + ffn)
         layer += (ffn * hidden + hidden) + 2 * norm
         patch = 3 * self.patch_size**2 * hidden + hidden
-        rows, columns = self.grid(self.image_size, self.image_size)
+        rows, columns = self.position_grid
         positions = rows * columns * hidden + (hidden if self.class_token else 0)
         return patch + positions + self.num_layers * layer + norm
 
@@ -144,20 +207,34 @@ def num_tokens(encoder: VisionSpec, projector: ProjectorSpec, height: int, width
     A pure function of the specs, so that data (placeholders), `mimo-train check` and the pipeline (message shapes)
     agree without asking the model.
     """
-    rows, columns = encoder.grid(height, width)
+    rows, columns = encoder.grid(height, width, projector.merge)
     return (rows // projector.merge) * (columns // projector.merge)
 
 
-def inner_tokens(encoder: VisionSpec, height: int, width: int) -> int:
+def inner_tokens(encoder: VisionSpec, projector: ProjectorSpec, height: int, width: int) -> int:
     """Tokens that a picture of `height` x `width` pixels takes inside the encoder: patches, and the class token."""
-    rows, columns = encoder.grid(height, width)
+    rows, columns = encoder.grid(height, width, projector.merge)
     return rows * columns + encoder.class_token
+
+
+def input_size(encoder: VisionSpec, projector: ProjectorSpec, height: int, width: int) -> tuple[int, int]:
+    """(height, width) in pixels in which the encoder gets a picture of `height` x `width` pixels."""
+    return encoder.input_size(height, width, projector.merge)
 
 
 def joint_faults(encoder: VisionSpec, projector: ProjectorSpec) -> list[tuple[str, str]]:
     """(field of the module, sentence) of faults of an encoder and a projector together."""
-    rows, columns = encoder.grid(encoder.image_size, encoder.image_size)
-    if rows % projector.merge or columns % projector.merge:
+    unit = encoder.patch_size * projector.merge
+    if encoder.resize == "native" and encoder.largest_area < unit**2:
+        return [
+            (
+                "encoder.max_pixels",
+                f"the largest area is {encoder.largest_area} pixels, and a picture has at least {unit} x {unit} "
+                f"(patch_size {encoder.patch_size} x projector.merge {projector.merge}): raise it to {unit**2}",
+            )
+        ]
+    rows, columns = encoder.position_grid
+    if encoder.resize == "fixed" and (rows % projector.merge or columns % projector.merge):
         return [
             (
                 "projector.merge",

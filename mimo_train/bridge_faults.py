@@ -40,6 +40,12 @@ def bridge_faults(cfg: ConfigContainer, apart: Collection[str]) -> Iterator[Faul
             f"{instead}",
         )
     for name, module in cfg.encoders.items():
+        if module.layout.pp > 1:
+            # mimo/submodules/base.py, ModalitySubmodules.forward: later stages pass on what they receive
+            yield Fault(
+                "placement.bridge",
+                f"Megatron-Core's model has encoders of one stage, {name} has pp {module.layout.pp}: {instead}",
+            )
         larger, smaller = max(module.layout.dp, language.dp), min(module.layout.dp, language.dp)
         if larger % smaller:
             yield Fault(

@@ -40,7 +40,8 @@ def build_groups(layout: RunLayout) -> RunGroups:
     grids, collections = {}, {}
     for name, module in layout.modules.items():
         grid = _build_grid(module)
-        embedding_groups = _build_embedding_groups(grid)
+        # Only a language model shares weights between stages: Megatron-Core looks for them where there is a group.
+        embedding_groups = _build_embedding_groups(grid) if name == LANGUAGE else (None, None)
         grids[name] = grid
         if grid.is_current_rank_in_grid():
             collections[name] = _collect(grid, *embedding_groups)

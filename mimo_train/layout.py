@@ -197,6 +197,12 @@ def _encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     )
     if module.balance not in BALANCES:
         yield Fault(f"{key}.balance", f"must be {' or '.join(BALANCES)}, is {module.balance!r}")
+    if layout.pp > encoder.num_layers:
+        yield Fault(
+            f"{key}.layout.pp",
+            f"pp {layout.pp} is more than the {encoder.num_layers} layers of {key}.encoder.num_layers: each stage "
+            "needs one",
+        )
     for axis, why in _ENCODER_AXES.items():
         if getattr(layout, axis) > 1:
             yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
@@ -205,7 +211,6 @@ def _encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
 
 
 _ENCODER_AXES = {
-    "pp": "encoders in several pipeline stages are not available yet",
     "cp": "an encoder reads whole pictures, context parallel does not apply",
     "ep": "an encoder has no experts, expert parallel does not apply",
     "etp": "an encoder has no experts, expert tensor parallel does not apply",

@@ -14,7 +14,7 @@ with its projector.
 import math
 from dataclasses import dataclass
 
-from encoders.spec import ProjectorSpec, VisionSpec, num_tokens
+from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
 from mimo_train.layout import RunLayout, layers_of_stage
 from mimo_train.llm_spec import LlmSpec
@@ -199,11 +199,20 @@ def expert_parameters(llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0
     return layers_of_stage(llm.num_layers, stage, stages) * llm.num_experts // ep * expert // etp
 
 
-def encoder_parameters(encoder: VisionSpec, *, tp: int = 1) -> int:
-    """Parameters of an encoder on one rank: the matrices of its layers are divided over tp, the rest is not."""
+def encoder_parameters(encoder: VisionSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
+    """Parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`.
+
+    The matrices of its layers are divided over tp, the rest is not. The first stage has patches and positions, the last
+    one the final norm.
+    """
     hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
-    split = encoder.num_layers * (4 * hidden * hidden + 3 * hidden + 2 * hidden * ffn + ffn)
-    return encoder.num_parameters() - split + split // tp
+    norm = hidden * (2 if encoder.normalization == "LayerNorm" else 1)
+    split = 4 * hidden * hidden + 3 * hidden + 2 * hidden * ffn + ffn
+    whole = 2 * hidden + 2 * norm
+    count = layers_of_stage(encoder.num_layers, stage, stages) * (split // tp + whole)
+    if stage == 0:
+        count += encoder.num_parameters() - encoder.num_layers * (split + whole) - norm
+    return count + (norm if stage == stages - 1 else 0)
 
 
 def projector_parameters(projector: ProjectorSpec, encoder_width: int, language_width: int, *, tp: int = 1) -> int:
@@ -236,18 +245,16 @@ def module_parameters(
 ) -> dict[str, ParameterCount]:
     """Parameters on one rank by part: encoder and projector, or llm and its experts. With the defaults, those of the
     whole module."""
-    module = cfg.modules[name]
+    module, place = cfg.modules[name], {"stage": stage, "stages": stages}
     if name == LANGUAGE:
-        place = {"stage": stage, "stages": stages}
         counts = {"llm": language_parameters(module.llm, vocab, cfg.data.sequence_length, tp=tp, **place)}
         if module.llm.num_experts:
             counts["experts"] = expert_parameters(module.llm, ep=ep, etp=etp, **place)
     else:
         width = cfg.language.llm.hidden_size
-        counts = {
-            "encoder": encoder_parameters(module.encoder, tp=tp),
-            "projector": projector_parameters(module.projector, module.encoder.hidden_size, width, tp=tp),
-        }
+        counts = {"encoder": encoder_parameters(module.encoder, tp=tp, **place)}
+        if stage == stages - 1:
+            counts["projector"] = projector_parameters(module.projector, module.encoder.hidden_size, width, tp=tp)
     frozen = [*module.freeze, *(["experts"] if "llm" in module.freeze else [])]
     if module.lora.rank:
         frozen += ["llm", "experts", "encoder"]
@@ -273,14 +280,16 @@ def bubble(layout: RunLayout) -> float:
 
 
 def in_flight(layout: RunLayout, name: str, stage: int) -> int:
-    """Microbatches between forward and backward on a stage: min(m, stages - stage) under the 1F1B schedule. Interleaved
-    in v chunks a stage, those of one chunk each: min(v m, 2 (stages - stage - 1) + (v - 1) stages + 1), the warm-up of
-    Megatron-Core 0.19.2 (schedules.py:902) and one more."""
+    """Microbatches between forward and backward on a stage: as many as stages are left, at most m, under the 1F1B
+    schedule. Interleaved in v chunks a stage, those of one chunk each: min(v m, 2 (stages - stage - 1) + (v - 1) stages
+    + 1), the warm-up of Megatron-Core 0.19.2 (schedules.py:902) and one more."""
     stages, chunks = pipeline_stages(layout), layout.language.vpp
     if chunks > 1:
         return min(chunks * layout.num_microbatches, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
-    before = 0 if name in layout.apart_encoders else stages - layout.language.pp
-    return min(layout.num_microbatches, stages - before - stage)
+    left = layout.modules[name].pp - stage
+    if name != LANGUAGE:
+        left = layout.language.pp if name in layout.local_encoders else left + layout.language.pp
+    return min(layout.num_microbatches, left)
 
 
 def stage_memory(
@@ -304,7 +313,7 @@ def stage_memory(
         if name == LANGUAGE:
             activations = _language_activations(cfg, layout, stage, vocab)
         else:
-            activations = _encoder_activations(cfg, layout, name, media_per_sample)
+            activations = _encoder_activations(cfg, layout, name, stage, media_per_sample)
         first = module.first_rank + stage * per_stage
         ranks = tuple(range(first, first + per_stage))
         stages.append(StageMemory(name, stage, ranks, memory + Memory(activations=activations)))
@@ -346,13 +355,16 @@ def _language_activations(cfg: ConfigContainer, layout: RunLayout, stage: int, v
     return kept
 
 
-def _encoder_activations(cfg: ConfigContainer, layout: RunLayout, name: str, media_per_sample: float) -> int:
-    """A frozen encoder keeps nothing for a backward pass; one layer is there while it computes."""
+def _encoder_activations(
+    cfg: ConfigContainer, layout: RunLayout, name: str, stage: int, media_per_sample: float
+) -> int:
+    """A frozen encoder keeps nothing for a backward pass; one layer is there while it computes. Pictures of any size
+    count as the largest."""
     module, sizes, train = cfg.modules[name], layout.modules[name], cfg.train
     encoder, projector, size = module.encoder, module.projector, BYTES[train.precision]
     pictures = math.ceil(layout.microbatch_samples / sizes.dp * media_per_sample)
-    rows, columns = encoder.grid(encoder.image_size, encoder.image_size)
-    tokens = pictures * (rows * columns + (1 if encoder.class_token else 0))
+    patches = pictures * encoder.most_patches(projector.merge)
+    tokens = patches + (pictures if encoder.class_token else 0)
     layer = layer_activations(
         tokens,
         encoder.hidden_size,
@@ -361,15 +373,16 @@ def _encoder_activations(cfg: ConfigContainer, layout: RunLayout, name: str, med
         dropout=encoder.dropout > 0,
         tp=sizes.tp,
     )
-    flying = in_flight(layout, name, 0)
+    flying, layers = in_flight(layout, name, stage), layers_of_stage(encoder.num_layers, stage, sizes.pp)
     if "encoder" in module.freeze:
-        kept = layer if encoder.num_layers else 0
+        kept = layer if layers else 0
     else:
         boundary = tokens * encoder.hidden_size * size
-        kept = stack_activations(encoder.num_layers, layer, boundary, flying, cfg.recompute_of(name))
+        kept = stack_activations(layers, layer, boundary, flying, cfg.recompute_of(name))
+    if stage < sizes.pp - 1:
+        return kept
     width = cfg.language.llm.hidden_size
     per_token = encoder.hidden_size * projector.merge**2 + width
     if projector.kind == "mlp":
         per_token += 2 * (projector.ffn_hidden_size or width) // sizes.tp
-    image_tokens = pictures * num_tokens(encoder, projector, encoder.image_size, encoder.image_size)
-    return kept + image_tokens * per_token * size * flying
+    return kept + patches // projector.merge**2 * per_token * size * flying

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from encoders.spec import inner_tokens, num_tokens
+from encoders.spec import inner_tokens, input_size, num_tokens
 from mimo_train.config import ConfigContainer
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             kind=module.encoder.kind,
             placeholder=module.encoder.placeholder,
             num_tokens=partial(num_tokens, module.encoder, module.projector),
-            size=module.encoder.input_size,
-            inner_tokens=partial(inner_tokens, module.encoder),
+            size=partial(input_size, module.encoder, module.projector),
+            inner_tokens=partial(inner_tokens, module.encoder, module.projector),
         )
         for name, module in cfg.encoders.items()
     ]

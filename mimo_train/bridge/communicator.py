@@ -128,6 +128,15 @@ class PlannedCommunicator(MultiModulePipelineCommunicator):
         self._bridge_arguments = (layout, plan, config.hidden_size, config.pipeline_dtype, device, watch)
         super().__init__(*_piped(layout, grids, config))
 
+    @property
+    def current_stage(self) -> int:
+        """Stage of this rank, such that the language model's last one is the last: how many microbatches run ahead
+        follows from it. Megatron-Core 0.19.2 counts an encoder's stages from 0 (multimodule_communicator.py:246-277):
+        one of fewer stages than another would run further ahead than the language model takes in, and both wait."""
+        name, info = next(iter(self.rank_module_map.items()))
+        left = info.pp_size - info.pp_rank + (0 if name == LANGUAGE else self._layout.language.pp)
+        return self.total_stages - left
+
     def _build_bridge_comms(self) -> None:
         self.bridge_comms = [
             PlannedBridge(name, self.module_to_grid_map, *self._bridge_arguments)

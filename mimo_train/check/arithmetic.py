@@ -1,6 +1,5 @@
 """Tables of what follows from the config alone: parameters, memory, batch, pipeline, tokens per picture."""
 
-from encoders.spec import num_tokens
 from mimo_train import memory
 from mimo_train.batch_size import BatchSizes
 from mimo_train.check.report import Report, Table, plural
@@ -112,17 +111,15 @@ def add_pictures(report: Report, cfg: ConfigContainer) -> None:
     rows = []
     for name, module in cfg.encoders.items():
         encoder, projector = module.encoder, module.projector
-        grid = encoder.grid(encoder.image_size, encoder.image_size)
-        tokens = num_tokens(encoder, projector, encoder.image_size, encoder.image_size)
-        rows.append(
-            (
-                name,
-                f"{encoder.image_size} x {encoder.image_size} pixels",
-                f"{grid[0]} x {grid[1]} patches",
-                f"{projector.merge}",
-                f"{tokens} of {cfg.data.sequence_length}",
-            )
-        )
+        patches = encoder.most_patches(projector.merge)
+        if encoder.resize == "fixed":
+            resized, upto = f"{encoder.image_size} x {encoder.image_size} pixels", ""
+            grid = "{} x {} patches".format(*encoder.position_grid)
+        else:
+            resized, upto = f"its own ratio, {encoder.min_pixels} to {encoder.largest_area} pixels", "up to "
+            grid = f"up to {patches} patches"
+        tokens = f"{upto}{patches // projector.merge**2} of {cfg.data.sequence_length}"
+        rows.append((name, resized, grid, f"{projector.merge}", tokens))
     if rows:
         header = ("module", "resized to", "patches", "merge", "tokens of data.sequence_length")
         report.tables.append(Table("One picture", header, rows))

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from data.demo import MARKER
-from encoders.spec import num_tokens
 from mimo_train import layout
 from mimo_train.check.frozen import frozen_faults
 from mimo_train.check.optim import DECAYS, optim_faults
@@ -118,14 +117,14 @@ def _picture_faults(cfg: ConfigContainer, found: list[Fault]) -> list[Fault]:
         parts = (f"modules.{name}.encoder", f"modules.{name}.projector")
         if any(fault.key.startswith(parts) for fault in found):
             continue
-        size = module.encoder.image_size
-        tokens = num_tokens(module.encoder, module.projector, size, size)
+        encoder, merge = module.encoder, module.projector.merge
+        tokens = encoder.most_patches(merge) // merge**2
         if tokens > cfg.data.sequence_length > 0:
             faults.append(
                 Fault(
                     "data.sequence_length",
-                    f"one picture takes {tokens} tokens of modules.{name} ({size} x {size} pixels, patches of "
-                    f"{module.encoder.patch_size}, merge {module.projector.merge}), a sequence has only "
+                    f"one picture takes {tokens} tokens of modules.{name} ({encoder.largest_area} pixels, patches of "
+                    f"{encoder.patch_size} x {encoder.patch_size}, merge {merge}), a sequence has only "
                     f"{cfg.data.sequence_length}: raise it above {tokens}, or raise modules.{name}.projector.merge",
                 )
             )

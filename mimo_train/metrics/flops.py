@@ -11,11 +11,12 @@ Model FLOPs are what forward and backward need; hardware FLOPs add what recomput
 however many tensor-parallel ranks share or repeat it.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from encoders.spec import ProjectorSpec, VisionSpec, num_tokens
+from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
 from mimo_train.llm_spec import LlmSpec
 from mimo_train.memory import PARTS
@@ -86,21 +87,41 @@ def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Pr
     return products
 
 
-def encoder_products(name: str, spec: VisionSpec, projector: ProjectorSpec, language_width: int) -> list[Product]:
-    """The products of one picture through encoder module `name` and its projector.
+@dataclass(frozen=True)
+class Pictures:
+    """Numbers of pictures through an encoder, on which the FLOPs depend linearly."""
 
-    Forward, with P patches of p x p pixels in 3 channels, T = P tokens (one more with a class token), h hidden size,
-    f feed-forward width, L layers, N projected tokens of width w = h * merge^2, d language width, m mlp width:
+    patches: int = 0
+    tokens: int = 0
+    """Inside the encoder: patches and class tokens."""
+    pairs: int = 0
+    """Pairs of tokens of the same picture."""
 
-        2P * 3p^2 * h  +  L * (2T * (4h^2 + 2hf) + 4T^2 * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
+
+def whole_picture(spec: VisionSpec) -> Pictures:
+    """The numbers of one picture of `image_size`."""
+    patches = math.prod(spec.position_grid)
+    tokens = patches + spec.class_token
+    return Pictures(patches, tokens, tokens**2)
+
+
+def encoder_products(
+    name: str, spec: VisionSpec, projector: ProjectorSpec, language_width: int, pictures: Pictures | None = None
+) -> list[Product]:
+    """The products of pictures through encoder module `name` and its projector; default: one of `image_size`.
+
+    Forward, with P patches of p x p pixels in 3 channels, T = P tokens (one more with a class token), A = T^2 pairs of
+    tokens, h hidden size, f feed-forward width, L layers, N = P / merge^2 projected tokens of width w = h * merge^2, d
+    language width, m mlp width:
+
+        2P * 3p^2 * h  +  L * (2T * (4h^2 + 2hf) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
 
     Attention is over all tokens, so its term is not halved. Same sources as `language_products`; the shape of the
     layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
     """
     hidden, encoder = spec.hidden_size, f"encoders.{name}"
-    rows, columns = spec.grid(spec.image_size, spec.image_size)
-    patches = rows * columns
-    tokens = patches + (1 if spec.class_token else 0)
+    pictures = pictures or whole_picture(spec)
+    patches, tokens = pictures.patches, pictures.tokens
     embed = 2 * patches * 3 * spec.patch_size**2 * hidden
     products = [Product(f"{encoder}.patch_embedding.weight", embed, input_gradient=False)]
     products.append(Product(f"{encoder}.position_embedding"))
@@ -108,10 +129,10 @@ def encoder_products(name: str, spec: VisionSpec, projector: ProjectorSpec, lang
         products.append(Product(f"{encoder}.class_token"))
     for index in range(spec.num_layers):
         layer = f"{encoder}.layers.layers.{index}"
-        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * tokens**2 * hidden)
+        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * pictures.pairs * hidden)
         products += _two_linears(f"{layer}.mlp", tokens, hidden, spec.ffn_hidden_size, spec.ffn_hidden_size)
     width, projection = hidden * projector.merge**2, "input_projections.0.encoder"
-    projected = num_tokens(spec, projector, spec.image_size, spec.image_size)
+    projected = patches / projector.merge**2
     if projector.kind == "linear":
         return [*products, Product(f"{projection}.weight", 2 * projected * width * language_width)]
     middle = projector.ffn_hidden_size or language_width
@@ -151,6 +172,10 @@ def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
     return tuple(PARTS.get(entry, entry) for entry in entries)
 
 
+Numbers = Mapping[str, Sequence[Sequence[int]]]
+"""Of the media of a step: encoder module -> microbatch -> sample -> number."""
+
+
 class StepFlops:
     """FLOPs of every module in a step of a run."""
 
@@ -159,36 +184,33 @@ class StepFlops:
         self._recompute = {name: cfg.recompute_of(name) for name in cfg.modules}
         self._modules = cfg.modules
         width = cfg.language.llm.hidden_size
+        one_of_each = (Pictures(patches=1), Pictures(tokens=1), Pictures(pairs=1))
         self._products = {
-            name: encoder_products(name, module.encoder, module.projector, width)
+            name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
             for name, module in cfg.encoders.items()
         }
-        self._products[LANGUAGE] = language_products(cfg.language.llm, cfg.data.sequence_length, vocab)
-        self._rows = {}
-        for name, module in cfg.encoders.items():
-            size = module.encoder.image_size
-            self._rows[name] = num_tokens(module.encoder, module.projector, size, size)
-        self._unit: dict[tuple, dict[str, Flops]] = {}
-        """For what is frozen: FLOPs of one sample (language) or of one picture (encoders)."""
+        self._products[LANGUAGE] = [language_products(cfg.language.llm, cfg.data.sequence_length, vocab)]
+        self._unit: dict[tuple, dict[str, list[Flops]]] = {}
+        """For what is frozen: FLOPs of one sample (language), or of a patch, a token and a pair (encoders)."""
 
-    def __call__(self, *, samples: int, counts: Mapping[str, Sequence[Sequence[int]]], step: int) -> dict[str, Flops]:
+    def __call__(self, *, samples: int, counts: Numbers, loads: Numbers, pairs: Numbers, step: int) -> dict[str, Flops]:
         """FLOPs of each module.
 
         Args:
             samples: samples of the step.
-            counts: the step's data plan: encoder module -> microbatch -> sample -> rows of features.
+            counts: rows of features; loads: tokens inside the encoder; pairs: of these that attend to each other.
             step: number of the step, from 1; `freeze_until` depends on it.
         """
-        unit = self._units(step)
         flops = {}
-        for name in self._modules:
-            units = samples
+        for name, units in self._units(step).items():
+            amounts = [samples]
             if name != LANGUAGE:
-                units = sum(map(sum, counts[name])) / self._rows[name]
-            flops[name] = unit[name] * units
+                rows, tokens, squares = (sum(map(sum, numbers[name])) for numbers in (counts, loads, pairs))
+                amounts = [rows * self._modules[name].projector.merge ** 2, tokens, squares]
+            flops[name] = sum((unit * amount for unit, amount in zip(units, amounts, strict=True)), Flops())
         return flops
 
-    def _units(self, step: int) -> dict[str, Flops]:
+    def _units(self, step: int) -> dict[str, list[Flops]]:
         frozen = {name: frozen_patterns(module, step) for name, module in self._modules.items()}
         key = tuple(frozen.items())
         if key not in self._unit:
@@ -197,12 +219,15 @@ class StepFlops:
             # Adapters are too small to count, but gradients go back to the first of them.
             reached = adapted | (
                 {LANGUAGE}
-                if any(name in adapted or is_trained(self._products[name], frozen[name]) for name in encoders)
+                if any(name in adapted or is_trained(self._products[name][0], frozen[name]) for name in encoders)
                 else set()
             )
             self._unit[key] = {
-                name: count(products, frozen[name], upstream=name in reached, recompute=self._recompute[name])
-                for name, products in self._products.items()
+                name: [
+                    count(products, frozen[name], upstream=name in reached, recompute=self._recompute[name])
+                    for products in self._products[name]
+                ]
+                for name in self._modules
             }
         return self._unit[key]
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 
 from data.pipeline import MEDIA, MicrobatchMedia, SampleMedia
 from mimo_train.device import to_device
 from mimo_train.feature_cache import FeatureCache
+from mimo_train.model.modality import StagedModality
 
 
-class EncoderModule(VisionModalitySubmodules):
-    """`VisionModalitySubmodules` of one encoder. With `MicrobatchMedia` beside its inputs, the encoder is frozen and
+class EncoderModule(StagedModality):
+    """`StagedModality` whose features may be known. With `MicrobatchMedia` beside its inputs, the encoder is frozen and
     runs for those samples only whose features are not known.
 
     Attributes:

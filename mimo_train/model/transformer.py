@@ -1,5 +1,6 @@
 """Specs and layouts -> Megatron-Core's `TransformerConfig`, one per module."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,6 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
     """The language model's config; it also drives the schedule, on every rank."""
     llm: LlmSpec = cfg.language.llm
     several_modules = len(cfg.modules) > 1
-    stages = layout.language.pp
-    uneven = {}
-    if llm.num_layers % stages:
-        uneven["num_layers_in_first_pipeline_stage"] = layers_of_stage(llm.num_layers, 0, stages)
     return _config(
         cfg,
         layout.language,
@@ -49,9 +46,13 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         variable_seq_lengths=several_modules,
         moe_token_dispatcher_type="alltoall",
         **_interleaving(layout.language),
-        **uneven,
+        **_uneven_stages(llm.num_layers, layout.language.pp),
         **_expert_sizes(llm, layout.language),
     )
+
+
+def _uneven_stages(num_layers: int, stages: int) -> dict[str, Any]:
+    return {"num_layers_in_first_pipeline_stage": layers_of_stage(num_layers, 0, stages)} if num_layers % stages else {}
 
 
 def _interleaving(layout: ModuleLayout) -> dict[str, Any]:
@@ -103,12 +104,15 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerCon
         hidden_dropout=encoder.dropout,
         attention_dropout=encoder.dropout,
         init_method_std=encoder.init_std,
+        **_uneven_stages(encoder.num_layers, layout.pp),
     )
 
 
 def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
-    """The config of the projector behind an encoder; its hidden size is the language model's."""
+    """The config of the projector behind an encoder; its hidden size is the language model's. It stands on one stage
+    and reads whole sequences."""
     projector: ProjectorSpec = cfg.modules[layout.name].projector
+    layout = replace(layout, pp=1, sp=False)
     llm = cfg.language.llm
     return _config(
         cfg,

@@ -17,9 +17,16 @@ from mimo_train.pipeline import Pipeline
 
 
 def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
-    """This rank's part of every module it holds: its data-parallel slice."""
+    """This rank's part of every module it holds: its data-parallel slice. Of media, an encoder's later stages get the
+    sizes alone."""
     return [
-        Reader(name, pgs.dp.rank(), pgs.dp.size(), balanced=layout.modules[name].balance == "patches")
+        Reader(
+            name,
+            pgs.dp.rank(),
+            pgs.dp.size(),
+            balanced=layout.modules[name].balance == "patches",
+            sizes_only=name != LANGUAGE and pgs.pp.rank() > 0,
+        )
         for name, pgs in groups.collections.items()
     ]
 

@@ -108,10 +108,14 @@ def _batch(ids: list[int], media: dict, limit: int, state: GlobalState) -> dict:
         batch["modality_inputs"] = {
             name: None
             if inputs is None
-            else {name: {field: tensor.to(state.device) for field, tensor in inputs[name].items()}}
+            else {name: {field: _on(state.device, value) for field, value in inputs[name].items()}}
             for name, inputs in media.items()
         }
     return batch
+
+
+def _on(device: torch.device, value: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    return value.to(device) if isinstance(value, torch.Tensor) else [tensor.to(device) for tensor in value]
 
 
 def _size(raw: bytes, number: int) -> tuple[int, int]:

@@ -61,9 +61,12 @@ class StepLog:
         state, progress, log = self._state, self._state.train_state, self._state.cfg.log
         self._history.append(time.perf_counter() - self._started)
         del self._history[: -log.throughput_window - 1]
+        batch = data_iterator.current
         state.interval.note_step(
-            self._step_flops(samples=data_iterator.current.size, counts=state.pipeline.plan.counts, step=progress.step),
-            data_iterator.current.size,
+            self._step_flops(
+                samples=batch.size, counts=batch.token_counts, loads=batch.loads, pairs=batch.pairs, step=progress.step
+            ),
+            batch.size,
             self._history[-1],
             data_iterator.bad,
         )

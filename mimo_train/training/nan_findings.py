@@ -147,6 +147,8 @@ def _bad_inputs(state: GlobalState, data_iterator: Any) -> Iterator[BadMicrobatc
             media = tensors.pop(MEDIA, None)
             known = {sample.number for sample in media.samples if sample.features is not None} if media else ()
             for name, values in tensors.items():
+                if not isinstance(values[0], torch.Tensor):
+                    continue  # later stages of an encoder have sizes alone
                 numbers = _own_samples(state, data_iterator, module, microbatch)
                 # One item for each picture or clip that was read, in the order of the samples.
                 owners = [number for number in numbers if number not in known for _ in plan(number).counts[module]]

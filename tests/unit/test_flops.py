@@ -2,7 +2,7 @@ import pytest
 
 from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train.llm_spec import LlmSpec
-from mimo_train.metrics.flops import Flops, Product, StepFlops, count, encoder_products, language_products
+from mimo_train.metrics.flops import Flops, Pictures, Product, StepFlops, count, encoder_products, language_products
 from tests.unit.configs import changed, load
 
 DENSE = LlmSpec(
@@ -124,25 +124,47 @@ def test_frozen_parts_of_an_encoder_module(frozen, expected):
 
 def test_a_step_counts_its_samples_and_the_pictures_that_are_there():
     flops = StepFlops(load("vlm_digits"), vocab=384)
-    rows = flops._rows["images"]
-    one = flops(samples=1, counts={"images": [[rows]]}, step=1)
-    step = flops(samples=4, counts={"images": [[0, 3 * rows], [rows, 0]]}, step=1)
+    one = flops(samples=1, **pictures([[1]]), step=1)
+    step = flops(samples=4, **pictures([[0, 3], [1, 0]]), step=1)
     assert step["language"].model == 4 * one["language"].model
     assert step["images"].model == 4 * one["images"].model > 0
-    assert flops(samples=4, counts={"images": [[0, 0], [0, 0]]}, step=1)["images"] == Flops()
+    assert flops(samples=4, **pictures([[0, 0], [0, 0]]), step=1)["images"] == Flops()
+
+
+def test_pictures_of_a_step_count_as_each_alone():
+    """Also of different sizes, with class tokens and merged: a 4 x 6 and a 2 x 2 grid of patches."""
+    vision = {"encoder.class_token": True, "encoder.resize": "native", "projector.merge": 2}
+    cfg = changed({f"modules.images.{key}": value for key, value in vision.items()})
+    module, width = cfg.modules["images"], cfg.language.llm.hidden_size
+    alone = sum(
+        count(
+            encoder_products("images", module.encoder, module.projector, width, Pictures(p, p + 1, (p + 1) ** 2)),
+            upstream=False,
+        ).model
+        for p in (24, 4)
+    )
+    step = StepFlops(cfg, vocab=384)(
+        samples=2, counts={"images": [[6, 1]]}, loads={"images": [[25, 5]]}, pairs={"images": [[625, 25]]}, step=1
+    )
+    assert step["images"].model == pytest.approx(alone, rel=1e-12)
+
+
+def pictures(numbers: list[list[int]]) -> dict:
+    """The data plan of so many pictures of 9 patches in every sample."""
+    each = {"counts": 9, "loads": 9, "pairs": 81}
+    return {name: {"images": [[value * number for number in part] for part in numbers]} for name, value in each.items()}
 
 
 def test_freezing_ends_with_its_step_and_reaches_the_modules_behind():
     cfg = changed({"modules.images.freeze_until": {"encoder": 10, "projector": 10}, "modules.language.freeze": ["llm"]})
     flops = StepFlops(cfg, vocab=384)
-    counts = {"images": [[flops._rows["images"]]]}
-    before, after = (flops(samples=1, counts=counts, step=step) for step in (10, 11))
+    before, after = (flops(samples=1, **pictures([[1]]), step=step) for step in (10, 11))
     ratios = {name: after[name].model / before[name].model for name in before}
     assert 2.5 < ratios["images"] < 3 and 2 < ratios["language"] < 2.5
 
 
 def test_a_plain_gpt_has_one_module():
     cfg = load("gpt_tiny")
-    flops = StepFlops(cfg, vocab=384)(samples=2, counts={}, step=1)
+    flops = StepFlops(cfg, vocab=384)(samples=2, counts={}, loads={}, pairs={}, step=1)
     products = language_products(cfg.language.llm, cfg.data.sequence_length, 384)
     assert flops == {"language": count(products, upstream=False) * 2}

@@ -193,6 +193,33 @@ def test_parameters_of_an_encoder_over_tensor_parallel_ranks():
     assert memory.encoder_parameters(encoder, tp=2) == divided // 2 + whole
 
 
+@pytest.mark.parametrize(("tp", "stages"), [(1, 2), (2, 3), (1, 4)])
+def test_stages_of_an_encoder_have_its_parameters_between_them(tp, stages):
+    encoder = VisionSpec(
+        image_size=8, patch_size=4, hidden_size=8, num_layers=4, num_attention_heads=2, ffn_hidden_size=16
+    )
+    each = [memory.encoder_parameters(encoder, tp=tp, stage=stage, stages=stages) for stage in range(stages)]
+    assert sum(each) == memory.encoder_parameters(encoder, tp=tp)
+    # Patches and positions on the first, the final norm on the last.
+    layer = (memory.encoder_parameters(encoder, tp=tp) - 392 - 32 - 16) // 4
+    first = 4 - (stages - 1) * (4 // stages)
+    assert (each[0], each[-1]) == (392 + 32 + first * layer, 16 + 4 // stages * layer)
+
+
+def test_memory_of_an_encoder_in_stages():
+    """Projector on the last; earlier ones keep the activations of their layers for more microbatches."""
+    cfg, plan = planned("layout=two_processes", "modules.images.layout.pp=2", "modules.images.encoder.num_layers=4")
+    whole_cfg, whole = planned("layout=two_processes", "modules.images.encoder.num_layers=4")
+    first, last = memory.stage_memory(cfg, plan, "images", 384)
+    (one,) = memory.stage_memory(whole_cfg, whole, "images", 384)
+    assert (first.ranks, last.ranks) == ((0,), (1,))
+    assert first.memory.weights + last.memory.weights == one.memory.weights
+    assert memory.pipeline_stages(plan) == 3
+    assert [memory.in_flight(plan, "images", stage) for stage in (0, 1)] == [3, 2]
+    counts = memory.module_parameters(cfg, "images", 384, stage=0, stages=2)
+    assert set(counts) == {"encoder"}
+
+
 def test_parameters_of_projectors_over_tensor_parallel_ranks():
     mlp = ProjectorSpec(ffn_hidden_size=6)
     assert memory.projector_parameters(mlp, 8, 4) == mlp.num_parameters(8, 4) == 8 * 6 + 6 + 6 * 4 + 4

@@ -1,0 +1,32 @@
+"""Learned positions of one grid of patches, read at the places of another."""
+
+from functools import lru_cache
+
+import torch
+
+
+def interpolate_positions(positions_RCH: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Positions of a picture of `rows` x `columns` patches, each at its place in the grid that was learned.
+
+    Bicubic interpolation over the grid, as Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2) do to read
+    larger pictures. It is written as one matrix per axis: the gradient of a matrix product is the same at every run,
+    that of torch's own bicubic interpolation is not on CUDA.
+
+    Args:
+        positions_RCH: learned positions, R x C of them.
+
+    Returns:
+        [rows, columns, H]; the same values, to rounding, if the grid is the same.
+    """
+    down, across = (
+        _weights(before, after).to(positions_RCH, non_blocking=True)
+        for before, after in zip(positions_RCH.shape[:2], (rows, columns), strict=True)
+    )
+    return torch.einsum("rR,cC,RCH->rcH", down, across, positions_RCH)
+
+
+@lru_cache(maxsize=1024)
+def _weights(before: int, after: int) -> torch.Tensor:
+    """[after, before]: how much of each value on a line of `before` there is at each place of a line of `after`."""
+    lines = torch.eye(before)[None, None]
+    return torch.nn.functional.interpolate(lines, size=(before, after), mode="bicubic", align_corners=False)[0, 0].T

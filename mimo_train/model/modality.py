@@ -1,0 +1,42 @@
+"""An encoder and its projector as one module of a `MimoModel`, in one or several pipeline stages."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+
+
+class StagedModality(VisionModalitySubmodules):
+    """`VisionModalitySubmodules` whose encoder runs on every one of its pipeline stages.
+
+    Megatron-Core 0.19.2 takes what a later stage receives for the encoder's last output and only projects it
+    (mimo/submodules/base.py, `forward`).
+    """
+
+    def forward(
+        self, encoder_inputs: dict[str, Any] | None = None, hidden_states: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """One stage's pass over the pictures of a microbatch.
+
+        Args:
+            encoder_inputs: encoder -> arguments of its `forward`; None if the microbatch has no media.
+            hidden_states: what the stage before gave, [rows, encoder's hidden size]; None on the first stage.
+
+        Returns:
+            [rows, encoder's hidden size], of no rows without media; on the last stage [rows, language model's hidden
+            size], None without media.
+        """
+        ((name, encoder),) = self.encoders.items()
+        if encoder_inputs is None:
+            return None if self.is_last_stage else _no_rows(encoder.config)
+        if not self.is_first_stage:
+            encoder_inputs = {name: encoder_inputs[name] | {"hidden_states": hidden_states}}
+        outputs = self.encode(encoder_inputs)
+        return self.project_embeddings(outputs) if self.is_last_stage else outputs[0]
+
+
+def _no_rows(config) -> torch.Tensor:
+    """What a stage hands on where there is nothing to compute; nothing is sent."""
+    return torch.empty(
+        0, config.hidden_size, dtype=config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
+    )

@@ -1,0 +1,132 @@
+"""Sizes, tokens and positions of pictures that keep their aspect ratio."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoders.positions import interpolate_positions
+from encoders.spec import ProjectorSpec, VisionSpec, inner_tokens, input_size, joint_faults, num_tokens
+
+NATIVE = VisionSpec(resize="native", image_size=64, patch_size=8, min_pixels=1024, max_pixels=16384, class_token=True)
+
+SIDES = st.integers(1, 3000)
+
+
+@pytest.mark.parametrize(
+    ("size", "resized"),
+    [
+        ((64, 64), (64, 64)),
+        ((60, 100), (64, 96)),  # the nearest multiples of 16
+        ((16, 16), (32, 32)),  # enlarged to 1024 pixels
+        ((20, 5), (64, 16)),  # 64 x 16: twice a side and a bit
+        ((640, 640), (128, 128)),  # reduced to 16384
+        ((1000, 250), (256, 64)),
+        ((4, 3000), (16, 1024)),  # one side is 16 at least: the other loses
+    ],
+)
+def test_sides_are_multiples_within_the_bounds(size, resized):
+    projector = ProjectorSpec(merge=2)
+    assert input_size(NATIVE, projector, *size) == resized
+    rows, columns = (side // 8 for side in resized)
+    assert NATIVE.grid(*size, merge=2) == (rows, columns)
+    assert num_tokens(NATIVE, projector, *size) == rows * columns // 4
+    assert inner_tokens(NATIVE, projector, *size) == rows * columns + 1
+
+
+@given(height=SIDES, width=SIDES, merge=st.sampled_from([1, 2, 3]), largest=st.sampled_from([576, 4096, 16384]))
+def test_any_size_has_whole_tokens_and_no_more_than_the_most(height, width, merge, largest):
+    spec = replace(NATIVE, min_pixels=min(1024, largest), max_pixels=largest)
+    rows, columns = spec.grid(height, width, merge)
+    assert rows % merge == columns % merge == 0 < rows * columns <= spec.most_patches(merge)
+    taller = spec.grid(2 * height, width, merge)
+    assert taller[0] * columns >= rows * taller[1], "a taller picture has a taller grid"
+
+
+def test_fixed_pictures_are_as_they_were():
+    spec, projector = VisionSpec(image_size=48, patch_size=8), ProjectorSpec(merge=2)
+    assert input_size(spec, projector, 7, 900) == (48, 48)
+    assert num_tokens(spec, projector, 7, 900) == 9 and inner_tokens(spec, projector, 7, 900) == 36
+    assert spec.most_patches(2) == 36
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "numbers"),
+    [
+        ({"resize": "crop"}, "resize", ["'crop'"]),
+        ({"resize": "fixed"}, "min_pixels", ["1024", "set it to 0"]),
+        ({"resize": "fixed"}, "max_pixels", ["16384", "set it to 0"]),
+        ({"min_pixels": -1}, "min_pixels", ["-1"]),
+        ({"min_pixels": 20000}, "min_pixels", ["20000", "16384"]),
+        ({"min_pixels": 5000, "max_pixels": 0}, "min_pixels", ["5000", "4096", "image_size 64"]),
+    ],
+)
+def test_impossible_bounds_are_named(changes, field, numbers):
+    found = replace(NATIVE, **changes).faults()
+    assert [text for name, text in found if name == field and all(number in text for number in numbers)], found
+
+
+def test_a_largest_picture_has_room_for_one_token():
+    ((field, text),) = joint_faults(replace(NATIVE, max_pixels=1200), ProjectorSpec(merge=5))
+    assert field == "encoder.max_pixels" and "1200" in text and "1600" in text
+    assert not joint_faults(NATIVE, ProjectorSpec(merge=5)), "the grid of positions need not be whole tokens"
+
+
+def test_positions_keep_their_place():
+    """On a plane that rises by 1 a column and by 10 a row, values are places."""
+    plane = (torch.arange(6.0)[:, None] * 10 + torch.arange(5.0)).unsqueeze(-1)
+    torch.testing.assert_close(interpolate_positions(plane, 6, 5), plane)
+    middle_row = interpolate_positions(plane, 3, 5)[1, :, 0]
+    torch.testing.assert_close(middle_row, 25 + torch.arange(5.0))
+
+
+def test_positions_are_those_of_bicubic_interpolation():
+    positions = torch.randn(4, 7, 3, dtype=torch.float64)
+    expected = torch.nn.functional.interpolate(
+        positions.permute(2, 0, 1)[None], size=(9, 5), mode="bicubic", align_corners=False
+    )
+    torch.testing.assert_close(
+        interpolate_positions(positions, 9, 5), expected[0].permute(1, 2, 0), rtol=1e-6, atol=1e-6
+    )
+
+
+class Doubled(torch.nn.Module):
+    """Stands for the layers: every token twice, plus the first of its picture, so that mixing pictures would show."""
+
+    def forward(self, hidden_TNH, attention_mask=None):
+        return 2 * hidden_TNH + hidden_TNH[:1]
+
+
+def test_pictures_keep_their_order_and_do_not_mix():
+    from encoders.vit import VisionTransformer
+
+    class Stage(VisionTransformer):
+        def __init__(self, first: bool, last: bool):
+            torch.nn.Module.__init__(self)
+            self.spec, self.merge = replace(NATIVE, hidden_size=6), 2
+            self.config = SimpleNamespace(init_seed=1, params_dtype=torch.float32, init_method_std=0.02)
+            self.is_first_stage, self.is_last_stage = first, last
+            self.layers = Doubled()
+            if first:
+                self._build_embeddings()
+
+    torch.manual_seed(0)
+    shapes = [(16, 32), (64, 64), (16, 32), (32, 16)]
+    pictures = [torch.randint(0, 256, (3, *shape), dtype=torch.uint8) for shape in shapes]
+    whole, first, last = Stage(True, True), Stage(True, False), Stage(False, True)
+    alone = torch.cat([whole(pixels=[picture]) for picture in pictures])
+    assert alone.shape == (sum(height * width // 256 for height, width in shapes), 24)
+    torch.testing.assert_close(whole(pixels=pictures), alone)
+    between = first(pixels=pictures)
+    assert between.shape == (sum(height * width // 64 + 1 for height, width in shapes), 6)
+    one_by_one = [
+        last(sizes=[shape], hidden_states=first(pixels=[each])) for shape, each in zip(shapes, pictures, strict=True)
+    ]
+    torch.testing.assert_close(last(sizes=shapes, hidden_states=between), torch.cat(one_by_one))
+    same = torch.stack([pictures[0], pictures[2]])
+    torch.testing.assert_close(
+        first(pixels=same), torch.cat([first(pixels=[pictures[0]]), first(pixels=[pictures[2]])])
+    )
