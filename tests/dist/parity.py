@@ -8,9 +8,7 @@ import numpy as np
 from data.demo import make_demo, make_text_demo
 from tests.dist.layout_tables import MODELS, Row
 from tests.dist.parameters import largest_change, parameters_of
-from tests.dist.runs import config, curve, largest_difference, train_on_ranks
-
-STEPS = 20
+from tests.dist.runs import STEPS, config, curve, largest_difference, train_on_ranks
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ import pytest
 
 from mimo_train.checkpoint import folders
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.runs import STEPS, config, curve, largest_difference, require_equal, run, train_on_ranks
 from tests.dist.steps import Steps
-from tests.dist.test_layout_parity import STEPS, require_equal, run
 
 VISION, LANGUAGE = "modules.images.layout", "modules.language.layout"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.dist.test_layout_parity import require_equal, run
+from tests.dist.runs import require_equal, run
 
 VISION, LANGUAGE = "modules.images.layout", "modules.language.layout"
 
