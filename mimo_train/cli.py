@@ -145,16 +145,21 @@ def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
     from mimo_train.config import ConfigError
     from mimo_train.launch import end_with_launcher
+    from mimo_train.processes import is_idle, say_idle, start_faults
 
     end_with_launcher()
     try:
         cfg, layout = _load(args)
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        _require_world_size(layout, world_size, args.config, cfg.placement.allow_idle)
+        faults = start_faults(cfg, layout)
+        if faults:
+            raise ConfigError(faults)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             _print_fault(error)
         return 1
+    if is_idle(layout):  # before the imports, which take their time
+        say_idle()
+        return 0
     from mimo_train.training.run import main as train
 
     return train(cfg, layout)
@@ -195,31 +200,6 @@ def _load(args: argparse.Namespace):
     if faults:
         raise ConfigError(faults)
     return cfg, layout.plan(cfg)
-
-
-def _require_world_size(layout, world_size: int, config: str, allow_idle: bool) -> None:
-    """Raises ConfigError unless `world_size` processes are what the layout needs, or more where some may be idle."""
-    from mimo_train.config import ConfigError, Fault
-
-    needed = layout.processes[-1] + 1
-    if world_size == needed or (allow_idle and world_size > needed):
-        return
-    sizes = ", ".join(
-        f"{module.name} {module.size}" + (f" ({module})" if module.size > 1 else "")
-        for module in layout.modules.values()
-    )
-    keys = " and ".join(f"modules.{name}.layout" for name in layout.modules)
-    idle = f", or let {world_size - needed} be idle with placement.allow_idle" if world_size > needed else ""
-    raise ConfigError(
-        [
-            Fault(
-                "WORLD_SIZE",
-                f"{world_size} {'process was' if world_size == 1 else 'processes were'} started, the layout needs "
-                f"{needed}: {sizes}. Start {needed} (torchrun --nproc-per-node {needed} -m mimo_train.cli train "
-                f"{config} on one node), or change {keys} (ranks are tp * pp * dp * cp) to use {world_size}{idle}",
-            )
-        ]
-    )
 
 
 def _raised_by_us(error: ValueError) -> bool:

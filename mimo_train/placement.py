@@ -7,7 +7,6 @@ that stand apart may share their ranks, stage by stage.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
 
 from mimo_train.config import LANGUAGE, ConfigContainer, Fault, LayoutConfig
 
@@ -33,24 +32,14 @@ def place(cfg: ConfigContainer) -> Placement:
 
 def note_nodes(cfg: ConfigContainer) -> None:
     """Fill in `placement.ranks_per_node` from what the launcher has started, if there is one and several nodes."""
+    if not cfg.placement.ranks_per_node:
+        cfg.placement.ranks_per_node = launched_per_node()
+
+
+def launched_per_node() -> int:
+    """Processes that the launcher has started on each node; 0 where there is one node, or no launcher."""
     started, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if not cfg.placement.ranks_per_node and 0 < here < started:
-        cfg.placement.ranks_per_node = here
-
-
-def take_rank(placement: Placement) -> bool:
-    """Become the rank that this process has in a run: what the launcher numbers with idle processes among them, the run
-    numbers without. Changes RANK and WORLD_SIZE, once.
-
-    Returns:
-        False if no module stands on this process: it is not a part of the run.
-    """
-    process = int(os.environ.setdefault("MIMO_PROCESS", os.environ.get("RANK", "0")))
-    if process not in placement.processes:
-        return False
-    os.environ["RANK"] = str(placement.processes.index(process))
-    os.environ["WORLD_SIZE"] = str(len(placement.processes))
-    return True
+    return here if 0 < here < started else 0
 
 
 def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
@@ -60,10 +49,28 @@ def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if found:
         return
     spans = _spans(cfg)
-    found = [*_overlap_faults(cfg, spans), *_idle_faults(cfg, spans), *_node_faults(cfg, spans)]
+    found = [*_overlap_faults(cfg, spans), *_idle_faults(cfg, spans)]
     yield from found
     if not found:
+        yield from node_faults(cfg, cfg.placement.ranks_per_node)
         yield from _dropout_faults(cfg, spans)
+
+
+def node_faults(cfg: ConfigContainer, node: int) -> Iterator[Fault]:
+    """What keeps modules from standing where they do on nodes of this many ranks; nothing if it is 0."""
+    if not node:
+        return
+    spans = _spans(cfg)
+    first = min(span[0] for span in spans.values())
+    if first >= node:
+        yield Fault(
+            "placement.first_rank",
+            f"no module stands on the first node (ranks 0-{node - 1}), the lowest rank is {first}: processes meet "
+            f"there, and its launcher ends with its last process; let a module start below rank {node}",
+        )
+    if not cfg.placement.tp_across_nodes:
+        for name, span in spans.items():
+            yield from _crossing_faults(cfg, spans, name, _crossing(cfg, name, span[0], node), node)
 
 
 def moved_for_nodes(cfg: ConfigContainer) -> str:
@@ -72,8 +79,8 @@ def moved_for_nodes(cfg: ConfigContainer) -> str:
     if order == tuple(cfg.modules) or cfg.placement.mode == "shared" or cfg.placement.first_rank:
         return ""
     return (
-        f"modules stand in the order {', '.join(order)}, so that no tensor-parallel group crosses a node of "
-        f"{cfg.placement.ranks_per_node} ranks"
+        f"modules stand in the order {', '.join(order)}: in the config's order ({', '.join(cfg.modules)}) a "
+        f"tensor-parallel group would stand on two nodes of {cfg.placement.ranks_per_node} ranks"
     )
 
 
@@ -106,19 +113,30 @@ def _one_after_the_other(cfg: ConfigContainer, order: tuple[str, ...]) -> dict[s
 
 def _order(cfg: ConfigContainer) -> tuple[str, ...]:
     """The first order of modules, from the config's on, in which no tensor-parallel group crosses a node; the config's
-    if there is none."""
-    for order in permutations(cfg.modules):
-        firsts = _one_after_the_other(cfg, order)
-        if not any(_crossing(cfg, name, firsts[name]) for name in order):
+    if there is none, or if groups may cross."""
+    node, dead_ends = cfg.placement.ranks_per_node, set()
+
+    def complete(order: tuple[str, ...], following: int) -> tuple[str, ...] | None:
+        rest = tuple(name for name in cfg.modules if name not in order)
+        if not rest:
             return order
-    return tuple(cfg.modules)
-
-
-def _crossing(cfg: ConfigContainer, name: str, first: int) -> range | None:
-    """The first tensor-parallel group of a module at `first` that crosses a node, if that is not allowed."""
-    node, sizes = cfg.placement.ranks_per_node, cfg.modules[name].layout
-    if not node or cfg.placement.tp_across_nodes:
+        if rest not in dead_ends:
+            for name in rest:
+                if not _crossing(cfg, name, following, node):
+                    found = complete((*order, name), following + _size(cfg.modules[name].layout))
+                    if found:
+                        return found
+            dead_ends.add(rest)
         return None
+
+    if not node or cfg.placement.tp_across_nodes:
+        return tuple(cfg.modules)
+    return complete((), 0) or tuple(cfg.modules)
+
+
+def _crossing(cfg: ConfigContainer, name: str, first: int, node: int) -> range | None:
+    """The first tensor-parallel group of a module at `first` that stands on two nodes."""
+    sizes = cfg.modules[name].layout
     groups = (range(start, start + sizes.tp) for start in range(first, first + _size(sizes), sizes.tp))
     return next((group for group in groups if group[0] // node != group[-1] // node), None)
 
@@ -186,29 +204,48 @@ def _idle_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Faul
         yield Fault(
             "placement.first_rank",
             f"no module stands on rank {idle[0]}: {len(idle)} idle of {max(used) + 1}. Move {behind} from rank "
-            f"{spans[behind][0]} to {idle[0]}, or set placement.allow_idle",
+            f"{spans[behind][0]} to {idle[0]}, or set placement.allow_idle=true",
         )
 
 
-def _node_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
-    node = cfg.placement.ranks_per_node
-    for name, span in spans.items():
-        group, tp = _crossing(cfg, name, span[0]), cfg.modules[name].layout.tp
-        if group is None:
-            continue
-        if tp > node:
-            change = f"tp {tp} is more than a node has: use at most {node}"
-        elif node % tp:
-            change = f"tp {tp} does not divide a node: use a divisor of {node}"
-        else:
-            aligned = -(-span[0] // tp) * tp
-            change = f"let it start at a multiple of tp {tp}, for example placement.first_rank.{name} {aligned}"
-            change += " (with placement.allow_idle if that leaves a hole)"
-        yield Fault(
-            f"modules.{name}.layout.tp",
-            f"ranks {span_text(group)} of {name} are one tensor-parallel group on two nodes of {node} ranks "
-            f"(placement.ranks_per_node): {change}; or set placement.tp_across_nodes",
-        )
+def _crossing_faults(
+    cfg: ConfigContainer, spans: dict[str, range], name: str, group: range | None, node: int
+) -> Iterator[Fault]:
+    if group is None:
+        return
+    tp = cfg.modules[name].layout.tp
+    firsts = _aligned(cfg, spans, node)
+    if tp > node:
+        change = f"tp {tp} is more than a node has: use at most {node}"
+    elif node % tp:
+        change = f"tp {tp} does not divide a node: use a divisor of {node}"
+    elif firsts:
+        change = f"use placement.first_rank={{{', '.join(f'{name}: {first}' for name, first in firsts.items())}}}"
+        following = {first + len(spans[name]) for name, first in firsts.items()}
+        if set(firsts.values()) - following - {0}:
+            change += " with placement.allow_idle=true"
+    else:
+        change = f"let it start at a multiple of {tp}"
+    yield Fault(
+        f"modules.{name}.layout.tp",
+        f"ranks {span_text(group)} of {name} are one tensor-parallel group (tp {tp}) on two nodes of {node} ranks: "
+        f"{change}, or set placement.tp_across_nodes=true",
+    )
+
+
+def _aligned(cfg: ConfigContainer, spans: dict[str, range], node: int) -> dict[str, int]:
+    """First ranks that keep every tensor-parallel group on a node, what shares ranks together and the order, with as
+    few idle ranks as that allows; empty if there are none."""
+    firsts, following = {}, 0
+    for start in sorted({span[0] for span in spans.values()}):
+        names = [name for name, span in spans.items() if span[0] == start]
+        places = range(following, following + node)
+        place = next((at for at in places if not any(_crossing(cfg, name, at, node) for name in names)), None)
+        if place is None:
+            return {}
+        firsts |= dict.fromkeys(names, place)
+        following = place + max(len(spans[name]) for name in names)
+    return {name: firsts[name] for name in cfg.modules}
 
 
 def _dropout_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:

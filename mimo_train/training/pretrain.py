@@ -1,6 +1,5 @@
 """Entry points: `pretrain` and `finetune` drive the same loop."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +7,10 @@ import torch.distributed as dist
 
 from mimo_train.check.faults import config_faults
 from mimo_train.config import ConfigContainer, ConfigError, Fault
+from mimo_train.layout import plan
 from mimo_train.model.heads import ModelHook
-from mimo_train.placement import note_nodes, place, take_rank
+from mimo_train.placement import note_nodes
+from mimo_train.processes import is_idle, numbered, say_idle, start_faults
 from mimo_train.training import gpt_step, mimo_step
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.exit import ExitConditions, ExitSignal
@@ -52,12 +53,16 @@ def pretrain(
     faults = config_faults(config)
     if faults:
         raise ConfigError(faults)
-    if not take_rank(place(config)):
-        print(f"process {os.environ['RANK']} has no module (placement.allow_idle): it ends", flush=True)
+    layout = plan(config)
+    faults = start_faults(config, layout)
+    if faults:
+        raise ConfigError(faults)
+    if is_idle(layout):
+        say_idle()
         return 0
     forward_step_func = forward_step_func or default_forward_step(config)
     needs_global_state_injection(forward_step_func)
-    with exit_signal or ExitSignal() as exit_signal:
+    with exit_signal or ExitSignal() as exit_signal, numbered(layout):
         listeners = Callbacks([*load_callbacks(config.train.callbacks), *callbacks])
         state = GlobalState(config, callbacks=listeners, exit_signal=exit_signal, pre_wrap_hook=pre_wrap_hook)
         return maybe_wrap_for_inprocess_restart(_pretrain, config)(state, forward_step_func)

@@ -69,7 +69,7 @@ def write_replay(
     if state.cfg.run.inprocess_restarts:
         # A run that may start again continues from its newest checkpoint, not from a chosen one.
         overrides.append("run.inprocess_restarts=0")
-    ranks = f"torchrun --nproc-per-node {state.layout.world_size} -m mimo_train.cli train"
+    ranks = f"torchrun --nproc-per-node {state.layout.processes[-1] + 1} -m mimo_train.cli train"
     command = f"{ranks} {shlex.join([str(config), *overrides])}"
     if state.is_logging_rank:
         suspects = {part.microbatch for part in (*findings.inputs, *findings.losses)}

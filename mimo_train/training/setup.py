@@ -22,6 +22,7 @@ from mimo_train.checkpoint.store import load_checkpoint
 from mimo_train.compose import to_yaml
 from mimo_train.config import ConfigContainer
 from mimo_train.groups import RunGroups, build_groups
+from mimo_train.layout import RunLayout
 from mimo_train.metrics import progress as progress_log
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.log import build_metrics_log
@@ -32,6 +33,7 @@ from mimo_train.model.seeds import seed_for
 from mimo_train.optim.build import ModuleSchedulers, build_optimizer
 from mimo_train.optim.stages import FreezeStages, GradientNeeds
 from mimo_train.pipeline import Pipeline
+from mimo_train.processes import is_first_of_node
 from mimo_train.samples import build_dataset, tokenizer_of
 from mimo_train.training.data import StepIterator, open_loader
 from mimo_train.training.evaluate import HeldOut
@@ -115,7 +117,7 @@ def setup(state: GlobalState, store: dist.Store | None = None) -> SetupOutput:
     """
     cfg, layout = state.cfg, state.layout
     kind, device = start_processes(cfg, store)
-    make_demo_shards(cfg)
+    make_demo_shards(cfg, layout)
     model = build_state(state, kind, device)
     optimizer = build_optimizer(cfg, model, state.pipeline.groups)
     optimizer.attach(model[0].config)
@@ -167,13 +169,13 @@ def _announce_needs(plan: TokenPlan, needs: GradientNeeds, step: int) -> None:
     plan.needs = needs.at(step)
 
 
-def make_demo_shards(cfg: ConfigContainer) -> None:
+def make_demo_shards(cfg: ConfigContainer, layout: RunLayout) -> None:
     """Make the demo shards of `data.demo` if they are not there; the first rank of each node does, the others wait."""
     if not cfg.data.demo:
         return
     from data.demo import ensure_demo
 
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0 or dist.get_rank() == 0:  # the first process may be idle
+    if is_first_of_node(layout, dist.get_rank()):
         ensure_demo(Path(cfg.data.shards).parent, cfg.data.demo)
     dist.barrier()
 

@@ -35,7 +35,7 @@ def config(name: str, run_dir: Path, demo: Path, *overrides: str):
 
 def train_on_ranks(cfg, timeout: float = 240) -> list[dict]:
     """Train `cfg` on as many processes as its layout needs; returns the lines of metrics.jsonl."""
-    run_ranks(train_rank, plan(cfg).world_size, cfg, timeout=timeout)
+    run_ranks(train_rank, plan(cfg).processes[-1] + 1, cfg, timeout=timeout)
     return read_metrics(Path(cfg.run.dir) / "metrics.jsonl")
 
 

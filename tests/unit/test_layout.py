@@ -154,7 +154,7 @@ MEGATRON = {"placement.bridge": "megatron"}
         (
             {f"{LANGUAGE}.layout.tp": 2, "placement.ranks_per_node": 2, FIRST: {"images": 0, "language": 1}},
             f"{LANGUAGE}.layout.tp",
-            ["ranks 1-2", "nodes of 2", "language 2", "tp_across_nodes"],
+            ["ranks 1-2", "nodes of 2", "{images: 0, language: 2} with placement.allow_idle=true", "tp_across_nodes"],
         ),
         (
             {**SHARED, f"{LANGUAGE}.layout.dp": 2, f"{IMAGES}.layout.tp": 2, f"{LANGUAGE}.llm.dropout": 0.1},
