@@ -99,6 +99,12 @@ class VisionSpec:
             return math.prod(self.position_grid)
         return self.largest_area // (self.patch_size * merge) ** 2 * merge**2
 
+    def token_unit(self, merge: int = 1) -> int:
+        """What divides the number of tokens that any picture has inside the encoder."""
+        if self.resize == "fixed":
+            return math.prod(self.position_grid) + self.class_token
+        return 1 if self.class_token else merge**2
+
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""
         found = []

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -48,7 +49,7 @@ class VisionTransformer(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ):
         super().__init__(config=config)
-        self.spec, self.merge = spec, merge
+        self.spec, self.merge, self.tp_group = spec, merge, pg_collection.tp
         stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
         self.is_first_stage, self.is_last_stage = stage == 0, stage == stages - 1
         if self.is_first_stage:
@@ -99,12 +100,22 @@ class VisionTransformer(MegatronModule):
         """Pictures of one size through this stage: pixels [N, 3, height, width] or hidden states [N, T, H] -> what they
         hand on, [N, rows, width]; on the last stage without class token, and merged."""
         hidden_NTH = self._embed(inputs) if self.is_first_stage else inputs
-        hidden_TNH = self.layers(hidden_NTH.transpose(0, 1).contiguous(), attention_mask=None)
-        hidden_NTH = hidden_TNH.transpose(0, 1)
+        hidden_NTH = self._run_layers(hidden_NTH.transpose(0, 1).contiguous()).transpose(0, 1)
         if not self.is_last_stage:
             return hidden_NTH
         rows, columns = self._grid(size)
         return merge_patches(hidden_NTH[:, -rows * columns :], rows, columns, self.merge)
+
+    def _run_layers(self, hidden_TNH: torch.Tensor) -> torch.Tensor:
+        """The layers of this stage. With sequence parallelism they see T / tp tokens of every picture on each rank; all
+        else, here and between stages, is whole on every rank."""
+        if not self.config.sequence_parallel:
+            return self.layers(hidden_TNH, attention_mask=None)
+        own = scatter_to_sequence_parallel_region(hidden_TNH, group=self.tp_group)
+        # The gradient of what follows is whole on every rank too: each takes its part of it, nothing is summed.
+        return gather_from_sequence_parallel_region(
+            self.layers(own, attention_mask=None), tensor_parallel_output_grad=False, group=self.tp_group
+        )
 
     def _build_embeddings(self) -> None:
         spec, config = self.spec, self.config

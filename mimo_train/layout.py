@@ -180,7 +180,7 @@ def _module_faults(name: str, module: ModuleConfig, cfg: ConfigContainer) -> Ite
         if module.llm is not None:
             yield Fault(f"{key}.llm", f"only the module named {LANGUAGE!r} has an llm: remove this key")
         yield from _encoder_faults(module, key)
-    if layout.sp and layout.tp == 1 and name == LANGUAGE:
+    if layout.sp and layout.tp == 1:
         yield Fault(f"{key}.layout.sp", "sequence parallel needs tp > 1, tp is 1: set sp to false or raise tp")
 
 
@@ -206,8 +206,14 @@ def _encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     for axis, why in _ENCODER_AXES.items():
         if getattr(layout, axis) > 1:
             yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
-    if layout.sp:
-        yield Fault(f"{key}.layout.sp", "sequence parallel of encoders is not available yet: set it to false")
+    if layout.sp and not own and (tokens := encoder.token_unit(module.projector.merge)) % layout.tp:
+        of_any_size = "pictures of any size have multiples of " if encoder.resize == "native" else "a picture has "
+        yield Fault(
+            f"{key}.layout.sp",
+            f"{of_any_size}{tokens} tokens inside the encoder, which tp {layout.tp} does not divide into equal parts: "
+            f"set sp to false, or change tp, {key}.encoder.class_token, image_size or patch_size"
+            + (f", or {key}.projector.merge" if encoder.resize == "native" else ""),
+        )
 
 
 _ENCODER_AXES = {

@@ -372,12 +372,13 @@ def _encoder_activations(
         train.precision,
         dropout=encoder.dropout > 0,
         tp=sizes.tp,
+        sp=sizes.sp,
     )
     flying, layers = in_flight(layout, name, stage), layers_of_stage(encoder.num_layers, stage, sizes.pp)
     if "encoder" in module.freeze:
         kept = layer if layers else 0
     else:
-        boundary = tokens * encoder.hidden_size * size
+        boundary = tokens * encoder.hidden_size * size // (sizes.tp if sizes.sp else 1)
         kept = stack_activations(layers, layer, boundary, flying, cfg.recompute_of(name))
     if stage < sizes.pp - 1:
         return kept

@@ -1,5 +1,5 @@
-"""Encoders in several pipeline stages: the numbers of one process, and checkpoints that move between numbers of
-stages."""
+"""Encoders in several pipeline stages and with sequence parallelism: the numbers of one process, and checkpoints that
+move between numbers of stages."""
 
 import pytest
 
@@ -46,6 +46,35 @@ def one_process_small(digits, tmp_path_factory):
 def test_microbatches_without_pictures_pass_through_stages(title, one_process_small, digits, tmp_path):
     layout = ("layout=two_processes", *LAYOUTS[title], *ALL_TEXT)
     require_equal(one_process_small, run("vlm_digits", digits, tmp_path, THREE_LAYERS, *layout))
+
+
+SEQUENCE_PARALLEL = {
+    "vision tp2 sp + language 1": (f"{VISION}.tp=2",),
+    "vision tp2 sp pp2 + language tp2 sp": (
+        f"{VISION}.tp=2",
+        f"{VISION}.pp=2",
+        f"{LANGUAGE}.tp=2",
+        f"{LANGUAGE}.sp=true",
+    ),
+    "vision tp2 sp, language dp2, same ranks": ("placement.mode=shared", f"{VISION}.tp=2", f"{LANGUAGE}.dp=2"),
+}
+
+CLASS_TOKEN = ("modules.images.encoder.class_token=true",)
+"""Makes the 9 patches 10 tokens, which two ranks share."""
+
+
+@pytest.fixture(scope="module")
+def one_process_with_class_token(digits, tmp_path_factory):
+    """Curve of one process whose encoder has a class token."""
+    return run("vlm_digits", digits, tmp_path_factory.mktemp("token"), "layout=one_process", THREE_LAYERS, *CLASS_TOKEN)
+
+
+@pytest.mark.parametrize("title", SEQUENCE_PARALLEL)
+def test_sequence_parallel_encoders_give_the_numbers_of_one_process(
+    title, one_process_with_class_token, digits, tmp_path
+):
+    layout = ("layout=two_processes", f"{VISION}.sp=true", *CLASS_TOKEN, *SEQUENCE_PARALLEL[title])
+    require_equal(one_process_with_class_token, run("vlm_digits", digits, tmp_path, THREE_LAYERS, *layout))
 
 
 def test_checkpoints_move_between_numbers_of_stages(one_process, digits, tmp_path):

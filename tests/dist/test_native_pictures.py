@@ -15,7 +15,6 @@ VISION, LANGUAGE = "modules.images.layout", "modules.language.layout"
 NATIVE = (
     "encoder@modules.images.encoder=vit_tiny_native",
     "modules.images.encoder.num_layers=3",
-    "modules.images.encoder.class_token=true",
     "modules.images.projector.merge=2",
     "data.sequence_length=96",
 )
@@ -24,8 +23,9 @@ NATIVE = (
 LAYOUTS = {
     "any size: vision pp2 + language dp2": (f"{VISION}.pp=2", f"{LANGUAGE}.dp=2"),
     "any size: vision pp2 dp2 + language 1": (f"{VISION}.pp=2", f"{VISION}.dp=2"),
-    "any size: vision tp2 dp2 by patches + language 1": (
+    "any size: vision tp2 sp dp2 by patches + language 1": (
         f"{VISION}.tp=2",
+        f"{VISION}.sp=true",
         f"{VISION}.dp=2",
         "modules.images.balance=patches",
     ),

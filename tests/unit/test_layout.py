@@ -93,6 +93,17 @@ MEGATRON = {"placement.bridge": "megatron"}
         ({"train.micro_batch_size": 0}, "train.micro_batch_size", ["at least 1", "is 0"]),
         ({"train.iters": 0}, "train.iters", ["at least 1", "is 0"]),
         ({f"{LANGUAGE}.layout.sp": True}, f"{LANGUAGE}.layout.sp", ["tp > 1", "tp is 1"]),
+        ({f"{IMAGES}.layout.sp": True}, f"{IMAGES}.layout.sp", ["tp > 1", "tp is 1"]),
+        (
+            {f"{IMAGES}.layout.sp": True, f"{IMAGES}.layout.tp": 2, f"{IMAGES}.encoder.class_token": True},
+            f"{IMAGES}.layout.sp",
+            ["17 tokens", "tp 2", "class_token"],
+        ),
+        (
+            {f"{IMAGES}.layout.sp": True, f"{IMAGES}.layout.tp": 2, f"{IMAGES}.encoder.resize": "native"},
+            f"{IMAGES}.layout.sp",
+            ["any size have multiples of 1 tokens", "projector.merge"],
+        ),
         ({f"{IMAGES}.layout.pp": 4}, f"{IMAGES}.layout.pp", ["pp 4", "3 layers", "each stage needs one"]),
         ({**MEGATRON, f"{IMAGES}.layout.pp": 2}, "placement.bridge", ["encoders of one stage", "images has pp 2"]),
         ({f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep is 2", "num_experts is 0"]),
