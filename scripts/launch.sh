@@ -122,7 +122,8 @@ mimo_launch() {
   mimo_whole "the number of processes" "$world" 1
   if [[ -z "${NPROC_PER_NODE:-}" ]]; then
     ((world % NNODES == 0)) || mimo_fail "the layout needs $world processes, which $NNODES nodes cannot share evenly:" \
-      "change modules.*.layout (or layout=...) or NNODES"
+      "change modules.*.layout (or layout=...) or NNODES, or let some be idle with placement.allow_idle=true and" \
+      "NPROC_PER_NODE=$(((world + NNODES - 1) / NNODES))"
     NPROC_PER_NODE=$((world / NNODES))
   fi
   if ((NNODES * NPROC_PER_NODE < world)); then  # more may be idle: the program knows

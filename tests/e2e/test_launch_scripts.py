@@ -48,6 +48,11 @@ def test_several_nodes_share_the_ranks(checkout):
     assert "--nnodes=2 --node-rank=1 --master-addr=node1 --master-port=29500 --nproc-per-node=2 " in out
 
 
+def test_more_processes_than_the_layout_needs_are_left_to_the_program(checkout):
+    out = started(checkout, "scripts/train_vlm.sh", NNODES="3", NODE_RANK="0", MASTER_ADDR="a", NPROC_PER_NODE="2")
+    assert "--nnodes=3 " in out and "--nproc-per-node=2 " in out
+
+
 def test_slurm_says_which_node_this_is(checkout):
     out = started(checkout, "scripts/train_vlm.sh", SLURM_JOB_NODELIST="gpu[003-004]", **SLURM)
     assert "--nnodes=2 --node-rank=1 --master-addr=gpu003 --master-port=24567 --nproc-per-node=2 " in out
@@ -74,7 +79,10 @@ def test_a_gpu_run_chooses_its_threads_itself(checkout):
     ("variables", "words"),
     [
         ({"NPROC_PER_NODE": "3"}, ["needs 4 processes", "1 * 3 = 3", "modules.*.layout", "NPROC_PER_NODE"]),
-        ({"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"}, ["needs 4 processes", "3 nodes", "modules.*.layout"]),
+        (
+            {"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"},
+            ["needs 4 processes", "3 nodes", "modules.*.layout", "placement.allow_idle=true and NPROC_PER_NODE=2"],
+        ),
         ({"NNODES": "2", "NODE_RANK": "0"}, ["NNODES is 2", "MASTER_ADDR"]),
         ({"NNODES": "2", "MASTER_ADDR": "a"}, ["NNODES is 2", "NODE_RANK"]),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, ["NODE_RANK is 2", "0 to 1"]),

@@ -84,6 +84,17 @@ def test_two_modules_on_two_processes_leave_every_file(digits, tmp_path):
     assert answered.returncode == 0, answered.stderr
 
 
+def test_a_process_without_a_module_leaves_and_the_launcher_goes_on(digits, tmp_path):
+    run_dir = tmp_path / "run"
+    hole = ("placement.first_rank={images: 0, language: 2}", "placement.allow_idle=true", "train.iters=2")
+    process = start("train_vlm.sh", *vlm(digits, run_dir, *hole), cwd=tmp_path)
+    printed = finish(process)
+    assert process.returncode == 0, printed
+    assert "process 1: no module stands here (placement.allow_idle), it ends" in printed
+    assert [line["step"] for line in lines_of(run_dir) if "lm loss" in line] == [1, 2]
+    assert "report.html" in printed
+
+
 def test_sigterm_saves_and_exits_0_and_the_same_command_goes_on(digits, tmp_path):
     run_dir = tmp_path / "run"
     arguments = vlm(digits, run_dir, "train.iters=400", "train.eval_samples=8")

@@ -1,0 +1,53 @@
+"""Processes without a module leave, and the others train as if they had never been there."""
+
+import os
+
+import pytest
+
+from mimo_train.metrics.jsonl import read_metrics
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, curve, train_rank
+
+HOLES = ("placement.first_rank={images: 1, language: 3}", "placement.allow_idle=true")
+SURPLUS = ("placement.allow_idle=true",)
+
+
+def _train(cfg) -> tuple[int, bool, str]:
+    """(exit code, whether this process has joined the others, its number for the launcher afterwards)."""
+    import torch.distributed as dist
+
+    return train_rank(cfg), dist.is_initialized(), os.environ["RANK"]
+
+
+def run(digits, run_dir, processes: int, *overrides: str) -> tuple[list[tuple], list]:
+    """The curve of a run of five steps on two modules, and what its processes return."""
+    cfg = config("vlm_digits", run_dir, digits, "layout=two_processes", "train.iters=5", *overrides)
+    results = run_ranks(_train, processes, cfg)
+    return curve(read_metrics(run_dir / "metrics.jsonl")), results
+
+
+@pytest.fixture(scope="module")
+def without_idle(digits, tmp_path_factory) -> list[tuple]:
+    """The curve of the same run on two processes."""
+    return run(digits, tmp_path_factory.mktemp("two"), 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "joined"),
+    [(HOLES, [False, True, False, True, False]), (SURPLUS, [True, True, False])],
+    ids=["holes before, between and behind", "more processes than the layout needs"],
+)
+def test_idle_processes_change_nothing(overrides, joined, without_idle, digits, tmp_path):
+    trained, results = run(digits, tmp_path, len(joined), *overrides)
+    assert results == [(0, has_joined, str(rank)) for rank, has_joined in enumerate(joined)]
+    assert trained == without_idle
+
+
+def test_idle_processes_do_not_hold_up_a_restart_in_the_processes(digits, tmp_path):
+    pytest.importorskip("nvidia_resiliency_ext.inprocess")
+    from tests.dist.test_inprocess import _train_with_failures
+
+    overrides = (*HOLES, "train.iters=6", "checkpoint.save_interval=2", "run.timeout_minutes=0.5")
+    cfg = config("vlm_digits", tmp_path, digits, "layout=two_processes", *overrides, "run.inprocess_restarts=1")
+    results = run_ranks(_train_with_failures, 4, cfg, 0, 1, timeout=100)
+    assert results == [(0, 0, 0), (0, 2, 0), (0, 0, 0), (0, 2, 0)]
