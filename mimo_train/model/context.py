@@ -6,6 +6,8 @@ causal attention is as much work on every rank (Megatron-Core's order, `get_batc
 Shape suffixes: B batch, S sequence, C = S / cp positions of one rank.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -13,11 +15,13 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 
-def own_part(tensors_BS: dict[str, torch.Tensor], cp_group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """This rank's part [B, C] of every tensor."""
+def own_part(batch: dict[str, Any], cp_group: dist.ProcessGroup) -> dict[str, Any]:
+    """This rank's part [B, C, ...] of every tensor [B, S, ...] of a microbatch; what has no sequence, such as the
+    numbers of the samples, stays as it is."""
     if cp_group.size() == 1:
-        return tensors_BS
-    return get_batch_on_this_cp_rank(dict(tensors_BS), is_hybrid_cp=False, cp_group=cp_group)
+        return batch
+    whole = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
+    return batch | get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=cp_group)
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:

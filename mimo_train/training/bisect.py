@@ -48,6 +48,9 @@ class Sighting:
     weights: bool
     """Whether the layer's weights are finite."""
     rank: int
+    depth: int = 0
+    """Layers of this rank before it. With context parallelism a value that begins on one rank reaches the others in
+    a later layer, by attention."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class LayerHooks:
 
     def _sighting(self, direction: str, place: Place, begins: bool) -> Sighting:
         weights = all(are_finite(self._layers[place].parameters()))
-        return Sighting(direction, place, begins, weights, dist.get_rank())
+        return Sighting(direction, place, begins, weights, dist.get_rank(), list(self._layers).index(place))
 
 
 def layers_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
@@ -198,7 +201,8 @@ def _origin(microbatch: int, sightings: list[Sighting], modules: list[str]) -> O
 
     def order(sighting: Sighting) -> tuple:
         direction = (FORWARD, LOSS, BACKWARD).index(sighting.direction)
-        place = (sighting.place.module == LANGUAGE, modules.index(sighting.place.module), sighting.place.stage)
+        module, stage = sighting.place.module, sighting.place.stage
+        place = (module == LANGUAGE, modules.index(module), stage, sighting.depth)
         if sighting.direction == BACKWARD:
             place = tuple(-int(number) for number in place)
         return direction, *place, sighting.weights, not sighting.begins

@@ -14,6 +14,7 @@ LAYOUTS = {
     "pp2": ("layout=language_pp2",),
     "pp2, interleaved": ("layout=language_pp2_vpp2", "modules.language.llm.num_layers=4"),
     "dp2": ("layout=language_dp2", "train.micro_batch_size=4"),
+    "cp2": ("layout=language_cp2",),
 }
 
 
@@ -28,9 +29,11 @@ def value_loss(labels, loss_mask, values):
     return loss, mask.sum().to(torch.int), {"value loss": torch.stack([loss.detach(), mask.sum()])}
 
 
-def value_step(data_iterator, model):
+def value_step(state, data_iterator, model):
     """A user's forward step: without labels the model gives its head's output."""
-    batch = next(data_iterator)
+    from mimo_train.model.context import own_part
+
+    batch = own_part(next(data_iterator), state.pipeline.groups.collections["language"].cp)
     output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=None)
     return output, partial(value_loss, batch["labels"], batch["loss_mask"])
 

@@ -53,8 +53,30 @@ def _spoil_a_weight(model, rank: int) -> None:
             language.decoder.layers[-1].mlp.linear_fc1.weight[0, 0] = float("nan")
 
 
+def _spoil_forward(model, rank: int) -> None:
+    """The first language layer's MLP gives one value that is NaN, on `rank`."""
+    import torch
+    import torch.distributed as dist
+
+    def spoiled(output):
+        return output.index_fill(0, torch.tensor([1]), float("nan"))
+
+    if dist.get_rank() == rank:
+        _after_first_mlp(model, spoiled)
+
+
 def _spoil_backward(model) -> None:
     """The gradient that the first language layer's MLP gives on becomes infinite."""
+
+    def spoiled(output):
+        output.register_hook(lambda gradient: gradient * float("inf"))
+        return output
+
+    _after_first_mlp(model, spoiled)
+
+
+def _after_first_mlp(model, spoiled) -> None:
+    """Passes what the first language layer's MLP gives through a function."""
     from mimo_train.model.build import modules_of
 
     for chunk in modules_of(model).get("language", ()):
@@ -63,8 +85,7 @@ def _spoil_backward(model) -> None:
 
         def forward(*args, inner=inner, **kwargs):
             output, bias = inner(*args, **kwargs)
-            output.register_hook(lambda gradient: gradient * float("inf"))
-            return output, bias
+            return spoiled(output), bias
 
         mlp.forward = forward
 
@@ -87,6 +108,8 @@ def _run(cfg, fault: str = "", rank: int = 0) -> dict:
         def on_step_start(self, state):
             if state.train_state.step == 1 and fault == "weight":
                 _spoil_a_weight(run.model, rank)
+            if state.train_state.step == 1 and fault == "forward":
+                _spoil_forward(run.model, rank)
             if state.train_state.step == 1 and fault == "backward":
                 _spoil_backward(run.model)
             before[:] = weights()
@@ -198,6 +221,14 @@ def test_bisect_names_the_layer_where_it_begins(
     told = line_of(lines, "bisect")
     assert told.startswith(f"bisect: begins in microbatch {microbatch}, {direction}, module {module}, rank")
     assert f", layer {layer}: " in told
+
+
+def test_bisect_follows_a_value_to_the_part_of_the_sequence_where_it_begins(digits, tmp_path):
+    """The rank with the other part meets it one layer later."""
+    cfg = vlm(digits, tmp_path, "two_processes", "modules.language.layout.cp=2", "train.on_nan=bisect")
+    _, record, _ = failed(cfg, "forward", 2)
+    assert (record["origin"]["layer"], record["origin"]["ranks"]) == ("decoder.layers.0", [2])
+    assert record["origin"]["begins"] and record["origin"]["weights"]
 
 
 def test_bisect_goes_with_communication_that_overlaps(digits, tmp_path):

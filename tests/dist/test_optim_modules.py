@@ -142,14 +142,19 @@ def test_overlapped_reductions_give_the_same_numbers(precision, prose, tmp_path)
     assert largest_difference(plain, run("one", "optim.overlap_grad_reduce=true")) == (0, 0)
 
 
-@pytest.mark.parametrize("layout", ["images_dp2_language_dp2", "images_tp2_language_pp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("layout=images_dp2_language_dp2",),
+        ("layout=images_tp2_language_pp2",),
+        ("layout=two_processes", "modules.language.layout.cp=2"),
+    ],
+    ids=["dp2", "pp2", "cp2"],
+)
 def test_overlap_beside_an_encoder_gives_the_same_numbers(layout, digits, tmp_path):
     def run(name: str, *overrides: str) -> list[tuple]:
-        return curve(
-            train_on_ranks(
-                config("vlm_digits", tmp_path / name, digits, f"layout={layout}", "train.iters=6", *overrides)
-            )
-        )
+        cfg = config("vlm_digits", tmp_path / name, digits, *layout, "train.iters=6", *overrides)
+        return curve(train_on_ranks(cfg))
 
     both = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
     assert largest_difference(run("plain"), run("both", *both)) == (0, 0)
