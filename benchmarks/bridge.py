@@ -1,8 +1,8 @@
 """What a microbatch costs between modules: our bridge and Megatron-Core's own, on the same layout and samples.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/bridge.py layout=two_processes
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/bridge.py layout=two_processes
     ... benchmarks/bridge.py --pairs 40 --steps 4 layout=images_dp1_language_dp2     # any key=value
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/bridge.py --bubble      # the bubble of two equal stages
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/bridge.py --bubble      # of two equal stages
 
 Every process holds two runs that differ in `placement.bridge` alone. Of a step of each, all that the bridge and the
 communicator launch is counted, told apart from the rest by the files on the stack: point-to-point messages and calls

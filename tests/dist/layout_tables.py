@@ -82,6 +82,8 @@ VLM = (
     apart(ONE, ONE, "placement.bridge=megatron"),
     Row({"images": ONE, "language": "tp2"}, "{images: 2, language: 0}"),
     Row({"images": "dp2", "language": "pp2"}, "{images: 2, language: 0}"),
+    Row({"images": "dp2", "language": "tp2 pp2"}, "{images: 0, language: 0}"),
+    Row({"images": ONE, "language": "dp2"}, "{images: 0, language: 2}", ("placement.allow_idle=true",)),
     apart(ONE, "dp2"),
     apart("dp2", ONE),
     apart("dp4", "dp2"),
@@ -116,6 +118,13 @@ UNEVEN = (
     same("dp2", "cp2"),
 )
 """Fan-in and fan-out, apart and on the same ranks, of samples most of which have no picture."""
+
+ENCODER_STAGES = (
+    apart("pp2", ONE),
+    apart("pp2 tp2", "dp2"),
+    apart("pp2 dp2", "pp2", WHOLE_STATES, "modules.images.recompute=full"),
+)
+"""The encoder in stages; most samples have no picture."""
 
 UNTIED = (apart("dp2", "pp2"), same("tp2", "dp2 pp2", WHOLE_STATES))
 
@@ -183,6 +192,13 @@ def _vlm(rows: tuple[Row, ...], *overrides: str, demo: str = "digits", microbatc
 MODELS = {
     "vlm": _vlm(VLM),
     "vlm, few pictures": _vlm(UNEVEN, "train.global_batch_size=8", demo="sparse", microbatch=4),
+    "vlm, two encoder layers": _vlm(
+        ENCODER_STAGES,
+        "modules.images.encoder.num_layers=2",
+        "train.global_batch_size=8",
+        demo="sparse",
+        microbatch=4,
+    ),
     "vlm, untied": _vlm(UNTIED, *_UNTIED),
     "vlm, bf16": _vlm(BF16, "train.precision=bf16", tolerance=1e-2),
     "vlm, experts": _vlm(VLM_EXPERTS, *_MIXTURE, "train.global_batch_size=8", microbatch=4),

@@ -66,7 +66,7 @@ def legal(draw) -> tuple[str, Row]:
 FAULTS = {
     "modules.language.layout.tp=3": "modules.language.layout.tp",
     "modules.language.layout.dp=0": "modules.language.layout.dp",
-    "modules.language.layout.pp=9": "modules.language.layout.pp",
+    "modules.language.layout.pp=9": "modules.language.layout",
     "modules.language.layout.ep=2": "modules.language.layout.ep",
     "modules.images.layout.dp=3": "modules.images.layout.dp",
     "modules.images.layout.tp=3": "modules.images.layout.tp",
