@@ -112,7 +112,8 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
 def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], list[str]]:
     """Hydra's overrides (group choices, and what begins with + or ~), and values to set as they are written."""
     groups = {folder.name for root in {path.parent, shipped_configs()} for folder in root.iterdir() if folder.is_dir()}
-    named = {key.partition("@")[0].strip() for key in _defaults_keys(path)}
+    picked = {key.replace(" ", "") for key in _defaults_keys(path)}
+    named = picked | {key.partition("@")[0] for key in picked}
     choices, values = [], []
     for override in overrides:
         key, separator, _ = override.partition("=")
@@ -122,7 +123,7 @@ def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], li
             raise ConfigError([Fault(override, "an override reads key=value, for example train.iters=100")])
         elif key.partition("@")[0] in groups and "." not in key.partition("@")[0]:
             # A group that the file does not pick from is added to it.
-            choices.append(override if key.partition("@")[0] in named else f"+{override}")
+            choices.append(override if key.replace(" ", "") in named else f"+{override}")
         else:
             # Nothing behind the = is the empty string, not YAML's null.
             values.append(override if override != f"{key}=" else f'{key}=""')

@@ -15,15 +15,26 @@ if TYPE_CHECKING:
     from data.pipeline import Dataset, Media
 
 
+def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
+    """The token that stands for each encoder module's features: of the first module of a kind that of the kind, such as
+    `<image>`; of a further one a token with its name, such as `<image:details>`."""
+    taken: dict[str, str] = {}
+    for name, module in cfg.encoders.items():
+        own = module.encoder.placeholder
+        taken[name] = f"{own[:-1]}:{name}>" if own in taken.values() else own
+    return taken
+
+
 def media_of(cfg: ConfigContainer) -> list[Media]:
     """What every encoder module needs of a sample, in the order of the config."""
     from data.pipeline import Media
 
+    placeholders = placeholders_of(cfg)
     return [
         Media(
             module=name,
             kind=module.encoder.kind,
-            placeholder=module.encoder.placeholder,
+            placeholder=placeholders[name],
             num_tokens=partial(num_tokens, module.encoder, module.projector),
             size=partial(input_size, module.encoder, module.projector),
             inner_tokens=partial(inner_tokens, module.encoder, module.projector),
@@ -40,7 +51,7 @@ def tokenizer_of(cfg: ConfigContainer) -> Any:
     """
     from data.tokens import build_tokenizer
 
-    return build_tokenizer(cfg.data.tokenizer, [module.encoder.placeholder for module in cfg.encoders.values()])
+    return build_tokenizer(cfg.data.tokenizer, list(placeholders_of(cfg).values()))
 
 
 def build_dataset(

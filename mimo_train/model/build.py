@@ -22,7 +22,7 @@ from mimo_train.memory import PARTS, padded_vocab_size
 from mimo_train.model.encoder_module import EncoderModule
 from mimo_train.model.freeze import freeze, let_recomputed_layers_learn
 from mimo_train.model.heads import ModelHook
-from mimo_train.model.layers import layer_spec, mlp_submodules, norm_class
+from mimo_train.model.layers import layer_spec, norm_class, projector_submodules
 from mimo_train.model.lora import freeze_base
 from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
 from mimo_train.model.transformer import encoder_config, language_config, projector_config
@@ -206,7 +206,7 @@ def _encoder_spec(cfg, layout, groups, name: str, te: bool) -> ModuleSpec:
         module=SeededProjector,
         params={
             "config": projection,
-            "submodules": mlp_submodules(te),
+            "submodules": projector_submodules(module.projector.kind, te),
             "projector_type": {"mlp": "mlp", "linear": "affine"}[module.projector.kind],
             "input_size": module.encoder.hidden_size * module.projector.merge**2,
             "pg_collection": pgs,

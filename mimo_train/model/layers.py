@@ -85,6 +85,21 @@ def mlp_submodules(te: bool) -> MLPSubmodules:
     return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
+def projector_submodules(kind: str, te: bool) -> MLPSubmodules:
+    """The linear layers of a projector: of an mlp both, of a linear one the first."""
+    return mlp_submodules(te) if kind == "mlp" else MLPSubmodules(linear_fc1=_gathered_linear, linear_fc2=None)
+
+
+def _gathered_linear(*args, **options) -> ColumnParallelLinear:
+    """The layer of a linear projector, whose output is whole on every rank.
+
+    `MultimodalProjector` asks for the bias apart and adds this rank's part of it to the whole output, which fails for
+    tp above 1 (Megatron-Core 0.19.2, multimodal_projector.py:56-82); Transformer Engine's layer gathers nothing
+    (extensions/transformer_engine.py:1155).
+    """
+    return ColumnParallelLinear(*args, **options | {"skip_bias_add": False})
+
+
 def norm_class(te: bool) -> type:
     """What builds a norm of its own (final norms)."""
     if te:

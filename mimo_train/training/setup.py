@@ -34,7 +34,7 @@ from mimo_train.optim.build import ModuleSchedulers, build_optimizer
 from mimo_train.optim.stages import FreezeStages, GradientNeeds
 from mimo_train.pipeline import Pipeline
 from mimo_train.processes import is_first_of_node
-from mimo_train.samples import build_dataset, tokenizer_of
+from mimo_train.samples import build_dataset, placeholders_of, tokenizer_of
 from mimo_train.training.data import StepIterator, open_loader
 from mimo_train.training.evaluate import HeldOut
 from mimo_train.training.features import Features
@@ -90,9 +90,7 @@ def build_state(state: GlobalState, kind: str, device: torch.device) -> list:
         layout,
         groups,
         vocab_size=tokenizer.vocab_size,
-        special_token_ids={
-            name: tokenizer.placeholder_id(module.encoder.placeholder) for name, module in cfg.encoders.items()
-        },
+        special_token_ids={name: tokenizer.placeholder_id(token) for name, token in placeholders_of(cfg).items()},
         device=device,
         te=use_transformer_engine(kind),
         pre_wrap_hook=state.pre_wrap_hook,
