@@ -19,6 +19,7 @@ GPT_LAYOUTS = {
     "tp2, sequence parallel": ("layout=language_tp2", "modules.language.layout.sp=true"),
     "pp2, two chunks a stage": ("layout=language_pp2_vpp2",),
     "cp2": ("layout=language_one", "modules.language.layout.cp=2"),
+    "dp2, plain optimizer": ("layout=language_dp2", "optim.distributed_optimizer=false"),
     "dp2, full recompute": ("layout=language_dp2", "train.recompute=full"),
 }
 VLM_LAYOUTS = {
