@@ -5,7 +5,7 @@ the `HyperCommGrid` in `groups`). One microbatch is `micro_batch_size * dp(langu
 of a module takes its `1/dp` of them, so that every module sees the same samples in the same order at any layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mimo_train.batch_size import batch_faults
@@ -72,6 +72,8 @@ class RunLayout:
     """The launcher's rank of each rank: a process without a module has none."""
     global_batch_size: int
     micro_batch_size: int
+    ranks_per_node: int = 0
+    """0 where it is not known, or all stand on one node."""
 
     @property
     def language(self) -> ModuleLayout:
@@ -109,6 +111,10 @@ class RunLayout:
     def num_microbatches(self) -> int:
         """Microbatches of one optimizer step."""
         return self.global_batch_size // self.microbatch_samples
+
+    def processes_of(self, ranks: Sequence[int]) -> range:
+        """The launcher's ranks of neighbouring ranks of one module, which are neighbours there too."""
+        return range(self.processes[ranks[0]], self.processes[ranks[-1]] + 1)
 
     def on_rank(self, rank: int) -> list[str]:
         """Names of the modules that stand on `rank`, in the order of the config."""
@@ -241,4 +247,5 @@ def _place(cfg: ConfigContainer) -> RunLayout:
             vpp=sizes.vpp,
             balance=module.balance,
         )
-    return RunLayout(modules, placement.processes, cfg.train.global_batch_size, cfg.train.micro_batch_size)
+    train, node = cfg.train, cfg.placement.ranks_per_node
+    return RunLayout(modules, placement.processes, train.global_batch_size, train.micro_batch_size, node)

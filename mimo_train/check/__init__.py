@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from mimo_train import compose, layout
-from mimo_train.check import arithmetic, run_dir, samples
+from mimo_train.check import arithmetic, ranks, run_dir, samples
 from mimo_train.check.faults import config_faults
 from mimo_train.check.report import Report, show
 from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault
@@ -47,6 +47,8 @@ def check(cfg: ConfigContainer) -> Report:
         tokenizer = samples.build_tokenizer(report, cfg)
         vocab = padded_vocab_size(tokenizer.vocab_size) if tokenizer else None
         arithmetic.add_modules(report, cfg, plan, vocab)
+        if plan:
+            ranks.add_ranks(report, cfg, plan)
         arithmetic.add_pictures(report, cfg)
         seen = samples.add_data(report, cfg, tokenizer)
         if batch_is_sound:

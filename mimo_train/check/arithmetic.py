@@ -1,11 +1,14 @@
 """Tables of what follows from the config alone: parameters, memory, batch, pipeline, tokens per picture."""
 
+from collections.abc import Sequence
+
 from mimo_train import memory
 from mimo_train.batch_size import BatchSizes
 from mimo_train.check.report import Report, Table, plural
 from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
 from mimo_train.layout import RunLayout
 from mimo_train.memory import GIB, Memory, ParameterCount, StageMemory
+from mimo_train.placement import span_text
 
 IMBALANCE = 2.0
 """Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""
@@ -21,7 +24,7 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
         patterns = memory.freeze_patterns(module)
         if patterns:
             notes.append(f"* patterns of modules.{name}.freeze ({', '.join(patterns)}) are not counted as frozen")
-        where = (str(layout.modules[name]), _span(layout.modules[name].ranks)) if layout else ("at fault", "")
+        where = (str(layout.modules[name]), _span(layout, layout.modules[name].ranks)) if layout else ("at fault", "")
         mark = "*" if patterns else ""
         rows.append((name, _describe(module), *where, f"{count.total:,}", f"{count.trainable:,}{mark}"))
     if len(rows) > 1:
@@ -41,12 +44,12 @@ def add_memory(
         for name in cfg.modules
         for stage in memory.stage_memory(cfg, layout, name, vocab or 0, media_per_sample.get(name, 1.0))
     ]
-    rows = [(_stage_name(stage, layout), _span(stage.ranks), *_gib(stage.memory)) for stage in stages]
+    rows = [(_stage_name(stage, layout), _span(layout, stage.ranks), *_gib(stage.memory)) for stage in stages]
     ranks = memory.rank_memory(stages)
     fullest = max(ranks, key=lambda rank: ranks[rank].total)
     emptiest = min(ranks, key=lambda rank: ranks[rank].total)
-    if len(stages) > len(ranks) or layout.local_encoders:
-        rows.append(("all modules", _span(tuple(ranks)), *_gib(ranks[fullest])))
+    if any(len(layout.on_rank(rank)) > 1 for rank in ranks):
+        rows.append(("the fullest rank", f"{layout.processes[fullest]}", *_gib(ranks[fullest])))
     own = [f"{module.recompute} of {name}" for name, module in cfg.modules.items() if module.recompute]
     notes = [
         f"an estimate, without workspaces, buffers of communication and the CUDA context; {cfg.train.precision}, "
@@ -61,9 +64,10 @@ def add_memory(
     most, least = ranks[fullest].total, ranks[emptiest].total
     if most > IMBALANCE * least and most - least > GIB:
         report.warnings.append(
-            f"memory is uneven: rank {fullest} ({', '.join(layout.on_rank(fullest))}) needs {most / GIB:.1f} GiB, "
-            f"rank {emptiest} ({', '.join(layout.on_rank(emptiest))}) {least / GIB:.1f} GiB; give the fuller module "
-            "more ranks (modules.*.layout), or let modules share ranks (placement.mode=shared)"
+            f"memory is uneven: rank {layout.processes[fullest]} ({', '.join(layout.on_rank(fullest))}) needs "
+            f"{most / GIB:.1f} GiB, rank {layout.processes[emptiest]} ({', '.join(layout.on_rank(emptiest))}) "
+            f"{least / GIB:.1f} GiB; give the fuller module more ranks "
+            "(modules.*.layout), or let modules share ranks (placement.mode=shared)"
         )
 
 
@@ -126,9 +130,9 @@ def add_pictures(report: Report, cfg: ConfigContainer) -> None:
 
 
 def _processes(layout: RunLayout) -> str:
-    """How many, and which of the launcher's are idle."""
-    idle = sorted(set(range(layout.processes[-1])) - set(layout.processes))
-    return f"{layout.world_size}" + (f", and {', '.join(map(str, idle))} idle" if idle else "")
+    """How many, and how many of the launcher's are idle below the last."""
+    idle = layout.processes[-1] + 1 - layout.world_size
+    return f"{layout.world_size}" + (f", and {idle} idle" if idle else "")
 
 
 def _describe(module: ModuleConfig) -> str:
@@ -153,5 +157,5 @@ def _gib(memory: Memory) -> tuple[str, ...]:
     return tuple(f"{part / GIB:.3f}" for part in parts)
 
 
-def _span(ranks) -> str:
-    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+def _span(layout: RunLayout, ranks: Sequence[int]) -> str:
+    return span_text(layout.processes_of(ranks))

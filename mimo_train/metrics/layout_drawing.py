@@ -25,61 +25,62 @@ def module_colors(layout: RunLayout) -> dict[str, int]:
 
 
 def draw_layout(layout: RunLayout) -> str:
-    """The drawing and a sentence of arithmetic."""
-    shares = sum(module.size for module in layout.modules.values()) > layout.world_size
-    drawing = _shared(layout) if shares else _disjoint(layout)
-    processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
+    """The drawing and a sentence of arithmetic. Ranks are the launcher's."""
+    apart = _sharing(layout, layout.apart_encoders)
+    language = _block(layout, [*layout.local_encoders, LANGUAGE])
+    drawing = language
+    if apart:
+        blocks = "".join(_block(layout, names) for names in apart)
+        drawing = f'<div class="encoders">{blocks}</div>{_arrow("features")}{language}'
+    return f'<div class="layout">{drawing}</div><p class="note">{_sentences(layout, apart)}</p>'
+
+
+def _sentences(layout: RunLayout, apart: list[list[str]]) -> str:
+    said = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
+    if len(layout.modules) > 1:
+        shares = layout.local_encoders or any(len(names) > 1 for names in apart)
+        said += ", modules share ranks" if shares else ", each module on ranks of its own"
+    idle = sorted(set(range(layout.processes[-1])) - set(layout.processes))
+    if idle:
+        said += f"; idle: {', '.join(map(str, idle[:_MAX_BOXES]))}{' ...' if len(idle) > _MAX_BOXES else ''}"
+    if layout.ranks_per_node and layout.processes[-1] >= layout.ranks_per_node:
+        said += f"; {layout.ranks_per_node} a node"
     count = layout.num_microbatches
     microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
-    if len(layout.modules) > 1:
-        processes += ", modules share ranks" if shares else ", each module on ranks of its own"
-    return (
-        f'<div class="layout">{drawing}</div><p class="note">{processes}. '
-        f"A step is {layout.global_batch_size} samples: {microbatches} of {layout.microbatch_samples}.</p>"
-    )
+    return f"{said}. A step is {layout.global_batch_size} samples: {microbatches} of {layout.microbatch_samples}."
 
 
-def _disjoint(layout: RunLayout) -> str:
-    colors = module_colors(layout)
-    encoders = [_module(module, colors[name]) for name, module in layout.modules.items() if name != LANGUAGE]
-    language = _module(layout.language, colors[LANGUAGE])
-    if not encoders:
-        return language
-    return f'<div class="encoders">{"".join(encoders)}</div>{_arrow("features")}{language}'
+def _sharing(layout: RunLayout, names: list[str]) -> list[list[str]]:
+    """Modules by the ranks they stand on: those of one list stand on the same."""
+    blocks: dict[int, list[str]] = {}
+    for name in names:
+        blocks.setdefault(layout.modules[name].first_rank, []).append(name)
+    return list(blocks.values())
 
 
-def _module(module: ModuleLayout, color: int) -> str:
-    boxes = "".join(_box(rank, _chip(module, rank, color)) for rank in module.ranks[:_MAX_BOXES])
-    return (
-        f'<section class="module c{color}"><h3>{escape(module.name)} <small>{escape(str(module))}</small></h3>'
-        f'<ol class="ranks">{boxes}{_more(module.size)}</ol></section>'
-    )
-
-
-def _shared(layout: RunLayout) -> str:
-    """One row of ranks, each with its part of every module, encoders above the language model."""
-    colors = module_colors(layout)
-    ordered = [module for name, module in layout.modules.items() if name != LANGUAGE] + [layout.language]
+def _block(layout: RunLayout, names: list[str]) -> str:
+    """Ranks on which these modules stand, each with its part of every module, encoders above the language model."""
+    colors, modules = module_colors(layout), [layout.modules[name] for name in names]
+    ranks = max((module.ranks for module in modules), key=len)
     boxes = []
-    for rank in range(min(layout.world_size, _MAX_BOXES)):
-        chips = [_chip(module, rank, colors[module.name], named=True) for module in ordered if rank in module.ranks]
-        boxes.append(_box(rank, '<span class="down" aria-label="to">↓</span>'.join(chips)))
-    return f'<section class="module shared"><ol class="ranks">{"".join(boxes)}{_more(layout.world_size)}</ol></section>'
+    for rank in ranks[:_MAX_BOXES]:
+        chips = [_chip(module, rank, colors[module.name], len(names) > 1) for module in modules if rank in module.ranks]
+        down = '<span class="down" aria-label="to">↓</span>' if LANGUAGE in names else ""
+        process, node = layout.processes[rank], ""
+        if layout.ranks_per_node and layout.processes[-1] >= layout.ranks_per_node:
+            node = f" · node {process // layout.ranks_per_node}"
+        boxes.append(f'<li><span class="rank">rank {process}{node}</span>{down.join(chips)}</li>')
+    more = f'<li class="more">and {len(ranks) - _MAX_BOXES:,} more</li>' if len(ranks) > _MAX_BOXES else ""
+    titles = " + ".join(f"{escape(module.name)} <small>{escape(str(module))}</small>" for module in modules)
+    kind = "shared" if len(names) > 1 else f"c{colors[names[0]]}"
+    return f'<section class="module {kind}"><h3>{titles}</h3><ol class="ranks">{"".join(boxes)}{more}</ol></section>'
 
 
-def _box(rank: int, chips: str) -> str:
-    return f'<li><span class="rank">rank {rank}</span>{chips}</li>'
-
-
-def _chip(module: ModuleLayout, rank: int, color: int, named: bool = False) -> str:
+def _chip(module: ModuleLayout, rank: int, color: int, named: bool) -> str:
     found = coordinates(module, rank)
     axes = [f"{axis} {found[axis]}" for axis in ("tp", "pp", "dp", "cp") if axis != "cp" or module.cp > 1]
     name = f"<b>{escape(module.name)}</b> " if named else ""
     return f'<span class="chip c{color}">{name}{" · ".join(axes)}</span>'
-
-
-def _more(size: int) -> str:
-    return f'<li class="more">and {size - _MAX_BOXES:,} more</li>' if size > _MAX_BOXES else ""
 
 
 def _arrow(text: str) -> str:

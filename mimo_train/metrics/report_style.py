@@ -61,7 +61,7 @@ svg path { vector-effect: non-scaling-stroke; fill: none; }
 .module h3 small { color: var(--soft); font-weight: 400; }
 .ranks { display: grid; grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); gap: 8px; list-style: none;
   margin: 10px 0 0; padding: 0; }
-.shared .ranks { margin: 0; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); }
+.shared .ranks { grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); }
 .ranks li { border: 1px solid var(--line); border-radius: 8px; padding: 8px; text-align: center; font-size: 0.8125rem; }
 .ranks .more { display: grid; place-items: center; color: var(--soft); border-style: dashed; }
 .rank { display: block; font-weight: 600; margin-bottom: 4px; }

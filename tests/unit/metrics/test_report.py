@@ -1,4 +1,5 @@
 import base64
+import copy
 import json
 import math
 import re
@@ -195,6 +196,27 @@ def test_shared_modules_stand_in_one_box():
     page = Page(draw_layout(plan(load("vlm_digits", ["layout=one_process"]))))
     text = " ".join(page.text.split())
     assert "rank 0 images tp 0 · pp 0 · dp 0 ↓ language tp 0 · pp 0 · dp 0" in text and "rank 1" not in text
+
+
+def test_encoders_apart_and_on_the_first_stage_idle_ranks_and_nodes_are_drawn():
+    names = {"images": 5, "photos": 0, "sounds": 0, "language": 5}
+    cfg = load("vlm_digits")
+    images = cfg.modules["images"]
+    cfg.modules = {name: copy.deepcopy(images) for name in ("images", "photos", "sounds")} | {
+        "language": cfg.modules["language"]
+    }
+    sizes = {"images": {"tp": 2}, "photos": {"dp": 4}, "sounds": {"tp": 4}, "language": {"dp": 2, "pp": 2}}
+    for name, axes in sizes.items():
+        cfg.modules[name].layout = LayoutConfig(**axes)
+    cfg.placement.first_rank, cfg.placement.allow_idle, cfg.placement.ranks_per_node = names, True, 8
+    cfg.placement.tp_across_nodes = True
+    page = Page(draw_layout(plan(cfg)))
+    text = " ".join(page.text.split())
+    assert "rank 3 · node 0 photos tp 0 · pp 0 · dp 3 sounds tp 3 · pp 0 · dp 0" in text
+    assert "rank 5 · node 0 images tp 0 · pp 0 · dp 0 ↓ language tp 0 · pp 0 · dp 0" in text
+    assert "rank 8 · node 1 language tp 0 · pp 1 · dp 1" in text
+    assert "8 processes, modules share ranks; idle: 4; 8 a node." in text
+    assert "photos dp4 + sounds tp4" in text and len(page.all("section")) == 2 and len(page.all("div", "arrow")) == 1
 
 
 def test_a_large_layout_is_cut_and_counted():

@@ -1,0 +1,55 @@
+"""The table of ranks: which processes have which stages of which modules, on which nodes, and how features travel."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+
+from mimo_train import placement
+from mimo_train.check.report import Report, Table
+from mimo_train.config import LANGUAGE, ConfigContainer
+from mimo_train.layout import RunLayout
+
+
+def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
+    """One row for neighbours that have the same; ranks are the launcher's, idle ones included."""
+    node = cfg.placement.ranks_per_node
+    rows = []
+    for here, span in _spans(layout):
+        where = (placement.span_text(range(span[0] // node, span[-1] // node + 1)),) if node else ()
+        rows.append((placement.span_text(span), *where, here))
+    notes = [_way(layout, name) for name in cfg.encoders]
+    moved = placement.moved_for_nodes(cfg)
+    if moved:
+        notes.append(moved)
+    if not node and any(module.tp > 1 for module in layout.modules.values()):
+        notes.append(
+            "on one node; with several, placement.ranks_per_node shows here what the launcher's nodes will change"
+        )
+    header = ("ranks", *(("nodes",) if node else ()), "what stands there")
+    report.tables.append(Table("Ranks", header, rows, notes))
+
+
+def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
+    """Neighbouring processes that have the same, with what it is."""
+    here: dict[int, list[str]] = {process: [] for process in range(layout.processes[-1] + 1)}
+    for name, module in layout.modules.items():
+        for stage in range(module.pp):
+            title = f"{name}, stage {stage + 1} of {module.pp}" if module.pp > 1 else name
+            for process in layout.processes_of(module.stage_ranks(stage)):
+                here[process].append(title)
+    for titles, processes in groupby(here, lambda process: here[process]):
+        found = [*processes]
+        yield " + ".join(titles) or "idle", range(found[0], found[-1] + 1)
+
+
+def _way(layout: RunLayout, name: str) -> str:
+    """How the features of an encoder reach the language model."""
+    encoder, language = layout.modules[name], layout.language
+    taking = placement.span_text(layout.processes_of(language.stage_ranks(0)))
+    if name in layout.local_encoders:
+        stage = replace(language, pp=1, ep=1, etp=1, sp=False)
+        same = (encoder.tp, encoder.dp) == (stage.tp, stage.dp)
+        dealt = "stay where they are" if same else f"are dealt again, from {replace(encoder, sp=False)} to {stage}"
+        return f"features of {name} {dealt}: it stands on the first ranks of {LANGUAGE} ({taking})"
+    giving = placement.span_text(layout.processes_of(encoder.stage_ranks(encoder.pp - 1)))
+    return f"features of {name} are sent from ranks {giving} to {taking}"
