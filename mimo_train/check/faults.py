@@ -120,10 +120,12 @@ def _picture_faults(cfg: ConfigContainer, found: list[Fault]) -> list[Fault]:
         encoder, merge = module.encoder, module.projector.merge
         tokens = encoder.most_patches(merge) // merge**2
         if tokens > cfg.data.sequence_length > 0:
+            side = encoder.image_size
+            size = f"{side} x {side}" if encoder.resize == "fixed" else f"up to {encoder.largest_area}"
             faults.append(
                 Fault(
                     "data.sequence_length",
-                    f"one picture takes {tokens} tokens of modules.{name} ({encoder.largest_area} pixels, patches of "
+                    f"one picture takes {tokens} tokens of modules.{name} ({size} pixels, patches of "
                     f"{encoder.patch_size} x {encoder.patch_size}, merge {merge}), a sequence has only "
                     f"{cfg.data.sequence_length}: raise it above {tokens}, or raise modules.{name}.projector.merge",
                 )

@@ -124,7 +124,7 @@ def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, na
     A head that a hook puts in afterwards is trained."""
     if cfg.modules[name].lora.rank:
         freeze_base(chunks, PARTS["llm" if name == LANGUAGE else "encoder"])
-    if cfg.train.recompute == "full":
+    if cfg.recompute_of(name) == "full":
         let_recomputed_layers_learn(chunks)
 
 

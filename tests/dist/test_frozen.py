@@ -32,9 +32,27 @@ def curve(cfg, steps: int = 3) -> list[tuple]:
 def test_recomputed_layers_behind_frozen_weights_learn(frozen, digits, tmp_path):
     """Torch's checkpoint gives weights no gradient where the input of their layer needs none."""
     kept = curve(vlm(digits, tmp_path / "kept", "layout=one_process", *frozen))
-    recomputed = curve(vlm(digits, tmp_path / "again", "layout=one_process", "train.recompute=full", *frozen))
-    assert max(largest_difference(kept, recomputed)) < 1e-6
+    everywhere = ("train.recompute=full",)
+    of_each = ("modules.images.recompute=full", "modules.language.recompute=full")
+    for part, recompute in enumerate((everywhere, of_each)):
+        run_dir = tmp_path / f"again{part}"
+        recomputed = curve(vlm(digits, run_dir, "layout=one_process", *recompute, *frozen))
+        assert max(largest_difference(kept, recomputed)) < 1e-6
     assert kept[-1][1] < kept[0][1]
+
+
+STAGE_ONE = [f"encoders.images.{part}.*" for part in ("patch_embedding", "layers.layers.0", "layers.layers.1")]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("frozen", [STAGE_ONE[:1], [*STAGE_ONE, "*position_embedding"]], ids=["patches", "first stage"])
+def test_recomputed_encoder_stages_learn_behind_frozen_weights(frozen, recompute, digits, tmp_path):
+    """Two layers, then one: the second stage's input needs a gradient or none."""
+    freeze = (f"modules.images.freeze=[{','.join(repr(name) for name in frozen)}]",)
+    common = ("modules.images.encoder.num_layers=3", *freeze)
+    one = curve(vlm(digits, tmp_path / "one", "layout=one_process", *common))
+    stages = ("layout=two_processes", "modules.images.layout.pp=2", f"modules.images.recompute={recompute}")
+    assert max(largest_difference(one, curve(vlm(digits, tmp_path / "two", *common, *stages)))) < 1e-5
 
 
 def _costs(cfg, steps: int) -> dict:
