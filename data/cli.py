@@ -37,10 +37,10 @@ def add_subparser(subparsers: Any) -> None:
 
     demo = commands.add_parser("make-demo", help="make a small data set to try things on, without a download")
     demo.add_argument("out", metavar="OUT", help="folder to write")
-    demo.add_argument("--kind", choices=["digits", "text"], default="digits", help="default: digits")
-    demo.add_argument("--samples", type=_positive, help="training samples of the digits demo (default: 12000)")
-    demo.add_argument("--held-out", type=_positive, help="held-out samples of the digits demo (default: 768)")
-    demo.add_argument("--seed", type=int, help="seed of the digits demo (default: 0)")
+    demo.add_argument("--kind", choices=["digits", "mixed", "text"], default="digits", help="default: digits")
+    demo.add_argument("--samples", type=_positive, help="training samples (default: digits 12000, mixed 3000)")
+    demo.add_argument("--held-out", type=_positive, help="held-out samples (default: digits 768, mixed 320)")
+    demo.add_argument("--seed", type=int, help="seed of the digits or mixed demo (default: 0)")
     demo.set_defaults(handler=_guarded(_make_demo))
 
 
@@ -106,7 +106,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
     from data.index import find_shards, open_index
 
-    counts, sizes, pictures, faults = Counter(), Counter(), Counter(), []
+    counts, sizes, pictures, clips, faults = Counter(), Counter(), Counter(), [], []
     samples = total = shown = 0
     paths = find_shards(args.pattern)
     for path in paths:
@@ -119,6 +119,8 @@ def _inspect(args: argparse.Namespace) -> int:
                 sizes[member.extension] += member.size
                 if member.kind == "image":
                     pictures[member.height, member.width] += 1
+                if member.kind == "audio":
+                    clips.append((member.rate, member.frames))
             if fault := index.fault(row):
                 faults.append(f"{path}: key {index.key(row)}: {fault}")
             if shown < args.samples:
@@ -135,9 +137,21 @@ def _inspect(args: argparse.Namespace) -> int:
             print(f"{f'{height} x {width}' if height else 'unreadable':<16}{count:>10}")
         if len(pictures) > 10:
             print(f"and {len(pictures) - 10} other sizes")
+    _print_clips(clips)
     for fault in faults[:10]:
         print(f"bad: {fault}")
     return 0
+
+
+def _print_clips(clips: list[tuple[int, int]]) -> None:
+    """Number and seconds of the clips of each rate, from (samples per second, samples) of each."""
+    if clips:
+        print(f"\n{'samples a second':<16}{'clips':>10}{'shortest':>12}{'longest':>10}{'hours':>10}")
+    for rate in sorted({rate for rate, _ in clips}):
+        lengths = [frames for other, frames in clips if other == rate]
+        seconds = [length / (rate or 1) for length in lengths]
+        times = f"{min(seconds):>10.2f} s{max(seconds):>8.2f} s{sum(seconds) / 3600:>10.2f}" if rate else ""
+        print(f"{rate or 'unreadable':<16}{len(lengths):>10}{times}")
 
 
 def _describe(member: Any) -> str:
@@ -186,7 +200,7 @@ def _make_demo(args: argparse.Namespace) -> int:
     given = {"train_samples": args.samples, "held_out_samples": args.held_out, "seed": args.seed}
     parameters = {name: value for name, value in given.items() if value is not None}
     if args.kind == "text" and parameters:
-        raise ValueError("--samples, --held-out and --seed belong to the digits demo; the text demo has a fixed size")
+        raise ValueError("--samples, --held-out and --seed belong to the other demos; the text demo has a fixed size")
     out = ensure_demo(args.out, args.kind, **parameters)
     print(f"{out}: the shards are in {out / 'train'} and {out / 'held_out'}")
     return 0

@@ -1,5 +1,5 @@
-"""The demos, made on the spot from data that scikit-learn carries: digits to look at, prose to read. Nothing is
-downloaded.
+"""The demos, made on the spot from data that scikit-learn carries: digits to look at, digits and tones mixed, prose to
+read. Nothing is downloaded.
 
 A demo folder holds `train/` and `held_out/` shards and `demo.json`, which is written last: it names the parameters and
 every shard with its size, so that a folder without it, or with other shards, counts as incomplete. Equal parameters
@@ -12,18 +12,25 @@ import fcntl
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from data.demo_digits import DemoSample
 
 MARKER = "demo.json"
 _FORMAT = 1
 _DIGITS = {"train_samples": 12000, "held_out_samples": 768, "seed": 0, "shards": 8, "text_only_fraction": 0.1}
+_MIXED = {"train_samples": 3000, "held_out_samples": 320, "seed": 0, "shards": 4}
 _TEXT = {"shards": 1}
+_MARKER = re.compile(r"<(image|audio)>\n")
 _QUESTIONS = 2  # at most, of a training picture, in one conversation; held-out ones get 1
 
 
@@ -50,9 +57,46 @@ def make_demo(
         )
     parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
     parameters |= {"text_only_fraction": text_only_fraction}
+    from data.demo_digits import load_scans, make_sample
+
     with _writing(Path(out_dir), "digits", parameters) as folder:
-        _write_digits(folder / "train", train_samples, shards, seed, text_only_fraction, held_out=False)
-        _write_digits(folder / "held_out", held_out_samples, 1, seed, text_only_fraction, held_out=True)
+        for held_out in (False, True):
+            digits, questions = load_scans(held_out), 1 if held_out else _QUESTIONS
+            _write_part(
+                folder / ("held_out" if held_out else "train"),
+                held_out_samples if held_out else train_samples,
+                1 if held_out else shards,
+                seed,
+                lambda number, rng, digits=digits, questions=questions: make_sample(
+                    digits, rng, text_only_fraction, questions
+                ),
+            )
+    return Path(out_dir)
+
+
+def make_mixed_demo(
+    out_dir: str | os.PathLike[str],
+    *,
+    train_samples: int = 3000,
+    held_out_samples: int = 320,
+    seed: int = 0,
+    shards: int = 4,
+) -> Path:
+    """Writes the mixed demo (see `demo_mixed.py`), as `make_demo` writes the digits."""
+    if min(train_samples, held_out_samples, shards) < 1:
+        raise ValueError(
+            "a demo needs at least one sample of each part and one shard; got "
+            f"train_samples={train_samples}, held_out_samples={held_out_samples}, shards={shards}"
+        )
+    from data.demo_digits import load_scans
+    from data.demo_mixed import make_mixed_sample
+
+    parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
+    with _writing(Path(out_dir), "mixed", parameters) as folder:
+        for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):
+            _write_part(
+                folder / part, samples, number, seed, partial(make_mixed_sample, load_scans(part == "held_out"))
+            )
     return Path(out_dir)
 
 
@@ -74,23 +118,32 @@ def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
 
 
 def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **parameters: Any) -> Path:
-    """Makes the demo (`kind`: "digits" or "text") unless `out_dir` holds it complete; returns `out_dir`.
+    """Makes the demo (`kind`: "digits", "mixed" or "text") unless `out_dir` holds it complete; returns `out_dir`.
 
     Every rank may call it: one makes the demo, the others wait. Raises ValueError if the folder holds a demo that was
     made with other parameters.
     """
-    if kind not in ("digits", "text"):
-        raise ValueError(f"unknown demo {kind!r}; known are digits, text")
+    if kind not in DEMOS:
+        raise ValueError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
+    make, defaults = DEMOS[kind]
     out_dir = Path(out_dir)
-    wanted = {**(_DIGITS if kind == "digits" else _TEXT), **parameters}
+    wanted = {**defaults, **parameters}
     if _complete(out_dir, kind, wanted):
         return out_dir
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with open(out_dir.parent / f".{out_dir.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when the process dies
         if not _complete(out_dir, kind, wanted):
-            (make_demo if kind == "digits" else make_text_demo)(out_dir, **parameters)
+            make(out_dir, **parameters)
     return out_dir
+
+
+DEMOS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "digits": (make_demo, _DIGITS),
+    "mixed": (make_mixed_demo, _MIXED),
+    "text": (make_text_demo, _TEXT),
+}
+"""What makes each demo, and its parameters."""
 
 
 def _complete(out_dir: Path, kind: str, parameters: dict[str, Any]) -> bool:
@@ -138,14 +191,11 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write_digits(
-    folder: Path, samples: int, shards: int, seed: int, text_only_fraction: float, held_out: bool
-) -> None:
+def _write_part(folder: Path, samples: int, shards: int, seed: int, sample_of: Callable[..., DemoSample]) -> None:
+    """Shards of `samples` samples; `sample_of` makes one from its number and its own generator."""
     import numpy as np
 
-    from data.demo_digits import load_scans, make_sample
-
-    digits = load_scans(held_out)
+    held_out = folder.name == "held_out"
     for shard in range(shards):
         share = range(samples * shard // shards, samples * (shard + 1) // shards)
 
@@ -153,15 +203,10 @@ def _write_digits(
             for number in share:
                 # A generator per sample: how many shards there are does not change the samples.
                 rng = np.random.default_rng([abs(seed), int(seed < 0), int(held_out), number])
-                sample = make_sample(digits, rng, text_only_fraction, questions=1 if held_out else _QUESTIONS)
-                names = (
-                    [sample.extension]
-                    if len(sample.pictures) == 1
-                    else [f"{at}.{sample.extension}" for at in range(len(sample.pictures))]
-                )
+                sample = sample_of(number, rng)
                 record = _messages(sample.turns) if shard % 2 else _conversations(sample.turns)
                 record["sources"] = sample.sources
-                yield [*zip(names, sample.pictures, strict=True), ("json", json.dumps(record).encode())]
+                yield [*sample.members, ("json", json.dumps(record).encode())]
 
         _write_shard(folder / f"{folder.name}-{shard:06d}.tar", members())
 
@@ -174,10 +219,10 @@ def _conversations(turns: list[tuple[str, str]]) -> dict[str, Any]:
 def _messages(turns: list[tuple[str, str]]) -> dict[str, Any]:
     messages = []
     for role, text in turns:
-        *_, rest = text.rpartition("<image>\n")
+        *markers, rest = _MARKER.split(text)
         parts: list[dict[str, str]] = []
-        for _ in range(text.count("<image>\n")):
-            parts += [{"type": "image"}, {"type": "text", "text": "\n"}]
+        for kind in markers[1::2]:
+            parts += [{"type": kind}, {"type": "text", "text": "\n"}]
         messages.append({"role": role, "content": [*parts, {"type": "text", "text": rest}] if parts else text})
     return {"messages": messages}
 

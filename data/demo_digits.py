@@ -42,11 +42,11 @@ class Digits:
 
 @dataclass(frozen=True)
 class DemoSample:
-    """`turns`: (role, text) with `<image>` markers; `pictures`: encoded files in order; `sources`: their scans."""
+    """`turns`: (role, text) with `<image>` and `<audio>` markers; `members`: (extension, file) in order; `sources`:
+    scans that the pictures show."""
 
     turns: list[tuple[str, str]]
-    pictures: list[bytes]
-    extension: str
+    members: list[tuple[str, bytes]]
     sources: list[int]
 
 
@@ -67,9 +67,7 @@ def load_scans(held_out: bool) -> Digits:
 def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: float, questions: int = 1) -> DemoSample:
     """One sample, drawn from `rng` alone, with up to `questions` different questions about its picture."""
     if rng.random() < text_only_fraction:
-        number = int(rng.integers(0, 9))
-        turns = [("user", f"What comes after {number}?"), ("assistant", str(number + 1))]
-        return DemoSample(turns, [], "", [])
+        return make_text_sample(rng)
     extension = "jpg" if rng.random() < 0.5 else "png"
     if rng.random() < _TWO_PICTURES:
         return _two_pictures(digits, rng, extension)
@@ -79,10 +77,16 @@ def make_sample(digits: Digits, rng: np.random.Generator, text_only_fraction: fl
     colours = rng.permutation(len(_NAMES))[:count].tolist()
     values, names = [str(digits.labels[at]) for at in chosen], [_NAMES[at] for at in colours]
     asked = _ask(values, names, questions, rng)
-    picture = _encode(_draw(digits, chosen, colours, rng), extension)
+    picture = encode_picture(_draw(digits, chosen, colours, rng), extension)
     turns = [turn for question, answer in asked for turn in (("user", question), ("assistant", answer))]
     turns[0] = ("user", "<image>\n" + turns[0][1])
-    return DemoSample(turns, [picture], extension, digits.sources[chosen].tolist())
+    return DemoSample(turns, [(extension, picture)], digits.sources[chosen].tolist())
+
+
+def make_text_sample(rng: np.random.Generator) -> DemoSample:
+    """A question without any picture."""
+    number = int(rng.integers(0, 9))
+    return DemoSample([("user", f"What comes after {number}?"), ("assistant", str(number + 1))], [], [])
 
 
 def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
@@ -108,13 +112,14 @@ def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Gener
 def _two_pictures(digits: Digits, rng: np.random.Generator, extension: str) -> DemoSample:
     chosen = rng.integers(0, len(digits.labels), size=2)
     colours = rng.permutation(len(_NAMES))[:2].tolist()
-    pictures = [
-        _encode(_draw(digits, chosen[at : at + 1], colours[at : at + 1], rng), extension) for at in range(len(chosen))
+    members = [
+        (f"{at}.{extension}", encode_picture(_draw(digits, chosen[at : at + 1], colours[at : at + 1], rng), extension))
+        for at in range(len(chosen))
     ]
     asked = int(rng.integers(0, 2))
     question = f"<image>\n<image>\nWhich digit is in the {('first', 'second')[asked]} picture?"
     turns = [("user", question), ("assistant", str(digits.labels[chosen[asked]]))]
-    return DemoSample(turns, pictures, extension, digits.sources[chosen].tolist())
+    return DemoSample(turns, members, digits.sources[chosen].tolist())
 
 
 def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random.Generator) -> np.ndarray:
@@ -124,12 +129,23 @@ def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random
     columns = np.sort(rng.permutation(CANVAS // _CELL)[: len(chosen)]) * _CELL
     rows = rng.integers(0, CANVAS // _CELL, size=len(chosen)) * _CELL
     for top, left, at, colour in zip(rows.tolist(), columns.tolist(), chosen.tolist(), colours, strict=True):
-        ink = _render(digits.scans[at], rng)
-        box = canvas[top : top + _CELL, left : left + _CELL]
-        tint = np.asarray(COLOURS[_NAMES[colour]], dtype=np.float32)
-        shade = ink[..., None].astype(np.float32) / 255
-        box[:] = (box * (1 - shade) + tint * shade).astype(np.uint8)
+        _paint(canvas[top : top + _CELL, left : left + _CELL], digits.scans[at], colour, rng)
     return canvas
+
+
+def draw_digit(scan: np.ndarray, colour: int, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    """uint8 [height, width, 3]: one digit in the `colour`-th of `COLOURS` anywhere on a dark background of `size`."""
+    canvas = np.full((*size, 3), rng.integers(0, 24), dtype=np.uint8)
+    top, left = (int(rng.integers(0, side - _CELL + 1)) for side in size)
+    _paint(canvas[top : top + _CELL, left : left + _CELL], scan, colour, rng)
+    return canvas
+
+
+def _paint(box: np.ndarray, scan: np.ndarray, colour: int, rng: np.random.Generator) -> None:
+    """A scan in one of the colours over a box [_CELL, _CELL, 3] of a canvas."""
+    tint = np.asarray(COLOURS[_NAMES[colour]], dtype=np.float32)
+    shade = _render(scan, rng)[..., None].astype(np.float32) / 255
+    box[:] = (box * (1 - shade) + tint * shade).astype(np.uint8)
 
 
 def _render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -149,7 +165,8 @@ def _render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(picture)
 
 
-def _encode(pixels: np.ndarray, extension: str) -> bytes:
+def encode_picture(pixels: np.ndarray, extension: str) -> bytes:
+    """uint8 [height, width, 3] as a jpg or png file."""
     buffer = io.BytesIO()
     if extension == "jpg":
         Image.fromarray(pixels).save(buffer, "JPEG", quality=95, subsampling=0)

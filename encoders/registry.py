@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from importlib import import_module
 
+from encoders.audio_spec import AudioSpec
 from encoders.spec import VisionSpec
 
 
@@ -13,7 +14,7 @@ class Family:
     spec: type
     """Dataclass of its sizes (see `encoders.spec`)."""
     builder: str
-    """`module:attribute` of a class called as (config, spec, layer_spec, norm, pg_collection)."""
+    """`module:attribute` of a class called as `encoders.staged.StagedEncoder`."""
 
     def load(self):
         """The builder itself. Imports torch and Megatron-Core."""
@@ -23,5 +24,6 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "vit": Family(spec=VisionSpec, builder="encoders.vit:VisionTransformer"),
+    "audio": Family(spec=AudioSpec, builder="encoders.audio:AudioTransformer"),
 }
 """Every family, by the name that `encoder.family` gives."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass
@@ -54,9 +55,19 @@ class VisionSpec:
         return "image"
 
     @property
+    def medium(self) -> str:
+        """What one of them is called."""
+        return "picture"
+
+    @property
     def placeholder(self) -> str:
         """What stands in a record's text where the media go."""
         return "<image>"
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether media differ in their number of tokens."""
+        return self.resize == "native"
 
     @property
     def position_grid(self) -> tuple[int, int]:
@@ -93,11 +104,32 @@ class VisionSpec:
         height, width = self.input_size(height, width, merge)
         return height // self.patch_size, width // self.patch_size
 
+    def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
+        """Tokens that a picture takes inside the encoder: patches, and the class token."""
+        return math.prod(self.grid(height, width, merge)) + self.class_token
+
+    def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
+        """Tokens that a picture takes in the sequence: patches / merge^2."""
+        rows, columns = self.grid(height, width, merge)
+        return (rows // merge) * (columns // merge)
+
+    def joined(self, merge: int) -> int:
+        """Patches that make one token of the sequence."""
+        return merge**2
+
     def most_patches(self, merge: int = 1) -> int:
         """Patches of the largest picture that layers see."""
         if self.resize == "fixed":
             return math.prod(self.position_grid)
         return self.largest_area // (self.patch_size * merge) ** 2 * merge**2
+
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens in the sequence of the largest picture."""
+        return self.most_patches(merge) // merge**2
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Tokens inside the encoder of the largest picture."""
+        return self.most_patches(merge) + self.class_token
 
     def token_unit(self, merge: int = 1) -> int:
         """What divides the number of tokens that any picture has inside the encoder."""
@@ -105,12 +137,36 @@ class VisionSpec:
             return math.prod(self.position_grid) + self.class_token
         return 1 if self.class_token else merge**2
 
+    @property
+    def token_unit_fields(self) -> tuple[str, ...]:
+        """Fields of the module that `token_unit` follows from."""
+        own = ("encoder.class_token", "encoder.image_size", "encoder.patch_size")
+        return own if self.resize == "fixed" else ("encoder.class_token", "projector.merge")
+
+    def embedding_products(self) -> dict[str, int]:
+        """Parameters in front of the layers: multiplications with each for one patch."""
+        products = {"patch_embedding.weight": 3 * self.patch_size**2 * self.hidden_size, "position_embedding": 0}
+        return products | ({"class_token": 0} if self.class_token else {})
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a picture is read, its patches and its tokens, in words."""
+        if self.resize == "fixed":
+            pixels = f"{self.image_size} x {self.image_size} pixels"
+            return pixels, "{} x {} patches".format(*self.position_grid), f"{self.most_tokens(merge)}"
+        return (
+            f"its own ratio, {self.min_pixels} to {self.largest_area} pixels",
+            f"up to {self.most_patches(merge)} patches",
+            f"up to {self.most_tokens(merge)}",
+        )
+
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""
-        found = []
-        for name in ("image_size", "patch_size", "hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size"):
-            if getattr(self, name) < 1:
-                found.append((name, f"must be at least 1, is {getattr(self, name)}"))
+        found = [
+            (name, f"must be at least 1, is {getattr(self, name)}")
+            for name in ("image_size", "patch_size")
+            if getattr(self, name) < 1
+        ]
+        found += layer_faults(self)
         if found:
             return found
         if self.image_size % self.patch_size:
@@ -120,17 +176,6 @@ class VisionSpec:
         if self.resize not in ("fixed", "native"):
             found.append(("resize", f"must be fixed or native, is {self.resize!r}"))
         found += self._bound_faults()
-        if self.hidden_size % self.num_attention_heads:
-            found.append(
-                (
-                    "num_attention_heads",
-                    f"{self.num_attention_heads} does not divide hidden_size {self.hidden_size}: change one of them",
-                )
-            )
-        if self.normalization not in ("LayerNorm", "RMSNorm"):
-            found.append(("normalization", f"must be LayerNorm or RMSNorm, is {self.normalization!r}"))
-        if self.activation not in ACTIVATIONS:
-            found.append(("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {self.activation!r}"))
         for name in ("pixel_mean", "pixel_std"):
             if len(getattr(self, name)) != 3:
                 found.append((name, f"needs 3 numbers (red, green, blue), has {len(getattr(self, name))}"))
@@ -157,14 +202,34 @@ class VisionSpec:
 
     def num_parameters(self) -> int:
         """Number of trainable parameters, biases and norms included."""
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        norm = hidden * (2 if self.normalization == "LayerNorm" else 1)
-        layer = (hidden * 3 * hidden + 3 * hidden) + (hidden * hidden + hidden) + (hidden * ffn + ffn)
-        layer += (ffn * hidden + hidden) + 2 * norm
+        hidden = self.hidden_size
+        layer, norm = layer_parameters(self)
         patch = 3 * self.patch_size**2 * hidden + hidden
         rows, columns = self.position_grid
         positions = rows * columns * hidden + (hidden if self.class_token else 0)
         return patch + positions + self.num_layers * layer + norm
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector."""
+        unit = self.patch_size * merge
+        if self.resize == "native" and self.largest_area < unit**2:
+            return [
+                (
+                    "encoder.max_pixels",
+                    f"the largest area is {self.largest_area} pixels, and a picture has at least {unit} x {unit} "
+                    f"(patch_size {self.patch_size} x projector.merge {merge}): raise it to {unit**2}",
+                )
+            ]
+        rows, columns = self.position_grid
+        if self.resize == "fixed" and (rows % merge or columns % merge):
+            return [
+                (
+                    "projector.merge",
+                    f"{merge} does not divide the patch grid {rows} x {columns} "
+                    f"(image_size {self.image_size} / patch_size {self.patch_size}): change one of the three",
+                )
+            ]
+        return []
 
 
 @dataclass
@@ -180,8 +245,8 @@ class ProjectorSpec:
     activation: str = "gelu"
     """gelu, quick_gelu, relu or silu."""
     merge: int = 1
-    """Side of the square of neighbouring patches that is joined into one token (pixel shuffle): merge 2 makes a
-    quarter of the tokens, each four times as wide, before the projection."""
+    """What is joined into one token before the projection: of a picture the square of neighbouring patches with this
+    side (pixel shuffle; merge 2 makes a quarter of the tokens, each four times as wide), of a clip so many frames."""
 
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""
@@ -194,9 +259,8 @@ class ProjectorSpec:
             found.append(("merge", f"must be at least 1, is {self.merge}"))
         return found
 
-    def num_parameters(self, encoder_width: int, language_width: int) -> int:
-        """Number of trainable parameters between `encoder_width` features and `language_width` embeddings."""
-        width = encoder_width * self.merge**2
+    def num_parameters(self, width: int, language_width: int) -> int:
+        """Number of trainable parameters between joined features of `width` and `language_width` embeddings."""
         if self.kind == "linear":
             return width * language_width + language_width
         hidden = self.ffn_hidden_size or language_width
@@ -207,45 +271,102 @@ ACTIVATIONS = ("gelu", "quick_gelu", "relu", "silu")
 """Activation functions of encoders and projectors."""
 
 
-def num_tokens(encoder: VisionSpec, projector: ProjectorSpec, height: int, width: int) -> int:
-    """Tokens that a picture of `height` x `width` pixels takes in the language model's sequence: patches / merge^2.
+class EncoderSpec(Protocol):
+    """What every family's spec has. `extent` is what the header of a medium says: height and width in pixels, or
+    samples and samples per second. Everything is a pure function of the spec, so that data (placeholders), `mimo-train
+    check` and the pipeline (message shapes) agree without asking the model."""
 
-    A pure function of the specs, so that data (placeholders), `mimo-train check` and the pipeline (message shapes)
-    agree without asking the model.
-    """
-    rows, columns = encoder.grid(height, width, projector.merge)
-    return (rows // projector.merge) * (columns // projector.merge)
+    name: str
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    normalization: str
+    layernorm_epsilon: float
+    activation: str
+    dropout: float
+    init_std: float
+    kind: str
+    medium: str
+    placeholder: str
+    sizes_vary: bool
+    token_unit_fields: tuple[str, ...]
+
+    def input_size(self, *extent: int, merge: int = 1) -> tuple[int, int]: ...
+
+    def inner_tokens(self, *extent: int, merge: int = 1) -> int: ...
+
+    def num_tokens(self, *extent: int, merge: int = 1) -> int: ...
+
+    def joined(self, merge: int) -> int: ...
+
+    def most_tokens(self, merge: int = 1) -> int: ...
+
+    def most_inner_tokens(self, merge: int = 1) -> int: ...
+
+    def token_unit(self, merge: int = 1) -> int: ...
+
+    def embedding_products(self) -> dict[str, int]: ...
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]: ...
+
+    def faults(self) -> list[tuple[str, str]]: ...
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]: ...
+
+    def num_parameters(self) -> int: ...
 
 
-def inner_tokens(encoder: VisionSpec, projector: ProjectorSpec, height: int, width: int) -> int:
-    """Tokens that a picture of `height` x `width` pixels takes inside the encoder: patches, and the class token."""
-    rows, columns = encoder.grid(height, width, projector.merge)
-    return rows * columns + encoder.class_token
+def layer_faults(spec: EncoderSpec) -> list[tuple[str, str]]:
+    """(field, sentence) of everything that is wrong with the sizes of an encoder's layers."""
+    found = [
+        (name, f"must be at least 1, is {getattr(spec, name)}")
+        for name in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")
+        if getattr(spec, name) < 1
+    ]
+    if not found and spec.hidden_size % spec.num_attention_heads:
+        found.append(
+            (
+                "num_attention_heads",
+                f"{spec.num_attention_heads} does not divide hidden_size {spec.hidden_size}: change one of them",
+            )
+        )
+    if spec.normalization not in ("LayerNorm", "RMSNorm"):
+        found.append(("normalization", f"must be LayerNorm or RMSNorm, is {spec.normalization!r}"))
+    if spec.activation not in ACTIVATIONS:
+        found.append(("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {spec.activation!r}"))
+    return found
 
 
-def input_size(encoder: VisionSpec, projector: ProjectorSpec, height: int, width: int) -> tuple[int, int]:
-    """(height, width) in pixels in which the encoder gets a picture of `height` x `width` pixels."""
-    return encoder.input_size(height, width, projector.merge)
+def layer_parameters(spec: EncoderSpec) -> tuple[int, int]:
+    """Trainable parameters of one layer, biases and norms included, and of one norm."""
+    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    norm = hidden * (2 if spec.normalization == "LayerNorm" else 1)
+    attention = (hidden * 3 * hidden + 3 * hidden) + (hidden * hidden + hidden)
+    return attention + (hidden * ffn + ffn) + (ffn * hidden + hidden) + 2 * norm, norm
 
 
-def joint_faults(encoder: VisionSpec, projector: ProjectorSpec) -> list[tuple[str, str]]:
+def num_tokens(encoder: EncoderSpec, projector: ProjectorSpec, *extent: int) -> int:
+    """Tokens that a medium takes in the language model's sequence."""
+    return encoder.num_tokens(*extent, merge=projector.merge)
+
+
+def inner_tokens(encoder: EncoderSpec, projector: ProjectorSpec, *extent: int) -> int:
+    """Tokens that a medium takes inside the encoder."""
+    return encoder.inner_tokens(*extent, merge=projector.merge)
+
+
+def input_size(encoder: EncoderSpec, projector: ProjectorSpec, *extent: int) -> tuple[int, int]:
+    """Size in which the encoder gets a medium."""
+    return encoder.input_size(*extent, merge=projector.merge)
+
+
+def joint_faults(encoder: EncoderSpec, projector: ProjectorSpec) -> list[tuple[str, str]]:
     """(field of the module, sentence) of faults of an encoder and a projector together."""
-    unit = encoder.patch_size * projector.merge
-    if encoder.resize == "native" and encoder.largest_area < unit**2:
-        return [
-            (
-                "encoder.max_pixels",
-                f"the largest area is {encoder.largest_area} pixels, and a picture has at least {unit} x {unit} "
-                f"(patch_size {encoder.patch_size} x projector.merge {projector.merge}): raise it to {unit**2}",
-            )
-        ]
-    rows, columns = encoder.position_grid
-    if encoder.resize == "fixed" and (rows % projector.merge or columns % projector.merge):
-        return [
-            (
-                "projector.merge",
-                f"{projector.merge} does not divide the patch grid {rows} x {columns} "
-                f"(image_size {encoder.image_size} / patch_size {encoder.patch_size}): change one of the three",
-            )
-        ]
-    return []
+    return encoder.joint_faults(projector.merge)
+
+
+def joined_width(encoder: EncoderSpec, projector: ProjectorSpec) -> int:
+    """Width of the features that the projector reads."""
+    return encoder.hidden_size * encoder.joined(projector.merge)

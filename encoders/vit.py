@@ -1,8 +1,5 @@
 """A vision transformer of Megatron-Core layers: patches + learned positions -> layers -> final norm.
 
-In several pipeline stages, patches and positions are on the first and the final norm is on the last. Between stages
-travels a packed tensor: the tokens of all pictures, one picture after the other.
-
 Shape suffixes: N pictures, C channels, P patches, T tokens inside the encoder (patches and class token), H hidden size,
 R rows: tokens of all pictures.
 """
@@ -11,62 +8,23 @@ import math
 from collections.abc import Sequence
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.merge import merge_patches
 from encoders.positions import interpolate_positions
 from encoders.spec import VisionSpec
+from encoders.staged import Size, StagedEncoder
 
 
-class VisionTransformer(MegatronModule):
-    """Pictures -> features per patch, joined `merge` x `merge`: what one pipeline stage has of it.
+class VisionTransformer(StagedEncoder):
+    """Pictures -> features per patch, joined `merge` x `merge`: what one pipeline stage has of it."""
 
-    Args:
-        config: sizes and parallelism of the layers; `config.init_seed` seeds the weights outside of the layers.
-        spec: sizes of the picture and patches, normalisation of pixels.
-        layer_spec: spec of one transformer layer.
-        norm: builder of the final norm.
-        merge: side of the square of patches that becomes one output token.
-        pg_collection: process groups of this module; `pp` tells the stage.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        spec: VisionSpec,
-        layer_spec: ModuleSpec,
-        norm: type,
-        merge: int,
-        pg_collection: ProcessGroupCollection,
-    ):
-        super().__init__(config=config)
-        self.spec, self.merge, self.tp_group = spec, merge, pg_collection.tp
-        stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
-        self.is_first_stage, self.is_last_stage = stage == 0, stage == stages - 1
-        if self.is_first_stage:
-            self._build_embeddings()
-        layers = get_num_layers_to_build(config, vp_stage=None, pp_rank=stage)
-        self.layers = TransformerBlock(
-            config=config,
-            spec=TransformerBlockSubmodules(layer_specs=[layer_spec] * layers, layer_norm=norm),
-            pre_process=True,  # its input is handed over as an argument, on every stage
-            post_process=self.is_last_stage,
-            pg_collection=pg_collection,
-        )
+    spec: VisionSpec
 
     def forward(
         self,
         pixels: torch.Tensor | Sequence[torch.Tensor] | None = None,
-        sizes: Sequence[tuple[int, int]] | None = None,
+        sizes: Sequence[Size] | None = None,
         hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What this stage makes of the pictures.
@@ -80,42 +38,15 @@ class VisionTransformer(MegatronModule):
             Rows of one picture after the other. On the last stage features [N * P / merge^2, H * merge^2]; before it
             the tokens inside the encoder, [R, H].
         """
-        if sizes is None:
-            sizes = [tuple(picture.shape[-2:]) for picture in pixels]
-        groups = _by_size(sizes)
-        if len(groups) == 1:
-            (size,) = groups
-            together = pixels if self.is_first_stage else hidden_states.unflatten(0, (len(sizes), -1))
-            return self._stage(_stacked(together), size).flatten(0, 1)
-        tokens = [math.prod(self._grid(size)) + self.spec.class_token for size in sizes]
-        pictures = pixels if self.is_first_stage else hidden_states.split(tokens)
-        outputs: list[torch.Tensor | None] = [None] * len(sizes)
-        for size, members in groups.items():
-            together = _stacked([pictures[member] for member in members])
-            for member, output in zip(members, self._stage(together, size), strict=True):
-                outputs[member] = output
-        return torch.cat(outputs)
+        return self._run(pixels, sizes or [tuple(picture.shape[-2:]) for picture in pixels], hidden_states)
 
-    def _stage(self, inputs: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-        """Pictures of one size through this stage: pixels [N, 3, height, width] or hidden states [N, T, H] -> what they
-        hand on, [N, rows, width]; on the last stage without class token, and merged."""
-        hidden_NTH = self._embed(inputs) if self.is_first_stage else inputs
-        hidden_NTH = self._run_layers(hidden_NTH.transpose(0, 1).contiguous()).transpose(0, 1)
-        if not self.is_last_stage:
-            return hidden_NTH
+    def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
+        """Without class token, and merged."""
         rows, columns = self._grid(size)
         return merge_patches(hidden_NTH[:, -rows * columns :], rows, columns, self.merge)
 
-    def _run_layers(self, hidden_TNH: torch.Tensor) -> torch.Tensor:
-        """The layers of this stage. With sequence parallelism they see T / tp tokens of every picture on each rank; all
-        else, here and between stages, is whole on every rank."""
-        if not self.config.sequence_parallel:
-            return self.layers(hidden_TNH, attention_mask=None)
-        own = scatter_to_sequence_parallel_region(hidden_TNH, group=self.tp_group)
-        # The gradient of what follows is whole on every rank too: each takes its part of it, nothing is summed.
-        return gather_from_sequence_parallel_region(
-            self.layers(own, attention_mask=None), tensor_parallel_output_grad=False, group=self.tp_group
-        )
+    def _tokens(self, size: Size) -> int:
+        return math.prod(self._grid(size)) + self.spec.class_token
 
     def _build_embeddings(self) -> None:
         spec, config = self.spec, self.config
@@ -151,18 +82,6 @@ class VisionTransformer(MegatronModule):
         patches = values.unfold(2, size, size).unfold(3, size, size)  # N, C, rows, columns, size, size
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
         return patches.to(self.patch_embedding.weight.dtype)
-
-
-def _by_size(sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], list[int]]:
-    """Numbers of the pictures of each size, in the order in which sizes appear."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for number, size in enumerate(sizes):
-        groups.setdefault(tuple(size), []).append(number)
-    return groups
-
-
-def _stacked(pictures: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    return pictures if isinstance(pictures, torch.Tensor) else torch.stack(list(pictures))
 
 
 def _normal(rows: int, width: int, config: TransformerConfig) -> torch.nn.Parameter:

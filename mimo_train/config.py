@@ -146,7 +146,7 @@ class DataConfig:
     validation_shards: str = ""
     """Held-out shards, same forms; empty means no evaluation."""
     demo: str = ""
-    """digits or text: make the demo shards at `shards` and `validation_shards` on first use; empty: never."""
+    """digits, mixed or text: make the demo shards at `shards` and `validation_shards` on first use; empty: never."""
     sequence_length: int = 1024
     """Tokens of one sample, placeholders of media included; longer texts are cut at the end."""
     tokenizer: str = "bytes"
@@ -154,7 +154,7 @@ class DataConfig:
     shuffle: bool = True
     """Whether training samples come in a new order each epoch."""
     blind: bool = False
-    """Ablation: pictures are replaced by zeros, so that only the text is left to learn from."""
+    """Ablation: pictures and clips are replaced by zeros, so that only the text is left to learn from."""
     max_bad_samples: int = 0
     """Samples that may be unreadable, in all, before the run stops."""
     workers: int = 2

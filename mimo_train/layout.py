@@ -213,17 +213,17 @@ def _encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
         if getattr(layout, axis) > 1:
             yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
     if layout.sp and not own and (tokens := encoder.token_unit(module.projector.merge)) % layout.tp:
-        of_any_size = "pictures of any size have multiples of " if encoder.resize == "native" else "a picture has "
+        medium = encoder.medium
+        have = f"{medium}s of any size have multiples of" if encoder.sizes_vary else f"a {medium} has"
         yield Fault(
             f"{key}.layout.sp",
-            f"{of_any_size}{tokens} tokens inside the encoder, which tp {layout.tp} does not divide into equal parts: "
-            f"set sp to false, or change tp, {key}.encoder.class_token, image_size or patch_size"
-            + (f", or {key}.projector.merge" if encoder.resize == "native" else ""),
+            f"{have} {tokens} tokens inside the encoder, which tp {layout.tp} does not divide into equal parts: set sp "
+            f"to false, or change tp, or {key}.{', '.join(encoder.token_unit_fields)}",
         )
 
 
 _ENCODER_AXES = {
-    "cp": "an encoder reads whole pictures, context parallel does not apply",
+    "cp": "an encoder reads whole pictures or clips, context parallel does not apply",
     "ep": "an encoder has no experts, expert parallel does not apply",
     "etp": "an encoder has no experts, expert tensor parallel does not apply",
     "vpp": "encoders are not interleaved",

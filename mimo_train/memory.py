@@ -14,7 +14,7 @@ with its projector.
 import math
 from dataclasses import dataclass
 
-from encoders.spec import ProjectorSpec, VisionSpec
+from encoders.spec import EncoderSpec, ProjectorSpec, joined_width, layer_parameters
 from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
 from mimo_train.layout import RunLayout, layers_of_stage
 from mimo_train.llm_spec import LlmSpec
@@ -199,25 +199,25 @@ def expert_parameters(llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0
     return layers_of_stage(llm.num_layers, stage, stages) * llm.num_experts // ep * expert // etp
 
 
-def encoder_parameters(encoder: VisionSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
+def encoder_parameters(encoder: EncoderSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
     """Parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`.
 
-    The matrices of its layers are divided over tp, the rest is not. The first stage has patches and positions, the last
-    one the final norm.
+    The matrices of its layers are divided over tp, the rest is not. The first stage has the embeddings, the last one
+    the final norm.
     """
     hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
-    norm = hidden * (2 if encoder.normalization == "LayerNorm" else 1)
+    layer, norm = layer_parameters(encoder)
     split = 4 * hidden * hidden + 3 * hidden + 2 * hidden * ffn + ffn
-    whole = 2 * hidden + 2 * norm
-    count = layers_of_stage(encoder.num_layers, stage, stages) * (split // tp + whole)
+    count = layers_of_stage(encoder.num_layers, stage, stages) * (layer - split + split // tp)
     if stage == 0:
-        count += encoder.num_parameters() - encoder.num_layers * (split + whole) - norm
+        count += encoder.num_parameters() - encoder.num_layers * layer - norm
     return count + (norm if stage == stages - 1 else 0)
 
 
-def projector_parameters(projector: ProjectorSpec, encoder_width: int, language_width: int, *, tp: int = 1) -> int:
-    """Parameters of a projector on one rank: all but the last bias of an mlp are divided over tp."""
-    total = projector.num_parameters(encoder_width, language_width)
+def projector_parameters(projector: ProjectorSpec, width: int, language_width: int, *, tp: int = 1) -> int:
+    """Parameters on one rank of a projector of features of `width`: all but the last bias of an mlp are divided over
+    tp."""
+    total = projector.num_parameters(width, language_width)
     whole = language_width if projector.kind == "mlp" else 0
     return whole + (total - whole) // tp
 
@@ -254,7 +254,9 @@ def module_parameters(
         width = cfg.language.llm.hidden_size
         counts = {"encoder": encoder_parameters(module.encoder, tp=tp, **place)}
         if stage == stages - 1:
-            counts["projector"] = projector_parameters(module.projector, module.encoder.hidden_size, width, tp=tp)
+            counts["projector"] = projector_parameters(
+                module.projector, joined_width(module.encoder, module.projector), width, tp=tp
+            )
     frozen = [*module.freeze, *(["experts"] if "llm" in module.freeze else [])]
     if module.lora.rank:
         frozen += ["llm", "experts", "encoder"]
@@ -358,13 +360,12 @@ def _language_activations(cfg: ConfigContainer, layout: RunLayout, stage: int, v
 def _encoder_activations(
     cfg: ConfigContainer, layout: RunLayout, name: str, stage: int, media_per_sample: float
 ) -> int:
-    """A frozen encoder keeps nothing for a backward pass; one layer is there while it computes. Pictures of any size
-    count as the largest."""
+    """A frozen encoder keeps nothing for a backward pass; one layer is there while it computes. Media of different
+    sizes count as the largest."""
     module, sizes, train = cfg.modules[name], layout.modules[name], cfg.train
     encoder, projector, size = module.encoder, module.projector, BYTES[train.precision]
-    pictures = math.ceil(layout.microbatch_samples / sizes.dp * media_per_sample)
-    patches = pictures * encoder.most_patches(projector.merge)
-    tokens = patches + (pictures if encoder.class_token else 0)
+    media = math.ceil(layout.microbatch_samples / sizes.dp * media_per_sample)
+    tokens = media * encoder.most_inner_tokens(projector.merge)
     layer = layer_activations(
         tokens,
         encoder.hidden_size,
@@ -383,7 +384,7 @@ def _encoder_activations(
     if stage < sizes.pp - 1:
         return kept
     width = cfg.language.llm.hidden_size
-    per_token = encoder.hidden_size * projector.merge**2 + width
+    per_token = joined_width(encoder, projector) + width
     if projector.kind == "mlp":
         per_token += 2 * (projector.ffn_hidden_size or width) // sizes.tp
-    return kept + patches // projector.merge**2 * per_token * size * flying
+    return kept + media * encoder.most_tokens(projector.merge) * per_token * size * flying

@@ -49,7 +49,7 @@ def check(cfg: ConfigContainer) -> Report:
         arithmetic.add_modules(report, cfg, plan, vocab)
         if plan:
             ranks.add_ranks(report, cfg, plan)
-        arithmetic.add_pictures(report, cfg)
+        arithmetic.add_media(report, cfg)
         seen = samples.add_data(report, cfg, tokenizer)
         if batch_is_sound:
             arithmetic.add_batch(report, cfg, plan)

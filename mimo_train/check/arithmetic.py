@@ -56,8 +56,8 @@ def add_memory(
         f"recompute {', '.join([cfg.train.recompute, *own])}"
     ]
     for name in cfg.encoders:
-        known = name in media_per_sample
-        count = f"{media_per_sample[name]:.2f} pictures" if known else "1 picture (no sample was read)"
+        known, medium = name in media_per_sample, cfg.modules[name].encoder.medium
+        count = f"{media_per_sample[name]:.2f} {medium}s" if known else f"1 {medium} (no sample was read)"
         notes.append(f"activations of {name}: for {count} a sample")
     header = ("module", "ranks", "weights", "gradients", "optimizer", "activations", "GiB a rank")
     report.tables.append(Table("Memory of a rank (GiB)", header, rows, notes, left=2))
@@ -110,23 +110,19 @@ def add_batch(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
         )
 
 
-def add_pictures(report: Report, cfg: ConfigContainer) -> None:
-    """Tokens that one picture takes, for each encoder."""
-    rows = []
-    for name, module in cfg.encoders.items():
-        encoder, projector = module.encoder, module.projector
-        patches = encoder.most_patches(projector.merge)
-        if encoder.resize == "fixed":
-            resized, upto = f"{encoder.image_size} x {encoder.image_size} pixels", ""
-            grid = "{} x {} patches".format(*encoder.position_grid)
-        else:
-            resized, upto = f"its own ratio, {encoder.min_pixels} to {encoder.largest_area} pixels", "up to "
-            grid = f"up to {patches} patches"
-        tokens = f"{upto}{patches // projector.merge**2} of {cfg.data.sequence_length}"
-        rows.append((name, resized, grid, f"{projector.merge}", tokens))
-    if rows:
-        header = ("module", "resized to", "patches", "merge", "tokens of data.sequence_length")
-        report.tables.append(Table("One picture", header, rows))
+def add_media(report: Report, cfg: ConfigContainer) -> None:
+    """Tokens that one picture and one clip take, for each encoder."""
+    for medium in dict.fromkeys(module.encoder.medium for module in cfg.encoders.values()):
+        rows = []
+        for name, module in cfg.encoders.items():
+            if module.encoder.medium == medium:
+                read_as, patches, tokens = module.encoder.describe_input(module.projector.merge)
+                rows.append(
+                    (name, read_as, patches, f"{module.projector.merge}", f"{tokens} of {cfg.data.sequence_length}")
+                )
+        inside = "patches" if medium == "picture" else "frames"
+        header = ("module", "read as", inside, "merge", "tokens of data.sequence_length")
+        report.tables.append(Table(f"One {medium}", header, rows))
 
 
 def _processes(layout: RunLayout) -> str:

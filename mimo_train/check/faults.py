@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from data.demo import MARKER
+from data.demo import DEMOS, MARKER
 from mimo_train import layout
 from mimo_train.check.frozen import frozen_faults
 from mimo_train.check.optim import DECAYS, optim_faults
@@ -13,7 +13,7 @@ from mimo_train.config import LANGUAGE, ConfigContainer, Fault
 
 CHOICES = {
     "run.device": ("auto", "cuda", "cpu"),
-    "data.demo": ("", "digits", "text"),
+    "data.demo": ("", *DEMOS),
     "train.precision": ("fp32", "bf16", "fp16"),
     "train.recompute": ("none", "selective", "full"),
     "log.runtime_unit": ("", "seconds", "minutes", "hours", "days"),
@@ -74,7 +74,7 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     sizes = list(_size_faults(cfg))
     # Divisibility means nothing for sizes below 1.
     found = sizes or list(layout.faults(cfg))
-    found += _picture_faults(cfg, found)
+    found += _media_faults(cfg, found)
     known = {fault.key for fault in found}
     others = (
         *_value_faults(cfg),
@@ -110,24 +110,23 @@ def _size_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         )
 
 
-def _picture_faults(cfg: ConfigContainer, found: list[Fault]) -> list[Fault]:
-    """Encoders whose picture alone is longer than a sequence, among those that can be built."""
+def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> list[Fault]:
+    """Encoders whose largest picture or clip alone is longer than a sequence, among those that can be built."""
     faults = []
     for name, module in cfg.encoders.items():
         parts = (f"modules.{name}.encoder", f"modules.{name}.projector")
         if any(fault.key.startswith(parts) for fault in found):
             continue
         encoder, merge = module.encoder, module.projector.merge
-        tokens = encoder.most_patches(merge) // merge**2
+        tokens = encoder.most_tokens(merge)
         if tokens > cfg.data.sequence_length > 0:
-            side = encoder.image_size
-            size = f"{side} x {side}" if encoder.resize == "fixed" else f"up to {encoder.largest_area}"
+            read_as, patches, _ = encoder.describe_input(merge)
             faults.append(
                 Fault(
                     "data.sequence_length",
-                    f"one picture takes {tokens} tokens of modules.{name} ({size} pixels, patches of "
-                    f"{encoder.patch_size} x {encoder.patch_size}, merge {merge}), a sequence has only "
-                    f"{cfg.data.sequence_length}: raise it above {tokens}, or raise modules.{name}.projector.merge",
+                    f"one {encoder.medium} takes {tokens} tokens of modules.{name} ({read_as}, {patches}, merge "
+                    f"{merge}), a sequence has only {cfg.data.sequence_length}: raise it above {tokens}, or raise "
+                    f"modules.{name}.projector.merge",
                 )
             )
     return faults
@@ -239,7 +238,7 @@ def _is_installed(module: str) -> bool:
 def _demo_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """Making a demo replaces every *.tar of its two folders: never where other shards stand."""
     demo, shards = cfg.data.demo, Path(cfg.data.shards)
-    if demo not in ("digits", "text") or not cfg.data.shards:
+    if demo not in DEMOS or not cfg.data.shards:
         return
     places = {"data.shards": shards.parent / "train", "data.validation_shards": shards.parent / "held_out"}
     for key, place in places.items():

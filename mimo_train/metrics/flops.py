@@ -11,12 +11,11 @@ Model FLOPs are what forward and backward need; hardware FLOPs add what recomput
 however many tensor-parallel ranks share or repeat it.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from encoders.spec import ProjectorSpec, VisionSpec
+from encoders.spec import EncoderSpec, ProjectorSpec, joined_width
 from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
 from mimo_train.llm_spec import LlmSpec
 from mimo_train.memory import PARTS
@@ -88,51 +87,44 @@ def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Pr
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Numbers of pictures through an encoder, on which the FLOPs depend linearly."""
+class Media:
+    """Numbers of pictures or clips through an encoder, on which the FLOPs depend linearly."""
 
     patches: int = 0
+    """Patches of pictures, frames of clips."""
     tokens: int = 0
     """Inside the encoder: patches and class tokens."""
     pairs: int = 0
-    """Pairs of tokens of the same picture."""
-
-
-def whole_picture(spec: VisionSpec) -> Pictures:
-    """The numbers of one picture of `image_size`."""
-    patches = math.prod(spec.position_grid)
-    tokens = patches + spec.class_token
-    return Pictures(patches, tokens, tokens**2)
+    """Pairs of tokens of the same picture or clip."""
 
 
 def encoder_products(
-    name: str, spec: VisionSpec, projector: ProjectorSpec, language_width: int, pictures: Pictures | None = None
+    name: str, spec: EncoderSpec, projector: ProjectorSpec, language_width: int, media: Media
 ) -> list[Product]:
-    """The products of pictures through encoder module `name` and its projector; default: one of `image_size`.
+    """The products of pictures or clips through encoder module `name` and its projector.
 
-    Forward, with P patches of p x p pixels in 3 channels, T = P tokens (one more with a class token), A = T^2 pairs of
-    tokens, h hidden size, f feed-forward width, L layers, N = P / merge^2 projected tokens of width w = h * merge^2, d
+    Forward, with P patches and e multiplications to embed one, T = P tokens (one more with a class token), A = T^2
+    pairs of tokens, h hidden size, f feed-forward width, L layers, N = P / j projected tokens of width w = h * j, d
     language width, m mlp width:
 
-        2P * 3p^2 * h  +  L * (2T * (4h^2 + 2hf) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
+        2P * e  +  L * (2T * (4h^2 + 2hf) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
 
-    Attention is over all tokens, so its term is not halved. Same sources as `language_products`; the shape of the
-    layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
+    For pictures with p x p pixels a patch in 3 channels, e = 3p^2 * h and j = merge^2; for clips P are frames, each of
+    two windows of b mel bands that pass convolutions over 3 neighbours, e = 6b * h + 3h^2 and j = merge (without the
+    Fourier transform). Attention is over all tokens, so its term is not halved. Same sources as `language_products`;
+    the shape of the layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
     """
-    hidden, encoder = spec.hidden_size, f"encoders.{name}"
-    pictures = pictures or whole_picture(spec)
-    patches, tokens = pictures.patches, pictures.tokens
-    embed = 2 * patches * 3 * spec.patch_size**2 * hidden
-    products = [Product(f"{encoder}.patch_embedding.weight", embed, input_gradient=False)]
-    products.append(Product(f"{encoder}.position_embedding"))
-    if spec.class_token:
-        products.append(Product(f"{encoder}.class_token"))
+    hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
+    products = [
+        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=False)
+        for parameter, each in spec.embedding_products().items()
+    ]
     for index in range(spec.num_layers):
         layer = f"{encoder}.layers.layers.{index}"
-        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * pictures.pairs * hidden)
+        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
         products += _two_linears(f"{layer}.mlp", tokens, hidden, spec.ffn_hidden_size, spec.ffn_hidden_size)
-    width, projection = hidden * projector.merge**2, "input_projections.0.encoder"
-    projected = patches / projector.merge**2
+    width, projection = joined_width(spec, projector), "input_projections.0.encoder"
+    projected = media.patches / spec.joined(projector.merge)
     if projector.kind == "linear":
         return [*products, Product(f"{projection}.weight", 2 * projected * width * language_width)]
     middle = projector.ffn_hidden_size or language_width
@@ -184,7 +176,7 @@ class StepFlops:
         self._recompute = {name: cfg.recompute_of(name) for name in cfg.modules}
         self._modules = cfg.modules
         width = cfg.language.llm.hidden_size
-        one_of_each = (Pictures(patches=1), Pictures(tokens=1), Pictures(pairs=1))
+        one_of_each = (Media(patches=1), Media(tokens=1), Media(pairs=1))
         self._products = {
             name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
             for name, module in cfg.encoders.items()
@@ -206,7 +198,8 @@ class StepFlops:
             amounts = [samples]
             if name != LANGUAGE:
                 rows, tokens, squares = (sum(map(sum, numbers[name])) for numbers in (counts, loads, pairs))
-                amounts = [rows * self._modules[name].projector.merge ** 2, tokens, squares]
+                module = self._modules[name]
+                amounts = [rows * module.encoder.joined(module.projector.merge), tokens, squares]
             flops[name] = sum((unit * amount for unit, amount in zip(units, amounts, strict=True)), Flops())
         return flops
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from encoders.registry import FAMILIES
+from encoders.spec import joined_width
 from mimo_train.config import LANGUAGE, ConfigContainer
 from mimo_train.groups import RunGroups
 from mimo_train.layout import RunLayout
@@ -208,7 +209,7 @@ def _encoder_spec(cfg, layout, groups, name: str, te: bool) -> ModuleSpec:
             "config": projection,
             "submodules": projector_submodules(module.projector.kind, te),
             "projector_type": {"mlp": "mlp", "linear": "affine"}[module.projector.kind],
-            "input_size": module.encoder.hidden_size * module.projector.merge**2,
+            "input_size": joined_width(module.encoder, module.projector),
             "pg_collection": pgs,
         },
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.spec import ProjectorSpec, VisionSpec
+from encoders.spec import EncoderSpec, ProjectorSpec
 from mimo_train.config import ConfigContainer
 from mimo_train.layout import ModuleLayout, RunLayout, layers_of_stage
 from mimo_train.llm_spec import LlmSpec
@@ -88,7 +88,7 @@ def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
 
 def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
     """The config of one encoder's transformer layers."""
-    encoder: VisionSpec = cfg.modules[layout.name].encoder
+    encoder: EncoderSpec = cfg.modules[layout.name].encoder
     return _config(
         cfg,
         layout,

@@ -1,8 +1,9 @@
 import pytest
 
+from encoders.audio_spec import AudioSpec
 from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train.llm_spec import LlmSpec
-from mimo_train.metrics.flops import Flops, Pictures, Product, StepFlops, count, encoder_products, language_products
+from mimo_train.metrics.flops import Flops, Media, Product, StepFlops, count, encoder_products, language_products
 from tests.unit.configs import changed, load
 
 DENSE = LlmSpec(
@@ -11,6 +12,10 @@ DENSE = LlmSpec(
 PICTURE = VisionSpec(
     image_size=4, patch_size=2, hidden_size=2, num_layers=3, num_attention_heads=1, ffn_hidden_size=5, class_token=False
 )
+
+
+ONE = Media(4, 4, 16)
+"""One picture of 4 patches."""
 
 
 def forward(products: list[Product]) -> float:
@@ -66,14 +71,24 @@ def test_a_large_model_trains_for_about_six_flops_per_weight_and_token():
 )
 def test_a_picture_through_encoder_and_projector_by_hand(projector, weights, tokens):
     # 4 patches of 12 numbers: 2*4*12*2 = 192. A layer: weights 4*4 + 2*2*5 = 36, 2*4*36 = 288; attention 4*16*2 = 128.
-    assert forward(encoder_products("images", PICTURE, projector, 6)) == 192 + 3 * (288 + 128) + 2 * tokens * weights
+    assert (
+        forward(encoder_products("images", PICTURE, projector, 6, ONE)) == 192 + 3 * (288 + 128) + 2 * tokens * weights
+    )
 
 
 def test_a_class_token_takes_part_in_the_layers_only():
     spec = VisionSpec(**{**vars(PICTURE), "class_token": True})
     # 5 tokens in the layers: 2*5*36 = 360, attention 4*25*2 = 200; patches and projected tokens stay 4.
-    products = encoder_products("images", spec, ProjectorSpec(kind="linear"), 6)
+    products = encoder_products("images", spec, ProjectorSpec(kind="linear"), 6, Media(4, 5, 25))
     assert forward(products) == 192 + 3 * (360 + 200) + 2 * 4 * 12
+
+
+def test_a_clip_through_encoder_and_projector_by_hand():
+    sizes = {"hidden_size": 2, "num_layers": 3, "num_attention_heads": 1, "ffn_hidden_size": 5}
+    spec = AudioSpec(num_mels=7, **sizes)
+    # 4 frames of 2 windows: 8*3*7*2 = 336 and 4*3*2*2 = 48 multiplications; layers as above; 2 tokens of 4 numbers.
+    products = encoder_products("clips", spec, ProjectorSpec(kind="linear", merge=2), 6, ONE)
+    assert forward(products) == 2 * (336 + 48) + 3 * (288 + 128) + 2 * 2 * 4 * 6
 
 
 LANGUAGE = language_products(DENSE, 7, vocab=10)
@@ -118,7 +133,7 @@ EMBED, LAYER_PICTURE, CORE_PICTURE, PROJECT = 192, 3 * 288, 3 * 128, 2 * 4 * 48
     ],
 )
 def test_frozen_parts_of_an_encoder_module(frozen, expected):
-    products = encoder_products("images", PICTURE, ProjectorSpec(kind="mlp"), 6)
+    products = encoder_products("images", PICTURE, ProjectorSpec(kind="mlp"), 6, ONE)
     assert count(products, frozen, upstream=False).model == expected
 
 
@@ -138,7 +153,7 @@ def test_pictures_of_a_step_count_as_each_alone():
     module, width = cfg.modules["images"], cfg.language.llm.hidden_size
     alone = sum(
         count(
-            encoder_products("images", module.encoder, module.projector, width, Pictures(p, p + 1, (p + 1) ** 2)),
+            encoder_products("images", module.encoder, module.projector, width, Media(p, p + 1, (p + 1) ** 2)),
             upstream=False,
         ).model
         for p in (24, 4)

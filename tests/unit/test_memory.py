@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from encoders.spec import ProjectorSpec, VisionSpec
+from encoders.audio_spec import AudioSpec
+from encoders.spec import ProjectorSpec, VisionSpec, joined_width
 from mimo_train import layout, memory
 from mimo_train.llm_spec import LlmSpec
 from mimo_train.memory import Memory, ParameterCount
@@ -225,7 +226,8 @@ def test_parameters_of_projectors_over_tensor_parallel_ranks():
     assert memory.projector_parameters(mlp, 8, 4) == mlp.num_parameters(8, 4) == 8 * 6 + 6 + 6 * 4 + 4
     assert memory.projector_parameters(mlp, 8, 4, tp=2) == (8 * 6 + 6 + 6 * 4) // 2 + 4
     linear = ProjectorSpec(kind="linear", merge=2)
-    assert memory.projector_parameters(linear, 8, 4) == 32 * 4 + 4
+    assert memory.projector_parameters(linear, joined_width(VisionSpec(hidden_size=8), linear), 4) == 32 * 4 + 4
+    assert memory.projector_parameters(linear, joined_width(AudioSpec(hidden_size=8), linear), 4) == 16 * 4 + 4
 
 
 def test_freezing_takes_parts_and_leaves_patterns_uncounted():

@@ -107,7 +107,9 @@ def test_pictures_keep_their_order_and_do_not_mix():
         def __init__(self, first: bool, last: bool):
             torch.nn.Module.__init__(self)
             self.spec, self.merge = replace(NATIVE, hidden_size=6), 2
-            self.config = SimpleNamespace(init_seed=1, params_dtype=torch.float32, init_method_std=0.02)
+            self.config = SimpleNamespace(
+                init_seed=1, params_dtype=torch.float32, init_method_std=0.02, sequence_parallel=False
+            )
             self.is_first_stage, self.is_last_stage = first, last
             self.layers = Doubled()
             if first:

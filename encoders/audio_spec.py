@@ -1,0 +1,163 @@
+"""What an audio encoder is made of: sizes, and the arithmetic that follows from them. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+
+from encoders.spec import layer_faults, layer_parameters
+
+
+@dataclass
+class AudioSpec:
+    """A transformer over the log-mel spectrogram of a clip: two convolutions, the second with stride 2, sinusoidal
+    positions, pre-norm layers, a final norm (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
+
+    name: str = "audio"
+    """Free name, shown in tables."""
+    family: str = "audio"
+    """Key of `encoders.registry.FAMILIES`: decides which code builds the encoder."""
+    sample_rate: int = 16000
+    """Samples per second that every clip is resampled to."""
+    max_seconds: float = 30.0
+    """Longest clip, in seconds; a sample with a longer one is bad."""
+    num_mels: int = 80
+    """Mel bands of the spectrogram."""
+    window: int = 400
+    """Samples of one window of the Fourier transform; must be below 4 times `hop`."""
+    hop: int = 160
+    """Samples from one window to the next; the layers see one frame for every two windows."""
+    hidden_size: int = 768
+    """Width of the residual stream; must be even."""
+    num_layers: int = 12
+    """Transformer layers."""
+    num_attention_heads: int = 12
+    """Attention heads; must divide `hidden_size` and be divisible by the module's tp."""
+    ffn_hidden_size: int = 3072
+    """Width of the feed-forward block; must be divisible by the module's tp."""
+    normalization: str = "LayerNorm"
+    """LayerNorm or RMSNorm."""
+    layernorm_epsilon: float = 1e-5
+    """Epsilon of every norm."""
+    activation: str = "gelu"
+    """gelu, quick_gelu, relu or silu."""
+    dropout: float = 0.0
+    """Dropout probability of hidden states and attention."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of media this encoder reads."""
+        return "audio"
+
+    @property
+    def medium(self) -> str:
+        """What one of them is called."""
+        return "clip"
+
+    @property
+    def placeholder(self) -> str:
+        """What stands in a record's text where the media go."""
+        return "<audio>"
+
+    @property
+    def frame(self) -> int:
+        """Samples of one frame, as the layers see it."""
+        return 2 * self.hop
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether media differ in their number of tokens."""
+        return True
+
+    def input_size(self, samples: int, rate: int, merge: int = 1) -> tuple[int, int]:
+        """(samples, samples per second) in which the encoder gets a clip of `samples` at `rate` per second: resampled,
+        with silence behind it up to a whole number of tokens.
+
+        Raises:
+            ValueError: it is longer than `max_seconds`.
+        """
+        length = -(-samples * self.sample_rate // rate)
+        if length > self.max_seconds * self.sample_rate:
+            raise ValueError(
+                f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
+                "clip, or raise it"
+            )
+        unit = self.frame * merge
+        return max(1, -(-length // unit)) * unit, self.sample_rate
+
+    def inner_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
+        """Tokens that a clip takes inside the encoder: frames. Raises ValueError as `input_size` does."""
+        return self.input_size(samples, rate, merge)[0] // self.frame
+
+    def num_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
+        """Tokens that a clip takes in the sequence: `merge` frames each. Raises ValueError as `input_size` does."""
+        return self.inner_tokens(samples, rate, merge) // merge
+
+    def joined(self, merge: int) -> int:
+        """Frames that make one token of the sequence."""
+        return merge
+
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens in the sequence of the longest clip."""
+        return max(1, math.ceil(self.max_seconds * self.sample_rate / (self.frame * merge)))
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Tokens inside the encoder of the longest clip."""
+        return self.most_tokens(merge) * merge
+
+    def token_unit(self, merge: int = 1) -> int:
+        """What divides the number of tokens that any clip has inside the encoder."""
+        return merge
+
+    @property
+    def token_unit_fields(self) -> tuple[str, ...]:
+        """Fields of the module that `token_unit` follows from."""
+        return ("projector.merge",)
+
+    def embedding_products(self) -> dict[str, int]:
+        """Parameters in front of the layers: multiplications with each for one frame."""
+        hidden = self.hidden_size
+        # Two windows make a frame, and a convolution sees three neighbours.
+        return {"conv1.weight": 2 * 3 * self.num_mels * hidden, "conv2.weight": 3 * hidden * hidden}
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a clip is read, its frames and its tokens, in words."""
+        per_second = self.sample_rate / self.frame
+        return (
+            f"{self.sample_rate} samples a second, up to {self.max_seconds:g} s",
+            f"{per_second:g} frames a second",
+            f"{per_second / merge:g} a second, up to {self.most_tokens(merge)}",
+        )
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = [
+            (name, f"must be at least 1, is {getattr(self, name)}")
+            for name in ("sample_rate", "num_mels", "window", "hop")
+            if getattr(self, name) < 1
+        ]
+        found += layer_faults(self)
+        if self.max_seconds <= 0:
+            found.append(("max_seconds", f"must be above 0, is {self.max_seconds}"))
+        if found:
+            return found
+        if self.hidden_size % 2:
+            found.append(("hidden_size", f"sinusoidal positions need an even width, it is {self.hidden_size}"))
+        if self.window >= 4 * self.hop:
+            # A clip of one frame has 2 * hop samples, and is mirrored by half a window at its ends.
+            found.append(("window", f"{self.window} samples must be below 4 times hop {self.hop}: change one of them"))
+        if self.num_mels > self.window // 2:
+            found.append(
+                ("num_mels", f"{self.num_mels} bands are more than half of window {self.window}: change one of them")
+            )
+        return found
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector: any merge will do."""
+        return []
+
+    def num_parameters(self) -> int:
+        """Number of trainable parameters, biases and norms included."""
+        layer, norm = layer_parameters(self)
+        convolutions = 3 * self.num_mels * self.hidden_size + 3 * self.hidden_size**2 + 2 * self.hidden_size
+        return convolutions + self.num_layers * layer + norm
