@@ -28,5 +28,5 @@ def interpolate_positions(positions_RCH: torch.Tensor, rows: int, columns: int) 
 @lru_cache(maxsize=1024)
 def _weights(before: int, after: int) -> torch.Tensor:
     """[after, before]: how much of each value on a line of `before` there is at each place of a line of `after`."""
-    lines = torch.eye(before)[None, None]
+    lines = torch.eye(before, dtype=torch.float64)[None, None]
     return torch.nn.functional.interpolate(lines, size=(before, after), mode="bicubic", align_corners=False)[0, 0].T

@@ -123,8 +123,12 @@ ENCODER_STAGES = (
     apart("pp2", ONE),
     apart("pp2 tp2", "dp2"),
     apart("pp2 dp2", "pp2", WHOLE_STATES, "modules.images.recompute=full"),
+    apart("pp2", "cp2"),
+    apart("tp2 sp", ONE),
+    apart("tp2 sp pp2", "tp2 sp"),
+    same("tp2 sp", "dp2"),
 )
-"""The encoder in stages; most samples have no picture."""
+"""The encoder in stages and with sequence parallelism; most samples have no picture."""
 
 UNTIED = (apart("dp2", "pp2"), same("tp2", "dp2 pp2", WHOLE_STATES))
 
@@ -195,6 +199,7 @@ MODELS = {
     "vlm, two encoder layers": _vlm(
         ENCODER_STAGES,
         "modules.images.encoder.num_layers=2",
+        "modules.images.encoder.class_token=true",
         "train.global_batch_size=8",
         demo="sparse",
         microbatch=4,

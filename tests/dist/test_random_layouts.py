@@ -59,8 +59,14 @@ def legal(draw) -> tuple[str, Row]:
     encoder_tp = draw(st.sampled_from([each for each in (1, 2, 4) if size % each == 0]))
     if placement == "language first":
         placement = f"{{images: {ranks}, language: 0}}"
-    sizes = {"images": f"tp{encoder_tp} dp{size // encoder_tp}", "language": " ".join(language)}
-    return "vlm, few pictures", Row(sizes, placement, changes)
+    replicas = size // encoder_tp
+    if placement == "shared" or size == 1 or draw(st.booleans()):
+        sizes = {"images": f"tp{encoder_tp} dp{replicas}", "language": " ".join(language)}
+        return "vlm, few pictures", Row(sizes, placement, changes)
+    stages = draw(st.sampled_from([each for each in (1, 2) if replicas % each == 0]))
+    images = [f"tp{encoder_tp}", f"dp{replicas // stages}", f"pp{stages}", *["sp"] * (encoder_tp == 2)]
+    sizes = {"images": " ".join(images), "language": " ".join(language)}
+    return "vlm, encoder stages, few pictures", Row(sizes, placement, changes)
 
 
 FAULTS = {
@@ -70,6 +76,7 @@ FAULTS = {
     "modules.language.layout.ep=2": "modules.language.layout.ep",
     "modules.images.layout.dp=3": "modules.images.layout.dp",
     "modules.images.layout.tp=3": "modules.images.layout.tp",
+    "modules.images.layout.pp=9": "modules.images.layout.pp",
     "modules.images.layout.ep=2": "modules.images.layout.ep",
     "placement.mode=scattered": "placement.mode",
     "placement.first_rank={images: 9, language: 0}": "placement.first_rank",

@@ -84,13 +84,11 @@ def test_positions_keep_their_place():
 
 
 def test_positions_are_those_of_bicubic_interpolation():
-    positions = torch.randn(4, 7, 3, dtype=torch.float64)
+    positions = torch.randn(4, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.interpolate(
         positions.permute(2, 0, 1)[None], size=(9, 5), mode="bicubic", align_corners=False
     )
-    torch.testing.assert_close(
-        interpolate_positions(positions, 9, 5), expected[0].permute(1, 2, 0), rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(interpolate_positions(positions, 9, 5), expected[0].permute(1, 2, 0))
 
 
 class Doubled(torch.nn.Module):
