@@ -119,6 +119,42 @@ def test_a_wholly_frozen_encoder_module_has_no_buffers_no_graph_and_no_gradient_
     ]
 
 
+@pytest.mark.parametrize(
+    ("frozen", "returned"),
+    [
+        ("modules.images.freeze=[encoder]", [0, 0]),
+        ("modules.images.freeze=['encoders.*layers.layers.0.*', 'encoders.*embedding*']", [0, 0]),
+        ("modules.images.freeze_until={encoder: 1}", [0, 4]),
+    ],
+    ids=["encoder", "first stage", "until step 1"],
+)
+def test_no_gradient_goes_to_a_stage_of_an_encoder_that_needs_none(frozen, returned, digits, tmp_path):
+    stages = "modules.images.layout.pp=2", "modules.images.encoder.num_layers=2", *MICROBATCHES, frozen
+    cfg = vlm(digits, tmp_path / "staged", "layout=two_processes", *stages)
+    ranks = run_ranks(_curve_and_returned, 3, cfg)
+    assert ranks[1][1] == returned
+    one = curve(vlm(digits, tmp_path / "one", "layout=one_process", *stages[1:]), 2)
+    assert max(largest_difference(one, whole([numbers for numbers, _ in ranks]))) < 1e-5
+
+
+def _curve_and_returned(cfg) -> tuple[list[tuple], list[int]]:
+    """Curve, and by step the gradients that this rank sent to the stage before."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    returned, communicate = [], P2PCommunicator._communicate
+
+    def counted(self, *, tensor_send_prev, **options):
+        returned[-1] += tensor_send_prev is not None
+        return communicate(self, tensor_send_prev=tensor_send_prev, **options)
+
+    P2PCommunicator._communicate = counted
+    run, numbers = Steps(cfg), []
+    for _ in range(2):
+        returned.append(0)
+        numbers += run.train(1)
+    return numbers, returned
+
+
 def test_gradients_travel_from_the_step_on_that_needs_them(digits, tmp_path):
     until = "modules.images.freeze_until={encoder: 2, projector: 1}"
     cfg = vlm(digits, tmp_path, "layout=two_processes", *MICROBATCHES, until)

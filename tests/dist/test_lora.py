@@ -23,18 +23,25 @@ GPT_LAYOUTS = {
     "dp2, full recompute": ("layout=language_dp2", "train.recompute=full"),
 }
 VLM_LAYOUTS = {
+    "vision pp2 tp2, sequence parallel + language 1": (
+        "layout=two_processes",
+        "modules.images.layout.pp=2",
+        "modules.images.layout.tp=2",
+        "modules.images.layout.sp=true",
+    ),
     "vision tp2 + language pp2": ("layout=images_tp2_language_pp2",),
     "vision dp2 + language dp2": ("layout=images_dp2_language_dp2",),
 }
 EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.expert_ffn_hidden_size=48")
 OF_ATTENTION = ("modules.language.lora.targets=[linear_qkv, linear_proj]",)
+PATCHES = "modules.images.encoder.patch_size=12"  # 16 in a picture, which sequence parallelism can divide
 MODELS = {
     "gpt_tiny": (("layout=language_one", "modules.language.llm.num_layers=4", *LANGUAGE), GPT_LAYOUTS),
     "gpt_tiny, experts": (
         ("layout=language_one", *EXPERTS, *LANGUAGE, *OF_ATTENTION),
         {"ep2 of dp2": ("layout=language_ep2",)},
     ),
-    "vlm_digits": (("layout=one_process", *BOTH), VLM_LAYOUTS),
+    "vlm_digits": (("layout=one_process", "modules.images.encoder.num_layers=2", PATCHES, *BOTH), VLM_LAYOUTS),
 }
 
 
