@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from data import collate
-from data.decode import DecodeError, decode_audio, decode_resized
+from data.decode import DecodeError, decode_media
 from data.faults import Fault, FaultLog
 from data.features import Lookup
 from data.index import Member, ShardIndex, open_index
@@ -270,9 +270,7 @@ class Dataset:
     def _decode(self, spec: Media, plan: Plan, member: Member, size: tuple[int, int]) -> torch.Tensor:
         raw = self._read(plan, member)
         try:
-            if spec.kind == "image":
-                return decode_resized(raw, *size)
-            return decode_audio(raw, rate=size[1], samples=size[0])
+            return decode_media(spec.kind, raw, size)
         except DecodeError as error:
             raise DecodeError(f"member .{member.extension}: {error}") from error
 

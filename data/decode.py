@@ -21,6 +21,13 @@ class DecodeError(ValueError):
     """A picture or an audio clip that cannot be decoded."""
 
 
+def decode_media(kind: str, raw: bytes, size: tuple[int, int]) -> torch.Tensor:
+    """A picture as uint8 [3, height, width], or a clip as float32 [samples], of `Media.size`. Raises DecodeError."""
+    if kind == "image":
+        return decode_resized(raw, *size)
+    return decode_audio(raw, rate=size[1], samples=size[0])
+
+
 def decode_picture(raw: bytes) -> torch.Tensor:
     """A JPEG, PNG, WebP, GIF (first frame) or BMP file -> uint8 [3, H, W], RGB, upright. Raises DecodeError."""
     header = parse_header_bytes(raw)

@@ -1,4 +1,5 @@
-"""Picture headers: format, size and EXIF orientation from the first bytes of a member, without decoding it.
+"""Headers: format, size and EXIF orientation of a picture from the first bytes of a member, length and rate of a clip,
+without decoding it.
 
 The index and the decoder both use this parser, so the size that the index promises is the size that the decoder yields.
 No torch here: indexing runs in plain worker processes.
@@ -46,6 +47,26 @@ def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
 def parse_header_bytes(raw: bytes) -> ImageHeader | None:
     """`parse_header` for a member that is in memory."""
     return parse_header(lambda offset, length: raw[offset : offset + length], len(raw))
+
+
+def parse_extent(kind: str, raw: bytes) -> tuple[int, int] | None:
+    """What `data.dataset.Media` wants to know of a picture (height, width) or a clip (samples per channel, samples per
+    second); None without a header that we can read."""
+    if kind == "audio":
+        return parse_audio_header(raw)
+    header = parse_header_bytes(raw)
+    return None if header is None else (header.height, header.width)
+
+
+def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
+    """(samples per channel, samples per second) of a whole audio file, or None. Never raises for bad bytes."""
+    import soundfile
+
+    try:
+        info = soundfile.info(io.BytesIO(raw))
+    except (soundfile.SoundFileError, RuntimeError):
+        return None
+    return (int(info.frames), int(info.samplerate)) if info.frames > 0 and info.samplerate > 0 else None
 
 
 class _Window:

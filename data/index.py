@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.header import parse_header
+from data.header import parse_audio_header, parse_header
 from data.shards import ShardError, find_shards, refuse_compressed
 
 __all__ = [
@@ -269,13 +269,7 @@ def _measure(fd: int, extension: str, offset: int, size: int) -> tuple[int, int,
         header = parse_header(lambda at, length: os.pread(fd, max(min(length, size - at), 0), offset + at), size)
         return (0, 0, header.height, header.width) if header else (0, 0, 0, 0)
     if kind == "audio":
-        import soundfile
-
-        try:
-            info = soundfile.info(io.BytesIO(os.pread(fd, size, offset)))
-        except (soundfile.SoundFileError, RuntimeError):
-            return 0, 0, 0, 0
-        return int(info.frames), int(info.samplerate), 0, 0
+        return (*(parse_audio_header(os.pread(fd, size, offset)) or (0, 0)), 0, 0)
     return 0, 0, 0, 0
 
 

@@ -123,6 +123,9 @@ def _add_generate(commands) -> None:
         "--image", action="append", default=[], metavar="FILE", help="a picture; repeat it for several, in order"
     )
     command.add_argument(
+        "--audio", action="append", default=[], metavar="FILE", help="a clip, after the pictures; repeat it for several"
+    )
+    command.add_argument(
         "--max-new-tokens", type=_positive, default=64, metavar="N", help="longest answer in tokens (default: 64)"
     )
     command.set_defaults(handler=_generate)
@@ -185,7 +188,8 @@ def _config(args: argparse.Namespace) -> None:
 def _generate(args: argparse.Namespace) -> int:
     from mimo_train.training.generate import main as generate
 
-    return generate(args.checkpoint, prompt=args.prompt, images=args.image, max_new_tokens=args.max_new_tokens)
+    media = {"image": args.image, "audio": args.audio}
+    return generate(args.checkpoint, prompt=args.prompt, media=media, max_new_tokens=args.max_new_tokens)
 
 
 def _load(args: argparse.Namespace):

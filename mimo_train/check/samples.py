@@ -27,7 +27,7 @@ class Seen:
 
     training_samples: int | None = None
     media_per_sample: dict[str, float] = field(default_factory=dict)
-    """Pictures in a sample, on average, by module."""
+    """Pictures or clips in a sample, on average, by module."""
     fingerprint: str | None = None
     """Of the training shards, if all of them can be read."""
 
@@ -123,13 +123,13 @@ def _add_samples(
     media = dataset.modules
     seen.fingerprint = dataset.fingerprint
     first = range(min(FIRST_SAMPLES, len(dataset)))
-    lengths, targets, pictures, bad, silent = [], [], {item.module: [] for item in media}, [], []
+    lengths, targets, counts, bad, silent = [], [], {item.module: [] for item in media}, [], []
     try:
         for number in first:
             text, fault = dataset.read_text(number)
             for item in media:
                 inputs, media_fault = dataset.read_media(number, item.module)
-                pictures[item.module].append(len(inputs))
+                counts[item.module].append(len(inputs))
                 fault = fault or media_fault
             if fault is not None:
                 bad.append(f"{fault.shard}, key {fault.key}: {fault.reason}")
@@ -140,9 +140,10 @@ def _add_samples(
                 silent.append("{}, key {}".format(*dataset.locate(number)))
     finally:
         dataset.close()
-    seen.media_per_sample = {name: sum(counts) / len(counts) for name, counts in pictures.items()}
-    for name, counts in pictures.items():
-        rows.append((f"first {len(first)}", f"pictures of {name}", f"{spread(counts)} a sample"))
+    seen.media_per_sample = {name: sum(numbers) / len(numbers) for name, numbers in counts.items()}
+    for name, numbers in counts.items():
+        medium = cfg.modules[name].encoder.medium
+        rows.append((f"first {len(first)}", f"{medium}s of {name}", f"{spread(numbers)} a sample"))
     if lengths:
         limit = cfg.data.sequence_length
         full = sum(length >= limit for length in lengths)

@@ -76,7 +76,7 @@ def _section(title: str, content: str) -> str:
 def _subtitle(cfg: ConfigContainer) -> str:
     models = [f"{name}: {module.encoder.name}" for name, module in cfg.encoders.items()]
     models.append(f"language: {cfg.language.llm.name}")
-    blind = " Blind: pictures are replaced by zeros, only the text is left to learn from." if cfg.data.blind else ""
+    blind = " Blind: media are replaced by zeros, only the text is left to learn from." if cfg.data.blind else ""
     return f'<p class="subtitle">{escape(", ".join(models))}.{blind}</p>'
 
 

@@ -1,4 +1,4 @@
-"""The held-out pictures of a report, each with question, answer and truth. Imports no torch."""
+"""The held-out pictures and clips of a report, each with question, answer and truth. Imports no torch."""
 
 import base64
 import binascii
@@ -15,8 +15,8 @@ _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 def samples_section(path: Path) -> str:
     """A grid of the samples of `path` (samples.json), empty when there is none.
 
-    A sample is {"images": [base64 of a PNG or JPEG, ...], "question", "answer", "truth", "correct": bool}; a single
-    picture may be given as "image".
+    A sample is {"images": [base64 of a PNG or JPEG, ...], "clips": [base64 of a WAV, ...], "question", "answer",
+    "truth", "correct": bool}; a single picture may be given as "image".
     """
     if not path.exists():
         return ""
@@ -43,8 +43,8 @@ def _sample(sample: dict) -> str:
         for key, label in (("question", "Question"), ("answer", "Answer"), ("truth", "Truth"))
         if sample.get(key) is not None
     )
-    pictures = _pictures(sample)
-    return f'<li class="sample{state}">{pictures}<dl>{rows}</dl>{mark}</li>'
+    media = _pictures(sample) + _clips(sample)
+    return f'<li class="sample{state}">{media}<dl>{rows}</dl>{mark}</li>'
 
 
 def _pictures(sample: dict) -> str:
@@ -54,12 +54,26 @@ def _pictures(sample: dict) -> str:
     return f'<div class="pictures">{images}</div>' if images else ""
 
 
+def _clips(sample: dict) -> str:
+    clips = "".join(
+        f'<audio controls preload="none" src="data:audio/wav;base64,{encoded}"></audio>'
+        for encoded in sample.get("clips") or []
+        if (_decoded(encoded) or b"").startswith(b"RIFF")
+    )
+    return f'<div class="clips">{clips}</div>' if clips else ""
+
+
+def _decoded(encoded: str) -> bytes | None:
+    """None for what is not base64."""
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+
+
 def _picture(encoded: str, question: str) -> str:
     """An img with its data inside; empty when `encoded` is no PNG and no JPEG."""
-    try:
-        content = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
-        return ""
+    content = _decoded(encoded) or b""
     kind = next((kind for signature, kind in _SIGNATURES.items() if content.startswith(signature)), None)
     if kind is None:
         return ""

@@ -77,6 +77,7 @@ svg path { vector-effect: non-scaling-stroke; fill: none; }
 .pictures { display: flex; background: var(--grid); border-bottom: 1px solid var(--line); }
 .pictures img { flex: 1 1 0; min-width: 0; width: 100%; height: 150px; object-fit: contain; padding: 8px; }
 .pictures img.small { image-rendering: pixelated; }
+.clips audio { display: block; width: 100%; padding: 8px 8px 0; }
 .sample dl { margin: 0; padding: 12px 14px; display: grid; grid-template-columns: auto 1fr; gap: 2px 10px;
   font-size: 0.875rem; overflow-wrap: anywhere; }
 .sample dt { color: var(--soft); } .sample dd { margin: 0; white-space: pre-wrap; }

@@ -1,8 +1,6 @@
 """Evaluation in the loop: held-out loss, exact match of answers, and samples for the report."""
 
-import base64
 import contextlib
-import io
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from mimo_train.training.data import StepIterator, open_loader
 from mimo_train.training.decode import greedy_answers, predict_step
 from mimo_train.training.features import Features
 from mimo_train.training.forward_step import prepare_forward_step_func
+from mimo_train.training.shown_media import shown_media
 from mimo_train.training.state import GlobalState
 
 SHOWN_TOKENS = 24
@@ -166,7 +165,7 @@ def _score(microbatch: dict[str, Any], samples: int) -> torch.Tensor:
 
 
 def write_samples(state: GlobalState, model: list, step_func, iterator: StepIterator, held_out: HeldOut) -> None:
-    """samples.json: pictures, questions, greedy answers and truths of the first step's samples on the logging rank."""
+    """samples.json: media, questions, greedy answers and truths of the first step's samples, on the logging rank."""
     wanted = state.cfg.train.report_samples
     if wanted < 1:
         return
@@ -179,24 +178,8 @@ def write_samples(state: GlobalState, model: list, step_func, iterator: StepIter
             continue
         question, truth = held_out.dataset.prompt_and_truth(number)
         answer = state.tokenizer.decode(ids).strip()
-        pictures = [
-            _png(picture)
-            for name, module in state.cfg.encoders.items()
-            if module.encoder.kind == "image"
-            for picture in held_out.dataset.media(number, name)
-        ]
-        shown.append(
-            {"images": pictures, "question": question, "answer": answer, "truth": truth, "correct": answer == truth}
-        )
+        words = {"question": question, "answer": answer, "truth": truth, "correct": answer == truth}
+        shown.append(shown_media(held_out.dataset, number) | words)
     temporary = state.run_dir / "samples.json.partial"
     temporary.write_text(json.dumps(shown))
     temporary.rename(state.run_dir / "samples.json")
-
-
-def _png(picture: torch.Tensor) -> str:
-    """uint8 [3, height, width] as base64 of a PNG file."""
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(buffer, format="PNG")
-    return base64.b64encode(buffer.getvalue()).decode()

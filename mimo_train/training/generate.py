@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from data.collate import collate_media, encode_prompt
-from data.decode import decode_resized
-from data.header import parse_header_bytes
+from data.decode import decode_media
+from data.header import parse_extent
 from data.records import Part, Turn
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.store import load_checkpoint
@@ -19,14 +19,18 @@ from mimo_train.training.decode import predict_step
 from mimo_train.training.setup import build_state, start_processes
 from mimo_train.training.state import GlobalState
 
+NAMES = {"image": "picture", "audio": "clip"}
+"""What a file is called, by its kind and by the option that gives it."""
 
-def main(checkpoint: str, *, prompt: str, images: list[str], max_new_tokens: int) -> int:
-    """Print the answer to `prompt` about `images`. Returns the exit code.
+
+def main(checkpoint: str, *, prompt: str, media: dict[str, list[str]], max_new_tokens: int) -> int:
+    """Print the answer to `prompt` about `media`: kind (image, audio) -> files. Returns the exit code.
 
     Raises:
-        ValueError: no complete checkpoint, a picture that cannot be read or that no module takes, or a prompt that
-            does not fit into `data.sequence_length`.
+        ValueError: no complete checkpoint, a picture or clip that cannot be read or that no module takes, or a prompt
+            that does not fit into `data.sequence_length`.
     """
+    files = {kind: _read(kind, paths) for kind, paths in media.items() if paths}
     folder = folders.chosen(Path(checkpoint), checkpoint, "CHECKPOINT")
     cfg = on_one_process(from_dict(folders.read_record(folder)["config"]))
     state = GlobalState(cfg)
@@ -34,7 +38,7 @@ def main(checkpoint: str, *, prompt: str, images: list[str], max_new_tokens: int
     load_checkpoint(folder, state.layout, model)
     merge_lora(model)
     model[0].eval()
-    print(answer(state, model[0], prompt, [Path(image).read_bytes() for image in _existing(images)], max_new_tokens))
+    print(answer(state, model[0], prompt, files, max_new_tokens))
     torch.distributed.destroy_process_group()
     return 0
 
@@ -47,17 +51,17 @@ def on_one_process(cfg: ConfigContainer) -> ConfigContainer:
 
 
 @torch.no_grad()
-def answer(state: GlobalState, model, prompt: str, pictures: list[bytes], max_new_tokens: int) -> str:
+def answer(state: GlobalState, model, prompt: str, files: dict[str, list[bytes]], max_new_tokens: int) -> str:
     """The model's answer.
 
     Args:
         prompt: what a user asks; for a plain GPT, the text that it continues.
-        pictures: files, in the order in which they stand before the prompt.
+        files: pictures (image) and clips (audio), by kind, in the order in which they stand before the prompt.
     """
-    ids, media = _encode(state, prompt, pictures)
+    ids, media = _encode(state, prompt, files)
     limit = state.cfg.data.sequence_length
     if len(ids) >= limit:
-        raise ValueError(f"--prompt: takes {len(ids)} tokens with its pictures, data.sequence_length is {limit}")
+        raise ValueError(f"--prompt: takes {len(ids)} tokens with its media, data.sequence_length is {limit}")
     new: list[int] = []
     while len(new) < max_new_tokens and len(ids) < limit:
         batch = _batch(ids, media, limit, state)
@@ -70,32 +74,27 @@ def answer(state: GlobalState, model, prompt: str, pictures: list[bytes], max_ne
     return state.tokenizer.decode(new).strip()
 
 
-def _encode(state: GlobalState, prompt: str, pictures: list[bytes]) -> tuple[list[int], dict]:
+def _encode(state: GlobalState, prompt: str, files: dict[str, list[bytes]]) -> tuple[list[int], dict]:
     """Token ids of the prompt, and the inputs of every encoder module."""
     cfg, tokenizer = state.cfg, state.tokenizer
-    readers = {name: module for name, module in cfg.encoders.items() if module.encoder.kind == "image"}
-    if pictures and not readers:
-        raise ValueError(f"--image: no module of this model reads pictures, it has {', '.join(cfg.modules)}")
-    if set(cfg.modules) == {LANGUAGE}:
+    if set(cfg.modules) == {LANGUAGE} and not files:
         begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
         return begin + tokenizer.encode(prompt), {}
-    sizes = [_size(picture, number) for number, picture in enumerate(pictures, start=1)]
-    of_module = {media.module: media for media in media_of(cfg)}
-    tokens = {
-        "image": [
-            [
-                (tokenizer.placeholder_id(of_module[name].placeholder), of_module[name].num_tokens(*size))
-                for name in readers
-            ]
-            for size in sizes
+    modules = media_of(cfg)
+    tokens, parts, inputs = {}, [], dict.fromkeys(cfg.encoders)
+    for kind, raws in files.items():
+        readers = [item for item in modules if item.kind == kind]
+        if not readers:
+            raise ValueError(f"--{kind}: no module of this model reads {NAMES[kind]}s, it has {', '.join(cfg.modules)}")
+        extents = [_extent(kind, raw, number) for number, raw in enumerate(raws, start=1)]
+        tokens[kind] = [
+            [(tokenizer.placeholder_id(item.placeholder), item.num_tokens(*extent)) for item in readers]
+            for extent in extents
         ]
-    }
-    inputs = {}
-    for name in cfg.encoders:
-        decoded = [decode_resized(raw, *of_module[name].size(*size)) for raw, size in zip(pictures, sizes, strict=True)]
-        collated = collate_media(decoded if name in readers else [], of_module[name].field)
-        inputs[name] = None if collated is None else {name: collated}
-    parts = [part for _ in pictures for part in (Part("image"), Part("text", "\n"))]
+        parts += [part for _ in raws for part in (Part(kind), Part("text", "\n"))]
+        for item in readers:
+            decoded = [decode_media(kind, raw, item.size(*extent)) for raw, extent in zip(raws, extents, strict=True)]
+            inputs[item.module] = {item.module: collate_media(decoded, item.field)}
     return encode_prompt([Turn("user", (*parts, Part("text", prompt)))], tokenizer, tokens), inputs
 
 
@@ -118,15 +117,15 @@ def _on(device: torch.device, value: torch.Tensor | list[torch.Tensor]) -> torch
     return value.to(device) if isinstance(value, torch.Tensor) else [tensor.to(device) for tensor in value]
 
 
-def _size(raw: bytes, number: int) -> tuple[int, int]:
-    header = parse_header_bytes(raw)
-    if header is None:
-        raise ValueError(f"--image: picture {number} ({len(raw)} bytes) has no readable header")
-    return header.height, header.width
+def _extent(kind: str, raw: bytes, number: int) -> tuple[int, int]:
+    extent = parse_extent(kind, raw)
+    if extent is None:
+        raise ValueError(f"--{kind}: {NAMES[kind]} {number} ({len(raw)} bytes) has no readable header")
+    return extent
 
 
-def _existing(images: list[str]) -> list[str]:
-    for image in images:
-        if not Path(image).is_file():
-            raise ValueError(f"--image: no file {image}")
-    return images
+def _read(kind: str, paths: list[str]) -> list[bytes]:
+    for path in paths:
+        if not Path(path).is_file():
+            raise ValueError(f"--{kind}: no file {path}")
+    return [Path(path).read_bytes() for path in paths]

@@ -93,17 +93,20 @@ def _summarise(cfg: ConfigContainer, layout: RunLayout) -> None:
 
 
 def _try_it(run_dir: Path) -> str:
-    """A command that asks the checkpoint about a held-out sample of the report; its picture is written to a file."""
+    """A command that asks the checkpoint about a held-out sample of the report; its media are written to files."""
     samples_file = run_dir / "samples.json"
     samples = json.loads(samples_file.read_text()) if samples_file.exists() else []
-    sample = next((sample for sample in samples if sample["images"]), samples[0] if samples else None)
-    prompt, picture = "Hello", ""
+    sample = next(
+        (sample for sample in samples if sample["images"] or sample["clips"]), samples[0] if samples else None
+    )
+    prompt, media = "Hello", ""
     if sample is not None:
         prompt = (sample["question"] or sample["truth"][:20]).strip()
-    if sample is not None and sample["images"]:
-        file = run_dir / "held_out.png"
-        file.write_bytes(base64.b64decode(sample["images"][0]))
-        picture = f" --image {file}"
+        for option, field, extension in (("--image", "images", "png"), ("--audio", "clips", "wav")):
+            for at, content in enumerate(sample.get(field, [])):
+                file = run_dir / f"held_out{at or ''}.{extension}"
+                file.write_bytes(base64.b64decode(content))
+                media += f" {option} {file}"
     beside = Path(sys.executable).parent / "mimo-train"
     program = os.path.relpath(beside) if beside.exists() else "mimo-train"
-    return f"{min(program, str(beside), key=len)} generate {run_dir}{picture} --prompt {shlex.quote(prompt)}"
+    return f"{min(program, str(beside), key=len)} generate {run_dir}{media} --prompt {shlex.quote(prompt)}"

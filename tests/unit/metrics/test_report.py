@@ -133,6 +133,16 @@ def test_samples_are_marked_in_words_and_their_text_is_escaped(tmp_path, vlm):
     assert "1 of these 2 are right." in page.text
 
 
+def test_clips_can_be_played_and_nothing_else_is_let_in(tmp_path, vlm):
+    wav = base64.b64encode(b"RIFF\x24\x00\x00\x00WAVE").decode()
+    words = {"question": "q", "answer": "a", "truth": "t", "correct": None}
+    samples = [{"images": [PNG], "clips": [wav, wav], **words}, {"images": [], "clips": ['" onplay="x', PNG], **words}]
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    clips = report(tmp_path, vlm).all("audio")
+    assert [clip["src"] for clip in clips] == [f"data:audio/wav;base64,{wav}"] * 2
+    assert not any("onplay" in clip for clip in clips)
+
+
 @pytest.mark.parametrize(
     ("steps", "evaluations", "loss"),
     [
