@@ -215,3 +215,4 @@ MODELS = {
 """By name."""
 
 CASES = [(model, row) for model, found in MODELS.items() for row in found.rows]
+"""The whole table."""
