@@ -10,7 +10,6 @@ import pytest
 from tests.dist.layout_tables import CASES, MODELS
 from tests.dist.parity import PARAMETERS, STEPS, Trained, config_of, difference, make_demos, trained, within
 
-
 TRIED = [(name, row) for name, model in MODELS.items() for row in model.rows[::2]]
 if os.environ.get("MIMO_ALL_LAYOUTS"):
     TRIED = CASES
