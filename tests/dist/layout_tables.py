@@ -49,7 +49,7 @@ class Model:
 
     config: str
     demo: str
-    """digits, sparse (most samples have no picture) or prose."""
+    """One of `parity.make_demos`."""
     microbatch: int
     """Samples of a microbatch, the same at every layout."""
     overrides: tuple[str, ...]
@@ -130,6 +130,42 @@ ENCODER_STAGES = (
 )
 """The encoder in stages and with sequence parallelism; most samples have no picture."""
 
+ANY_SIZE = (
+    apart("pp2", "dp2"),
+    apart("pp2 dp2", ONE),
+    apart("tp2 sp dp2", ONE, "modules.images.balance=patches"),
+    same("dp2", "tp2"),
+)
+"""Pictures of other sizes in every microbatch."""
+
+
+def first_ranks(language: str, *changes: str, **encoders: str) -> Row:
+    """Several encoders, each written as its first rank and its sizes; the language model's the same way."""
+    found = {name: of.partition(" ")[::2] for name, of in {**encoders, "language": language}.items()}
+    first = ", ".join(f"{name}: {rank}" for name, (rank, _) in found.items())
+    return Row({name: sizes for name, (_, sizes) in found.items()}, f"{{{first}}}", changes)
+
+
+TWO_VISION = (
+    first_ranks("2 one", images="0 one", details="1 one"),
+    first_ranks("1 one", images="0 one", details="0 one"),
+    first_ranks("1 one", images="0 one", details="1 one"),
+    first_ranks("2 one", images="0 dp2", details="0 tp2"),
+    first_ranks("2 dp2", images="0 dp2", details="2 tp2"),
+    first_ranks("0 pp2", images="0 one", details="0 one"),
+)
+"""Two encoders of the same pictures: each apart, on the same ranks, one or both with the language model."""
+
+PICTURES_AND_SOUND = (
+    first_ranks("2 one", images="0 one", audio="1 one"),
+    first_ranks("3 dp2", images="0 dp2", audio="2 one"),
+    first_ranks("1 one", images="0 one", audio="1 one"),
+    first_ranks("2 dp2", "modules.images.balance=patches", images="0 dp2", audio="2 tp2 sp"),
+    first_ranks("3 cp2", audio="0 pp2", images="2 one"),
+    first_ranks("2 pp2", images="0 tp2", audio="0 dp2"),
+)
+"""Pictures of any size and clips of any length; every fourth microbatch has neither."""
+
 UNTIED = (apart("dp2", "pp2"), same("tp2", "dp2 pp2", WHOLE_STATES))
 
 BF16 = (
@@ -182,6 +218,26 @@ _MIXTURE = (
     "modules.language.llm.shared_expert_ffn_hidden_size=32",
     "modules.language.llm.num_layers=2",
 )
+_ANY_SIZE = (
+    "encoder@modules.images.encoder=vit_tiny_native",
+    "modules.images.encoder.num_layers=3",
+    "modules.images.projector.merge=2",
+    "data.sequence_length=96",
+)
+_DETAILS = (
+    "encoder@modules.details.encoder=vit_tiny",
+    "projector@modules.details.projector=linear",
+    "modules.details.encoder.patch_size=24",
+    "modules.details.encoder.num_layers=2",
+    "modules.details.encoder.hidden_size=48",
+    "modules.details.encoder.ffn_hidden_size=96",
+)
+_SMALL_MIXTURE = (
+    "data.shuffle=false",
+    *(f"modules.{name}.encoder.hidden_size=32" for name in ("images", "audio")),
+    *(f"modules.{name}.encoder.ffn_hidden_size=64" for name in ("images", "audio")),
+    "modules.images.encoder.num_layers=1",
+)
 _UNTIED = ("modules.language.llm.tie_embeddings=false",)
 
 
@@ -203,6 +259,11 @@ MODELS = {
         "train.global_batch_size=8",
         demo="sparse",
         microbatch=4,
+    ),
+    "vlm, pictures of any size": _vlm(ANY_SIZE, *_ANY_SIZE, demo="sizes"),
+    "two vision encoders": _vlm(TWO_VISION, *_DETAILS),
+    "pictures and sound": Model(
+        "mixed_tiny", "mixed", 4, ("placement.mode=shared", *_SMALL_MIXTURE), PICTURES_AND_SOUND
     ),
     "vlm, untied": _vlm(UNTIED, *_UNTIED),
     "vlm, bf16": _vlm(BF16, "train.precision=bf16", tolerance=1e-2),
