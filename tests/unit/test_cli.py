@@ -196,13 +196,16 @@ def test_an_interrupt_exits_130(trainer):
 
 def test_generate_hands_its_arguments_on(trainer):
     calls = trainer(
-        "calls.append((checkpoint, prompt, images, max_new_tokens))",
+        "calls.append((checkpoint, prompt, media, max_new_tokens))",
         "mimo_train.training.generate",
-        "checkpoint, *, prompt, images, max_new_tokens",
+        "checkpoint, *, prompt, media, max_new_tokens",
     )
     assert main(["generate", "runs/x", "--prompt", "What?", "--image", "a.png", "--image", "b.png"]) == 0
-    assert main(["generate", "runs/x", "--prompt", "What?", "--max-new-tokens", "5"]) == 0
-    assert calls == [("runs/x", "What?", ["a.png", "b.png"], 64), ("runs/x", "What?", [], 5)]
+    assert main(["generate", "runs/x", "--prompt", "What?", "--audio", "c.wav", "--max-new-tokens", "5"]) == 0
+    assert calls == [
+        ("runs/x", "What?", {"image": ["a.png", "b.png"], "audio": []}, 64),
+        ("runs/x", "What?", {"image": [], "audio": ["c.wav"]}, 5),
+    ]
 
 
 @pytest.mark.parametrize(
