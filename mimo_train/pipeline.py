@@ -69,7 +69,7 @@ class Pipeline:
         self._megatron_sizes: MegatronSizes | None = None
         self.step_sum = StepSum(device)
         self.step_sum.open("tokens", 1, self._own_tokens)
-        self.step_sum.open("votes", VOTES, lambda: torch.tensor(self.votes(), dtype=torch.float64))
+        self.step_sum.open("votes", VOTES, lambda: self.votes())
         self.balancing = Balancing(config, layout.language.dp, self.step_sum, device)
         self._modules = modules_of(model)
         self._choose_schedule(model[0], config)

@@ -1,21 +1,21 @@
 """The one sum over all ranks of a step: everything that ranks must agree on travels in one message."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-Source = Callable[[], torch.Tensor | None]
-"""Gives this rank's part of a section, or None for zeros."""
+Source = Callable[[], torch.Tensor | Sequence[float] | None]
+"""Gives this rank's part of a section: a tensor, or numbers of the host; what is missing at the end is zeros, and all
+of it for None."""
 
 
 @dataclass
 class _Section:
+    start: int
     length: int
     source: Source
-    zeros: torch.Tensor
-    total: torch.Tensor | None = None
 
 
 class StepSum:
@@ -27,33 +27,49 @@ class StepSum:
     def __init__(self, device: torch.device):
         self._device = device
         self._sections: dict[str, _Section] = {}
+        self._length = 0
+        self._total: torch.Tensor | None = None
         self.count = 0
         """Sums made so far."""
 
     def open(self, name: str, length: int, source: Source) -> None:
         """Add a section of `length` numbers, or give an existing one a new source."""
-        zeros = torch.zeros(length, dtype=torch.float64, device=self._device)
-        self._sections[name] = _Section(length, source, zeros)
+        if name in self._sections:
+            assert self._sections[name].length == length, (name, length)
+            self._sections[name].source = source
+            return
+        self._sections[name] = _Section(self._length, length, source)
+        self._length += length
 
     def reduce(self) -> None:
         """Ask every source and sum over all ranks. Collective."""
-        parts = [self._part(section) for section in self._sections.values()]
-        message = torch.cat(parts)
-        dist.all_reduce(message)
-        totals = message.split([len(part) for part in parts])
-        for section, total in zip(self._sections.values(), totals, strict=True):
-            section.total = total
+        runs: list[torch.Tensor | list[float]] = []
+        for section in self._sections.values():
+            part = section.source()
+            if isinstance(part, torch.Tensor):
+                runs.append(part.reshape(-1).to(self._device, torch.float64))
+                numbers = [0.0] * (section.length - part.numel())
+            else:
+                numbers = [*(part or ()), *[0.0] * (section.length - len(part or ()))]
+            # Neighbouring numbers of the host go to the device together.
+            if runs and isinstance(runs[-1], list):
+                runs[-1] += numbers
+            elif numbers:
+                runs.append(numbers)
+        total = torch.cat([self._on_device(run) for run in runs])
+        assert len(total) == self._length, (len(total), self._length)
+        dist.all_reduce(total)
+        self._total = total
         self.count += 1
 
-    def _part(self, section: _Section) -> torch.Tensor:
-        value = section.source()
-        if value is None:
-            return section.zeros
-        value = value.reshape(-1).to(self._device, torch.float64)
-        assert len(value) == section.length, (len(value), section.length)
-        return value
+    def _on_device(self, run: torch.Tensor | list[float]) -> torch.Tensor:
+        if isinstance(run, torch.Tensor):
+            return run
+        return torch.tensor(run, dtype=torch.float64).to(self._device)
 
     def total(self, name: str) -> torch.Tensor | None:
         """Sum of a section over ranks, float64 on the device; None before the first `reduce`."""
-        section = self._sections.get(name)
-        return section.total if section else None
+        if self._total is None or name not in self._sections:
+            return None
+        section = self._sections[name]
+        return self._total[section.start : section.start + section.length]

@@ -71,7 +71,7 @@ class StepIterator:
         current step bad."""
         if not forward_only:
             size = pipeline.layout.global_batch_size
-            pipeline.step_sum.open("bad samples", size, lambda: self._flags_of(self._upcoming))
+            pipeline.step_sum.open("bad samples", size, lambda: _flags_of(self._upcoming))
         self._weighs = pipeline.balancing.active and not forward_only
         if self._weighs:
             pipeline.step_sum.open("learned", size, lambda: self._learned_of(self._upcoming))
@@ -89,7 +89,7 @@ class StepIterator:
             flags, learned = step_sum.total("bad samples"), step_sum.total("learned")
         self._sums_seen = step_sum.count
         if flags is None:
-            flags, learned = self._flags_of(self.current), self._learned_of(self.current)
+            flags, learned = self._all_flags_of(self.current), self._learned_of(self.current)
             dist.all_reduce(flags)
             if self._weighs:
                 dist.all_reduce(learned)
@@ -155,11 +155,9 @@ class StepIterator:
         """End the reading threads."""
         self._loader.close()
 
-    def _flags_of(self, step: StepBatch | None) -> torch.Tensor:
-        size = self._pipeline.layout.global_batch_size
-        flags = torch.zeros(size, dtype=torch.int64)
-        if step is not None:
-            flags[: step.size] = torch.from_numpy(step.bad)
+    def _all_flags_of(self, step: StepBatch) -> torch.Tensor:
+        flags = torch.zeros(self._pipeline.layout.global_batch_size, dtype=torch.int64)
+        flags[: step.size] = torch.from_numpy(step.bad)
         return flags.to(self._pipeline.device)
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
@@ -178,3 +176,8 @@ class StepIterator:
         """Place in the step of this language rank's first sample of a microbatch."""
         layout = self._pipeline.layout
         return microbatch * layout.microbatch_samples + self._language.dp.rank() * layout.micro_batch_size
+
+
+def _flags_of(step: StepBatch | None) -> list[int]:
+    """1 for each sample of a step that this rank could not read."""
+    return [] if step is None else step.bad.tolist()

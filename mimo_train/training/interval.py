@@ -88,7 +88,8 @@ class Interval:
         rank = dist.get_rank()
         before, after = [0.0] * (rank * columns), [0.0] * ((world - 1 - rank) * columns)
         rows = torch.tensor(before + own + after, dtype=torch.float64).to(state.device)
-        dist.all_reduce(rows)
+        if world > 1:
+            dist.all_reduce(rows)
         host = torch.cat([rows, torch.stack([self._bad, *(losses[name].double() for name in names)])]).tolist()
         table = [host[rank * columns : (rank + 1) * columns] for rank in range(world)]
         bad, *means = host[world * columns :]

@@ -3,7 +3,6 @@
 Shape suffixes: B batch, S sequence.
 """
 
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,7 +108,7 @@ class StepLosses:
         self._counts_mean = int(language is not None and language.cp.rank() == 0)
         self._cp_group = language.cp if language is not None and language.cp.size() > 1 else None
         self._checked: tuple[str, ...] | None = None
-        step_sum.open("losses", 1 + 2 * MAX_LOSSES, self._message)
+        step_sum.open("losses", 2 * MAX_LOSSES, self._message)
 
     def begin(self) -> None:
         """Start a step."""
@@ -135,7 +134,7 @@ class StepLosses:
         if not self.reports or total is None:
             return {}
         names = sorted(self.reports[0])
-        sums, counts = total[1 : 1 + 2 * len(names)].view(-1, 2).unbind(1)
+        sums, counts = total[: 2 * len(names)].view(-1, 2).unbind(1)
         return dict(zip(names, (sums / counts.clamp(min=1)).unbind(), strict=True))
 
     def _normalise(self, result: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -170,18 +169,14 @@ class StepLosses:
         self._checked = tuple(report)
 
     def _message(self) -> torch.Tensor | None:
-        """[checksum of the names, sum, count, sum, count, ...], names in sorted order."""
+        """[sum, count, sum, count, ...], names in sorted order."""
         if not self.reports or not self._adds:
             return None
         names = sorted(self.reports[0])
         if any(sorted(report) != names for report in self.reports):
             raise ValueError("the loss function reports other names for other microbatches: report all, with count 0")
-        sums = torch.cat([report[name] for report in self.reports for name in names]).view(len(self.reports), -1)
-        checksum = zlib.crc32("\n".join(names).encode()) % 2**20
-        sums = torch.sum(sums, 0, dtype=torch.float64)
-        return torch.nn.functional.pad(
-            torch.cat([sums.new_full((1,), checksum), sums]), (0, 2 * MAX_LOSSES - len(sums))
-        )
+        sums = torch.cat([report[name] for report in self.reports for name in names])
+        return sums.view(len(self.reports), -1).sum(0, dtype=torch.float64)
 
 
 def _pair(value: Any, count: int = 1) -> torch.Tensor:

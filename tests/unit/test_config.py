@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from encoders.audio_spec import AudioSpec
 from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train import compose, layout
 from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError
@@ -63,16 +64,16 @@ def test_resolved_yaml_is_a_config_itself(run, tmp_path):
 @pytest.mark.parametrize("name", group("encoder"))
 def test_encoder_files_make_sound_specs(name):
     cfg = compose.load("vlm_digits", [f"encoder@modules.images.encoder={name}"])
-    assert isinstance(cfg.modules["images"].encoder, VisionSpec)
+    assert isinstance(cfg.modules["images"].encoder, (VisionSpec, AudioSpec))
     assert cfg.modules["images"].encoder.name == name
     assert cfg.modules["images"].encoder.faults() == []
 
 
 @pytest.mark.parametrize("name", group("projector"))
 def test_projector_files_make_sound_specs(name):
-    # An even grid of patches, which a projector can join two by two.
-    encoder = "encoder@modules.images.encoder=vit_small"
-    cfg = compose.load("vlm_digits", [encoder, f"projector@modules.images.projector={name}"])
+    # A grid of 4 x 4 patches, which projectors can join two by two or all at once.
+    patches = "modules.images.encoder.patch_size=12"
+    cfg = compose.load("vlm_digits", [patches, f"projector@modules.images.projector={name}"])
     assert isinstance(cfg.modules["images"].projector, ProjectorSpec)
     assert layout.plan(cfg).world_size == 2
 
