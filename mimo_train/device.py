@@ -88,11 +88,12 @@ def get_rng_state() -> dict[str, Any]:
     """State of every generator of this process: Python, NumPy, torch, the device's, Megatron-Core's tracker."""
     from megatron.core import tensor_parallel
 
+    host = torch.get_rng_state()
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
+        "torch": host,
+        "device": host if _installed else torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
 
