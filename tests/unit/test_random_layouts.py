@@ -1,0 +1,42 @@
+"""Legal layouts drawn at random have no fault, and divide ranks and samples."""
+
+from hypothesis import HealthCheck, given, settings
+
+from mimo_train.check.faults import config_faults
+from mimo_train.compose import load
+from mimo_train.layout import plan
+from mimo_train.metrics.layout_drawing import coordinates
+from tests.random_layouts import MICROBATCH, legal_layouts
+
+drawn = settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(drawn, max_examples=30)
+@given(drawn_layout=legal_layouts())
+def test_a_legal_layout_divides_ranks_and_samples(drawn_layout):
+    cfg = load(drawn_layout.config, drawn_layout.overrides)
+    assert [str(fault) for fault in config_faults(cfg)] == []
+    layout = plan(cfg)
+    assert layout.world_size <= 6
+    assert all(layout.on_rank(rank) for rank in range(layout.world_size))
+    assert sorted(set(layout.processes)) == list(layout.processes)
+    for name, module in layout.modules.items():
+        grid = [tuple(coordinates(module, rank).values()) for rank in module.ranks]
+        assert len(set(grid)) == module.tp * module.cp * module.dp * module.pp
+        assert module.ranks == range(module.first_rank, layout.modules[name].ranks[-1] + 1)
+        assert [rank for stage in range(module.pp) for rank in module.stage_ranks(stage)] == list(module.ranks)
+        assert layout.microbatch_samples == MICROBATCH and MICROBATCH % module.dp == 0
+    language, local, apart = layout.language, layout.local_encoders, layout.apart_encoders
+    assert sorted([*local, *apart]) == sorted(cfg.encoders)
+    for name in local:
+        assert layout.modules[name].ranks == language.stage_ranks(0) and layout.modules[name].pp == 1
+    for name in apart:
+        assert not set(layout.modules[name].ranks) & set(language.ranks)
+    for name, first in drawn_layout.first.items():
+        assert layout.processes_of(layout.modules[name].ranks)[0] == first
+    node = cfg.placement.ranks_per_node
+    if node and not cfg.placement.tp_across_nodes:
+        for module in layout.modules.values():
+            for at in range(0, module.size, module.tp):
+                group = layout.processes_of(module.ranks[at : at + module.tp])
+                assert group[0] // node == group[-1] // node
