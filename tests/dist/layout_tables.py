@@ -121,14 +121,16 @@ UNEVEN = (
 
 ENCODER_STAGES = (
     apart("pp2", ONE),
-    apart("pp2 tp2", "dp2"),
-    apart("pp2 dp2", "pp2", WHOLE_STATES, "modules.images.recompute=full"),
-    apart("pp2", "cp2"),
+    apart("pp2 dp2", "pp2", WHOLE_STATES),
+    apart("pp3", "tp2"),
+    apart("tp2 pp2", "dp2", "modules.images.recompute=full"),
+    apart("pp2", "cp2", "modules.images.recompute=selective"),
     apart("tp2 sp", ONE),
-    apart("tp2 sp pp2", "tp2 sp"),
+    apart("tp2 sp pp2", "tp2 sp", "train.recompute=full"),
     same("tp2 sp", "dp2"),
 )
-"""The encoder in stages and with sequence parallelism; most samples have no picture."""
+"""The encoder in stages, the first of two with more layers, and with sequence parallelism; most samples have no
+picture."""
 
 ANY_SIZE = (
     apart("pp2", "dp2"),
@@ -252,9 +254,9 @@ def _vlm(rows: tuple[Row, ...], *overrides: str, demo: str = "digits", microbatc
 MODELS = {
     "vlm": _vlm(VLM),
     "vlm, few pictures": _vlm(UNEVEN, "train.global_batch_size=8", demo="sparse", microbatch=4),
-    "vlm, two encoder layers": _vlm(
+    "vlm, three encoder layers": _vlm(
         ENCODER_STAGES,
-        "modules.images.encoder.num_layers=2",
+        "modules.images.encoder.num_layers=3",
         "modules.images.encoder.class_token=true",
         "train.global_batch_size=8",
         demo="sparse",

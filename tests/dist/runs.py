@@ -63,15 +63,3 @@ STEPS = 20
 """Steps over which two layouts are compared."""
 TOLERANCE = 1e-5
 """Largest relative difference of fp32 runs at different layouts."""
-
-
-def run(name: str, demo: Path, run_dir: Path, *overrides: str) -> list[tuple[int, float, float]]:
-    """Curve of one run of `STEPS` steps."""
-    return curve(train_on_ranks(config(name, run_dir, demo, f"train.iters={STEPS}", *overrides)))
-
-
-def require_equal(one: list[tuple], other: list[tuple]) -> None:
-    """Fails unless losses and gradient norms agree and training moved them."""
-    loss, grad_norm = largest_difference(one, other)
-    assert loss < TOLERANCE and grad_norm < TOLERANCE, f"relative difference: loss {loss:.2e}, norm {grad_norm:.2e}"
-    assert one[-1][1] < one[0][1] - 0.1, "the run does not learn, so that parity would say nothing"

@@ -9,11 +9,10 @@ from mimo_train.layout import plan
 from tests.dist.ranks import RankFailure
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
 
-STEPS = "train.iters=6"
+STEPS = "train.iters=4"
 
 SAME_RANKS = ("layout=one_process",)
 LAYOUTS = {
-    "apart, one to one": ("layout=two_processes",),
     "apart, one to two": ("layout=images_dp1_language_dp2",),
     "apart, two to two, tp": ("layout=images_dp2_language_dp2", "modules.images.layout.tp=2"),
     "apart, before two stages": ("layout=images_tp2_language_pp2",),
@@ -46,23 +45,13 @@ def test_uneven_counts_that_it_cannot_carry_are_refused_on_every_rank(digits, tm
         RankFailure, match="placement.bridge: Megatron-Core's bridge cannot carry images, whose samples"
     ):
         train_on_ranks(cfg)
-    assert (tmp_path / "metrics.jsonl").read_text().count("lm loss") < 6
+    assert (tmp_path / "metrics.jsonl").read_text().count("lm loss") < 4
 
 
 def test_a_layout_that_it_cannot_carry_is_refused_before_start():
     cfg = load("vlm_digits", ("placement.bridge=megatron", "placement.mode=shared", "modules.language.layout.pp=2"))
     with pytest.raises(ConfigError, match="needs pp 1, language has pp 2"):
         plan(cfg)
-
-
-@pytest.mark.parametrize("layout", [("layout=images_dp2_language_dp1",), (*SAME_RANKS, "modules.images.layout.dp=2",
-                                                                        "modules.language.layout.tp=2")])  # fmt: skip
-def test_balance_by_patches_changes_no_number(digits, tmp_path, layout):
-    equal, balanced = (
-        train_on_ranks(config("vlm_digits", tmp_path / by, digits, *layout, STEPS, f"modules.images.balance={by}"))
-        for by in ("samples", "patches")
-    )
-    assert max(largest_difference(curve(equal), curve(balanced))) < 1e-5
 
 
 def changes(bridge: str) -> tuple[str, ...]:

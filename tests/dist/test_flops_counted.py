@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mimo_train.layout import plan
-from mimo_train.metrics.flops import count, encoder_products, frozen_patterns, language_products
+from mimo_train.metrics.flops import Media, count, encoder_products, frozen_patterns, language_products
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -57,8 +57,11 @@ def products_of(cfg):
     length, module = cfg.data.sequence_length, cfg.modules["images"]
     language = language_products(cfg.language.llm, length, padded_vocab_size(tokenizer_of(cfg).vocab_size))
     whole = 2 * length / (length + 1)
+    size = module.encoder.image_size
+    tokens = module.encoder.inner_tokens(size, size, module.projector.merge)
+    picture = Media(tokens - module.encoder.class_token, tokens, tokens**2)
     return {
-        "images": encoder_products("images", module.encoder, module.projector, cfg.language.llm.hidden_size),
+        "images": encoder_products("images", module.encoder, module.projector, cfg.language.llm.hidden_size, picture),
         "language": [replace(product, attention=product.attention * whole) for product in language],
     }
 

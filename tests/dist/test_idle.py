@@ -12,11 +12,11 @@ HOLES = ("placement.first_rank={images: 1, language: 3}", "placement.allow_idle=
 SURPLUS = ("placement.allow_idle=true",)
 
 
-def _train(cfg) -> tuple[int, bool, str]:
-    """(exit code, whether this process has joined the others, its number for the launcher afterwards)."""
+def _train(cfg) -> tuple[int, int | None, str]:
+    """(exit code, rank in the run if it has one, number for the launcher) of this process after a run."""
     import torch.distributed as dist
 
-    return train_rank(cfg), dist.is_initialized(), os.environ["RANK"]
+    return train_rank(cfg), dist.get_rank() if dist.is_initialized() else None, os.environ["RANK"]
 
 
 def run(digits, run_dir, processes: int, *overrides: str) -> tuple[list[tuple], list]:
@@ -33,13 +33,13 @@ def without_idle(digits, tmp_path_factory) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "joined"),
-    [(HOLES, [False, True, False, True, False]), (SURPLUS, [True, True, False])],
+    ("overrides", "ranks"),
+    [(HOLES, [None, 0, None, 1, None]), (SURPLUS, [0, 1, None])],
     ids=["holes before, between and behind", "more processes than the layout needs"],
 )
-def test_idle_processes_change_nothing(overrides, joined, without_idle, digits, tmp_path):
-    trained, results = run(digits, tmp_path, len(joined), *overrides)
-    assert results == [(0, has_joined, str(rank)) for rank, has_joined in enumerate(joined)]
+def test_idle_processes_change_nothing(overrides, ranks, without_idle, digits, tmp_path):
+    trained, results = run(digits, tmp_path, len(ranks), *overrides)
+    assert results == [(0, rank, str(process)) for process, rank in enumerate(ranks)]
     assert trained == without_idle
 
 
