@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from encoders.audio_spec import AudioSpec
+from encoders.spec import ProjectorSpec, VisionSpec
 from mimo_train.config import ConfigContainer, FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleOptimConfig
 from mimo_train.llm_spec import LlmSpec
 
@@ -29,5 +31,9 @@ def test_every_key_of_a_module_is_described():
     for part, kind in (("lora", LoraConfig), ("feature_cache", FeatureCacheConfig)):
         fields += [f"`modules.NAME.{part}.{field.name}`" for field in dataclasses.fields(kind)]
     fields.append("`modules.NAME.prefetch_microbatches`")
-    fields += [f"`{field.name}`" for kind in (LlmSpec, ModuleOptimConfig) for field in dataclasses.fields(kind)]
+    fields += [
+        f"`{field.name}`"
+        for kind in (LlmSpec, ModuleOptimConfig, VisionSpec, AudioSpec, ProjectorSpec)
+        for field in dataclasses.fields(kind)
+    ]
     assert not [name for name in fields if name not in text]
