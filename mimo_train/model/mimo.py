@@ -73,6 +73,31 @@ class PlacedMimoModel(MimoModel):
             input_ids, position_ids, attention_mask, loss_mask, labels, received, packing_kwargs
         )
 
+    def get_text_embeddings(self, input_ids, position_ids, special_token_ids) -> torch.Tensor:
+        """Embeddings [sequence, batch, hidden] of all tokens, also where features will stand.
+
+        Megatron-Core's (mimo/model/base.py:346-397) picks out the tokens of the text, and the host waits for their
+        number.
+        """
+        return unwrap_model(self.language_model).embedding(input_ids=input_ids, position_ids=position_ids)
+
+    def align_embeddings_by_token_positions(self, modality_embeddings, input_ids, special_token_ids) -> torch.Tensor:
+        """The text's embeddings [sequence, batch, hidden] with the features of every module in their places.
+
+        Megatron-Core's (mimo/model/base.py:144-210) counts placeholders for the host, which waits for that, and picks
+        gradients by a mask in the backward pass, where it waits again. Here the device counts and compares.
+        """
+        features = dict(modality_embeddings)
+        text_SBH = features.pop("text")
+        sequence, batch, hidden = text_SBH.shape
+        joined = text_SBH.reshape(-1, hidden)
+        for name, rows in features.items():
+            mask = (input_ids == special_token_ids[name]).reshape(-1)
+            torch._assert_async(mask.sum() == len(rows), f"another number of features of {name} than placeholders")
+            place = torch.nonzero_static(mask, size=len(rows)).squeeze(1)
+            joined = joined.index_copy(0, place % sequence * batch + place // sequence, rows)
+        return joined.view(sequence, batch, hidden)
+
     def _encode(self, inputs: dict[str, Any], received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Output of the encoder stages of this rank; without media of [0, hidden size].
 

@@ -12,6 +12,9 @@ STEPS, INTERVAL = 10, 5
 HOST_COPIES = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 """Tensor methods that wait for the device."""
 
+WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+"""Operations of a device whose result, or its size, the host must know before it goes on."""
+
 
 def _count_steps(cfg) -> tuple[Counter, Counter]:
     """What the steps of `train` cost, and what as many steps of schedule and optimizer alone cost."""
@@ -32,6 +35,11 @@ def _count_steps(cfg) -> tuple[Counter, Counter]:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.namespace == "c10d":
                 counts["messages"] += 1
+            name = func.name().partition(".")[0]
+            # A single value that is put by a mask is a masked fill.
+            picks = name == "aten::index" or (name.startswith("aten::index_put") and args[2].numel() > 1)
+            by_mask = picks and any(index is not None and index.dtype == torch.bool for index in args[1])
+            counts["waits"] += by_mask or name in WAITS
             return func(*args, **(kwargs or {}))
 
     class Copies(TorchFunctionMode):
@@ -64,7 +72,9 @@ def _count_steps(cfg) -> tuple[Counter, Counter]:
             run.optimizer.zero_grad()
             run.train_data_iterator.rewind()
             state.losses.begin()
+            before = counts["waits"], counts["host copies"]
             state.pipeline.run(bare_step, run.train_data_iterator, run.model, sequence_length=cfg.data.sequence_length)
+            counts["waits of microbatches"] += counts["waits"] - before[0] + counts["host copies"] - before[1]
             run.optimizer.step()
         bare = Counter(counts)
     return found, bare
@@ -81,3 +91,12 @@ def test_a_logging_interval_costs_one_message_and_one_copy(layout, digits, tmp_p
         # One more message: whether any rank could not read a sample of the first step.
         assert added["messages"] <= intervals + 1 and added["host copies"] <= intervals, (added, loop, bare)
         assert bare["messages"] >= STEPS and bare["host copies"] >= STEPS, "the count sees nothing"
+        assert bare["waits of microbatches"] == 0, bare
+
+
+def test_megatron_cores_join_of_features_waits_for_the_device(digits, tmp_path):
+    """Needs `PlacedMimoModel.get_text_embeddings` and `align_embeddings_by_token_positions` no longer if this fails."""
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", f"train.iters={STEPS + 1}")
+    cfg.placement.bridge = "megatron"
+    ((_, bare),) = run_ranks(_count_steps, 1, cfg)
+    assert bare["waits of microbatches"] > STEPS
