@@ -41,10 +41,12 @@ def build_groups(layout: RunLayout) -> RunGroups:
     for name, module in layout.modules.items():
         grid = _build_grid(module)
         # Only a language model shares weights between stages: Megatron-Core looks for them where there is a group.
-        embedding_groups = _build_embedding_groups(grid) if name == LANGUAGE else (None, None)
+        embedding_groups = _build_embedding_groups(grid) if name == LANGUAGE else ()
         grids[name] = grid
         if grid.is_current_rank_in_grid():
-            collections[name] = _collect(grid, *embedding_groups)
+            # An encoder's is the rank alone, as cp is: for None Megatron-Core 0.19.2 takes the group of its global
+            # state (finalize_model_grads.py:190), which is the language model's on the same ranks.
+            collections[name] = _collect(grid, *(embedding_groups or 2 * (grid.get_pg("cp"),)))
     _bridge_parallel_state(collections.get(LANGUAGE) or next(iter(collections.values())))
     return RunGroups(grids, collections)
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Runs the tests:  scripts/test.sh [pytest options]    for example  scripts/test.sh tests/unit -x
+#
+# Reads MIMO_TEST_WORKERS  files of tests that run side by side; each has up to 8 processes of its own  (default: 2)
 set -euo pipefail
 MIMO_EXTRAS="${MIMO_EXTRAS:-demo,dev,track,resiliency}"
-MIMO_NEEDS="pytest pytest_timeout hypothesis sklearn mlflow comet_ml nvidia_resiliency_ext ${MIMO_NEEDS:-}"
+MIMO_NEEDS="pytest pytest_timeout xdist hypothesis sklearn mlflow comet_ml nvidia_resiliency_ext ${MIMO_NEEDS:-}"
 # shellcheck source=scripts/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 cd "$MIMO_ROOT"
 export OMP_NUM_THREADS=1 # several processes share the machine in many tests
-exec "$MIMO_PYTHON" -m pytest --durations=10 "$@"
+exec "$MIMO_PYTHON" -m pytest -n "${MIMO_TEST_WORKERS:-2}" --dist loadfile --durations=10 "$@"
