@@ -214,6 +214,7 @@ EXPERT_CHUNKS = (alone("pp2 vpp2"),)
 VLM_EXPERTS = (apart(ONE, "dp2 ep2"), apart("dp2", "tp2 sp ep2"), same("dp2", "tp2 sp ep2", WHOLE_STATES))
 
 _SHORT = ("data.sequence_length=64", "train.global_batch_size=8")
+_MICROBATCH = 4
 _MIXTURE = (
     "llm@modules.language.llm=gpt_tiny_moe",
     "modules.language.llm.expert_ffn_hidden_size=48",
@@ -235,6 +236,8 @@ _DETAILS = (
     "modules.details.encoder.ffn_hidden_size=96",
 )
 _SMALL_MIXTURE = (
+    "placement.mode=shared",
+    "train.global_batch_size=8",
     "data.shuffle=false",
     *(f"modules.{name}.encoder.hidden_size=32" for name in ("images", "audio")),
     *(f"modules.{name}.encoder.ffn_hidden_size=64" for name in ("images", "audio")),
@@ -244,32 +247,30 @@ _UNTIED = ("modules.language.llm.tie_embeddings=false",)
 
 
 def _gpt(rows: tuple[Row, ...], *overrides: str) -> Model:
-    return Model("gpt_tiny", "prose", 4, ("layout=language_one", *_SHORT, *overrides), rows)
+    return Model("gpt_tiny", "prose", _MICROBATCH, ("layout=language_one", *_SHORT, *overrides), rows)
 
 
-def _vlm(rows: tuple[Row, ...], *overrides: str, demo: str = "digits", microbatch: int = 8, **more) -> Model:
-    return Model("vlm_digits", demo, microbatch, ("layout=one_process", *overrides), rows, **more)
+def _vlm(rows: tuple[Row, ...], *overrides: str, demo: str = "digits", **more) -> Model:
+    return Model(
+        "vlm_digits", demo, _MICROBATCH, ("layout=one_process", "train.global_batch_size=8", *overrides), rows, **more
+    )
 
 
 MODELS = {
     "vlm": _vlm(VLM),
-    "vlm, few pictures": _vlm(UNEVEN, "train.global_batch_size=8", demo="sparse", microbatch=4),
+    "vlm, few pictures": _vlm(UNEVEN, demo="sparse"),
     "vlm, three encoder layers": _vlm(
         ENCODER_STAGES,
         "modules.images.encoder.num_layers=3",
         "modules.images.encoder.class_token=true",
-        "train.global_batch_size=8",
         demo="sparse",
-        microbatch=4,
     ),
     "vlm, pictures of any size": _vlm(ANY_SIZE, *_ANY_SIZE, demo="sizes"),
     "two vision encoders": _vlm(TWO_VISION, *_DETAILS),
-    "pictures and sound": Model(
-        "mixed_tiny", "mixed", 4, ("placement.mode=shared", *_SMALL_MIXTURE), PICTURES_AND_SOUND
-    ),
+    "pictures and sound": Model("mixed_tiny", "mixed", _MICROBATCH, _SMALL_MIXTURE, PICTURES_AND_SOUND),
     "vlm, untied": _vlm(UNTIED, *_UNTIED),
     "vlm, bf16": _vlm(BF16, "train.precision=bf16", tolerance=1e-2),
-    "vlm, experts": _vlm(VLM_EXPERTS, *_MIXTURE, "train.global_batch_size=8", microbatch=4),
+    "vlm, experts": _vlm(VLM_EXPERTS, *_MIXTURE),
     "gpt": _gpt(GPT, "modules.language.llm.num_layers=4"),
     "gpt, three layers, untied": _gpt(GPT_UNEQUAL_STAGES, "modules.language.llm.num_layers=3", *_UNTIED),
     "experts": _gpt(EXPERTS, *_MIXTURE),
