@@ -7,7 +7,8 @@
 Every process holds two runs that differ in `placement.bridge` alone. Of a step of each, all that the bridge and the
 communicator launch is counted, told apart from the rest by the files on the stack: point-to-point messages and calls
 of collectives with their bytes (of every rank's own tensor), reductions of tensors, and calls that wait for the device
-to hand a number to the host. Shapes of stages of the language model are counted with them. Then both runs make steps in
+to hand a number to the host. Where features join the text is counted too, and shapes of stages of the language model.
+Then both runs make steps in
 turns, a block each, so that a machine that becomes slower is slower for both. The first step of a block is left out.
 """
 
@@ -42,6 +43,12 @@ BETWEEN = (
 )
 """Parts of the names of files whose work is the bridge's."""
 
+JOIN = {"get_text_embeddings", "align_embeddings_by_token_positions"}
+"""Functions that put features between the text's embeddings."""
+
+SIZED = ("aten::nonzero", "aten::masked_select")
+"""Operations whose result has a size that the host waits for; nothing else in these models has one."""
+
 NEAR = 14
 """Frames above a call in which such a file is looked for."""
 
@@ -57,7 +64,7 @@ def is_between() -> bool:
     for _ in range(NEAR):
         if frame is None:
             return False
-        if any(part in frame.f_code.co_filename for part in BETWEEN):
+        if frame.f_code.co_name in JOIN or any(part in frame.f_code.co_filename for part in BETWEEN):
             return True
         frame = frame.f_back
     return False
@@ -84,6 +91,8 @@ class Messages(TorchDispatchMode):
                 self._counts["collective bytes"] += size
         elif name == "aten::sum" and is_between():
             self._counts["reductions"] += 1
+        elif name in SIZED:
+            self._counts["host waits"] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from data.demo import make_demo
 
@@ -78,7 +79,9 @@ def test_two_modules_on_two_processes_leave_every_file(digits, tmp_path):
     assert len(samples) == 4 and all({"question", "answer", "truth", "correct"} <= set(sample) for sample in samples)
     assert "held-out exact match" in printed and "report.html" in printed and "mimo-train generate" in printed
 
-    question = ["--prompt", "Which digit is red?", "--max-new-tokens", "3"]
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (60, 40), "red").save(picture)
+    question = ["--image", str(picture), "--prompt", "Which digit is red?", "--max-new-tokens", "3"]
     command = [sys.executable, "-m", "mimo_train.cli", "generate", str(run_dir), *question]
     answered = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert answered.returncode == 0, answered.stderr
