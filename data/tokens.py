@@ -41,6 +41,9 @@ class Tokenizer(Protocol):
     def placeholder_id(self, name: str) -> int:
         """Id of a placeholder such as `<image>`. Raises ValueError for a name that the tokenizer was not built with."""
 
+    def as_text(self, token: int) -> int:
+        """The token where the model wrote it: padding in the place of a placeholder, which would ask for features."""
+
 
 def build_tokenizer(name: str | os.PathLike[str], placeholders: Sequence[str] = ()) -> Tokenizer:
     """`name` (config key `data.tokenizer`): "bytes", or a folder or hub name of a Hugging Face tokenizer.
@@ -74,6 +77,9 @@ class ByteTokenizer:
 
     def placeholder_id(self, name: str) -> int:
         return _lookup(self._placeholders, name)
+
+    def as_text(self, token: int) -> int:
+        return self.pad_id if token in self._placeholders.values() else token
 
 
 class HuggingFaceTokenizer:
@@ -127,6 +133,9 @@ class HuggingFaceTokenizer:
 
     def placeholder_id(self, name: str) -> int:
         return _lookup(self._placeholders, name)
+
+    def as_text(self, token: int) -> int:
+        return self.pad_id if token in self._placeholders.values() else token
 
 
 def _lookup(placeholders: dict[str, int], name: str) -> int:

@@ -116,7 +116,7 @@ class _OpenAnswers:
 
     def __init__(self, microbatch: dict[str, Any], tokenizer):
         self.numbers = microbatch["sample_numbers"].tolist()
-        self.ids, self._end = microbatch["input_ids"], tokenizer.end_of_turn_id
+        self.ids, self._end, self._as_text = microbatch["input_ids"], tokenizer.end_of_turn_id, tokenizer.as_text
         self.lengths = [_prompt_length(row) for row in microbatch["loss_mask"]]
         for row, length in zip(self.ids, self.lengths, strict=True):
             row[length:] = tokenizer.pad_id
@@ -132,7 +132,7 @@ class _OpenAnswers:
         for row, token in enumerate(tokens.tolist()):
             open_ = not self._new[row] or self._new[row][-1] != self._end
             if open_ and 0 < self.lengths[row] < self.ids.size(1):
-                self.ids[row, self.lengths[row]] = token
+                self.ids[row, self.lengths[row]] = self._as_text(token)
                 self.lengths[row] += 1
                 self._new[row].append(token)
 

@@ -63,17 +63,17 @@ def answer(state: GlobalState, model, prompt: str, files: dict[str, list[bytes]]
     if len(ids) >= limit:
         raise ValueError(f"--prompt: takes {len(ids)} tokens with its media, data.sequence_length is {limit}")
     places = {item.module: state.tokenizer.placeholder_id(item.placeholder) for item in media_of(state.cfg)}
+    # One microbatch of one sample; on one rank nothing is divided by loads.
+    rows = {name: [[ids.count(placeholder)]] for name, placeholder in places.items()}
     new: list[int] = []
     while len(new) < max_new_tokens and len(ids) < limit:
         batch = _batch(ids, media, limit, state)
-        # One microbatch of one sample; on one rank nothing is divided by loads.
-        rows = {name: [[ids.count(placeholder)]] for name, placeholder in places.items()}
         state.pipeline.plan.begin(rows, rows)
         output, collect = predict_step(state, iter([batch]), model)
         token = int(collect(output)["predicted"][0, len(ids) - 1])
         if token == state.tokenizer.end_of_turn_id:
             break
-        ids.append(token)
+        ids.append(state.tokenizer.as_text(token))
         new.append(token)
     return state.tokenizer.decode(new).strip()
 

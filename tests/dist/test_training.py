@@ -158,3 +158,26 @@ def _adam_against_torch() -> float:
 
 def test_our_adamw_is_torch_adamw():
     assert run_ranks(_adam_against_torch, 1, timeout=60)[0] < 1e-6
+
+
+def _answer_with_placeholders() -> tuple[list[int], list]:
+    """Ids of a sample whose model answers with placeholders alone, and the answer."""
+    import torch
+
+    from data.tokens import build_tokenizer
+    from mimo_train.training.decode import _OpenAnswers
+
+    tokenizer = build_tokenizer("bytes", ["<image>"])
+    image = tokenizer.placeholder_id("<image>")
+    ids, mask = torch.tensor([[image, 65, 66, 67]]), torch.tensor([[0.0, 1.0, 1.0, 0.0]])
+    answers = _OpenAnswers({"sample_numbers": torch.tensor([3]), "input_ids": ids, "loss_mask": mask}, tokenizer)
+    for _ in range(2):
+        answers.append(torch.tensor([image]))
+    assert (ids[0] == image).sum() == 1, "the model would be asked for features that there are not"
+    return ids[0].tolist(), answers.finished()
+
+
+def test_an_answer_of_placeholders_asks_for_no_features():
+    ((ids, answers),) = run_ranks(_answer_with_placeholders, 1)
+    image = ids[0]
+    assert ids[:2] == [image, 65] and answers == [(3, [image, image])]

@@ -72,6 +72,16 @@ def saved_tokenizer(tmp_path_factory):
     return make
 
 
+def test_a_placeholder_that_a_model_writes_asks_for_no_features():
+    tokenizer = build_tokenizer("bytes", ["<image>"])
+    assert tokenizer.as_text(tokenizer.placeholder_id("<image>")) == tokenizer.pad_id
+    assert [tokenizer.as_text(token) for token in (0, 65, tokenizer.end_of_turn_id)] == [
+        0,
+        65,
+        tokenizer.end_of_turn_id,
+    ]
+
+
 def test_hugging_face_tokenizer_without_markers(saved_tokenizer):
     tokenizer = build_tokenizer(saved_tokenizer(), ["<image>"])
     text = "which digit is <image> <eos> é?"
