@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mimo_train.compose import load
-from mimo_train.config import ConfigContainer
+from mimo_train.config.compose import load
+from mimo_train.config.schema import ConfigContainer
 
 BETWEEN = (
     "bridge_communicator.py",
@@ -113,10 +113,10 @@ class Run:
     """A run that is set up and makes single steps."""
 
     def __init__(self, cfg: ConfigContainer):
-        from mimo_train.training.forward_step import prepare_forward_step_func
+        from mimo_train.step.forward_step import prepare_forward_step_func
+        from mimo_train.step.state import GlobalState
         from mimo_train.training.pretrain import default_forward_step
         from mimo_train.training.setup import setup
-        from mimo_train.training.state import GlobalState
 
         self.state = GlobalState(cfg)
         self.run = setup(self.state)
@@ -124,7 +124,7 @@ class Run:
 
     def step(self) -> float:
         """Seconds of one step."""
-        from mimo_train.training.train import train_step
+        from mimo_train.training.loop import train_step
 
         dist.barrier()
         started, run = time.perf_counter(), self.run
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--bubble", action="store_true", help="measure the bubble of a plain GPT in two equal stages")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     args = parser.parse_args()
-    from data.demo import ensure_demo
+    from data.demo.make import ensure_demo
 
     scratch = Path(tempfile.gettempdir()) / f"bridge_{os.getppid()}"
     demo = "text" if args.bubble else "digits"

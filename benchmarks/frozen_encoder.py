@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mimo_train.compose import load
+from mimo_train.config.compose import load
 
 SAMPLES, BATCH = 128, 16
 MEBIBYTE = 2**20
@@ -59,10 +59,10 @@ class Variant:
     """One run, stepped by hand."""
 
     def __init__(self, cfg: Any):
-        from mimo_train.training.forward_step import prepare_forward_step_func
+        from mimo_train.step.forward_step import prepare_forward_step_func
+        from mimo_train.step.state import GlobalState
         from mimo_train.training.pretrain import default_forward_step
         from mimo_train.training.setup import setup
-        from mimo_train.training.state import GlobalState
 
         self._state = GlobalState(cfg)
         self._run = setup(self._state)
@@ -71,7 +71,7 @@ class Variant:
 
     def step(self) -> None:
         """One training step, by both clocks."""
-        from mimo_train.training.train import train_step
+        from mimo_train.training.loop import train_step
 
         state, run = self._state, self._run
         state.freeze_stages.apply(state.train_state.step)
@@ -167,7 +167,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40, help="steps of each run that are measured (default: 40)")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     args = parser.parse_args()
-    from data.demo import make_demo
+    from data.demo.make import make_demo
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     scratch = Path(tempfile.gettempdir()) / f"frozen_encoder_{os.getppid() if processes > 1 else os.getpid()}"

@@ -34,9 +34,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mimo_train.compose import load
-from mimo_train.config import ConfigContainer
-from mimo_train.training.callbacks import Callback
+from mimo_train.config.compose import load
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.step.callbacks import Callback
 
 BLOCK_WARMUP = 1
 """Steps at the start of a block that are left out: caches still hold the other loop."""
@@ -66,8 +66,8 @@ class BareLoop:
         from megatron.core.utils import get_model_config
 
         from mimo_train.model.build import modules_of
-        from mimo_train.samples import build_dataset
-        from mimo_train.training.data import open_loader
+        from mimo_train.plan.samples import build_dataset
+        from mimo_train.step.batches import open_loader
 
         self._state = state
         self._model, self._optimizer, self._scheduler = run.model, run.optimizer, run.scheduler
@@ -185,11 +185,11 @@ class Alternate(Callback):
 
 def measure(cfg: ConfigContainer, pairs: int, steps: int) -> list[Pair]:
     """Train for `pairs` blocks of `steps` steps, with as many blocks of the bare loop between them."""
-    from mimo_train.training.callbacks import Callbacks
+    from mimo_train.step.callbacks import Callbacks
+    from mimo_train.step.state import GlobalState
+    from mimo_train.training.loop import train
     from mimo_train.training.pretrain import close, default_forward_step
     from mimo_train.training.setup import setup
-    from mimo_train.training.state import GlobalState
-    from mimo_train.training.train import train
 
     alternate = Alternate(pairs, steps)
     cfg.train.iters = pairs * steps + 1  # the step after the last block ends the time of its last step
@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="steps of a block (default: 4)")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     args = parser.parse_args()
-    from data.demo import ensure_demo
+    from data.demo.make import ensure_demo
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     name, demo, changes = RUNS[processes]

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 from data import collate
-from data.decode import DecodeError, decode_media
-from data.faults import Fault, FaultLog
+from data.bad_samples import Fault, FaultLog
 from data.features import Lookup
 from data.index import Member, ShardIndex, open_index
+from data.media.decode import DecodeError, decode_media
 from data.order import GlobalOrder
-from data.read import ReadError, ShardReader
 from data.records import Conversation, RecordError, parse_record
 from data.shards import ShardError, find_shards
+from data.storage.local import ReadError, ShardReader
 from data.tokens import Tokenizer
 
 _SAMPLE_FAULTS = (RecordError, DecodeError, ReadError)

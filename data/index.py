@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.header import parse_audio_header, parse_header
+from data.media.headers import parse_audio_header, parse_header
 from data.shards import ShardError, find_shards, refuse_compressed
 
 __all__ = [

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from data.bad_samples import Fault
 from data.collate import collate, collate_media
 from data.dataset import Dataset, MediaSize
 from data.divide import balanced_parts, equal_parts
-from data.faults import Fault
 from data.features import MicrobatchMedia, SampleMedia
 
 LANGUAGE = "language"

@@ -1,8 +1,8 @@
 """What a training program needs of this package: the dataset, and the loader that cuts it into steps."""
 
+from data.bad_samples import Fault, FaultLog, TooManyBadSamples
 from data.collate import TextSample
 from data.dataset import Dataset, Media
-from data.faults import Fault, FaultLog, TooManyBadSamples
 from data.features import Lookup, MicrobatchMedia, SampleMedia
 from data.loader import MEDIA, Batching, Reader, StepBatch, StepLoader
 

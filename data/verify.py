@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from data.decode import DecodeError, decode_audio, decode_picture
 from data.index import ShardIndex
-from data.read import ReadError, ShardReader
+from data.media.decode import DecodeError, decode_audio, decode_picture
 from data.records import RecordError, parse_record
+from data.storage.local import ReadError, ShardReader
 
 
 def check_sample(reader: ShardReader, index: ShardIndex, row: int) -> str | None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from importlib import import_module
 
-from encoders.audio_spec import AudioSpec
 from encoders.spec import VisionSpec
+from encoders.whisper.spec import AudioSpec
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "vit": Family(spec=VisionSpec, builder="encoders.vit:VisionTransformer"),
-    "audio": Family(spec=AudioSpec, builder="encoders.audio:AudioTransformer"),
+    "vit": Family(spec=VisionSpec, builder="encoders.vit.model:VisionTransformer"),
+    "audio": Family(spec=AudioSpec, builder="encoders.whisper.model:AudioTransformer"),
 }
 """Every family, by the name that `encoder.family` gives."""

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "  mimo-train config vlm_digits train.iters=100 > my.yaml",
     )
     _add_generate(commands)
-    from data.cli import add_subparser
+    from mimo_train.commands.shards import add_subparser
 
     add_subparser(commands)
     return parser
@@ -146,9 +146,9 @@ def _version() -> str:
 
 def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
-    from mimo_train.config import ConfigError
-    from mimo_train.launch import end_with_launcher
-    from mimo_train.processes import is_idle, say_idle, start_faults
+    from mimo_train.config.schema import ConfigError
+    from mimo_train.launch.processes import is_idle, say_idle, start_faults
+    from mimo_train.launch.torchrun import end_with_launcher
 
     end_with_launcher()
     try:
@@ -163,7 +163,7 @@ def _train(args: argparse.Namespace) -> int:
     if is_idle(layout):  # before the imports, which take their time
         say_idle()
         return 0
-    from mimo_train.training.run import main as train
+    from mimo_train.commands.train import main as train
 
     return train(cfg, layout)
 
@@ -180,13 +180,13 @@ def _world(args: argparse.Namespace) -> None:
 
 
 def _config(args: argparse.Namespace) -> None:
-    from mimo_train import compose
+    from mimo_train.config import compose
 
     print(compose.to_yaml(compose.load(args.config, args.overrides)), end="")
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from mimo_train.training.generate import main as generate
+    from mimo_train.commands.generate import main as generate
 
     media = {"image": args.image, "audio": args.audio}
     return generate(args.checkpoint, prompt=args.prompt, media=media, max_new_tokens=args.max_new_tokens)
@@ -194,9 +194,10 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace):
     """(config, layout) of a run that can start, as far as that is known without its data."""
-    from mimo_train import compose, layout, placement
     from mimo_train.check.faults import config_faults
-    from mimo_train.config import ConfigError
+    from mimo_train.config import compose
+    from mimo_train.config.schema import ConfigError
+    from mimo_train.plan import layout, placement
 
     cfg = compose.load(args.config, args.overrides)
     placement.note_nodes(cfg)

@@ -137,5 +137,5 @@ mimo_launch() {
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
   fi
   # exec: a signal to this script is a signal to the launcher, which hands it to the ranks.
-  exec "$MIMO_PYTHON" -m mimo_train.launch "${nodes[@]}" --nproc-per-node="$NPROC_PER_NODE" -m mimo_train.cli train "$@"
+  exec "$MIMO_PYTHON" -m mimo_train.launch.torchrun "${nodes[@]}" --nproc-per-node="$NPROC_PER_NODE" -m mimo_train.cli train "$@"
 }

@@ -8,12 +8,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from mimo_train import compose, layout
 from mimo_train.check import arithmetic, ranks, run_dir, samples
 from mimo_train.check.faults import config_faults
 from mimo_train.check.report import Report, show
-from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault
-from mimo_train.memory import padded_vocab_size
+from mimo_train.config import compose
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError, Fault
+from mimo_train.plan import layout
+from mimo_train.plan.memory import padded_vocab_size
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
 """Faults below these keys leave no layout."""

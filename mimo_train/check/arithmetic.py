@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from mimo_train import memory
-from mimo_train.batch_size import BatchSizes
 from mimo_train.check.report import Report, Table, plural
-from mimo_train.config import LANGUAGE, ConfigContainer, ModuleConfig
-from mimo_train.layout import RunLayout
-from mimo_train.memory import GIB, Memory, ParameterCount, StageMemory
-from mimo_train.placement import span_text
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, ModuleConfig
+from mimo_train.plan import memory
+from mimo_train.plan.batch import BatchSizes
+from mimo_train.plan.layout import RunLayout
+from mimo_train.plan.memory import GIB, Memory, ParameterCount, StageMemory
+from mimo_train.plan.placement import span_text
 
 IMBALANCE = 2.0
 """Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from mimo_train.config import LANGUAGE, ConfigContainer, Fault, ModuleConfig
-from mimo_train.config_frozen import ADAPTED
-from mimo_train.memory import PARTS
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, Fault, ModuleConfig
+from mimo_train.config.schema_frozen import ADAPTED
+from mimo_train.plan.memory import PARTS
 
 
 def frozen_faults(cfg: ConfigContainer) -> Iterator[Fault]:

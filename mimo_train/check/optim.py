@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from mimo_train.check.frozen import parts_of
-from mimo_train.config import LANGUAGE, ConfigContainer, Fault, ModuleConfig
-from mimo_train.memory import PARTS
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, Fault, ModuleConfig
+from mimo_train.plan.memory import PARTS
 
 DECAYS = ("cosine", "linear", "constant")
 """Values of `optim.decay`."""

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from mimo_train import placement
 from mimo_train.check.report import Report, Table
-from mimo_train.config import LANGUAGE, ConfigContainer
-from mimo_train.layout import RunLayout
+from mimo_train.config.schema import LANGUAGE, ConfigContainer
+from mimo_train.plan import placement
+from mimo_train.plan.layout import RunLayout
 
 
 def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:

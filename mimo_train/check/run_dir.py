@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from mimo_train import compose, layout
 from mimo_train.check.report import Report
 from mimo_train.checkpoint import folders
-from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError, Fault
+from mimo_train.config import compose
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError, Fault
+from mimo_train.plan import layout
 
 FREE_TO_CHANGE = {"name", "dropout", "init_std", "layernorm_epsilon", "pixel_mean", "pixel_std", "rope_base"}
 """Fields of specs that do not change which weights a model has."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mimo_train.batch_size import BatchSizes
 from mimo_train.check.report import Report, Table, plural, spread
-from mimo_train.config import ConfigContainer, Fault
-from mimo_train.samples import build_dataset, tokenizer_of
+from mimo_train.config.schema import ConfigContainer, Fault
+from mimo_train.plan.batch import BatchSizes
+from mimo_train.plan.samples import build_dataset, tokenizer_of
 
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""

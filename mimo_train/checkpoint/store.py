@@ -18,12 +18,12 @@ from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from mimo_train import device
 from mimo_train.checkpoint import folders
-from mimo_train.compose import to_dict
-from mimo_train.config import ConfigContainer
-from mimo_train.config_frozen import is_adapter
-from mimo_train.layout import RunLayout
+from mimo_train.config.compose import to_dict
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_frozen import is_adapter
+from mimo_train.parallel import device
+from mimo_train.plan.layout import RunLayout
 
 _CONTENT = {
     "singleton_local_shards": False,

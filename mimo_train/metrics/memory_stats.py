@@ -4,7 +4,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from mimo_train.config import ProfilingConfig
+from mimo_train.config.schema import ProfilingConfig
 
 MEMORY_KEYS: dict[str, str] = {
     "allocated_bytes.all.current": "current_allocated_mem",

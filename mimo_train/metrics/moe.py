@@ -23,7 +23,7 @@ class _MoeMetricFanoutWriter:
         Args:
             tb_writer: `SummaryWriter`.
             comet_logger: Comet experiment.
-            mlflow_logger: `mimo_train.metrics.mlflow.MlflowHandle`.
+            mlflow_logger: `mimo_train.metrics.sinks.mlflow.MlflowHandle`.
         """
         self._targets: dict[str, Callable[[str, Any, int], Any]] = {}
         if tb_writer is not None:

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mimo_train.config import ConfigContainer
-from mimo_train.layout import plan
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.layout import plan
 
 PROGRESS_FILE = "progress.txt"
 

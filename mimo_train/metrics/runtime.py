@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mimo_train.config import TrainConfig
+from mimo_train.config.schema import TrainConfig
 
 SECONDS = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}
 """Seconds of each unit of `log.runtime_unit`."""

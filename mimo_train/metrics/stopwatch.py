@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mimo_train.layout import RunLayout
+from mimo_train.plan.layout import RunLayout
 
 STEP = "step"
 INTERVALS = (STEP, "forward_backward", "data_wait", "bridge_wait", "pipeline_wait", "reduce", "optimizer")

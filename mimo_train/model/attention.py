@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 
-from mimo_train.model.context import chunks_of, gather_sequence
+from mimo_train.parallel.context import chunks_of, gather_sequence
 
 
 class SdpaAttention(MegatronModule):

@@ -16,17 +16,17 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from encoders.registry import FAMILIES
 from encoders.spec import joined_width
-from mimo_train.config import LANGUAGE, ConfigContainer
-from mimo_train.groups import RunGroups
-from mimo_train.layout import RunLayout
-from mimo_train.memory import PARTS, padded_vocab_size
+from mimo_train.config.schema import LANGUAGE, ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
 from mimo_train.model.freeze import freeze, let_recomputed_layers_learn
 from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import layer_spec, norm_class, projector_submodules
 from mimo_train.model.lora import freeze_base
 from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
-from mimo_train.model.transformer import encoder_config, language_config, projector_config
+from mimo_train.model.transformer_config import encoder_config, language_config, projector_config
+from mimo_train.parallel.groups import RunGroups
+from mimo_train.plan.layout import RunLayout
+from mimo_train.plan.memory import PARTS, padded_vocab_size
 
 
 class SeededGPTModel(GPTModel):
@@ -47,7 +47,7 @@ class SeededGPTModel(GPTModel):
             raise ValueError(
                 f"the forward step gives {input_ids.size(1)} tokens of a sequence to each of modules.{LANGUAGE}.layout."
                 f"cp {cp} ranks, and data.sequence_length {length} is {length // cp} for each: cut the microbatch by "
-                "mimo_train.model.context.own_part"
+                "mimo_train.parallel.context.own_part"
             )
         return super().forward(input_ids, *args, **kwargs)
 

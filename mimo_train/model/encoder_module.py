@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from data.pipeline import MEDIA, MicrobatchMedia, SampleMedia
-from mimo_train.device import to_device
-from mimo_train.feature_cache import FeatureCache
+from mimo_train.model.feature_files import FeatureCache
 from mimo_train.model.modality import StagedModality
+from mimo_train.parallel.device import to_device
 
 
 class EncoderModule(StagedModality):

@@ -9,10 +9,10 @@ from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
-from mimo_train.bridge.bridge import LocalBridge
-from mimo_train.bridge.plan import TokenPlan
-from mimo_train.config import LANGUAGE
-from mimo_train.model.context import sum_gradients
+from mimo_train.config.schema import LANGUAGE
+from mimo_train.parallel.bridge.exchange import LocalBridge
+from mimo_train.parallel.bridge.shapes import TokenPlan
+from mimo_train.parallel.context import sum_gradients
 
 
 class PlacedMimoModel(MimoModel):

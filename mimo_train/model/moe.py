@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.model.seeds import seed_for
-from mimo_train.step_sum import StepSum
+from mimo_train.parallel.step_sum import StepSum
 
 
 def expert_layer(linears: MLPSubmodules, te: bool) -> partial:

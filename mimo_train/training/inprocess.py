@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 
-from mimo_train.config import ConfigContainer
+from mimo_train.config.schema import ConfigContainer
 
 
 def maybe_wrap_for_inprocess_restart(pretrain_fn: Callable[..., int], cfg: ConfigContainer) -> Callable[..., int]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mimo_train.metrics.flops import Flops
+from mimo_train.diagnose.straggler import StragglerTimer
 from mimo_train.metrics.memory_stats import report_memory
 from mimo_train.metrics.stopwatch import INTERVALS
-from mimo_train.training.state import GlobalState
-from mimo_train.training.straggler import StragglerTimer
+from mimo_train.plan.flops import Flops
+from mimo_train.step.state import GlobalState
 
 
 @dataclass(frozen=True)

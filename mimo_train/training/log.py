@@ -7,17 +7,17 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.config import ConfigContainer
-from mimo_train.memory import padded_vocab_size
-from mimo_train.metrics.accounting import peak_tflops, utilisation
-from mimo_train.metrics.flops import StepFlops
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.diagnose.straggler import StragglerTimer
 from mimo_train.metrics.memory_stats import reduce_max_memory_across_pp_group
-from mimo_train.metrics.norms import calc_params_l2_norm, report_l2_norm_grad
 from mimo_train.metrics.runtime import report_runtime, report_throughput
 from mimo_train.metrics.stopwatch import INTERVALS, time_split
+from mimo_train.metrics.utilisation import peak_tflops, utilisation
+from mimo_train.model.norms import calc_params_l2_norm, report_l2_norm_grad
+from mimo_train.plan.flops import StepFlops
+from mimo_train.plan.memory import padded_vocab_size
+from mimo_train.step.state import GlobalState
 from mimo_train.training.interval import Interval, IntervalNumbers
-from mimo_train.training.state import GlobalState
-from mimo_train.training.straggler import StragglerTimer
 
 _STEPS = "advanced iterations"
 """Key of `training_log`'s sums for the steps whose update was made."""

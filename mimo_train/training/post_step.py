@@ -9,12 +9,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 from torch.profiler import profile
 
-from mimo_train.config import ConfigContainer
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.diagnose.profiling import NsysCapture, end_after_last_step
+from mimo_train.diagnose.straggler import StragglerTimer
 from mimo_train.model.build import modules_of
-from mimo_train.training.forward_hooks import disable_forward_pre_hook, enable_forward_pre_hook
+from mimo_train.step.forward_hooks import disable_forward_pre_hook, enable_forward_pre_hook
 from mimo_train.training.garbage import collect_when_due
-from mimo_train.training.profiling import NsysCapture, end_after_last_step
-from mimo_train.training.straggler import StragglerTimer
 
 
 def post_training_step_callbacks(

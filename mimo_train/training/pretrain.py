@@ -6,19 +6,19 @@ from typing import Any
 import torch.distributed as dist
 
 from mimo_train.check.faults import config_faults
-from mimo_train.config import ConfigContainer, ConfigError, Fault
-from mimo_train.layout import plan
+from mimo_train.config.schema import ConfigContainer, ConfigError, Fault
+from mimo_train.launch.processes import is_idle, numbered, say_idle, start_faults
 from mimo_train.model.heads import ModelHook
-from mimo_train.placement import note_nodes
-from mimo_train.processes import is_idle, numbered, say_idle, start_faults
-from mimo_train.training import gpt_step, mimo_step
-from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
-from mimo_train.training.exit import ExitConditions, ExitSignal
-from mimo_train.training.forward_step import ForwardStepCallable, needs_global_state_injection
+from mimo_train.plan.layout import plan
+from mimo_train.plan.placement import note_nodes
+from mimo_train.step import gpt_step, mimo_step
+from mimo_train.step.callbacks import Callback, Callbacks, load_callbacks
+from mimo_train.step.exit import ExitConditions, ExitSignal
+from mimo_train.step.forward_step import ForwardStepCallable, needs_global_state_injection
+from mimo_train.step.state import GlobalState
 from mimo_train.training.inprocess import maybe_wrap_for_inprocess_restart
+from mimo_train.training.loop import train
 from mimo_train.training.setup import SetupOutput, setup
-from mimo_train.training.state import GlobalState
-from mimo_train.training.train import train
 
 
 def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:

@@ -14,34 +14,34 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from mimo_train import device as devices
-from mimo_train.batch_size import BatchSizes
-from mimo_train.bridge.plan import TokenPlan
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.store import load_checkpoint
-from mimo_train.compose import to_yaml
-from mimo_train.config import ConfigContainer
-from mimo_train.groups import RunGroups, build_groups
-from mimo_train.layout import RunLayout
+from mimo_train.config.compose import to_yaml
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.diagnose.profiling import StepProfiler
+from mimo_train.diagnose.rerun import Rerun
+from mimo_train.evaluation.held_out import HeldOut
+from mimo_train.launch.processes import is_first_of_node
 from mimo_train.metrics import progress as progress_log
 from mimo_train.metrics.console import Console
-from mimo_train.metrics.log import build_metrics_log
+from mimo_train.metrics.metrics_log import build_metrics_log
 from mimo_train.metrics.stopwatch import Stopwatch
 from mimo_train.model.build import build_model, modules_of
 from mimo_train.model.layers import use_transformer_engine
 from mimo_train.model.seeds import seed_for
-from mimo_train.optim.build import ModuleSchedulers, build_optimizer
-from mimo_train.optim.stages import FreezeStages, GradientNeeds
-from mimo_train.pipeline import Pipeline
-from mimo_train.processes import is_first_of_node
-from mimo_train.samples import build_dataset, placeholders_of, tokenizer_of
-from mimo_train.training.data import StepIterator, open_loader
-from mimo_train.training.evaluate import HeldOut
-from mimo_train.training.features import Features
-from mimo_train.training.losses import StepLosses
-from mimo_train.training.profiling import StepProfiler
-from mimo_train.training.rerun import Rerun
-from mimo_train.training.state import GlobalState
+from mimo_train.optim.factory import ModuleSchedulers, build_optimizer
+from mimo_train.optim.freeze_stages import FreezeStages, GradientNeeds
+from mimo_train.parallel import device as devices
+from mimo_train.parallel.bridge.shapes import TokenPlan
+from mimo_train.parallel.groups import RunGroups, build_groups
+from mimo_train.plan.batch import BatchSizes
+from mimo_train.plan.layout import RunLayout
+from mimo_train.plan.samples import build_dataset, placeholders_of, tokenizer_of
+from mimo_train.step.batches import StepIterator, open_loader
+from mimo_train.step.feature_cache import Features
+from mimo_train.step.losses import StepLosses
+from mimo_train.step.schedule import Pipeline
+from mimo_train.step.state import GlobalState
 
 
 @dataclass
@@ -171,7 +171,7 @@ def make_demo_shards(cfg: ConfigContainer, layout: RunLayout) -> None:
     """Make the demo shards of `data.demo` if they are not there; the first rank of each node does, the others wait."""
     if not cfg.data.demo:
         return
-    from data.demo import ensure_demo
+    from data.demo.make import ensure_demo
 
     if is_first_of_node(layout, dist.get_rank()):
         ensure_demo(Path(cfg.data.shards).parent, cfg.data.demo)

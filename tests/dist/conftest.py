@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
     """A small digits demo: pictures, text-only samples and samples with two pictures."""
-    from data.demo import make_demo
+    from data.demo.make import make_demo
 
     return make_demo(tmp_path_factory.mktemp("digits"), train_samples=480, held_out_samples=40, shards=2)
 
@@ -16,6 +16,6 @@ def digits(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def prose(tmp_path_factory) -> Path:
     """The prose demo."""
-    from data.demo import make_text_demo
+    from data.demo.make import make_text_demo
 
     return make_text_demo(tmp_path_factory.mktemp("prose"))

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from mimo_train.layout import AXES
+from mimo_train.plan.layout import AXES
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.demo import make_demo, make_mixed_demo, make_text_demo
+from data.demo.make import make_demo, make_mixed_demo, make_text_demo
 from tests.dist.layout_tables import MODELS, Row
 from tests.dist.parameters import largest_change, parameters_of
 from tests.dist.runs import STEPS, config, curve, largest_difference, train_on_ranks

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mimo_train.compose import load
-from mimo_train.layout import plan
-from mimo_train.metrics.jsonl import read_metrics
+from mimo_train.config.compose import load
+from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.plan.layout import plan
 from tests.dist.ranks import run_ranks
 
 TINY = (

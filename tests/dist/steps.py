@@ -9,10 +9,10 @@ class Steps:
     """A run that is set up; `train` makes a step of it."""
 
     def __init__(self, cfg, forward_step: Callable | None = None, pre_wrap_hook: Callable | None = None):
-        from mimo_train.training.forward_step import prepare_forward_step_func
+        from mimo_train.step.forward_step import prepare_forward_step_func
+        from mimo_train.step.state import GlobalState
         from mimo_train.training.pretrain import default_forward_step
         from mimo_train.training.setup import setup
-        from mimo_train.training.state import GlobalState
 
         self.state = GlobalState(cfg, pre_wrap_hook=pre_wrap_hook)
         self.run = setup(self.state)
@@ -21,7 +21,7 @@ class Steps:
 
     def train(self, steps: int = 1) -> list[tuple[float | None, float | None]]:
         """(loss, gradient norm) of each of the next steps; the loss on the language model's last stage, else None."""
-        from mimo_train.training.train import train_step
+        from mimo_train.training.loop import train_step
 
         numbers = []
         for _ in range(steps):

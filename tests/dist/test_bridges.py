@@ -2,10 +2,10 @@
 
 import pytest
 
-from data.demo import make_demo
-from mimo_train.compose import load
-from mimo_train.config import ConfigError
-from mimo_train.layout import plan
+from data.demo.make import make_demo
+from mimo_train.config.compose import load
+from mimo_train.config.schema import ConfigError
+from mimo_train.plan.layout import plan
 from tests.dist.ranks import RankFailure
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
 

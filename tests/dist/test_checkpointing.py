@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
-from mimo_train.layout import plan
-from mimo_train.metrics.jsonl import read_metrics
-from mimo_train.training.callbacks import Callback
+from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.plan.layout import plan
+from mimo_train.step.callbacks import Callback
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve
 
@@ -121,13 +121,13 @@ def test_replicas_are_compared_by_the_layout_of_their_module(digits, tmp_path):
 
 def _asked_for_and_due(cfg) -> list[str]:
     """Folders saved where a step asks for a checkpoint that is due at the same step."""
-    from mimo_train.training import checkpointing
-    from mimo_train.training.callbacks import Callbacks
-    from mimo_train.training.forward_step import prepare_forward_step_func
-    from mimo_train.training.mimo_step import forward_step
+    from mimo_train.step.callbacks import Callbacks
+    from mimo_train.step.forward_step import prepare_forward_step_func
+    from mimo_train.step.mimo_step import forward_step
+    from mimo_train.step.state import GlobalState
+    from mimo_train.training import saving as checkpointing
+    from mimo_train.training.loop import train_step
     from mimo_train.training.setup import setup
-    from mimo_train.training.state import GlobalState
-    from mimo_train.training.train import train_step
 
     callback = Saves()
     state = GlobalState(cfg, callbacks=Callbacks([callback]))

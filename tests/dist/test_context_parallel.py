@@ -3,7 +3,7 @@ training curves are in the table of layout parity."""
 
 import pytest
 
-from mimo_train.metrics.jsonl import read_metrics
+from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
 from tests.dist.steps import Steps
@@ -25,9 +25,9 @@ def attend_on_this_rank() -> float:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mimo_train import device as devices
     from mimo_train.model.attention import SdpaAttention
-    from mimo_train.model.context import gather_sequence, own_part
+    from mimo_train.parallel import device as devices
+    from mimo_train.parallel.context import gather_sequence, own_part
 
     devices.init_process_group("cpu", 1.0, devices.install("cpu", 0))
     groups = ProcessGroupCollection(cp=dist.group.WORLD)
@@ -91,7 +91,7 @@ def forget_to_cut(cfg) -> None:
 
 def test_a_forward_step_that_does_not_cut_is_told(prose, tmp_path):
     cfg = config("gpt_tiny", tmp_path, prose, "layout=language_cp2")
-    with pytest.raises(RankFailure, match="cut the microbatch by mimo_train.model.context.own_part"):
+    with pytest.raises(RankFailure, match="cut the microbatch by mimo_train.parallel.context.own_part"):
         run_ranks(forget_to_cut, 2, cfg)
 
 

@@ -16,7 +16,7 @@ def on_one_rank(function):
 def _names_of_cuda() -> list[str]:
     import torch
 
-    from mimo_train import device
+    from mimo_train.parallel import device
 
     device.install("cpu")
     tensor = torch.zeros(2, device="cuda")
@@ -50,7 +50,7 @@ def test_cuda_names_mean_the_cpu():
 def _call_without_stand_in() -> str:
     import torch
 
-    from mimo_train import device
+    from mimo_train.parallel import device
 
     device.install("cpu")
     try:
@@ -66,7 +66,7 @@ def test_cuda_call_without_stand_in_is_named_with_its_caller():
 
 
 def _resolve(requested: str) -> str:
-    from mimo_train import device
+    from mimo_train.parallel import device
 
     try:
         return device.resolve(requested)
@@ -81,7 +81,7 @@ def test_cuda_where_there_is_none_is_a_clear_error(monkeypatch):
 
 
 def test_fewer_cuda_devices_than_processes_is_a_clear_error(monkeypatch):
-    from mimo_train import device
+    from mimo_train.parallel import device
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
@@ -93,7 +93,7 @@ def test_fewer_cuda_devices_than_processes_is_a_clear_error(monkeypatch):
 def _without_our_adam() -> str:
     import torch
 
-    from mimo_train import device
+    from mimo_train.parallel import device
 
     device.install("cpu")
     device.init_process_group("cpu", 1, device.CPU)
@@ -101,9 +101,9 @@ def _without_our_adam() -> str:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
-    from mimo_train.compose import load
-    from mimo_train.groups import build_groups
-    from mimo_train.layout import plan
+    from mimo_train.config.compose import load
+    from mimo_train.parallel.groups import build_groups
+    from mimo_train.plan.layout import plan
 
     groups = build_groups(plan(load("gpt_tiny"))).collections["language"]
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
@@ -156,7 +156,7 @@ def _gather_unequal_parts() -> tuple[str, list]:
     import torch
     import torch.distributed as dist
 
-    from mimo_train import device
+    from mimo_train.parallel import device
 
     dist.init_process_group("gloo")
     rank, rows = dist.get_rank(), (1, 3)
@@ -190,7 +190,7 @@ def _send_both_ways(apart: bool) -> list[float]:
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from mimo_train import device
+    from mimo_train.parallel import device
 
     device.install("cpu")
     dist.init_process_group("gloo")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mimo_train.training.callbacks import Callback
+from mimo_train.step.callbacks import Callback
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -19,7 +19,7 @@ class Evaluations(Callback):
 
 def _forward_step(state, data_iterator, model):
     """The shipped step, with a loss function that knows the other pattern: number of learned tokens as data."""
-    from mimo_train.training.mimo_step import forward_step
+    from mimo_train.step.mimo_step import forward_step
 
     output, loss_func = forward_step(state, data_iterator, model)
     if loss_func is None:
@@ -33,10 +33,10 @@ def _forward_step(state, data_iterator, model):
 
 def _train(cfg, given: bool) -> tuple[list, list, list, bool]:
     """(steps with values, data that was processed, calls of the function that gives data, trained after) of a rank."""
-    from mimo_train.training.callbacks import Callbacks
+    from mimo_train.step.callbacks import Callbacks
+    from mimo_train.step.state import GlobalState
+    from mimo_train.training.loop import train
     from mimo_train.training.setup import setup
-    from mimo_train.training.state import GlobalState
-    from mimo_train.training.train import train
 
     evaluations, processed, asked = Evaluations(), [], []
     state = GlobalState(cfg, callbacks=Callbacks([evaluations]))

@@ -30,11 +30,11 @@ def build(cfg):
     """This rank's pipeline and model chunks, with their initial weights."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from mimo_train import device as devices
-    from mimo_train.groups import build_groups
-    from mimo_train.layout import plan
     from mimo_train.model.build import build_model
-    from mimo_train.pipeline import Pipeline
+    from mimo_train.parallel import device as devices
+    from mimo_train.parallel.groups import build_groups
+    from mimo_train.plan.layout import plan
+    from mimo_train.step.schedule import Pipeline
 
     device = devices.install("cpu")
     devices.init_process_group("cpu", 1.0, device)
@@ -139,7 +139,7 @@ def compare_gradients(cfg, learned: int) -> dict[str, float]:
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from mimo_train.training.losses import masked_token_loss
+    from mimo_train.step.losses import masked_token_loss
 
     pipeline, model = build(cfg)
     (chunk,), llm, length = model, cfg.language.llm, cfg.data.sequence_length
@@ -219,7 +219,7 @@ def test_balancing_over_all_ranks_weighs_alike_at_every_number_of_ranks(prose, t
 
 def values_of_balancing_loss(cfg) -> list[float]:
     """The loss of two steps, as every rank knows it."""
-    from mimo_train.training.callbacks import Callback
+    from mimo_train.step.callbacks import Callback
     from mimo_train.training.pretrain import pretrain
 
     class Reader(Callback):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.layout import plan
+from mimo_train.plan.layout import plan
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -16,7 +16,7 @@ EPOCH = 6
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> Path:
     """A demo that is passed through quickly."""
-    from data.demo import make_demo
+    from data.demo.make import make_demo
 
     return make_demo(tmp_path_factory.mktemp("few"), train_samples=96, held_out_samples=8, shards=2)
 
@@ -37,7 +37,7 @@ def cached(folder: Path, *overrides: str) -> tuple[str, ...]:
 def _watched(cfg, steps: int) -> tuple[list[tuple], list[int], list[int]]:
     """Curve, and by step the pictures that the encoder of this rank saw, and those that were read."""
     from data.dataset import Dataset
-    from encoders.vit import VisionTransformer
+    from encoders.vit.model import VisionTransformer
 
     seen, read = [0], [0]
     forward, read_media = VisionTransformer.forward, Dataset.read_media
@@ -117,7 +117,7 @@ def _differing(cfg, steps: int) -> tuple[list[tuple], list[int], list[int]]:
     """`_watched`, where each rank of a tensor-parallel group misses other features."""
     import os
 
-    from mimo_train.feature_cache import FeatureCache
+    from mimo_train.model.feature_files import FeatureCache
 
     read, rank = FeatureCache.read, int(os.environ["RANK"])
 
@@ -187,8 +187,8 @@ def test_prefetched_features_come_from_the_cache_too(few, tmp_path):
 
 def _evaluated_twice(cfg) -> tuple[dict, dict, list[int]]:
     """Two evaluations, and the pictures that the encoder saw in each."""
-    from encoders.vit import VisionTransformer
-    from mimo_train.training.evaluate import evaluate
+    from encoders.vit.model import VisionTransformer
+    from mimo_train.evaluation.held_out import evaluate
 
     seen, forward = [], VisionTransformer.forward
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.layout import plan
+from mimo_train.plan.layout import plan
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -60,9 +60,9 @@ def _costs(cfg, steps: int) -> dict:
     of a step had a graph, and messages of every step by way."""
     import torch.distributed as dist
 
-    from mimo_train.bridge import bridge
     from mimo_train.model.build import modules_of
     from mimo_train.model.mimo import PlacedMimoModel
+    from mimo_train.parallel.bridge import bridge
 
     messages, graphs = [], []
     exchange, encode = bridge.Bridge._exchange, PlacedMimoModel._encode

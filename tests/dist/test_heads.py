@@ -31,7 +31,7 @@ def value_loss(labels, loss_mask, values):
 
 def value_step(state, data_iterator, model):
     """A user's forward step: without labels the model gives its head's output."""
-    from mimo_train.model.context import own_part
+    from mimo_train.parallel.context import own_part
 
     batch = own_part(next(data_iterator), state.pipeline.groups.collections["language"].cp)
     output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=None)

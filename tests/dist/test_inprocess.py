@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.metrics.jsonl import read_metrics
+from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve, train_on_ranks
 
@@ -19,7 +19,7 @@ def _train_with_failures(cfg, failing_rank: int, failures: int, torchrun: bool =
     step 5 in its first lives."""
     import torch.distributed as dist
 
-    from mimo_train.training.callbacks import Callback
+    from mimo_train.step.callbacks import Callback
     from mimo_train.training.pretrain import pretrain
 
     class Fails(Callback):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
-from mimo_train.metrics.jsonl import read_metrics
+from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
 
 MODEL = (

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.layout import plan
-from mimo_train.memory import module_parameters
+from mimo_train.plan.layout import plan
+from mimo_train.plan.memory import module_parameters
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole

@@ -16,12 +16,12 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
 
     import torch
 
-    from mimo_train import device
-    from mimo_train.config import LANGUAGE
-    from mimo_train.groups import build_groups
-    from mimo_train.layout import ModuleLayout, RunLayout
-    from mimo_train.step_sum import StepSum
-    from mimo_train.training.losses import StepLosses, masked_token_loss
+    from mimo_train.config.schema import LANGUAGE
+    from mimo_train.parallel import device
+    from mimo_train.parallel.groups import build_groups
+    from mimo_train.parallel.step_sum import StepSum
+    from mimo_train.plan.layout import ModuleLayout, RunLayout
+    from mimo_train.step.losses import StepLosses, masked_token_loss
 
     device.install("cpu")
     device.init_process_group("cpu", 1, device.CPU)
@@ -59,12 +59,12 @@ def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
     import torch
     import torch.distributed as dist
 
-    from mimo_train import device
-    from mimo_train.config import LANGUAGE
-    from mimo_train.groups import build_groups
-    from mimo_train.layout import ModuleLayout, RunLayout
-    from mimo_train.step_sum import StepSum
-    from mimo_train.training.losses import StepLosses
+    from mimo_train.config.schema import LANGUAGE
+    from mimo_train.parallel import device
+    from mimo_train.parallel.groups import build_groups
+    from mimo_train.parallel.step_sum import StepSum
+    from mimo_train.plan.layout import ModuleLayout, RunLayout
+    from mimo_train.step.losses import StepLosses
 
     device.install("cpu")
     device.init_process_group("cpu", 1, device.CPU)
@@ -137,11 +137,11 @@ def _train_two_tasks(cfg, pattern: str) -> list[float] | None:
     """Gradient norms of three steps of a run whose forward step gives the token loss in another pattern."""
     from functools import partial
 
-    from mimo_train.training.callbacks import Callback
-    from mimo_train.training.gpt_step import forward_step as gpt_step
-    from mimo_train.training.losses import masked_token_loss
+    from mimo_train.step.callbacks import Callback
+    from mimo_train.step.gpt_step import forward_step as gpt_step
+    from mimo_train.step.losses import masked_token_loss
+    from mimo_train.step.state import GlobalState
     from mimo_train.training.pretrain import pretrain
-    from mimo_train.training.state import GlobalState
 
     norms = []
 

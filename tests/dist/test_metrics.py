@@ -46,7 +46,7 @@ MOE = (*QUICK, "llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.ex
 
 def norms_of_a_step(cfg) -> dict:
     """What the functions say on this rank: gradients of a first step, and parameters before and after it."""
-    from mimo_train.metrics.norms import calc_params_l2_norm, report_l2_norm_grad
+    from mimo_train.model.norms import calc_params_l2_norm, report_l2_norm_grad
 
     steps, found = Steps(cfg), {}
     optimizer_step = steps.optimizer.step
@@ -109,7 +109,7 @@ def one_moe(prose, tmp_path_factory) -> dict:
 
 
 def require_equal(one: dict, cfg) -> None:
-    from mimo_train.layout import plan
+    from mimo_train.plan.layout import plan
 
     for found in run_ranks(norms_of_a_step, plan(cfg).world_size, cfg):
         assert found["grads"] == pytest.approx(one["grads"], rel=1e-4, abs=1e-7)
@@ -137,7 +137,7 @@ def test_norms_of_experts_are_those_of_one_process(overrides, one_moe, prose, tm
 
 
 def _norms_of_16_bits(cfg) -> dict:
-    from mimo_train.metrics.norms import calc_params_l2_norm
+    from mimo_train.model.norms import calc_params_l2_norm
 
     steps = Steps(cfg)
     steps.train()
@@ -167,8 +167,8 @@ def _dtensor_norms() -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-    from mimo_train import device
-    from mimo_train.metrics.norms import calc_dtensor_params_l2_norm, calc_params_l2_norm
+    from mimo_train.model.norms import calc_dtensor_params_l2_norm, calc_params_l2_norm
+    from mimo_train.parallel import device
 
     device.install("cpu")
     device.init_process_group("cpu", 1, device.CPU)
@@ -201,9 +201,9 @@ def _reduced(values: list) -> dict:
 
     import torch.distributed as dist
 
-    from mimo_train import device
     from mimo_train.metrics.memory_stats import reduce_max_memory_across_pp_group
-    from mimo_train.metrics.reduce import (
+    from mimo_train.parallel import device
+    from mimo_train.parallel.reduce import (
         logical_and_across_model_parallel_group,
         reduce_max_stat_across_model_parallel_group,
     )
@@ -246,8 +246,8 @@ def _written_by_megatron_core() -> list:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 
-    from mimo_train import device
     from mimo_train.metrics.moe import _build_moe_metric_writer
+    from mimo_train.parallel import device
 
     device.install("cpu")
     device.init_process_group("cpu", 1, device.CPU)

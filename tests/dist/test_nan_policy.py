@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mimo_train.check import faults
-from mimo_train.compose import load
-from mimo_train.layout import plan
-from mimo_train.metrics.jsonl import read_metrics
+from mimo_train.config.compose import load
+from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.plan.layout import plan
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve
 
@@ -94,12 +94,12 @@ def _run(cfg, fault: str = "", rank: int = 0) -> dict:
     """A run with a fault at step 2, and what this rank has of its end."""
     import torch
 
-    from mimo_train.training.callbacks import Callback, Callbacks
-    from mimo_train.training.nan_policy import NonFiniteStep
+    from mimo_train.diagnose.nan_policy import NonFiniteStep
+    from mimo_train.step.callbacks import Callback, Callbacks
+    from mimo_train.step.state import GlobalState
+    from mimo_train.training.loop import train
     from mimo_train.training.pretrain import close, default_forward_step
     from mimo_train.training.setup import setup
-    from mimo_train.training.state import GlobalState
-    from mimo_train.training.train import train
 
     def weights() -> list:
         return [parameter.detach().clone() for chunk in run.model for parameter in chunk.parameters()]
@@ -239,7 +239,7 @@ def test_bisect_goes_with_communication_that_overlaps(digits, tmp_path):
 
 def _bad_loss(state, data_iterator, model):
     """The default forward step, but the loss of every microbatch is infinite."""
-    from mimo_train.training.mimo_step import forward_step
+    from mimo_train.step.mimo_step import forward_step
 
     output, loss_func = forward_step(state, data_iterator, model)
     if loss_func is None:
@@ -253,7 +253,7 @@ def _bad_loss(state, data_iterator, model):
 
 
 def _train_with_a_bad_loss(cfg) -> str:
-    from mimo_train.training.nan_policy import NonFiniteStep
+    from mimo_train.diagnose.nan_policy import NonFiniteStep
     from mimo_train.training.pretrain import pretrain
 
     try:
@@ -280,7 +280,7 @@ def test_bisect_runs_microbatches_alone_in_any_schedule(layout, prose, tmp_path)
 
 
 def _transient(cfg) -> str:
-    from mimo_train.training.nan_policy import NanPolicy, NonFiniteStep
+    from mimo_train.diagnose.nan_policy import NanPolicy, NonFiniteStep
     from tests.dist.steps import Steps
 
     steps = Steps(cfg)

@@ -22,12 +22,12 @@ def _count_steps(cfg) -> tuple[Counter, Counter]:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from mimo_train.training.callbacks import Callback, Callbacks
-    from mimo_train.training.forward_step import prepare_forward_step_func, record_losses
+    from mimo_train.step.callbacks import Callback, Callbacks
+    from mimo_train.step.forward_step import prepare_forward_step_func, record_losses
+    from mimo_train.step.state import GlobalState
+    from mimo_train.training.loop import train
     from mimo_train.training.pretrain import default_forward_step
     from mimo_train.training.setup import setup
-    from mimo_train.training.state import GlobalState
-    from mimo_train.training.train import train
 
     copies = {getattr(torch.Tensor, name): name for name in HOST_COPIES}
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 
-from data.demo import make_demo, make_text_demo
+from data.demo.make import make_demo, make_text_demo
 from mimo_train.check.faults import config_faults
-from mimo_train.layout import plan
+from mimo_train.plan.layout import plan
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.random_layouts import Layout, illegal_layouts, legal_layouts, one_process
@@ -87,8 +87,8 @@ def test_an_illegal_layout_is_refused_everywhere_with_the_same_words(broken, con
 def _refused(cfg) -> tuple[list[str], ...]:
     """The faults that `check`, `train` and `pretrain` name."""
     from mimo_train.cli import main
-    from mimo_train.compose import to_yaml
-    from mimo_train.config import ConfigError
+    from mimo_train.config.compose import to_yaml
+    from mimo_train.config.schema import ConfigError
     from mimo_train.training.pretrain import pretrain
 
     path, printed = Path(cfg.run.dir).with_suffix(".yaml"), []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.layout import plan
+from mimo_train.plan.layout import plan
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.layout import plan
-from mimo_train.metrics.jsonl import read_metrics
+from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.plan.layout import plan
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve, train_on_ranks
 
@@ -18,9 +18,10 @@ def _train_with_fault(cfg, value: float, step: int, transient: bool, node: str) 
     of one microbatch of `step` by `value`: once, or always. `node` is what the machine is called."""
     import logging
 
-    from mimo_train.training import pretrain, rerun
-    from mimo_train.training.run import main
-    from mimo_train.training.state import GlobalState
+    from mimo_train.commands.train import main
+    from mimo_train.diagnose import rerun
+    from mimo_train.step.state import GlobalState
+    from mimo_train.training import pretrain
 
     rerun.SPIKE_SAMPLES = 2
     good_step = pretrain.default_forward_step(cfg)

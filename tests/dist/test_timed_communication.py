@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mimo_train.layout import plan
+from mimo_train.plan.layout import plan
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -22,11 +22,11 @@ def test_the_bridge_and_the_stages_are_timed_by_name(tmp_path):
 
 def one_microbatch_forward(cfg):
     """Names of the intervals of this rank."""
-    from mimo_train import device as devices
-    from mimo_train.bridge.communicator import PlannedCommunicator
-    from mimo_train.bridge.plan import TokenPlan
-    from mimo_train.groups import build_groups
-    from mimo_train.model.transformer import language_config
+    from mimo_train.model.transformer_config import language_config
+    from mimo_train.parallel import device as devices
+    from mimo_train.parallel.bridge.communicator import PlannedCommunicator
+    from mimo_train.parallel.bridge.shapes import TokenPlan
+    from mimo_train.parallel.groups import build_groups
 
     layout, device = plan(cfg), devices.install("cpu", 0)
     devices.init_process_group("cpu", 1.0, device)

@@ -51,11 +51,11 @@ def test_held_out_samples_count_once_whatever_the_batch(digits, tmp_path):
 def _train_frozen(cfg) -> dict[str, float]:
     """Largest change of the parameters of each part over a run."""
     from mimo_train.model.build import modules_of
-    from mimo_train.training.forward_step import prepare_forward_step_func
-    from mimo_train.training.mimo_step import forward_step
+    from mimo_train.step.forward_step import prepare_forward_step_func
+    from mimo_train.step.mimo_step import forward_step
+    from mimo_train.step.state import GlobalState
+    from mimo_train.training.loop import train_step
     from mimo_train.training.setup import setup
-    from mimo_train.training.state import GlobalState
-    from mimo_train.training.train import train_step
 
     state = GlobalState(cfg)
     run = setup(state)
@@ -112,8 +112,8 @@ def test_bf16_follows_fp32_and_layouts_agree(digits, tmp_path):
 
 
 def test_finetune_without_weights_is_a_fault():
-    from mimo_train.compose import load
-    from mimo_train.config import ConfigError
+    from mimo_train.config.compose import load
+    from mimo_train.config.schema import ConfigError
     from mimo_train.training.pretrain import finetune
 
     with pytest.raises(ConfigError, match=r"checkpoint\.weights"):
@@ -165,7 +165,7 @@ def _answer_with_placeholders() -> tuple[list[int], list]:
     import torch
 
     from data.tokens import build_tokenizer
-    from mimo_train.training.decode import _OpenAnswers
+    from mimo_train.evaluation.greedy import _OpenAnswers
 
     tokenizer = build_tokenizer("bytes", ["<image>"])
     image = tokenizer.placeholder_id("<image>")

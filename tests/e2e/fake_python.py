@@ -21,7 +21,7 @@ case "$*" in
   "-m pip --version") ;;
   "-W ignore -c import torch"*) ;;
   "-m mimo_train.cli world "*) [ -n "$FAKE_WORLD" ] && echo "$FAKE_WORLD" ;;
-  "-m mimo_train.launch "*) echo "OMP=$OMP_NUM_THREADS" "$@" ;;
+  "-m mimo_train.launch.torchrun "*) echo "OMP=$OMP_NUM_THREADS" "$@" ;;
   *) exec REAL_PYTHON "$@" ;;
 esac
 """

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from mimo_train.checkpoint import folders
-from mimo_train.layout import plan
-from mimo_train.metrics.jsonl import read_metrics
+from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.plan.layout import plan
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve
@@ -26,8 +26,8 @@ def events(run_dir: Path, name: str) -> list[dict[str, str]]:
 
 def _rank(cfg, callback: At | None, late_rank: int | None) -> int:
     """One rank as `mimo-train train` runs it; `late_rank` alone finds that its time is over."""
+    from mimo_train.commands.train import main
     from mimo_train.training import pretrain
-    from mimo_train.training.run import main
 
     if int(os.environ["RANK"]) == late_rank:
         cfg.train.exit_duration_minutes = 1e-6

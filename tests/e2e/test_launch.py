@@ -1,4 +1,4 @@
-"""mimo_train.launch with ranks that only wait: who gets which signal, who is ended when, what the exit code says."""
+"""The launcher with ranks that only wait: who gets which signal, who is ended when, what the exit code says."""
 
 import os
 import signal
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train import launch
+from mimo_train.launch import torchrun as launch
 from tests.e2e.fake_python import pid_runs
 
 RANK = """
 import os, signal, sys, time
-from mimo_train.launch import end_with_launcher
+from mimo_train.launch.torchrun import end_with_launcher
 behaviour, rank = sys.argv[1], os.environ["RANK"]
 received = 0
 def note(signum, frame):
@@ -49,7 +49,7 @@ def start(tmp_path):
 
     def start(behaviour: str, **variables: str) -> subprocess.Popen:
         options = ["--standalone", "--nproc-per-node=2", "rank.py", behaviour]
-        command = [sys.executable, "-m", "mimo_train.launch", *options]
+        command = [sys.executable, "-m", "mimo_train.launch.torchrun", *options]
         env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
         launcher = subprocess.Popen(
             ["nohup", *command], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

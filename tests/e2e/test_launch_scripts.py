@@ -25,7 +25,7 @@ def started(checkout: Checkout, command: str, **variables: str) -> str:
 def refused(checkout: Checkout, command: str, **variables: str) -> str:
     result = checkout.run(command, FAKE_WORLD="4", **variables)
     assert (result.returncode, result.stdout) == (1, "")
-    assert checkout.calls("mimo_train.launch") == 0
+    assert checkout.calls("mimo_train.launch.torchrun") == 0
     assert len(result.stderr.splitlines()) == 1, result.stderr
     return result.stderr
 
@@ -33,7 +33,7 @@ def refused(checkout: Checkout, command: str, **variables: str) -> str:
 @pytest.mark.parametrize(("script", "config"), [("train_vlm.sh", "vlm_digits"), ("train_gpt.sh", "gpt_tiny")])
 def test_one_node_starts_what_the_layout_needs(checkout, script, config):
     assert started(checkout, f"scripts/{script}") == (
-        f"OMP=1 -m mimo_train.launch --standalone --nproc-per-node=4 -m mimo_train.cli train {config}"
+        f"OMP=1 -m mimo_train.launch.torchrun --standalone --nproc-per-node=4 -m mimo_train.cli train {config}"
     )
 
 
@@ -105,7 +105,7 @@ def test_arguments_that_mean_nothing_are_told(checkout, arguments, words):
 def test_a_wrong_config_starts_nothing(checkout):
     result = checkout.run("scripts/train_vlm.sh nothing")  # no FAKE_WORLD: the config is refused
     assert result.returncode == 1
-    assert checkout.calls("mimo_train.launch") == 0
+    assert checkout.calls("mimo_train.launch.torchrun") == 0
 
 
 def test_help_needs_no_environment(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data.demo import make_demo
+from data.demo.make import make_demo
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICK = (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data.demo import make_demo
+from data.demo.make import make_demo
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from data.demo import make_demo
+from data.demo.make import make_demo
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import whole

@@ -4,8 +4,8 @@ import copy
 import functools
 from typing import Any
 
-from mimo_train.compose import load as compose_load
-from mimo_train.config import ConfigContainer
+from mimo_train.config.compose import load as compose_load
+from mimo_train.config.schema import ConfigContainer
 
 SIZES = {
     "encoder@modules.images.encoder": {

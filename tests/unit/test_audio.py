@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoders.audio import AudioTransformer, log_mel_spectrogram, mel_filters, sinusoids
-from encoders.audio_spec import AudioSpec
 from encoders.spec import ProjectorSpec, inner_tokens, input_size, num_tokens
+from encoders.whisper.model import AudioTransformer, log_mel_spectrogram, mel_filters, sinusoids
+from encoders.whisper.spec import AudioSpec
 
 SPEC = AudioSpec(sample_rate=16000, max_seconds=4, hidden_size=6, num_mels=20, num_attention_heads=2)
 """Frames of 320 samples."""

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mimo_train.batch_size import BatchSizes, rampup_faults
+from mimo_train.plan.batch import BatchSizes, rampup_faults
 from tests.unit.configs import load
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimo_train.bridge.plan import TokenPlan, Turns, boundary, parts_of, routes
-from mimo_train.layout import ModuleLayout
+from mimo_train.parallel.bridge.shapes import TokenPlan, Turns, boundary, parts_of, routes
+from mimo_train.plan.layout import ModuleLayout
 
 
 def module(name: str, tp: int, dp: int, first_rank: int) -> ModuleLayout:

@@ -11,10 +11,10 @@ from PIL import Image
 
 from data.pipeline import Dataset
 from data.tokens import build_tokenizer
-from mimo_train import compose
 from mimo_train.check import check
 from mimo_train.check.faults import ABOVE_ZERO, AT_LEAST, CHOICES, config_faults
 from mimo_train.cli import main
+from mimo_train.config import compose
 from tests.unit.configs import changed, load
 
 

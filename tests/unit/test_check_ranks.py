@@ -1,8 +1,8 @@
 """The table of ranks that `mimo-train check` prints."""
 
-from mimo_train import layout
 from mimo_train.check.ranks import add_ranks
 from mimo_train.check.report import Report
+from mimo_train.plan import layout
 from tests.unit.test_layout import arranged
 
 

@@ -9,8 +9,8 @@ from importlib.metadata import version
 import pytest
 import yaml
 
-from mimo_train import compose
 from mimo_train.cli import main
+from mimo_train.config import compose
 
 HEAVY = ("torch", "megatron", "transformers", "numpy", "hydra", "omegaconf")
 
@@ -25,9 +25,9 @@ def alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """Stands in for `mimo_train.training.run`; its `body` is what `main(cfg, layout)` does."""
+    """Stands in for `mimo_train.commands.train`; its `body` is what `main(cfg, layout)` does."""
 
-    def install(body: str, name: str = "mimo_train.training.run", arguments: str = "cfg, layout") -> list:
+    def install(body: str, name: str = "mimo_train.commands.train", arguments: str = "cfg, layout") -> list:
         module = types.ModuleType(name)
         module.calls = []
         exec(f"def main({arguments}):\n    {body}\n", module.__dict__)
@@ -197,7 +197,7 @@ def test_an_interrupt_exits_130(trainer):
 def test_generate_hands_its_arguments_on(trainer):
     calls = trainer(
         "calls.append((checkpoint, prompt, media, max_new_tokens))",
-        "mimo_train.training.generate",
+        "mimo_train.commands.generate",
         "checkpoint, *, prompt, media, max_new_tokens",
     )
     assert main(["generate", "runs/x", "--prompt", "What?", "--image", "a.png", "--image", "b.png"]) == 0

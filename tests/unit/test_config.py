@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from encoders.audio_spec import AudioSpec
 from encoders.spec import ProjectorSpec, VisionSpec
-from mimo_train import compose, layout
-from mimo_train.config import LANGUAGE, ConfigContainer, ConfigError
-from mimo_train.llm_spec import LlmSpec
+from encoders.whisper.spec import AudioSpec
+from mimo_train.config import compose
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError
+from mimo_train.plan import layout
 
 CONFIGS = compose.shipped_configs()
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
@@ -191,7 +192,7 @@ def test_an_interpolation_that_leads_nowhere_is_a_fault():
 def test_every_field_of_the_config_has_a_docstring():
     """The docstrings are the reference of the keys."""
     folder = Path(compose.__file__).parent
-    trees = [ast.parse(file.read_text()) for file in [*folder.glob("config*.py"), folder / "llm_spec.py"]]
+    trees = [ast.parse(file.read_text()) for file in [*folder.glob("schema*.py"), folder / "llm_spec.py"]]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     sections = [node for node in classes if node.name.endswith(("Config", "Spec"))]
     assert len(sections) >= 14

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from encoders.audio_spec import AudioSpec
 from encoders.spec import ProjectorSpec, VisionSpec
-from mimo_train.config import ConfigContainer, FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleOptimConfig
-from mimo_train.llm_spec import LlmSpec
+from encoders.whisper.spec import AudioSpec
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import ConfigContainer, FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleOptimConfig
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SECTIONS = {

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mimo_train.check.faults import config_faults
-from mimo_train.training.exit import ExitConditions, ExitSignal
+from mimo_train.step.exit import ExitConditions, ExitSignal
 from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
 from tests.unit.configs import changed
 

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-from mimo_train import feature_cache
-from mimo_train.feature_cache import SUFFIX, FeatureCache
+from mimo_train.model import feature_files as feature_cache
+from mimo_train.model.feature_files import SUFFIX, FeatureCache
 
 MEGABYTE = 10**6
 

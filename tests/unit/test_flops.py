@@ -1,9 +1,9 @@
 import pytest
 
-from encoders.audio_spec import AudioSpec
 from encoders.spec import ProjectorSpec, VisionSpec
-from mimo_train.llm_spec import LlmSpec
-from mimo_train.metrics.flops import Flops, Media, Product, StepFlops, count, encoder_products, language_products
+from encoders.whisper.spec import AudioSpec
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.plan.flops import Flops, Media, Product, StepFlops, count, encoder_products, language_products
 from tests.unit.configs import changed, load
 
 DENSE = LlmSpec(

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.training.forward_step import (
+from mimo_train.step.forward_step import (
     maybe_inject_state,
     needs_global_state_injection,
     prepare_forward_step_func,
     record_losses,
 )
-from mimo_train.training.state import GlobalState
+from mimo_train.step.state import GlobalState
 
 STATE = SimpleNamespace(step=0)
 

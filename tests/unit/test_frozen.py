@@ -3,11 +3,11 @@
 import pytest
 
 from mimo_train.check.faults import config_faults
-from mimo_train.config import ModuleConfig
-from mimo_train.config_frozen import LoraConfig, is_adapter
-from mimo_train.llm_spec import LlmSpec
-from mimo_train.memory import ParameterCount, module_parameters
-from mimo_train.metrics.flops import StepFlops
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import ModuleConfig
+from mimo_train.config.schema_frozen import LoraConfig, is_adapter
+from mimo_train.plan.flops import StepFlops
+from mimo_train.plan.memory import ParameterCount, module_parameters
 from tests.unit.configs import changed, load
 
 FROZEN = {"modules.images.freeze": ["encoder"]}

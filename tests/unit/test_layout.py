@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoders.spec import VisionSpec
-from mimo_train import layout
-from mimo_train.config import ConfigError, LayoutConfig, ModuleConfig
-from mimo_train.llm_spec import LlmSpec
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import ConfigError, LayoutConfig, ModuleConfig
+from mimo_train.plan import layout
 from tests.unit.configs import changed, load
 
 

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 
-from encoders.audio_spec import AudioSpec
 from encoders.spec import ProjectorSpec, VisionSpec, joined_width
-from mimo_train import layout, memory
-from mimo_train.llm_spec import LlmSpec
-from mimo_train.memory import Memory, ParameterCount
+from encoders.whisper.spec import AudioSpec
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.plan import layout, memory
+from mimo_train.plan.memory import Memory, ParameterCount
 from tests.unit.configs import load
 
 SMALL = LlmSpec(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mimo_train.training import mimo_step
+from mimo_train.step import mimo_step
 
 
 def model(output, *, last: bool = True, language: bool = True):

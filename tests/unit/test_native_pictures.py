@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoders.positions import interpolate_positions
 from encoders.spec import ProjectorSpec, VisionSpec, inner_tokens, input_size, joint_faults, num_tokens
+from encoders.vit.positions import interpolate_positions
 
 NATIVE = VisionSpec(resize="native", image_size=64, patch_size=8, min_pixels=1024, max_pixels=16384, class_token=True)
 
@@ -99,7 +99,7 @@ class Doubled(torch.nn.Module):
 
 
 def test_pictures_keep_their_order_and_do_not_mix():
-    from encoders.vit import VisionTransformer
+    from encoders.vit.model import VisionTransformer
 
     class Stage(VisionTransformer):
         def __init__(self, first: bool, last: bool):

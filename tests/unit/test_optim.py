@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mimo_train.check.optim import optim_faults
-from mimo_train.optim.build import ModuleSchedulers, _grad_scaler, module_optim
-from mimo_train.optim.stages import FreezeStages
-from mimo_train.training.forward_hooks import (
+from mimo_train.optim.factory import ModuleSchedulers, _grad_scaler, module_optim
+from mimo_train.optim.freeze_stages import FreezeStages
+from mimo_train.step.forward_hooks import (
     _handle_mxfp8_param_buffer_copy,
     disable_forward_pre_hook,
     enable_forward_pre_hook,

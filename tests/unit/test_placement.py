@@ -2,8 +2,9 @@
 
 import pytest
 
-from mimo_train import layout, placement, processes
-from mimo_train.config import ConfigError
+from mimo_train.config.schema import ConfigError
+from mimo_train.launch import processes
+from mimo_train.plan import layout, placement
 from tests.unit.configs import changed
 from tests.unit.test_layout import arranged
 

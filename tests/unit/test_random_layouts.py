@@ -3,9 +3,9 @@
 from hypothesis import HealthCheck, given, settings
 
 from mimo_train.check.faults import config_faults
-from mimo_train.compose import load
-from mimo_train.layout import plan
-from mimo_train.metrics.layout_drawing import coordinates
+from mimo_train.config.compose import load
+from mimo_train.plan.layout import plan
+from mimo_train.report.layout_drawing import coordinates
 from tests.random_layouts import MICROBATCH, legal_layouts
 
 drawn = settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])

@@ -4,8 +4,8 @@ import pytest
 
 from mimo_train.check import check
 from mimo_train.check.faults import config_faults
-from mimo_train.memory import padded_vocab_size
-from mimo_train.samples import media_of, placeholders_of, tokenizer_of
+from mimo_train.plan.memory import padded_vocab_size
+from mimo_train.plan.samples import media_of, placeholders_of, tokenizer_of
 from tests.unit.configs import load
 
 SECOND = ("encoder@modules.details.encoder=vit_small", "projector@modules.details.projector=linear")
@@ -46,7 +46,7 @@ def test_a_saved_tokenizer_has_the_placeholders_too(two_encoders, tmp_path):
 
 
 def test_check_takes_two_encoders_of_one_kind(two_encoders, capsys, tmp_path, monkeypatch):
-    from data.demo import ensure_demo
+    from data.demo.make import ensure_demo
 
     monkeypatch.chdir(tmp_path)
     ensure_demo("demo", train_samples=40, held_out_samples=4, shards=1)

@@ -5,8 +5,8 @@ import math
 import numpy
 import pytest
 
-from mimo_train.layout import plan
-from mimo_train.training.straggler import StragglerTimer
+from mimo_train.diagnose.straggler import StragglerTimer
+from mimo_train.plan.layout import plan
 from tests.unit.configs import load
 
 

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 import torch
 
-from data.faults import TooManyBadSamples
+from data.bad_samples import TooManyBadSamples
 from data.pipeline import Dataset, Media
 from data.shards import ShardError
 from data.tokens import build_tokenizer

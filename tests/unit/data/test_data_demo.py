@@ -7,13 +7,13 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from data import demo
-from data.cli import add_subparser
-from data.demo import ensure_demo, make_demo, make_text_demo
-from data.demo_digits import load_scans
+from data.demo import make as demo
+from data.demo.digits import load_scans
+from data.demo.make import ensure_demo, make_demo, make_text_demo
 from data.index import find_shards, open_index
 from data.pipeline import Batching, Dataset, Reader, StepLoader
 from data.tokens import build_tokenizer
+from mimo_train.commands.shards import add_subparser
 from tests.unit.data.helpers import chat, images, write_tar
 
 SMALL = {"train_samples": 1500, "held_out_samples": 768, "shards": 3}
@@ -233,7 +233,7 @@ def test_make_demo_command(tmp_path, capsys):
 
 def test_the_command_line_imports_no_heavy_package():
     heavy = ("torch", "numpy", "PIL", "sklearn", "webdataset")
-    code = f"import sys, data.cli; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, mimo_train.commands.shards; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

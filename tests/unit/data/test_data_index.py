@@ -10,8 +10,8 @@ import webdataset
 from PIL import Image
 
 from data import index as index_module
-from data.header import parse_header_bytes
 from data.index import ShardError, build_index, find_shards, index_path, open_index
+from data.media.headers import parse_header_bytes
 from tests.unit.data.helpers import encode_picture, write_tar
 
 TEXT = b'{"text": "hello"}'

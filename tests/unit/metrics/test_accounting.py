@@ -1,8 +1,8 @@
 import pytest
 
-from mimo_train.layout import RunLayout, plan
-from mimo_train.metrics.accounting import peak_tflops, utilisation
-from mimo_train.metrics.flops import Flops
+from mimo_train.metrics.utilisation import peak_tflops, utilisation
+from mimo_train.plan.flops import Flops
+from mimo_train.plan.layout import RunLayout, plan
 from tests.unit.configs import changed
 
 

@@ -3,8 +3,8 @@ import random
 
 import pytest
 
-from mimo_train.metrics.charts import Axis, Series, chart, linear_axis, number_format, step_format, value_axis
-from mimo_train.metrics.curves import columns, smooth, thin
+from mimo_train.report.charts import Axis, Series, chart, linear_axis, number_format, step_format, value_axis
+from mimo_train.report.curves import columns, smooth, thin
 
 
 def test_columns_keep_only_the_steps_that_have_a_value():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mimo_train.metrics.jsonl import JsonlSink, read_metrics
+from mimo_train.metrics.sinks.jsonl import JsonlSink, read_metrics
 
 
 def write(path, steps, resumed_step=0):

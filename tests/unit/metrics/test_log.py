@@ -4,10 +4,10 @@ import pytest
 
 from mimo_train.check import faults as faults_module
 from mimo_train.check.faults import LIBRARIES, config_faults
-from mimo_train.config import ConfigContainer, LogConfig
-from mimo_train.metrics import log as log_module
-from mimo_train.metrics.jsonl import read_metrics
-from mimo_train.metrics.log import SINKS, MetricsLog, SinkKind, build_metrics_log
+from mimo_train.config.schema import ConfigContainer, LogConfig
+from mimo_train.metrics import metrics_log as log_module
+from mimo_train.metrics.metrics_log import SINKS, MetricsLog, SinkKind, build_metrics_log
+from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.unit.configs import changed
 
 

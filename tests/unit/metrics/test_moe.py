@@ -4,8 +4,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mimo_train.metrics.mlflow import MlflowHandle
 from mimo_train.metrics.moe import _build_moe_metric_writer, _MoeMetricFanoutWriter
+from mimo_train.metrics.sinks.mlflow import MlflowHandle
 
 
 class Tracker:

@@ -3,9 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.config import LANGUAGE, ConfigContainer, DataConfig, ModuleConfig, RunConfig
-from mimo_train.layout import plan
-from mimo_train.llm_spec import LlmSpec
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, DataConfig, ModuleConfig, RunConfig
 from mimo_train.metrics import progress
 from mimo_train.metrics.progress import (
     append_to_progress_log,
@@ -16,6 +15,7 @@ from mimo_train.metrics.progress import (
     job_exited,
     job_started,
 )
+from mimo_train.plan.layout import plan
 
 
 def test_events_are_appended_lines_of_tab_separated_columns(tmp_path):

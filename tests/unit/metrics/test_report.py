@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mimo_train.compose import load
-from mimo_train.config import LayoutConfig
-from mimo_train.layout import ModuleLayout, plan
-from mimo_train.metrics.jsonl import JsonlSink
-from mimo_train.metrics.layout_drawing import coordinates, draw_layout
-from mimo_train.metrics.report import write_report
+from mimo_train.config.compose import load
+from mimo_train.config.schema import LayoutConfig
+from mimo_train.metrics.sinks.jsonl import JsonlSink
+from mimo_train.plan.layout import ModuleLayout, plan
+from mimo_train.report.layout_drawing import coordinates, draw_layout
+from mimo_train.report.page import write_report
 
 PNG = base64.b64encode(
     base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")

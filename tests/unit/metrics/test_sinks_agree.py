@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mimo_train.config import ConfigContainer, LogConfig
-from mimo_train.metrics.jsonl import read_metrics
-from mimo_train.metrics.log import SINKS, build_metrics_log
+from mimo_train.config.schema import ConfigContainer, LogConfig
+from mimo_train.metrics.metrics_log import SINKS, build_metrics_log
+from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.unit.metrics.wandb_reader import read_offline
 
 EVERY_SINK = LogConfig(tensorboard=True, wandb=True, mlflow=True, comet=True)

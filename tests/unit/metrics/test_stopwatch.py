@@ -1,8 +1,8 @@
 import pytest
 
-from mimo_train.layout import plan
 from mimo_train.metrics import stopwatch
 from mimo_train.metrics.stopwatch import INTERVALS, PARTS, Stopwatch, time_split
+from mimo_train.plan.layout import plan
 from tests.unit.configs import changed
 
 

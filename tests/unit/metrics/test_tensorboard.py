@@ -3,9 +3,9 @@ import math
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mimo_train.config import ConfigContainer
-from mimo_train.metrics.jsonl import read_metrics
-from mimo_train.metrics.log import build_metrics_log
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.metrics.metrics_log import build_metrics_log
+from mimo_train.metrics.sinks.jsonl import read_metrics
 
 
 def train(run_dir, steps, resumed_step=0):

@@ -2,10 +2,10 @@ import math
 
 import pytest
 
-from mimo_train.config import ConfigContainer, LogConfig
-from mimo_train.metrics.jsonl import read_metrics
-from mimo_train.metrics.log import build_metrics_log
-from mimo_train.metrics.wandb import has_api_key
+from mimo_train.config.schema import ConfigContainer, LogConfig
+from mimo_train.metrics.metrics_log import build_metrics_log
+from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.metrics.sinks.wandb import has_api_key
 from tests.unit.metrics.wandb_reader import read_offline, records
 
 

@@ -1,0 +1,1 @@
+"""Demo shards that are made on this machine, without a download."""

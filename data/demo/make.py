@@ -1,0 +1,260 @@
+"""The demos, made on the spot from data that scikit-learn carries: digits to look at, digits and tones mixed, prose to
+read. Nothing is downloaded.
+
+A demo folder holds `train/` and `held_out/` shards and `demo.json`, which is written last: it names the parameters and
+every shard with its size, so that a folder without it, or with other shards, counts as incomplete. Equal parameters
+give equal bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from data.demo.digits import DemoSample
+
+MARKER = "demo.json"
+_FORMAT = 1
+_DIGITS = {"train_samples": 12000, "held_out_samples": 768, "seed": 0, "shards": 8, "text_only_fraction": 0.1}
+_MIXED = {"train_samples": 3000, "held_out_samples": 320, "seed": 0, "shards": 4}
+_TEXT = {"shards": 1}
+_MARKER = re.compile(r"<(image|audio)>\n")
+_QUESTIONS = 2  # at most, of a training picture, in one conversation; held-out ones get 1
+
+
+def make_demo(
+    out_dir: str | os.PathLike[str],
+    *,
+    train_samples: int = 12000,
+    held_out_samples: int = 768,
+    seed: int = 0,
+    shards: int = 8,
+    text_only_fraction: float = 0.1,
+) -> Path:
+    """Writes the digits demo (see `demo_digits.py`) into `out_dir` and returns it. Files of the same names are
+    replaced.
+
+    shards: number of training shards; the held-out part is one. Odd shards hold chat `messages`, even ones LLaVA
+    `conversations`. Raises ValueError for numbers that make no demo, or without scikit-learn.
+    """
+    if min(train_samples, held_out_samples, shards) < 1 or not 0 <= text_only_fraction <= 1:
+        raise ValueError(
+            "a demo needs at least one sample of each part and one shard, and a fraction from 0 to 1; got "
+            f"train_samples={train_samples}, held_out_samples={held_out_samples}, shards={shards}, "
+            f"text_only_fraction={text_only_fraction}"
+        )
+    parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
+    parameters |= {"text_only_fraction": text_only_fraction}
+    from data.demo.digits import load_scans, make_sample
+
+    with _writing(Path(out_dir), "digits", parameters) as folder:
+        for held_out in (False, True):
+            digits, questions = load_scans(held_out), 1 if held_out else _QUESTIONS
+            _write_part(
+                folder / ("held_out" if held_out else "train"),
+                held_out_samples if held_out else train_samples,
+                1 if held_out else shards,
+                seed,
+                lambda number, rng, digits=digits, questions=questions: make_sample(
+                    digits, rng, text_only_fraction, questions
+                ),
+            )
+    return Path(out_dir)
+
+
+def make_mixed_demo(
+    out_dir: str | os.PathLike[str],
+    *,
+    train_samples: int = 3000,
+    held_out_samples: int = 320,
+    seed: int = 0,
+    shards: int = 4,
+) -> Path:
+    """Writes the mixed demo (see `demo_mixed.py`), as `make_demo` writes the digits."""
+    if min(train_samples, held_out_samples, shards) < 1:
+        raise ValueError(
+            "a demo needs at least one sample of each part and one shard; got "
+            f"train_samples={train_samples}, held_out_samples={held_out_samples}, shards={shards}"
+        )
+    from data.demo.digits import load_scans
+    from data.demo.mixed import make_mixed_sample
+
+    parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
+    with _writing(Path(out_dir), "mixed", parameters) as folder:
+        for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):
+            _write_part(
+                folder / part, samples, number, seed, partial(make_mixed_sample, load_scans(part == "held_out"))
+            )
+    return Path(out_dir)
+
+
+def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
+    """Writes a text-only demo: passages of about 100 to 200 characters from the descriptions of scikit-learn's data
+    sets.
+
+    The last tenth of each description is held out. `shards`: number of training shards.
+    """
+    if shards < 1:
+        raise ValueError(f"a demo needs at least one shard, got shards={shards}")
+    with _writing(Path(out_dir), "text", {"shards": shards}) as folder:
+        train, held_out = _passages()
+        for number in range(shards):
+            part = train[number::shards]
+            _write_shard(folder / "train" / f"train-{number:06d}.tar", ([("txt", text.encode())] for text in part))
+        _write_shard(folder / "held_out" / "held_out-000000.tar", ([("txt", text.encode())] for text in held_out))
+    return Path(out_dir)
+
+
+def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **parameters: Any) -> Path:
+    """Makes the demo (`kind`: "digits", "mixed" or "text") unless `out_dir` holds it complete; returns `out_dir`.
+
+    Every rank may call it: one makes the demo, the others wait. Raises ValueError if the folder holds a demo that was
+    made with other parameters.
+    """
+    if kind not in DEMOS:
+        raise ValueError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
+    make, defaults = DEMOS[kind]
+    out_dir = Path(out_dir)
+    wanted = {**defaults, **parameters}
+    if _complete(out_dir, kind, wanted):
+        return out_dir
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with open(out_dir.parent / f".{out_dir.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when the process dies
+        if not _complete(out_dir, kind, wanted):
+            make(out_dir, **parameters)
+    return out_dir
+
+
+DEMOS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "digits": (make_demo, _DIGITS),
+    "mixed": (make_mixed_demo, _MIXED),
+    "text": (make_text_demo, _TEXT),
+}
+"""What makes each demo, and its parameters."""
+
+
+def _complete(out_dir: Path, kind: str, parameters: dict[str, Any]) -> bool:
+    try:
+        marker = json.loads((out_dir / MARKER).read_text())
+        if marker["format"] != _FORMAT or any(
+            (out_dir / name).stat().st_size != size for name, size in marker["files"].items()
+        ):
+            return False
+        found = {"kind": marker["kind"], **marker["parameters"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    wanted = {"kind": kind, **parameters}
+    if found != wanted:
+        differing = [
+            f"{name}={found.get(name)} (wanted {value})" for name, value in wanted.items() if found.get(name) != value
+        ]
+        raise ValueError(f"{out_dir} holds a demo made with {', '.join(differing)}: remove it or choose another folder")
+    return True
+
+
+@contextmanager
+def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[Path]:
+    """A scratch folder whose files move into `out_dir` one by one when all are whole; the marker goes last."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
+    try:
+        yield scratch
+        (out_dir / MARKER).unlink(missing_ok=True)
+        files = sorted(scratch.rglob("*.tar"))
+        names = [file.relative_to(scratch) for file in files]
+        marker = {"format": _FORMAT, "kind": kind, "parameters": parameters}
+        marker["files"] = {str(name): file.stat().st_size for name, file in zip(names, files, strict=True)}
+        for name in names:
+            (out_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        for folder in {(out_dir / name).parent for name in names}:
+            for old in folder.glob("*.tar"):  # of an earlier demo with more shards
+                if old.relative_to(out_dir) not in names:
+                    old.unlink()
+        for name, file in zip(names, files, strict=True):
+            os.replace(file, out_dir / name)
+        (scratch / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+        os.replace(scratch / MARKER, out_dir / MARKER)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_part(folder: Path, samples: int, shards: int, seed: int, sample_of: Callable[..., DemoSample]) -> None:
+    """Shards of `samples` samples; `sample_of` makes one from its number and its own generator."""
+    import numpy as np
+
+    held_out = folder.name == "held_out"
+    for shard in range(shards):
+        share = range(samples * shard // shards, samples * (shard + 1) // shards)
+
+        def members(shard: int = shard, share: range = share) -> Iterator[list[tuple[str, bytes]]]:
+            for number in share:
+                # A generator per sample: how many shards there are does not change the samples.
+                rng = np.random.default_rng([abs(seed), int(seed < 0), int(held_out), number])
+                sample = sample_of(number, rng)
+                record = _messages(sample.turns) if shard % 2 else _conversations(sample.turns)
+                record["sources"] = sample.sources
+                yield [*sample.members, ("json", json.dumps(record).encode())]
+
+        _write_shard(folder / f"{folder.name}-{shard:06d}.tar", members())
+
+
+def _conversations(turns: list[tuple[str, str]]) -> dict[str, Any]:
+    names = {"user": "human", "assistant": "gpt"}
+    return {"conversations": [{"from": names[role], "value": text} for role, text in turns]}
+
+
+def _messages(turns: list[tuple[str, str]]) -> dict[str, Any]:
+    messages = []
+    for role, text in turns:
+        *markers, rest = _MARKER.split(text)
+        parts: list[dict[str, str]] = []
+        for kind in markers[1::2]:
+            parts += [{"type": kind}, {"type": "text", "text": "\n"}]
+        messages.append({"role": role, "content": [*parts, {"type": "text", "text": rest}] if parts else text})
+    return {"messages": messages}
+
+
+def _write_shard(path: Path, samples: Iterator[list[tuple[str, bytes]]]) -> None:
+    """A tar with fixed times and owners, so that equal content gives equal bytes. Keys are row numbers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for row, members in enumerate(samples):
+            for extension, raw in members:
+                info = tarfile.TarInfo(f"{row:06d}.{extension}")
+                info.size, info.mode = len(raw), 0o644
+                tar.addfile(info, io.BytesIO(raw))
+            tar.members.clear()  # else it keeps every entry
+
+
+def _passages() -> tuple[list[str], list[str]]:
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise ValueError("the text demo takes its prose from scikit-learn: pip install mimo-train[demo]") from error
+    train: list[str] = []
+    held_out: list[str] = []
+    for name in ("iris", "wine", "breast_cancer", "diabetes", "digits", "linnerud"):
+        words = getattr(datasets, f"load_{name}")().DESCR.split()
+        passages, current = [], ""
+        for word in words:
+            current = f"{current} {word}" if current else word
+            if len(current) >= 180 or (len(current) >= 100 and word.endswith((".", ":", "?"))):
+                passages.append(current)
+                current = ""
+        cut = len(passages) - max(len(passages) // 10, 1)
+        train += passages[:cut]
+        held_out += passages[cut:]
+    return train, held_out

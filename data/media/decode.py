@@ -1,0 +1,97 @@
+"""Bytes -> tensors: pictures as uint8 [3, H, W], audio as float32 [samples].
+
+Pictures stay uint8: they are a quarter of float32 on their way to the device, which normalises them. Orientation is
+applied by our own header parser and not by the decoder, so that sizes agree with the index for every format.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import torch
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as transforms
+
+from data.media.headers import parse_header_bytes
+
+
+class DecodeError(ValueError):
+    """A picture or an audio clip that cannot be decoded."""
+
+
+def decode_media(kind: str, raw: bytes, size: tuple[int, int]) -> torch.Tensor:
+    """A picture as uint8 [3, height, width], or a clip as float32 [samples], of `Media.size`. Raises DecodeError."""
+    if kind == "image":
+        return decode_resized(raw, *size)
+    return decode_audio(raw, rate=size[1], samples=size[0])
+
+
+def decode_picture(raw: bytes) -> torch.Tensor:
+    """A JPEG, PNG, WebP, GIF (first frame) or BMP file -> uint8 [3, H, W], RGB, upright. Raises DecodeError."""
+    header = parse_header_bytes(raw)
+    if header is None:
+        raise DecodeError(f"no JPEG, PNG, WebP, GIF or BMP header in {len(raw)} bytes")
+    try:
+        if header.format in ("JPEG", "PNG", "WEBP"):
+            # bytearray: torch wants memory that it may write to.
+            picture = decode_image(torch.frombuffer(bytearray(raw), dtype=torch.uint8), mode=ImageReadMode.RGB)
+        else:
+            picture = _decode_with_pillow(raw)
+    except Exception as error:  # RuntimeError from torchvision, many types from Pillow; all mean the bytes are damaged
+        raise DecodeError(f"cannot decode {len(raw)} bytes of {header.format}: {str(error).splitlines()[0]}") from error
+    if picture.dtype != torch.uint8:  # 16-bit PNG
+        picture = transforms.to_dtype(picture, torch.uint8, scale=True)
+    picture = _upright(picture, header.orientation)
+    if tuple(picture.shape) != (3, header.height, header.width):
+        raise DecodeError(f"decoded to {tuple(picture.shape)}, but its header says {(3, header.height, header.width)}")
+    return picture
+
+
+def decode_resized(raw: bytes, height: int, width: int) -> torch.Tensor:
+    """`decode_picture`, resized to uint8 [3, height, width]: bicubic with antialiasing, aspect ratio as asked for."""
+    picture = decode_picture(raw)
+    if picture.shape[1:] != (height, width):
+        picture = transforms.resize(picture, [height, width], InterpolationMode.BICUBIC, antialias=True)
+    return picture.contiguous()
+
+
+def decode_audio(raw: bytes, rate: int, samples: int | None = None) -> torch.Tensor:
+    """A WAV, FLAC, MP3 or OGG file -> float32 [samples] in [-1, 1], mono (mean of the channels), `rate` samples a
+    second.
+
+    Read as 16-bit integers and divided by 32768, so that FLAC and WAV of one recording give equal numbers.
+    `samples`: cut or padded with zeros to this length; None keeps the clip's own. Raises DecodeError.
+    """
+    import soundfile
+
+    try:
+        pcm, clip_rate = soundfile.read(io.BytesIO(raw), dtype="int16", always_2d=True)
+    except (soundfile.SoundFileError, RuntimeError) as error:
+        raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {error}") from error
+    if not len(pcm):
+        raise DecodeError(f"no audio in {len(raw)} bytes")
+    wave = torch.from_numpy(pcm.astype(np.float32).mean(axis=1) / 32768.0)
+    if clip_rate != rate:
+        from torchaudio.functional import resample
+
+        wave = resample(wave, clip_rate, rate)
+    if samples is not None:
+        wave = torch.nn.functional.pad(wave[:samples], (0, max(samples - len(wave), 0)))
+    return wave
+
+
+def _decode_with_pillow(raw: bytes) -> torch.Tensor:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(raw)) as picture:
+        return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+
+
+def _upright(picture: torch.Tensor, orientation: int) -> torch.Tensor:
+    """Undoes the EXIF orientation of [3, H, W]: values above 4 swap height and width, then one or two mirrors."""
+    if orientation >= 5:
+        picture = picture.transpose(1, 2)
+    mirrors = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}.get(orientation)
+    return picture.flip(mirrors) if mirrors else picture

@@ -1,0 +1,1 @@
+"""Audio transformers of the shape of Whisper's encoder."""

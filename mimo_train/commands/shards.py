@@ -1,0 +1,206 @@
+"""`mimo-train shards ...`: index, inspect and verify shards, and make the demos. Imports argparse only, until a
+command runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+
+def add_subparser(subparsers: Any) -> None:
+    """Adds `shards` to the result of `ArgumentParser.add_subparsers()`. Each command sets `handler`: namespace ->
+    exit code."""
+    shards = subparsers.add_parser("shards", help="index, inspect and verify WebDataset shards; make the demo data")
+    commands = shards.add_subparsers(dest="shards_command", required=True, metavar="COMMAND")
+    pattern_help = "a folder, a glob, a range such as 'x-{000000..000003}.tar', or several separated by commas"
+
+    index = commands.add_parser("index", help="build the indexes that training reads")
+    index.add_argument("pattern", metavar="PATTERN", help=pattern_help)
+    index.add_argument("--cache-dir", help="put the indexes into this folder instead of beside the shards")
+    index.add_argument(
+        "--workers", type=_positive, default=1, help="processes, each takes a shard at a time (default: 1)"
+    )
+    index.set_defaults(handler=_guarded(_index))
+
+    inspect = commands.add_parser("inspect", help="show what the shards hold")
+    inspect.add_argument("pattern", metavar="PATTERN", help=pattern_help)
+    inspect.add_argument("--samples", type=int, default=3, help="samples to print in full (default: 3)")
+    inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
+    inspect.set_defaults(handler=_guarded(_inspect))
+
+    verify = commands.add_parser("verify", help="read and decode every sample; exit code 1 if any is bad")
+    verify.add_argument("pattern", metavar="PATTERN", help=pattern_help)
+    verify.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
+    verify.add_argument("--workers", type=_positive, default=2, help="threads (default: 2)")
+    verify.set_defaults(handler=_guarded(_verify))
+
+    demo = commands.add_parser("make-demo", help="make a small data set to try things on, without a download")
+    demo.add_argument("out", metavar="OUT", help="folder to write")
+    demo.add_argument("--kind", choices=["digits", "mixed", "text"], default="digits", help="default: digits")
+    demo.add_argument("--samples", type=_positive, help="training samples (default: digits 12000, mixed 3000)")
+    demo.add_argument("--held-out", type=_positive, help="held-out samples (default: digits 768, mixed 320)")
+    demo.add_argument("--seed", type=int, help="seed of the digits or mixed demo (default: 0)")
+    demo.set_defaults(handler=_guarded(_make_demo))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _guarded(handler: Any) -> Any:
+    """Users' faults become one line on stderr and exit code 1."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return handler(args)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+    return run
+
+
+def _index(args: argparse.Namespace) -> int:
+    from concurrent.futures import ProcessPoolExecutor
+    from contextlib import ExitStack
+    from multiprocessing import get_context
+
+    from data.shards import find_shards
+
+    paths = find_shards(args.pattern)
+    jobs = [(path, args.cache_dir) for path in paths]
+    samples = bad = failed = 0
+    with ExitStack() as stack:
+        results = map(_index_one, jobs)
+        if args.workers > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")))
+            results = pool.map(_index_one, jobs)
+        for path, (count, faults, error) in zip(paths, results, strict=True):
+            if error:
+                failed += 1
+                print(f"error: {error}", file=sys.stderr)
+            else:
+                samples, bad = samples + count, bad + faults
+                print(f"{path}: {count} samples" + (f", {faults} of them cannot be used" if faults else ""))
+    print(f"{len(paths) - failed} of {len(paths)} shards indexed, {samples} samples, {bad} of them cannot be used")
+    return 1 if failed else 0
+
+
+def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
+    """(samples, samples with a fault, error). At module level, so that worker processes can find it."""
+    from data.index import open_index
+
+    try:
+        index = open_index(*job)
+    except (ValueError, OSError) as error:
+        return 0, 0, str(error)
+    return len(index), int((index.samples["fault"][:-1] > 0).sum()), ""
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from collections import Counter
+
+    from data.index import find_shards, open_index
+
+    counts, sizes, pictures, clips, faults = Counter(), Counter(), Counter(), [], []
+    samples = total = shown = 0
+    paths = find_shards(args.pattern)
+    for path in paths:
+        index = open_index(path, args.cache_dir)
+        samples, total = samples + len(index), total + index.size
+        for row in range(len(index)):
+            members = index.members(row)
+            for member in members:
+                counts[member.extension] += 1
+                sizes[member.extension] += member.size
+                if member.kind == "image":
+                    pictures[member.height, member.width] += 1
+                if member.kind == "audio":
+                    clips.append((member.rate, member.frames))
+            if fault := index.fault(row):
+                faults.append(f"{path}: key {index.key(row)}: {fault}")
+            if shown < args.samples:
+                shown += 1
+                listed = ", ".join(_describe(member) for member in members)
+                print(f"{path.name}  {index.key(row)}  {listed}")
+    print(f"\n{len(paths)} shards, {samples} samples, {total / 1e6:.1f} MB, {len(faults)} samples cannot be used")
+    print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
+    for extension, count in sorted(counts.items()):
+        print(f".{extension:<15}{count:>10}{sizes[extension] / count:>12.0f}{sizes[extension] / 1e6:>10.1f}")
+    if pictures:
+        print(f"\n{'height x width':<16}{'pictures':>10}")
+        for (height, width), count in pictures.most_common(10):
+            print(f"{f'{height} x {width}' if height else 'unreadable':<16}{count:>10}")
+        if len(pictures) > 10:
+            print(f"and {len(pictures) - 10} other sizes")
+    _print_clips(clips)
+    for fault in faults[:10]:
+        print(f"bad: {fault}")
+    return 0
+
+
+def _print_clips(clips: list[tuple[int, int]]) -> None:
+    """Number and seconds of the clips of each rate, from (samples per second, samples) of each."""
+    if clips:
+        print(f"\n{'samples a second':<16}{'clips':>10}{'shortest':>12}{'longest':>10}{'hours':>10}")
+    for rate in sorted({rate for rate, _ in clips}):
+        lengths = [frames for other, frames in clips if other == rate]
+        seconds = [length / (rate or 1) for length in lengths]
+        times = f"{min(seconds):>10.2f} s{max(seconds):>8.2f} s{sum(seconds) / 3600:>10.2f}" if rate else ""
+        print(f"{rate or 'unreadable':<16}{len(lengths):>10}{times}")
+
+
+def _describe(member: Any) -> str:
+    if member.kind == "image":
+        return f".{member.extension} {member.height}x{member.width}"
+    if member.kind == "audio":
+        return f".{member.extension} {member.frames} samples at {member.rate} Hz"
+    return f".{member.extension} {member.size} bytes"
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from concurrent.futures import ThreadPoolExecutor
+    from functools import partial
+    from itertools import repeat
+
+    from data.index import find_shards, open_index
+    from data.storage.local import ShardReader
+    from data.verify import check_sample
+
+    reader, checked, bad, broken = ShardReader(), 0, 0, 0
+    with ThreadPoolExecutor(args.workers) as pool:
+        for path in find_shards(args.pattern):
+            try:
+                index = open_index(path, args.cache_dir)
+            except ValueError as error:
+                broken += 1
+                print(f"bad shard: {error}")
+                continue
+            # In blocks: a shard may hold a million samples, and each waiting result takes memory.
+            for start in range(0, len(index), 4096):
+                rows = range(start, min(start + 4096, len(index)))
+                for row, reason in zip(
+                    rows, pool.map(partial(check_sample, reader), repeat(index), rows), strict=False
+                ):
+                    checked += 1
+                    if reason:
+                        bad += 1
+                        print(f"bad: {path}: key {index.key(row)}: {reason}")
+    print(f"{checked} samples checked, {bad} bad; {broken} shards cannot be read")
+    return 1 if bad or broken else 0
+
+
+def _make_demo(args: argparse.Namespace) -> int:
+    from data.demo.make import ensure_demo
+
+    given = {"train_samples": args.samples, "held_out_samples": args.held_out, "seed": args.seed}
+    parameters = {name: value for name, value in given.items() if value is not None}
+    if args.kind == "text" and parameters:
+        raise ValueError("--samples, --held-out and --seed belong to the other demos; the text demo has a fixed size")
+    out = ensure_demo(args.out, args.kind, **parameters)
+    print(f"{out}: the shards are in {out / 'train'} and {out / 'held_out'}")
+    return 0

@@ -1,0 +1,112 @@
+"""`mimo-train train` on one rank, behind the command line: train, write the report, say what is there."""
+
+import base64
+import json
+import os
+import shlex
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.plan.layout import RunLayout
+from mimo_train.step.exit import ExitSignal
+
+SECONDS_BEHIND_PEERS = 3
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""What gloo and NCCL say when a peer has ended."""
+
+
+def main(cfg: ConfigContainer, layout: RunLayout) -> int:
+    """Run one rank; returns its exit code.
+
+    A rank that fails prints its own error and ends at once, without waiting for peers that wait for it: the launcher
+    then ends them.
+    """
+    exit_signal = ExitSignal().listen()  # before the imports, which take their time
+    if cfg.run.inprocess_restarts:
+        # Its threads wait for news of other ranks second by second, and torch would warn each time that there are none.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    import torch.distributed as dist
+
+    from mimo_train.training.pretrain import pretrain
+
+    try:
+        code = pretrain(cfg, exit_signal=exit_signal)
+    except BaseException as error:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            raise
+        _print_error(error)
+        if _is_lost_peer(error):
+            # The rank that broke the connection knows why: let the launcher hear it first. It ends the others.
+            time.sleep(SECONDS_BEHIND_PEERS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Destroying process groups would wait for peers that are stuck in a collective.
+        os._exit(1)
+    if not dist.is_initialized():
+        return code  # a process without a module
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == layout.logging_rank:
+        _summarise(cfg, layout)
+    if code:
+        # The launcher ends what still runs when the first rank has left with a code.
+        dist.barrier()
+    dist.destroy_process_group()
+    return code
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether this rank fails because another one has ended."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
+
+
+def _print_error(error: BaseException) -> None:
+    prefix = f"rank {os.environ.get('RANK', '0')}: "
+    if isinstance(error, ValueError):
+        prefix, text = f"error: {prefix}", str(error)
+    else:
+        text = traceback.format_exc()
+    # In one piece: ranks that fail together would write into each other's lines.
+    sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
+
+
+def _summarise(cfg: ConfigContainer, layout: RunLayout) -> None:
+    """The last lines of a run: what it reached, where its report is, and a command to try."""
+    from mimo_train.report.page import write_report
+
+    run_dir = Path(cfg.run.dir)
+    report = write_report(run_dir, cfg, layout)
+    evaluations = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line]
+    if evaluations:
+        last = evaluations[-1]
+        print(
+            f"held-out exact match {last['eval/exact_match']:.3f}, loss {last['eval/loss']:.3f} "
+            f"({last['eval/samples']:.0f} samples, step {last['step']})"
+        )
+    print(f"report: {report}")
+    print(f"next: {_try_it(run_dir)}")
+
+
+def _try_it(run_dir: Path) -> str:
+    """A command that asks the checkpoint about a held-out sample of the report; its media are written to files."""
+    samples_file = run_dir / "samples.json"
+    samples = json.loads(samples_file.read_text()) if samples_file.exists() else []
+    sample = next(
+        (sample for sample in samples if sample["images"] or sample["clips"]), samples[0] if samples else None
+    )
+    prompt, media = "Hello", ""
+    if sample is not None:
+        prompt = (sample["question"] or sample["truth"][:20]).strip()
+        for option, field, extension in (("--image", "images", "png"), ("--audio", "clips", "wav")):
+            for at, content in enumerate(sample.get(field, [])):
+                file = run_dir / f"held_out{at or ''}.{extension}"
+                file.write_bytes(base64.b64decode(content))
+                media += f" {option} {file}"
+    beside = Path(sys.executable).parent / "mimo-train"
+    program = os.path.relpath(beside) if beside.exists() else "mimo-train"
+    return f"{min(program, str(beside), key=len)} generate {run_dir}{media} --prompt {shlex.quote(prompt)}"

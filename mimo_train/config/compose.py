@@ -1,0 +1,214 @@
+"""YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes; no torch here."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from encoders.registry import FAMILIES
+from encoders.spec import ProjectorSpec
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError, Fault, ModuleConfig
+
+
+def shipped_configs() -> Path:
+    """Folder of the shipped configs: beside the packages in a checkout, inside the package in a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    return next(folder for folder in (package.parent / "configs", package / "configs") if folder.is_dir())
+
+
+def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
+    """Compose `config` (a shipped name such as `vlm_digits`, or a path to a YAML file) with `key=value` overrides.
+
+    An override with dots sets a value (`train.iters=10`); one that names a group picks a file of it
+    (`layout=two_processes`, `encoder@modules.images.encoder=vit_tiny`).
+
+    Raises:
+        ConfigError: unknown file, group choice, key or family, or a value of the wrong type; with the nearest names.
+    """
+    path = _find(config)
+    choices, values = _sort_overrides(overrides, path)
+    hydra_overrides = [*choices]
+    if path.parent != shipped_configs():
+        hydra_overrides.append(f"hydra.searchpath=[file://{shipped_configs()}]")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(path.parent), job_name="mimo_train"):
+            composed = hydra_compose(path.stem, overrides=hydra_overrides)
+        OmegaConf.set_struct(composed, False)
+        plain = OmegaConf.to_container(OmegaConf.merge(composed, OmegaConf.from_dotlist(values)), resolve=True)
+    except MissingConfigException as error:
+        raise ConfigError([_missing_choice(error, path)]) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError([Fault(path.name, " ".join(str(error).split()))]) from error
+    return from_dict(plain)
+
+
+def from_dict(plain: dict[str, Any]) -> ConfigContainer:
+    """A `ConfigContainer` from nested dicts, as `load` composes them and `config.yaml` of a run holds them.
+
+    Raises:
+        ConfigError: every unknown key, and the first value of a wrong type, each by its full key.
+    """
+    faults = list(_unknown_keys(plain, ConfigContainer, ""))
+    if faults:
+        raise ConfigError(faults)
+    modules = {name: dict(module or {}) for name, module in (plain.get("modules") or {}).items()}
+    specs = {name: {key: module.pop(key, None) for key in ("encoder", "projector")} for name, module in modules.items()}
+    cfg = _structured(ConfigContainer, {**plain, "modules": modules}, "")
+    for name, parts in specs.items():
+        if parts["encoder"] is not None:
+            family = FAMILIES[parts["encoder"].get("family", "vit")]
+            cfg.modules[name].encoder = _structured(family.spec, parts["encoder"], f"modules.{name}.encoder")
+        if parts["projector"] is not None:
+            cfg.modules[name].projector = _structured(ProjectorSpec, parts["projector"], f"modules.{name}.projector")
+    return cfg
+
+
+def to_dict(cfg: ConfigContainer) -> dict[str, Any]:
+    """Nested dicts of plain values; `from_dict` reads them back."""
+    plain = dataclasses.asdict(cfg)
+    for module in plain["modules"].values():
+        for part in ("encoder", "projector", "llm"):
+            if module[part] is None:
+                del module[part]
+    return plain
+
+
+def to_yaml(cfg: ConfigContainer) -> str:
+    """The resolved config as YAML."""
+    return yaml.safe_dump(to_dict(cfg), sort_keys=False)
+
+
+def _find(config: str) -> Path:
+    path = Path(config)
+    if path.suffix in (".yaml", ".yml"):
+        if path.is_file():
+            return path.resolve()
+        raise ConfigError([Fault("CONFIG", f"no file {config}: give an existing YAML file or a shipped name")])
+    shipped = {file.stem: file for file in sorted(shipped_configs().glob("*.yaml"))}
+    if config in shipped:
+        return shipped[config]
+    raise ConfigError([Fault("CONFIG", f"no shipped config named {config!r}{_nearest(config, shipped)}")])
+
+
+def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
+    """The fault of a group file that does not exist, such as encoder/vit_tny."""
+    group, _, choice = (error.missing_cfg_file or "").partition("/")
+    if not choice or not error.options:
+        return Fault(path.name, " ".join(str(error).split()))
+    return Fault(group, f"no {group} named {choice!r}{_nearest(choice, error.options)}")
+
+
+def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], list[str]]:
+    """Hydra's overrides (group choices, and what begins with + or ~), and values to set as they are written."""
+    groups = {folder.name for root in {path.parent, shipped_configs()} for folder in root.iterdir() if folder.is_dir()}
+    picked = {key.replace(" ", "") for key in _defaults_keys(path)}
+    named = picked | {key.partition("@")[0] for key in picked}
+    choices, values = [], []
+    for override in overrides:
+        key, separator, _ = override.partition("=")
+        if key[:1] in ("+", "~"):
+            choices.append(override)
+        elif not separator or not key:
+            raise ConfigError([Fault(override, "an override reads key=value, for example train.iters=100")])
+        elif key.partition("@")[0] in groups and "." not in key.partition("@")[0]:
+            # A group that the file does not pick from is added to it.
+            choices.append(override if key.replace(" ", "") in named else f"+{override}")
+        else:
+            # Nothing behind the = is the empty string, not YAML's null.
+            values.append(override if override != f"{key}=" else f'{key}=""')
+    return choices, values
+
+
+def _defaults(path: Path) -> list[Any]:
+    """The defaults list of a YAML file; empty if it has none or cannot be read (composing will say so)."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError:
+        return []
+    return content.get("defaults") or [] if isinstance(content, dict) else []
+
+
+def _defaults_keys(path: Path) -> set[str]:
+    """Groups that the defaults list of a file picks from, and those of the files it builds on."""
+    keys: set[str] = set()
+    for entry in _defaults(path):
+        if isinstance(entry, dict):
+            keys |= {str(key) for key in entry}
+            continue
+        for folder in (path.parent, shipped_configs()):
+            base = folder / f"{entry}.yaml"
+            if entry != "_self_" and base.is_file() and base != path:
+                keys |= _defaults_keys(base)
+                break
+    return keys
+
+
+def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
+    """Faults of the keys of `plain` that are no field of `cls`, and below."""
+    if not isinstance(plain, dict):
+        yield Fault(prefix, f"must be a mapping of keys, is {plain!r}")
+        return
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key, value in plain.items():
+        full = f"{prefix}.{key}" if prefix else str(key)
+        if key not in fields:
+            yield Fault(full, f"unknown key{_nearest(str(key), fields)}")
+        elif cls is ConfigContainer and key == "modules":
+            if not isinstance(value, dict):
+                yield Fault(full, f"must be a mapping of module names to modules, is {value!r}")
+                continue
+            for name, module in value.items():
+                yield from _unknown_keys(module or {}, ModuleConfig, f"modules.{name}")
+        elif cls is ModuleConfig and value is not None and key in ("encoder", "projector", "llm"):
+            yield from _unknown_spec_keys(value, key, full)
+        elif dataclasses.is_dataclass(fields[key].type) and value is not None:
+            yield from _unknown_keys(value, fields[key].type, full)
+
+
+def _unknown_spec_keys(value: Any, part: str, full: str) -> Iterable[Fault]:
+    spec = {"projector": ProjectorSpec, "llm": LlmSpec}.get(part)
+    if part == "encoder" and isinstance(value, dict):
+        family = value.get("family", "vit")
+        if family not in FAMILIES:
+            yield Fault(f"{full}.family", f"unknown encoder family {family!r}{_nearest(str(family), FAMILIES)}")
+            return
+        spec = FAMILIES[family].spec
+    yield from _unknown_keys(value, spec or LlmSpec, full)
+
+
+def _nearest(word: str, choices: Iterable[str]) -> str:
+    """A clause that names the nearest of `choices`, or all of them when none is near."""
+    choices = list(choices)
+    near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; choose from {', '.join(choices)}" if choices else ""
+
+
+def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:
+    """An instance of the dataclass `cls`, types checked by OmegaConf."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(cls), DictConfig(plain))
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = ".".join(part for part in (prefix, error.full_key or "") if part)
+        message = str(error.msg or error).split("\n")[0]
+        if "is not a ListConfig" in message:
+            message = "must be a list, for example [a, b]"
+        raise ConfigError([Fault(key, message)]) from error
+
+
+def is_plain_gpt(cfg: ConfigContainer) -> bool:
+    """Whether the run is one language model and nothing else."""
+    return set(cfg.modules) == {LANGUAGE}

@@ -1,0 +1,141 @@
+"""Profilers on chosen steps and ranks: torch's, NVIDIA's nsys, and the history of the CUDA allocator.
+
+What they write is in `run.dir`/profile/rank_N. A run that ends before `profiling.step_end` leaves what it has recorded.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import configure_nvtx_profiling
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from mimo_train.config.schema import ConfigContainer, ConfigError
+from mimo_train.metrics.memory_stats import start_memory_history_recording
+from mimo_train.plan.profiling_limits import profiling_faults
+
+
+class NsysCapture:
+    """What `nsys profile --capture-range=cudaProfilerApi` records: opened, CUDA's profiler runs, and NVTX ranges name
+    the operators of torch and the functions that Megatron-Core marks."""
+
+    def __init__(self, record_shapes: bool):
+        self._ranges = torch.autograd.profiler.emit_nvtx(record_shapes=record_shapes)
+        self.is_open = False
+
+    def __enter__(self) -> "NsysCapture":
+        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+        self._ranges.__enter__()
+        configure_nvtx_profiling(True)
+        self.is_open = True
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.is_open = False
+        configure_nvtx_profiling(False)
+        self._ranges.__exit__(*exception)
+        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+
+
+class StepProfiler:
+    """The profilers of this rank. Steps are counted from 1.
+
+    Attributes:
+        torch: torch's profiler while it records, else None.
+        nvtx: the capture of nsys while it records, else None.
+    """
+
+    def __init__(self, cfg: ConfigContainer, run_dir: Path, kind: str):
+        """Made before the model is, so that the allocator's history holds all of it.
+
+        Args:
+            kind: the run's device, cuda or cpu.
+
+        Raises:
+            ConfigError: a profiler needs CUDA and the run has none.
+        """
+        faults = list(profiling_faults(cfg, kind))
+        if faults:
+            raise ConfigError(faults)
+        self._cfg, self._folder = cfg.profiling, folder_of_rank(run_dir)
+        self._records = dist.get_rank() in cfg.profiling.ranks
+        # On a CPU run the profiler would complain that there is no GPU to record.
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
+        self._first_step = self._step = 0
+        self.torch: profile | None = None
+        self._nvtx: NsysCapture | None = None
+        self._has_history = self._records and cfg.profiling.memory_history
+        if self._has_history:
+            start_memory_history_recording(cfg.profiling)
+
+    @property
+    def nvtx(self) -> NsysCapture | None:
+        """The capture of nsys while it records, else None."""
+        return self._nvtx if self._nvtx is not None and self._nvtx.is_open else None
+
+    def before_step(self, step: int) -> None:
+        """Start what records from `step` on, or mark the step in what records already.
+
+        A run that continues inside of the chosen steps records the rest of them.
+        """
+        self._step = step
+        if self.torch is not None:
+            self.torch.step()
+        if not self._records or self._first_step or not self._cfg.step_start <= step <= self._cfg.step_end:
+            return
+        self._first_step = step
+        if self._cfg.torch:
+            # With a schedule of its own, the profiler marks steps in the trace.
+            self.torch = profile(
+                activities=self._activities,
+                schedule=lambda _: ProfilerAction.RECORD,
+                on_trace_ready=self._write_trace,
+                record_shapes=self._cfg.record_shapes,
+                acc_events=True,
+            )
+            self.torch.step_num = step
+            self.torch.start()
+        if self._cfg.nsys:
+            self._nvtx = NsysCapture(self._cfg.record_shapes)
+            self._nvtx.__enter__()
+
+    def close(self) -> None:
+        """End what still records: the run has ended, or failed, before `profiling.step_end`."""
+        if self.torch is not None:
+            self.torch.stop()
+        if self.nvtx is not None:
+            self.nvtx.__exit__(None, None, None)
+        if self._has_history and 0 < self._step < self._cfg.step_end:
+            write_memory_snapshot(self._folder, self._step)
+        self._has_history = False
+
+    def _write_trace(self, recorded: profile) -> None:
+        self.torch = None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(self._folder / f"steps_{self._first_step}_{self._step}.pt.trace.json.gz"))
+
+
+def end_after_last_step(
+    cfg: ConfigContainer, step: int, prof: profile | None = None, nsys_nvtx_context: NsysCapture | None = None
+) -> None:
+    """End what records after `profiling.step_end`."""
+    if step != cfg.profiling.step_end:
+        return
+    if prof is not None:
+        prof.stop()
+    if nsys_nvtx_context is not None:
+        nsys_nvtx_context.__exit__(None, None, None)
+    if cfg.profiling.memory_history and dist.get_rank() in cfg.profiling.ranks:
+        write_memory_snapshot(folder_of_rank(Path(cfg.run.dir)), step)
+
+
+def write_memory_snapshot(folder: Path, step: int) -> None:
+    """Write what the CUDA allocator did up to `step`, for https://pytorch.org/memory_viz, and record no more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(folder / f"memory_step_{step}.pickle"))
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def folder_of_rank(run_dir: Path) -> Path:
+    """Where this rank's profiles go."""
+    return run_dir / "profile" / f"rank_{dist.get_rank()}"

@@ -1,0 +1,94 @@
+"""What is left of a bad step: the state before it, and a file that says how to make it again.
+
+Both stand in `run.dir`/replay: a checkpoint there is none that `checkpoint.resume=auto` finds or `checkpoint.keep`
+removes. A run that is started again continues from its own newest checkpoint, and meets the same samples again.
+"""
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mimo_train.checkpoint.folders import final_folder
+from mimo_train.config.compose import to_dict, to_yaml
+from mimo_train.diagnose.bisect import Origin
+from mimo_train.diagnose.nan_findings import Findings
+from mimo_train.step.saving import save_checkpoint_and_time
+from mimo_train.step.state import GlobalState
+
+FOLDER = "replay"
+"""Folder in `run.dir`."""
+
+
+def save_state_before(state: GlobalState, model: list, optimizer: Any, scheduler: Any, context: dict[str, Any]) -> Path:
+    """Save the run as it stood before the step that has just failed; returns the checkpoint's folder. Collective."""
+    progress, run_dir = state.train_state, state.run_dir / FOLDER
+    save_checkpoint_and_time(
+        state,
+        model,
+        optimizer,
+        scheduler,
+        progress.floating_point_operations_so_far,
+        context,
+        reason=f"before step {progress.step + 1}, whose gradient is not finite",
+        run_dir=run_dir,
+    )
+    return final_folder(run_dir, progress.step)
+
+
+def write_replay(
+    state: GlobalState,
+    data_iterator: Any,
+    norms: dict[str, float],
+    findings: Findings,
+    origin: Origin | None,
+    checkpoint: Path,
+) -> tuple[Path, str]:
+    """Write `replay/step_XXXXXXXX.json` and its config, on the logging rank. Collective.
+
+    Args:
+        norms: gradient norm of each module.
+        origin: what bisecting found, if it was asked for.
+        checkpoint: folder of the state before the step.
+
+    Returns:
+        The file, and the command that makes the step again and bisects it. Its run stands in a folder of its own, keeps
+        the learning rates, and ends after this one step.
+    """
+    step, folder, current = state.train_state.step + 1, state.run_dir / FOLDER, data_iterator.current
+    file, config = folder / f"step_{step:08d}.json", folder / f"step_{step:08d}.yaml"
+    overrides = [
+        f"run.dir={folder / f'step_{step:08d}'}",
+        f"checkpoint.resume={checkpoint}",
+        "train.on_nan=bisect",
+        f"train.exit_interval={step}",
+    ]
+    if state.cfg.run.inprocess_restarts:
+        # A run that may start again continues from its newest checkpoint, not from a chosen one.
+        overrides.append("run.inprocess_restarts=0")
+    ranks = f"torchrun --nproc-per-node {state.layout.processes[-1] + 1} -m mimo_train.cli train"
+    command = f"{ranks} {shlex.join([str(config), *overrides])}"
+    if state.is_logging_rank:
+        suspects = {part.microbatch for part in (*findings.inputs, *findings.losses)}
+        record = {
+            "step": step,
+            "consumed_samples": state.train_state.consumed_train_samples,
+            "samples": [current.first_sample, current.first_sample + current.size],
+            "microbatches": len(current.microbatches),
+            "suspect_microbatches": sorted(suspects),
+            "grad_norm": {module: str(norm) for module, norm in norms.items()},
+            "findings": asdict(findings),
+            "origin": asdict(origin) if origin is not None else None,
+            "checkpoint": str(checkpoint),
+            "config_file": str(config),
+            "overrides": overrides,
+            "command": command,
+            "config": to_dict(state.cfg),
+        }
+        config.write_text(to_yaml(state.cfg))
+        file.write_text(json.dumps(record, indent=1) + "\n")
+    dist.barrier()
+    return file, command

@@ -1,0 +1,85 @@
+"""Names the slowest and the fastest rank of every module, from the compute times of a logging interval."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mimo_train.metrics.console import Console
+from mimo_train.plan.layout import RunLayout
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The compute times of one module's ranks over a logging interval, in seconds."""
+
+    slowest_rank: int
+    slowest: float
+    fastest_rank: int
+    fastest: float
+    median: float
+
+    @property
+    def slowest_over_median(self) -> float:
+        """1 where all ranks are equally fast; nan where none has computed."""
+        return self.slowest / self.median if self.median > 0 else float("nan")
+
+
+class StragglerTimer:
+    """Takes the compute times that the logging rank has collected, gives values for the log and a line for the console.
+
+    A rank is slow by itself when it computes for longer: the time that it waits for others is not counted.
+    """
+
+    def __init__(self, layout: RunLayout, console: Console | None):
+        """`console` is None on ranks that do not log; they hand in no times."""
+        self._layout, self._console = layout, console
+        self._spreads: dict[str, Spread] = {}
+        self._seconds = 0.0
+
+    def observe(self, seconds: Mapping[int, float]) -> dict[str, float]:
+        """Take the compute times of a logging interval.
+
+        Args:
+            seconds: {rank: seconds of forward and backward computation in the interval}, all ranks of the run.
+
+        Returns:
+            {`straggler/<module>/slowest_rank`, `straggler/<module>/slowest_over_median`} of every module.
+        """
+        self._seconds = sum(float(seconds[rank]) for rank in range(self._layout.world_size))
+        self._spreads = {
+            name: _spread({rank: float(seconds[rank]) for rank in module.ranks})
+            for name, module in self._layout.modules.items()
+        }
+        values = {}
+        for name, spread in self._spreads.items():
+            values[f"straggler/{name}/slowest_rank"] = spread.slowest_rank
+            values[f"straggler/{name}/slowest_over_median"] = spread.slowest_over_median
+        return values
+
+    def report(self, num_floating_point_operations: float, steps: int) -> None:
+        """Print the times last observed, and the rate that the devices compute at while they compute.
+
+        Args:
+            num_floating_point_operations: of all ranks, over the interval.
+            steps: of the interval.
+        """
+        if self._console is None or not self._spreads:
+            return
+        parts = [f"{name} {_described(spread, steps)}" for name, spread in self._spreads.items()]
+        if self._seconds > 0 and num_floating_point_operations > 0:
+            rate = num_floating_point_operations / self._seconds / 1e12
+            parts.append(f"{rate:.3g} TFLOP/s per device while it computes")
+        self._console.message("  ".join(["stragglers:", *parts]))
+        self._spreads = {}
+
+
+def _spread(seconds: Mapping[int, float]) -> Spread:
+    slowest, fastest = max(seconds, key=seconds.__getitem__), min(seconds, key=seconds.__getitem__)
+    return Spread(slowest, seconds[slowest], fastest, seconds[fastest], statistics.median(seconds.values()))
+
+
+def _described(spread: Spread, steps: int) -> str:
+    return (
+        f"rank {spread.slowest_rank} slowest ({spread.slowest / steps:.3g} s/step, {spread.slowest_over_median:.2f} of "
+        f"the median), rank {spread.fastest_rank} fastest ({spread.fastest / steps:.3g} s/step);"
+    )

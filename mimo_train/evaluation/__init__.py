@@ -1,0 +1,1 @@
+"""Evaluation on held-out samples: loss, exact match, greedy decoding."""

@@ -1,0 +1,156 @@
+"""Predictions of the language model at its last stage: greedy tokens, losses and answers, at any layout.
+
+Shape suffixes: B batch, S sequence, C positions of this context-parallel rank, V vocabulary part of this
+tensor-parallel rank.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from mimo_train.config.schema import LANGUAGE
+from mimo_train.parallel.context import gather_sequence, own_part
+from mimo_train.step.mimo_step import MODEL_INPUTS
+from mimo_train.step.state import GlobalState
+
+
+def predict_step(state: GlobalState, data_iterator, model):
+    """Forward step that gives predictions instead of a loss; run with forward_only and collect_non_loss_data.
+
+    The loss function's result for a microbatch: see `_predictions`.
+    """
+    batch = next(data_iterator)
+    inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
+    language = state.pipeline.groups.collections.get(LANGUAGE)
+    if not state.cfg.encoders:
+        output = model(**own_part(inputs, language.cp), attention_mask=None)
+    else:
+        inputs.setdefault("input_ids", None)
+        output, _ = model(**inputs, labels=None, loss_mask=None)
+    if not state.pipeline.is_last_stage:
+        return output, None
+    return output, partial(_predictions, batch, language)
+
+
+def _predictions(
+    batch: dict[str, Any], language: ProcessGroupCollection, logits_BCV: torch.Tensor, non_loss_data: bool = True
+) -> dict:
+    """The microbatch with `losses` [B, S] in nats and `predicted` [B, S], the most likely next token; the whole
+    sequence on every context-parallel rank."""
+    logits_CBV = logits_BCV.transpose(0, 1).contiguous()
+    predicted_CB = _parallel_argmax(logits_CBV, language.tp)
+    labels_BC = own_part({"labels": batch["labels"]}, language.cp)["labels"]
+    losses_CB = vocab_parallel_cross_entropy(
+        logits_CBV.float(), labels_BC.transpose(0, 1).contiguous(), tp_group=language.tp
+    )
+    losses_SB, predicted_SB = (gather_sequence(part.contiguous(), language.cp) for part in (losses_CB, predicted_CB))
+    return {**batch, "losses": losses_SB.transpose(0, 1), "predicted": predicted_SB.transpose(0, 1)}
+
+
+def _parallel_argmax(logits_SBV: torch.Tensor, tp_group) -> torch.Tensor:
+    """Index of the largest logit over the whole vocabulary, [S, B]; the lowest index among equals."""
+    values, indices = logits_SBV.max(dim=-1)
+    ranks = dist.get_world_size(tp_group)
+    if ranks == 1:
+        return indices
+    indices = indices + dist.get_rank(tp_group) * logits_SBV.size(-1)
+    all_values = [torch.empty_like(values) for _ in range(ranks)]
+    all_indices = [torch.empty_like(indices) for _ in range(ranks)]
+    dist.all_gather(all_values, values.contiguous(), group=tp_group)
+    dist.all_gather(all_indices, indices.contiguous(), group=tp_group)
+    best = torch.stack(all_values).argmax(dim=0, keepdim=True)
+    return torch.stack(all_indices).gather(0, best).squeeze(0)
+
+
+def greedy_answers(
+    state: GlobalState, step_func, model: list, data_iterator, max_new_tokens: int
+) -> list[tuple[int, list[int]]]:
+    """Answers of the current step's samples by greedy decoding, one forward pass of the whole pipeline per token.
+
+    Every sample is cut before its last answer; the tokens that the model adds replace it. Collective over all ranks.
+
+    Args:
+        data_iterator: a `StepIterator` on a step of samples with `loss_mask` on answers.
+        max_new_tokens: passes, and the longest answer.
+
+    Returns:
+        (sample number, tokens of the answer) of this rank's samples, on ranks of the language model; else empty.
+    """
+    step = data_iterator.current
+    answers = [
+        _OpenAnswers(microbatch, state.tokenizer) for microbatch in step.microbatches if "input_ids" in microbatch
+    ]
+    for _ in range(max_new_tokens):
+        data_iterator.rewind()
+        collected = state.pipeline.run(
+            step_func,
+            data_iterator,
+            model,
+            sequence_length=state.cfg.data.sequence_length,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        for index, microbatch in enumerate(answers):
+            microbatch.append(_from_last_stage(state, collected, index, microbatch))
+    return [pair for microbatch in answers for pair in microbatch.finished()]
+
+
+def _from_last_stage(state: GlobalState, collected: list, index: int, answers: "_OpenAnswers") -> torch.Tensor:
+    """Next token of every sample of a microbatch, from the stage that computed it to all stages of the module."""
+    pp_group = state.pipeline.groups.collections[LANGUAGE].pp
+    if state.pipeline.is_last_stage:
+        tokens = answers.next_tokens(collected[index]["predicted"])
+    else:
+        tokens = torch.empty(len(answers.lengths), dtype=torch.int64, device=state.device)
+    last = dist.get_process_group_ranks(pp_group)[-1]
+    dist.broadcast(tokens, src=last, group=pp_group)
+    return tokens
+
+
+class _OpenAnswers:
+    """Samples of one microbatch that are being answered; writes the tokens into the microbatch in place."""
+
+    def __init__(self, microbatch: dict[str, Any], tokenizer):
+        self.numbers = microbatch["sample_numbers"].tolist()
+        self.ids, self._end, self._as_text = microbatch["input_ids"], tokenizer.end_of_turn_id, tokenizer.as_text
+        self.lengths = [_prompt_length(row) for row in microbatch["loss_mask"]]
+        for row, length in zip(self.ids, self.lengths, strict=True):
+            row[length:] = tokenizer.pad_id
+        self._new: list[list[int]] = [[] for _ in self.numbers]
+
+    def next_tokens(self, predicted_BS: torch.Tensor) -> torch.Tensor:
+        """The model's next token of every sample, [B]."""
+        last = torch.tensor(self.lengths, device=predicted_BS.device) - 1
+        return predicted_BS.gather(1, last.clamp(min=0)[:, None]).squeeze(1).contiguous()
+
+    def append(self, tokens: torch.Tensor) -> None:
+        """Add one token to every answer that is open and has room."""
+        for row, token in enumerate(tokens.tolist()):
+            open_ = not self._new[row] or self._new[row][-1] != self._end
+            if open_ and 0 < self.lengths[row] < self.ids.size(1):
+                self.ids[row, self.lengths[row]] = self._as_text(token)
+                self.lengths[row] += 1
+                self._new[row].append(token)
+
+    def finished(self) -> list[tuple[int, list[int]]]:
+        """(sample number, answer without the end-of-turn token)."""
+        return [
+            (number, [token for token in new if token != self._end])
+            for number, new in zip(self.numbers, self._new, strict=True)
+        ]
+
+
+def _prompt_length(loss_mask_S: torch.Tensor) -> int:
+    """Tokens before the last answer: position i with loss predicts token i + 1, so the prompt ends at the first i of
+    the last run of ones. 0 where nothing is learned."""
+    learned = loss_mask_S.nonzero().flatten().tolist()
+    if not learned:
+        return 0
+    start = len(learned) - 1
+    while start and learned[start - 1] == learned[start] - 1:
+        start -= 1
+    return learned[start] + 1

@@ -1,0 +1,93 @@
+"""The processes that a launcher has started, and the ranks of a run among them. Imports no torch.
+
+The launcher numbers its processes in RANK, those without a module included (`placement.allow_idle`). Everything else
+in the program counts only those that have one: a *rank* is a place among them, `RunLayout.processes` names its process.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, Fault
+from mimo_train.plan import layout as layouts
+from mimo_train.plan.layout import RunLayout
+from mimo_train.plan.placement import launched_per_node, node_faults
+
+
+def start_faults(cfg: ConfigContainer, layout: RunLayout) -> list[Fault]:
+    """Why the processes that were started cannot run this layout."""
+    started, needed = int(os.environ.get("WORLD_SIZE", "1")), layout.processes[-1] + 1
+    if started < needed or (started > needed and not cfg.placement.allow_idle):
+        return [Fault("WORLD_SIZE", _another_number(cfg, layout, started))]
+    # What the config says of nodes has been looked at already; the launcher may have started others.
+    return list(node_faults(cfg, launched_per_node()))
+
+
+def is_idle(layout: RunLayout) -> bool:
+    """Whether no module stands on this process, which then has nothing to do in the run."""
+    return _process() not in layout.processes
+
+
+def say_idle() -> None:
+    """The one line of a process without a module."""
+    print(f"process {_process()}: no module stands here (placement.allow_idle), it ends", flush=True)
+
+
+@contextmanager
+def numbered(layout: RunLayout) -> Iterator[None]:
+    """RANK and WORLD_SIZE as the run counts, without idle processes; as the launcher counts again behind it."""
+    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ["RANK"] = str(layout.processes.index(_process()))
+    os.environ["WORLD_SIZE"] = str(layout.world_size)
+    try:
+        yield
+    finally:
+        for name, value in given.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def is_first_of_node(layout: RunLayout, rank: int) -> bool:
+    """Whether `rank`, this process's, is the lowest on its node."""
+    process = layout.processes[rank]
+    first_here = process - int(os.environ.get("LOCAL_RANK", "0"))
+    return rank == 0 or layout.processes[rank - 1] < first_here
+
+
+def _process() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _another_number(cfg: ConfigContainer, layout: RunLayout, started: int) -> str:
+    needed = layout.processes[-1] + 1
+    sizes = ", ".join(
+        f"{module.name} {module.size}" + (f" ({module})" if module.size > 1 else "")
+        for module in layout.modules.values()
+    )
+    keys = " and ".join(f"modules.{name}.layout" for name in layout.modules)
+    use = _replicas(cfg, layout, started) or f"change {keys} (ranks are tp * pp * dp * cp)"
+    idle = f", or let {started - needed} be idle with placement.allow_idle=true" if started > needed else ""
+    return (
+        f"{started} {'process was' if started == 1 else 'processes were'} started, the layout needs {needed}: {sizes}. "
+        f"Start {needed} (torchrun --nproc-per-node {needed} on one node), or to use {started}, {use}{idle}"
+    )
+
+
+def _replicas(cfg: ConfigContainer, layout: RunLayout, started: int) -> str:
+    """Data-parallel sizes at which the layout needs `started` processes; "" if changing them alone does not do it."""
+    together = [[LANGUAGE, *layout.local_encoders]]
+    for first in sorted({layout.modules[name].first_rank for name in layout.apart_encoders}):
+        together.append([name for name in layout.apart_encoders if layout.modules[name].first_rank == first])
+    for names in (*together, list(layout.modules)):
+        ranks = len({rank for name in names for rank in layout.modules[name].ranks})
+        changed = copy.deepcopy(cfg)
+        for name in names:
+            dp, rest = divmod(layout.modules[name].dp * (ranks + started - layout.processes[-1] - 1), ranks)
+            # Below 1 where there is no such size: that is a fault.
+            changed.modules[name].layout.dp = 0 if rest else dp
+        if not list(layouts.faults(changed)) and layouts.plan(changed).processes[-1] + 1 == started:
+            return "set " + " ".join(f"modules.{name}.layout.dp={changed.modules[name].layout.dp}" for name in names)
+    return ""

@@ -1,0 +1,192 @@
+"""Starts the ranks of one node: torchrun, with a graceful stop.
+
+``python -m mimo_train.launch.torchrun [torchrun options] -m mimo_train.cli train CONFIG ...`` takes torchrun's own
+options. What it adds to torchrun:
+
+- SIGTERM, SIGINT, SIGHUP or SIGUSR1 is handed to each rank once, as SIGTERM, and the ranks have ``MIMO_GRACE_SECONDS``
+  (default 120) to finish their step, save and exit 0; then the launcher exits 0 too. Torchrun alone ends with an error
+  and kills what still runs after 30 s. A second SIGINT (Ctrl-C) ends the ranks at once.
+- When a rank fails, the others, which wait for it in a collective, are ended ``FAILURE_SECONDS`` later, not after 30 s.
+- The rank's own error stays the last word: one line says which rank it was, in place of torchrun's two tracebacks.
+
+It imports no torch at module level: its signal handlers stand before that import begins.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import tempfile
+from typing import Any
+
+FAILURE_SECONDS = 5
+ASKED_FOR = {
+    16: "a loss was wrong twice: start the run again on another machine, which makes the step again and compares",
+    17: "a loss could not be trusted: the messages above say whether a machine is at fault",
+}
+"""Exit codes with which ranks end a run on purpose, by `train.rerun`."""
+HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Ranks:
+    """The running ranks of this node, as far as signals are concerned.
+
+    Args:
+        grace_seconds: how long the ranks may take to finish after a stop was asked for.
+    """
+
+    def __init__(self, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.context: Any = None  # torch's PContext, once the ranks have started
+        self.starting = False
+        self.stop_asked = False
+        self._early: int | None = None  # a signal that came while the ranks were being started
+
+    def ask_to_stop(self, signum: int, _frame: object) -> None:
+        """Handler of the signals that stop a run: hands SIGTERM on, once."""
+        if self.starting:
+            self._early = signum
+        elif self.context is None:
+            sys.exit(128 + signum)  # nothing runs yet, and nothing is to be saved
+        elif not self.stop_asked:
+            self.stop_asked = True
+            _say(
+                f"{signal.Signals(signum).name}: the ranks finish their step and save, for at most "
+                f"{self.grace_seconds:g} s (MIMO_GRACE_SECONDS)"
+            )
+            signal.setitimer(signal.ITIMER_REAL, self.grace_seconds)
+            self._signal(signal.SIGTERM)
+        elif signum == signal.SIGINT:
+            _say("SIGINT again: ending the ranks now")
+            self._signal(signal.SIGKILL)
+
+    def started(self, context: Any) -> None:
+        """Takes over the ranks that have just started, and a signal that came meanwhile.
+
+        Args:
+            context: torch's object of the running ranks.
+        """
+        self.context, self.starting = context, False
+        if self._early is not None:
+            self.ask_to_stop(self._early, None)
+
+    def end_of_grace(self, _signum: int, _frame: object) -> None:
+        """Handler of the timer: ends the ranks that are still there."""
+        _say(f"the ranks did not finish within {self.grace_seconds:g} s (MIMO_GRACE_SECONDS): ending them")
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        # To the rank alone for a graceful stop: the workers that read its data must live until it has finished.
+        # To its whole session, which torchrun gives each rank, for an end.
+        send = os.killpg if signum == signal.SIGKILL else os.kill
+        for handler in self.context.subprocess_handlers.values():
+            if handler.proc.poll() is None:
+                send(handler.proc.pid, signum)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Launches the ranks and waits for them.
+
+    Args:
+        arguments: torchrun's options and the command of a rank; those of the process when None.
+
+    Returns:
+        0 if every rank exited 0, after a stop that was asked for too; otherwise the exit code of the rank that failed
+        first, 1 if a signal ended it.
+
+    Raises:
+        ValueError: MIMO_GRACE_SECONDS is not a positive number.
+    """
+    ranks = Ranks(_grace_seconds())
+    for signum in HANDED_ON:
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup says that it is to be ignored
+            signal.signal(signum, ranks.ask_to_stop)
+    signal.signal(signal.SIGALRM, ranks.end_of_grace)
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _adapt(SubprocessContext, ranks)
+    if "LOGLEVEL" not in os.environ:
+        for name in [*logging.root.manager.loggerDict]:
+            if name.startswith("torch.distributed"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        with tempfile.TemporaryDirectory(prefix="mimo-train-") as folder:  # torchrun's own would be left behind
+            # SIGQUIT alone is left to torchrun: it ends the run at once.
+            options = ["--signals-to-handle=SIGQUIT", f"--log-dir={folder}"]
+            run.run(run.parse_args([*options, *arguments]))
+    except ChildFailedError as error:
+        return _report(error.failures, ranks.stop_asked)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum in HANDED_ON:  # all is done: a late signal must not turn the exit code into its own
+            signal.signal(signum, signal.SIG_IGN)
+    return 0
+
+
+def _adapt(context_class: Any, ranks: Ranks) -> None:
+    """Changes torch's class of running ranks: it tells ``ranks`` when they have started, and waits less for the others
+    when one has failed."""
+    start, close = context_class._start, context_class._close
+
+    def started(self: Any) -> None:
+        ranks.starting = True
+        start(self)
+        ranks.started(self)
+
+    def closed(self: Any, death_sig: signal.Signals, timeout: int = 30) -> None:
+        close(self, death_sig, min(timeout, FAILURE_SECONDS))
+
+    context_class._start, context_class._close = started, closed
+
+
+def _report(failures: dict[int, Any], stop_asked: bool) -> int:
+    """Says which rank failed first; returns its exit code. The others were ended because of it, or say the same."""
+    rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
+    if failure.exitcode in ASKED_FOR:
+        _say(f"exit code {failure.exitcode}: {ASKED_FOR[failure.exitcode]}. All ranks of this node have ended.")
+        return failure.exitcode
+    if stop_asked and failure.exitcode == -signal.SIGTERM:
+        how = "was stopped before it had begun to train: nothing was saved"
+    elif failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        how = f"was ended by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
+    else:
+        how = f"failed with exit code {failure.exitcode}; the messages above say why"
+    _say(f"rank {rank} (process {failure.pid}) {how}. All ranks of this node have ended.")
+    return max(1, failure.exitcode)
+
+
+def _grace_seconds() -> float:
+    text = os.environ.get("MIMO_GRACE_SECONDS", "120")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"MIMO_GRACE_SECONDS is {text!r}: give a positive number of seconds")
+    return seconds
+
+
+def end_with_launcher() -> None:
+    """Asks Linux to send this process SIGTERM when its launcher dies, even by SIGKILL: a rank that outlives it would
+    write into the folder of the run that replaces it. Does nothing on other systems."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+
+
+def _say(text: str) -> None:
+    print(f"mimo-train: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        _say(str(error))
+        sys.exit(1)

@@ -1,0 +1,161 @@
+"""Specs and layouts -> Megatron-Core's `TransformerConfig`, one per module."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from encoders.spec import EncoderSpec, ProjectorSpec
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.model.seeds import seed_for
+from mimo_train.plan.layout import ModuleLayout, RunLayout, layers_of_stage
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""dtype of weights and activations by `train.precision`."""
+
+_ACTIVATIONS = {"gelu": F.gelu, "quick_gelu": quick_gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
+
+
+def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfig:
+    """The language model's config; it also drives the schedule, on every rank."""
+    llm: LlmSpec = cfg.language.llm
+    several_modules = len(cfg.modules) > 1
+    return _config(
+        cfg,
+        layout.language,
+        num_layers=llm.num_layers,
+        hidden_size=llm.hidden_size,
+        num_attention_heads=llm.num_attention_heads,
+        num_query_groups=llm.num_query_groups or llm.num_attention_heads,
+        ffn_hidden_size=llm.ffn_hidden_size,
+        normalization=llm.normalization,
+        layernorm_epsilon=llm.layernorm_epsilon,
+        gated_linear_unit=llm.activation == "swiglu",
+        activation_func=_ACTIVATIONS[llm.activation],
+        add_bias_linear=llm.bias,
+        add_qkv_bias=llm.bias,
+        qk_layernorm=llm.qk_norm,
+        hidden_dropout=llm.dropout,
+        attention_dropout=llm.dropout,
+        init_method_std=llm.init_std,
+        # Schedules of several modules exchange shapes; the dense default dispatcher of MoE rejects that.
+        variable_seq_lengths=several_modules,
+        moe_token_dispatcher_type="alltoall",
+        **_interleaving(layout.language),
+        **_uneven_stages(llm.num_layers, layout.language.pp),
+        **_expert_sizes(llm, layout.language),
+    )
+
+
+def _uneven_stages(num_layers: int, stages: int) -> dict[str, Any]:
+    return {"num_layers_in_first_pipeline_stage": layers_of_stage(num_layers, 0, stages)} if num_layers % stages else {}
+
+
+def _interleaving(layout: ModuleLayout) -> dict[str, Any]:
+    """In one batch of messages both ways between two stages, Megatron-Core 0.19.2 mistakes a gradient for an activation
+    (p2p_communication.py:16, each is the other's next and previous stage): the two ways must be sent apart."""
+    if layout.vpp == 1:
+        return {}
+    return {
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
+
+
+def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
+    if not llm.num_experts:
+        return {}
+    return {
+        "num_moe_experts": llm.num_experts,
+        "moe_router_topk": llm.experts_per_token,
+        "moe_ffn_hidden_size": llm.expert_ffn_hidden_size or llm.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": llm.shared_expert_ffn_hidden_size or None,
+        "moe_shared_expert_gate": llm.shared_expert_gate,
+        "moe_router_load_balancing_type": llm.router_balancing,
+        "moe_aux_loss_coeff": 0.0 if llm.router_balancing == "none" else llm.router_aux_loss,
+        # The softmax over the one expert that was picked would be 1 and teach the router nothing.
+        "moe_router_pre_softmax": llm.experts_per_token == 1,
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+
+
+def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
+    """The config of one encoder's transformer layers."""
+    encoder: EncoderSpec = cfg.modules[layout.name].encoder
+    return _config(
+        cfg,
+        layout,
+        num_layers=encoder.num_layers,
+        hidden_size=encoder.hidden_size,
+        num_attention_heads=encoder.num_attention_heads,
+        num_query_groups=encoder.num_attention_heads,
+        ffn_hidden_size=encoder.ffn_hidden_size,
+        normalization=encoder.normalization,
+        layernorm_epsilon=encoder.layernorm_epsilon,
+        activation_func=_ACTIVATIONS[encoder.activation],
+        add_bias_linear=True,
+        hidden_dropout=encoder.dropout,
+        attention_dropout=encoder.dropout,
+        init_method_std=encoder.init_std,
+        **_uneven_stages(encoder.num_layers, layout.pp),
+    )
+
+
+def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
+    """The config of the projector behind an encoder; its hidden size is the language model's. It stands on one stage
+    and reads whole sequences."""
+    projector: ProjectorSpec = cfg.modules[layout.name].projector
+    layout = replace(layout, pp=1, sp=False)
+    llm = cfg.language.llm
+    return _config(
+        cfg,
+        layout,
+        num_layers=1,
+        hidden_size=llm.hidden_size,
+        num_attention_heads=layout.tp,  # a projector has no attention; the config wants heads that tp divides
+        kv_channels=1,
+        ffn_hidden_size=projector.ffn_hidden_size or llm.hidden_size,
+        activation_func=_ACTIVATIONS[projector.activation],
+        add_bias_linear=True,
+        init_method_std=llm.init_std,
+    )
+
+
+def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes) -> TransformerConfig:
+    dtype = DTYPES[cfg.train.precision]
+    recompute = {}
+    if cfg.recompute_of(layout.name) == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif cfg.recompute_of(layout.name) == "selective":
+        recompute = {"recompute_granularity": "selective"}
+    config = TransformerConfig(
+        **sizes,
+        **recompute,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sp,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        # Weights are drawn whole on the CPU and cut: the same model at every layout.
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+    config.init_seed = seed_for(cfg.run.seed, layout.name)
+    config.lora = cfg.modules[layout.name].lora
+    return config

@@ -1,0 +1,95 @@
+"""Stages of freezing: parameters of `modules.NAME.freeze_until` are not trained before a step, and from it on are."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from mimo_train.config.schema import LANGUAGE, ConfigContainer
+from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.parallel.bridge.shapes import Needs
+from mimo_train.parallel.groups import RunGroups
+
+
+class FreezeStages:
+    """Holds parameters back until their step.
+
+    Before it they take no gradient, so that nothing is computed for them in backward; their part of the gradient buffer
+    stays zero, and the optimizer leaves them alone. The learning rate follows the run's steps meanwhile: a part that is
+    released late begins with the rate of that step, without a warm-up of its own.
+    """
+
+    def __init__(
+        self, cfg: ConfigContainer, optimizer: ModuleOptimizer, on_step: Callable[[int], None] = lambda step: None
+    ):
+        """Freeze what the first step does not train; `apply` releases it, also in a run that is resumed.
+
+        Args:
+            on_step: called at the start of every step, with the steps done.
+        """
+        self._optimizer, self._on_step = optimizer, on_step
+        self._steps = sorted({step for module in cfg.modules.values() for step in module.freeze_until.values()} - {0})
+        self._waiting: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter, step in optimizer.releases.items():
+            parameter.requires_grad_(False)
+            self._waiting.setdefault(step, []).append(parameter)
+
+    def apply(self, step: int) -> None:
+        """Release what is trained from here on. Called at the start of every step, after a checkpoint is loaded.
+
+        Args:
+            step: steps done, also those of the job that was resumed.
+        """
+        while self._steps and self._steps[0] <= step:
+            released = self._steps.pop(0)
+            for parameter in self._waiting.pop(released, []):
+                parameter.requires_grad_(True)
+            self._optimizer.release(released)
+        self._on_step(step)
+
+
+class GradientNeeds:
+    """From which step on each stage of each encoder needs gradients; the same on every rank."""
+
+    def __init__(
+        self,
+        modules: dict[str, list[MegatronModule]],
+        releases: dict[torch.nn.Parameter, int],
+        groups: RunGroups,
+    ):
+        """Collective over all ranks, before `FreezeStages` holds anything back.
+
+        Args:
+            modules: the chunks of the modules of this rank.
+            releases: the step from which parameters are trained that are not from the first on.
+        """
+        own = {}
+        for name, chunks in modules.items():
+            for chunk in chunks if name != LANGUAGE else ():
+                for parameter_name, parameter in unwrap_model(chunk).named_parameters():
+                    if parameter.requires_grad:
+                        place = name, groups.collections[name].pp.rank(), parameter_name.startswith("encoders.")
+                        step = releases.get(parameter, 0)
+                        own[place] = min(step, own.get(place, step))
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        self._first_steps: dict[tuple[str, int, bool], int] = {}
+        for found in everyone:
+            for place, step in found.items():
+                self._first_steps[place] = min(step, self._first_steps.get(place, step))
+        self._stages = {name: grid.shape[-1] for name, grid in groups.grids.items() if name != LANGUAGE}
+
+    def at(self, step: int) -> dict[str, Needs]:
+        """Which encoder modules need gradients after `step` steps."""
+        trained = {place for place, first in self._first_steps.items() if first <= step}
+        return {
+            name: Needs(
+                stages=tuple(
+                    any((name, before, True) in trained for before in range(stage + 1)) for stage in range(stages)
+                ),
+                features=any(place[0] == name for place in trained),
+            )
+            for name, stages in self._stages.items()
+        }

@@ -1,0 +1,178 @@
+"""The communicators of the pipeline schedule: between stages of one module, and over all modules that stand apart."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo_train.config.schema import LANGUAGE
+from mimo_train.parallel.bridge.exchange import PlannedBridge, Watch, not_timed
+from mimo_train.parallel.bridge.shapes import TokenPlan, Turns
+from mimo_train.plan.layout import ModuleLayout, RunLayout
+
+
+class TimedP2PCommunicator(P2PCommunicator):
+    """Megatron-Core's communicator between the stages of one module, timed as `pipeline_wait`."""
+
+    def __init__(self, pp_group: dist.ProcessGroup, config, watch: Watch):
+        super().__init__(pp_group, config)
+        self._watch = watch
+
+    def _communicate(self, **arguments):
+        # Every send and receive begins here, and ends here unless communication overlaps with computation.
+        with self._watch("pipeline_wait"):
+            previous, following, handles = super()._communicate(**arguments)
+        if handles:
+            handles = {name: _TimedHandle(handle, self._watch) for name, handle in handles.items()}
+        return previous, following, handles
+
+
+class _TimedHandle:
+    """A message on its way, whose wait is timed as `pipeline_wait`."""
+
+    def __init__(self, handle: dist.Work, watch: Watch):
+        self._handle, self._watch = handle, watch
+
+    def wait(self) -> None:
+        """Wait until the message has arrived, or may be overwritten."""
+        with self._watch("pipeline_wait"):
+            self._handle.wait()
+
+
+class PlannedStages(TimedP2PCommunicator):
+    """Between the stages of one of several modules. Schedules of several modules exchange shapes before every message
+    (`variable_seq_lengths`, p2p_communication.py:322 in Megatron-Core 0.19.2); here they come from the plan.
+
+    The language model's stages exchange [S / cp (/ tp with sequence parallel), B, H]; an encoder's [rows, H], where
+    rows are the tokens inside the encoder of this rank's samples. What has no rows is not sent, and no gradient goes to
+    an encoder's stage that needs none.
+    """
+
+    def __init__(self, module: ModuleLayout, pp_group, config, hidden_size: int, sequence_length: int, batch: int,
+                 plan: TokenPlan, watch: Watch):  # fmt: skip
+        config = copy.copy(config)
+        config.variable_seq_lengths = False
+        super().__init__(pp_group, config, watch)
+        self._module, self._plan, self._hidden = module, plan, hidden_size
+        self._replica = (dist.get_rank() - module.first_rank) // (module.tp * module.cp) % module.dp
+        self._fixed = (sequence_length // module.cp // (module.tp if module.sp else 1), batch, hidden_size)
+        self._turns = Turns(plan)
+
+    def _communicate(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, **options):
+        assert not (recv_prev and recv_next), "1F1B without interleaving receives from one side at a time"
+        if self._module.name != LANGUAGE:
+            stage = self.pp_group.rank()
+            recv_next = recv_next and self._plan.stage_needs_gradient(self._module.name, stage)
+            if stage and not self._plan.stage_needs_gradient(self._module.name, stage - 1):
+                tensor_send_prev = None
+        if recv_prev or recv_next:
+            tensor_shape = self._next_shape(recv_prev)
+        empty = None
+        if (recv_prev or recv_next) and not tensor_shape[0]:
+            empty = torch.empty(
+                tensor_shape, dtype=self.config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
+            )
+        previous, following, handles = super()._communicate(
+            tensor_send_next=_rows_or_none(tensor_send_next),
+            tensor_send_prev=_rows_or_none(tensor_send_prev),
+            recv_prev=recv_prev and empty is None,
+            recv_next=recv_next and empty is None,
+            tensor_shape=tensor_shape,
+            **options,
+        )
+        return (empty if recv_prev else None, empty if recv_next else None, handles) if empty is not None else (
+            previous, following, handles
+        )  # fmt: skip
+
+    def _next_shape(self, forward: bool) -> tuple[int, ...]:
+        """Shape of the next activation from the stage before, or of the next gradient from the one behind."""
+        if self._module.name == LANGUAGE:
+            return self._fixed
+        microbatch = self._turns.forward() if forward else self._turns.backward()
+        first, last = self._plan.spans(self._module, microbatch)[self._replica]
+        rows = sum(self._plan.loads[self._module.name][microbatch][first:last])
+        # Two dimensions travel as three, the last of size 1 (multimodule_communicator.py, _prepare_tensor_for_comm).
+        return rows, self._hidden, 1
+
+
+def _rows_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is not None and tensor.size(0) else None
+
+
+class PlannedCommunicator(MultiModulePipelineCommunicator):
+    """Megatron-Core's communicator over `PlannedBridge` and `PlannedStages` instead of its own, for the language model
+    and the modules that are not on its ranks."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        grids,
+        config: TransformerConfig,
+        hidden_sizes: dict[str, int],
+        sequence_length: int,
+        plan: TokenPlan,
+        device: torch.device,
+        watch: Watch = not_timed,
+    ):
+        """
+        Args:
+            hidden_sizes: of every module's layers.
+            sequence_length: tokens of a sample.
+            watch: times bridges as `bridge_wait` and stages as `pipeline_wait`.
+        """
+        self._layout, self._plan, self._watch, self._hidden_sizes = layout, plan, watch, hidden_sizes
+        self._sequence_length = sequence_length
+        self._bridge_arguments = (layout, plan, config.hidden_size, config.pipeline_dtype, device, watch)
+        super().__init__(*_piped(layout, grids, config))
+
+    @property
+    def current_stage(self) -> int:
+        """Stage of this rank, such that the language model's last one is the last: how many microbatches run ahead
+        follows from it. Megatron-Core 0.19.2 counts an encoder's stages from 0 (multimodule_communicator.py:246-277):
+        one of fewer stages than another would run further ahead than the language model takes in, and both wait."""
+        name, info = next(iter(self.rank_module_map.items()))
+        left = info.pp_size - info.pp_rank + (0 if name == LANGUAGE else self._layout.language.pp)
+        return self.total_stages - left
+
+    def _build_bridge_comms(self) -> None:
+        self.bridge_comms = [
+            PlannedBridge(name, self.module_to_grid_map, *self._bridge_arguments)
+            for name in self._layout.apart_encoders
+        ]
+
+    def _build_rank_module_info_map(self) -> None:
+        super()._build_rank_module_info_map()
+        for name, info in self.rank_module_map.items():
+            info.p2p_communicator = PlannedStages(
+                self._layout.modules[name],
+                info.p2p_communicator.pp_group,
+                self.config,
+                self._hidden_sizes[name],
+                self._sequence_length,
+                self._layout.micro_batch_size,
+                self._plan,
+                self._watch,
+            )
+
+
+class MegatronCommunicator(MultiModulePipelineCommunicator):
+    """Megatron-Core's communicator as it is; only the time between stages is taken."""
+
+    def __init__(self, layout: RunLayout, grids, config: TransformerConfig, watch: Watch = not_timed):
+        self._watch = watch
+        super().__init__(*_piped(layout, grids, config))
+
+    def _build_rank_module_info_map(self) -> None:
+        super()._build_rank_module_info_map()
+        for info in self.rank_module_map.values():
+            info.p2p_communicator = TimedP2PCommunicator(info.p2p_communicator.pp_group, self.config, self._watch)
+
+
+def _piped(layout: RunLayout, grids, config) -> tuple:
+    """Grids, topology, config, dimension names, numbers of dimensions: what `MultiModulePipelineCommunicator` takes."""
+    names = [*layout.apart_encoders, LANGUAGE]
+    topology = {name: [] if name == LANGUAGE else [LANGUAGE] for name in names}
+    return {name: grids[name] for name in names}, topology, config, None, dict.fromkeys(layout.apart_encoders, 2)

@@ -1,0 +1,250 @@
+"""The bridge between an encoder's ranks and the language model's first stage, with shapes known in advance.
+
+Megatron-Core 0.19.2's `BridgeCommunicator` exchanges shapes before every transfer (bridge_communicator.py:864-980),
+launches a reduction for each debug message even when it is not printed (:428, 434, 512, ...), needs data-parallel
+sizes that divide each other, no context parallelism (:105-116), and cannot return gradients of unequal parts to
+several encoder replicas (mimo/model/base.py:528-558); its `ColocatedBridgeCommunicator`, for modules on the same ranks,
+needs equal counts in every sample, one stage and no context parallelism (colocated_communicator.py:47-50, 118-154).
+These take the number of rows of every sample from the data plan: any pair of data-parallel sizes and any counts, none
+included, with one batch of sends and receives per transfer.
+
+Rows are features of one microbatch, [rows, hidden], in sample order. Every rank of a replica of the encoder's last
+stage holds all rows of the replica's samples, and so does every rank of a replica of the language model's first stage.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from megatron.core.hyper_comm_grid import HyperCommGrid
+
+from data.divide import Span, equal_parts
+from mimo_train.config.schema import LANGUAGE
+from mimo_train.parallel.bridge.shapes import Part, TokenPlan, Turns, boundary, parts_of, routes
+from mimo_train.plan.layout import RunLayout
+
+Watch = Callable[[str], AbstractContextManager]
+"""Times what happens in a `with` block, by name (see `mimo_train.metrics.stopwatch`)."""
+
+
+def not_timed(name: str) -> AbstractContextManager:
+    """The watch that measures nothing."""
+    return nullcontext()
+
+
+class Bridge:
+    """Who exchanges which rows of one encoder's features with whom, and the exchange itself.
+
+    Args:
+        name: the encoder module.
+        hidden_size: of the language model.
+        watch: times the exchange as `bridge_wait`.
+
+    Attributes:
+        while_waiting: called in every exchange when all messages are on their way.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: RunLayout,
+        plan: TokenPlan,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        watch: Watch = not_timed,
+    ):
+        self.source, self._plan, self._watch = layout.modules[name], plan, watch
+        self._hidden, self._dtype, self._device = hidden_size, dtype, device
+        self._rank = rank = dist.get_rank()
+        encoder, language = (boundary(layout.modules[side], layout.language) for side in (name, LANGUAGE))
+        self._encoder_replica, self._language_replica = _replicas(encoder), _replicas(language)
+        self._language_spans = equal_parts(layout.microbatch_samples, layout.language.dp)
+        forward, backward = routes(encoder, language), routes(language, encoder)
+        self._forward_to = [taker for giver, taker in forward if giver == rank]
+        self._forward_from = [giver for giver, taker in forward if taker == rank]
+        self._backward_to = [taker for giver, taker in backward if giver == rank]
+        self._backward_from = [giver for giver, taker in backward if taker == rank]
+        self._turns = Turns(plan)
+        self.while_waiting: Callable[[], None] | None = None
+
+    def _give_forward(self, features: torch.Tensor, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
+        """What the encoder's side hands over."""
+        peers = self._spans_of_language(self._forward_to)
+        return self._give(features, self._encoder_span(microbatch), peers, microbatch)
+
+    def _take_forward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
+        """Room for what the language model's side gets."""
+        peers = self._spans_of_encoder(self._forward_from, microbatch)
+        return self._take(self._language_span(), peers, microbatch)
+
+    def _give_backward(self, gradient: torch.Tensor | None, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
+        peers = self._spans_of_encoder(self._backward_to, microbatch)
+        return self._give(gradient, self._language_span(), peers, microbatch)
+
+    def _take_backward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
+        peers = self._spans_of_language(self._backward_from)
+        return self._take(self._encoder_span(microbatch), peers, microbatch)
+
+    def _give(
+        self, rows: torch.Tensor | None, own: Span, peers: Sequence[tuple[int, int, int]], microbatch: int
+    ) -> list[tuple[torch.Tensor, Part]]:
+        count, parts = parts_of(self._counts(microbatch), own, peers)
+        if not parts:
+            return []
+        if rows is None:
+            # Nothing in the language model depended on these features.
+            rows = torch.zeros(count, self._hidden, dtype=self._dtype, device=self._device)
+        assert rows.shape == (count, self._hidden), (
+            f"{self.source.name}: features are {tuple(rows.shape)}, the data plan says {(count, self._hidden)}"
+        )
+        rows = rows.detach().to(self._dtype).contiguous()
+        return [(rows[part.first : part.last], part) for part in parts]
+
+    def _take(
+        self, own: Span, peers: Sequence[tuple[int, int, int]], microbatch: int
+    ) -> tuple[torch.Tensor, list[Part]]:
+        count, parts = parts_of(self._counts(microbatch), own, peers)
+        return torch.empty(count, self._hidden, dtype=self._dtype, device=self._device), parts
+
+    def _exchange(
+        self, given: list[tuple[torch.Tensor, Part]], taken: torch.Tensor | None = None, parts: Sequence[Part] = ()
+    ) -> None:
+        """Send what is given and fill `taken`, in one batch; what this rank gives itself is copied."""
+        operations = [dist.P2POp(dist.isend, rows, part.peer) for rows, part in given if part.peer != self._rank]
+        own = next((rows for rows, part in given if part.peer == self._rank), None)
+        for part in parts:
+            room = taken[part.first : part.last]
+            if part.peer == self._rank:
+                room.copy_(own)
+            else:
+                operations.append(dist.P2POp(dist.irecv, room, part.peer))
+        works = dist.batch_isend_irecv(operations) if operations else ()
+        if self.while_waiting:
+            # Also where this rank exchanges nothing: what is called may be collective over a replica's ranks.
+            self.while_waiting()
+        if works:
+            with self._watch("bridge_wait"):
+                for work in works:
+                    work.wait()
+
+    def _counts(self, microbatch: int) -> list[int]:
+        return self._plan.counts[self.source.name][microbatch]
+
+    def _encoder_span(self, microbatch: int) -> Span:
+        return self._plan.spans(self.source, microbatch)[self._encoder_replica[self._rank]]
+
+    def _language_span(self) -> Span:
+        return self._language_spans[self._language_replica[self._rank]]
+
+    def _spans_of_encoder(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
+        spans = self._plan.spans(self.source, microbatch)
+        return [(rank, *spans[self._encoder_replica[rank]]) for rank in ranks]
+
+    def _spans_of_language(self, ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+        return [(rank, *self._language_spans[self._language_replica[rank]]) for rank in ranks]
+
+
+class PlannedBridge(Bridge):
+    """From an encoder on ranks of its own, by messages between the steps of a pipeline schedule.
+
+    Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`. Where nothing of the encoder
+    needs a gradient, none is sent and none is waited for. The features it receives ask for one all the same: the
+    schedule keeps the gradients of all inputs (schedules.py:619 in Megatron-Core 0.19.2).
+    """
+
+    def __init__(self, name: str, grids: dict[str, HyperCommGrid], *arguments):
+        """`arguments`: those of `Bridge` after the name."""
+        super().__init__(name, *arguments)
+        self.src_module_name, self.dest_module_name = name, LANGUAGE
+        self.src_grid, self.dest_grid = grids[name], grids[LANGUAGE]
+
+    def is_current_rank_in_grid(self, grid: HyperCommGrid) -> bool:
+        """Whether this rank belongs to `grid`."""
+        return grid.is_current_rank_in_grid()
+
+    def send_forward(self, features: torch.Tensor) -> None:
+        """Send this rank's features [rows, hidden] of the next microbatch."""
+        self._exchange(self._give_forward(features, self._turns.forward()))
+
+    def recv_forward(self) -> torch.Tensor:
+        """Receive the features of this rank's samples of the next microbatch, [rows, hidden], ready for autograd."""
+        features, parts = self._take_forward(self._turns.forward())
+        self._exchange([], features, parts)
+        return features.requires_grad_()
+
+    def send_backward(self, gradient: torch.Tensor | None) -> None:
+        """Send the gradient of the features received for the oldest microbatch without one; None stands for zeros."""
+        self._exchange(self._next_given_backward(gradient))
+
+    def recv_backward(self) -> torch.Tensor | None:
+        """Receive the gradient of this rank's features of the oldest microbatch without one, [rows, hidden]."""
+        gradient, parts = self._next_taken_backward()
+        self._exchange([], gradient, parts)
+        return gradient
+
+    def send_forward_recv_backward(self, features: torch.Tensor) -> torch.Tensor | None:
+        """`send_forward` and `recv_backward` in one batch."""
+        given = self._give_forward(features, self._turns.forward())
+        gradient, parts = self._next_taken_backward()
+        self._exchange(given, gradient, parts)
+        return gradient
+
+    def _next_given_backward(self, gradient: torch.Tensor | None) -> list[tuple[torch.Tensor, Part]]:
+        if not self._plan.features_need_gradient(self.source.name):
+            return []
+        return self._give_backward(gradient, self._turns.backward())
+
+    def _next_taken_backward(self) -> tuple[torch.Tensor | None, list[Part]]:
+        """None where nothing of the encoder needs a gradient: the schedule then has no backward pass for it."""
+        if not self._plan.features_need_gradient(self.source.name):
+            return None, []
+        return self._take_backward(self._turns.backward())
+
+    def send_backward_recv_forward(self, gradient: torch.Tensor | None) -> torch.Tensor:
+        """`send_backward` and `recv_forward` in one batch."""
+        given = self._next_given_backward(gradient)
+        features, parts = self._take_forward(self._turns.forward())
+        self._exchange(given, features, parts)
+        return features.requires_grad_()
+
+
+class LocalBridge(Bridge):
+    """From an encoder on the ranks of the language model's first stage: redistributes features inside the forward pass,
+    and their gradients in the backward pass. Collective over these ranks."""
+
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        """Features of the encoder replica's samples of the next microbatch, [rows, hidden] -> those of the language
+        replica's samples."""
+        return _Redistribute.apply(features, self, self._turns.forward())
+
+    def to_language(self, features: torch.Tensor, microbatch: int) -> torch.Tensor:
+        """The exchange of the forward pass, without autograd."""
+        given = self._give_forward(features, microbatch)
+        taken, parts = self._take_forward(microbatch)
+        self._exchange(given, taken, parts)
+        return taken
+
+    def to_encoder(self, gradient: torch.Tensor, microbatch: int) -> torch.Tensor:
+        """The exchange of the backward pass."""
+        given = self._give_backward(gradient, microbatch)
+        taken, parts = self._take_backward(microbatch)
+        self._exchange(given, taken, parts)
+        return taken
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, features: torch.Tensor, bridge: LocalBridge, microbatch: int) -> torch.Tensor:
+        ctx.bridge, ctx.microbatch = bridge, microbatch
+        return bridge.to_language(features, microbatch)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return ctx.bridge.to_encoder(gradient, ctx.microbatch), None, None
+
+
+def _replicas(ranks: Sequence[range]) -> dict[int, int]:
+    """Rank -> number of its replica."""
+    return {rank: replica for replica, members in enumerate(ranks) for rank in members}

@@ -1,0 +1,129 @@
+"""What is known of a step before it runs: rows and loads of every sample, and who computes it. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from data.divide import Span, balanced_parts, equal_parts
+from mimo_train.plan.layout import ModuleLayout
+
+Counts = dict[str, list[list[int]]]
+"""module -> microbatch -> sample of the whole microbatch -> number."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What of an encoder module needs a gradient in a step; the same on every rank."""
+
+    stages: tuple[bool, ...]
+    """By pipeline stage: whether layers of this stage or of one before are trained."""
+    features: bool
+    """Whether the module's features need a gradient: any layer or the projector is trained."""
+
+
+@dataclass
+class TokenPlan:
+    """Rows of every sample of every microbatch of the current step, for each encoder module."""
+
+    counts: Counts = field(default_factory=dict)
+    """Rows that a sample's media take in the language model's sequence."""
+    loads: Counts = field(default_factory=dict)
+    """Tokens that a sample's media take inside the encoder's layers."""
+    step: int = 0
+    """Counts the steps, so that bridges know when a new one began."""
+    needs: dict[str, Needs] = field(default_factory=dict)
+    """Which encoder modules need gradients; one that is not named does. Set at the start of a training step."""
+
+    def begin(self, counts: Counts, loads: Counts) -> None:
+        """Start a step with these numbers."""
+        self.counts, self.loads = counts, loads
+        self.step += 1
+
+    def features_need_gradient(self, name: str) -> bool:
+        """Whether the language model's side sends a gradient to this encoder, which waits for it."""
+        return name not in self.needs or self.needs[name].features
+
+    def stage_needs_gradient(self, name: str, stage: int) -> bool:
+        """Whether this stage of an encoder gets a gradient from the one behind it."""
+        return name not in self.needs or self.needs[name].stages[stage]
+
+    def spans(self, encoder: ModuleLayout, microbatch: int) -> list[Span]:
+        """Samples of a microbatch that each data-parallel rank of an encoder computes."""
+        if encoder.balance == "patches":
+            return balanced_parts(self.loads[encoder.name][microbatch], encoder.dp)
+        return equal_parts(len(self.counts[encoder.name][microbatch]), encoder.dp)
+
+
+class Turns:
+    """Which microbatch is next, forward and backward: each in order, as in 1F1B, and from the first at every step."""
+
+    def __init__(self, plan: TokenPlan):
+        self._plan = plan
+        self._step, self._forward, self._backward = -1, 0, 0
+
+    def forward(self) -> int:
+        """Number of the microbatch that goes forward next."""
+        self._restart_if_new_step()
+        self._forward += 1
+        return self._forward - 1
+
+    def backward(self) -> int:
+        """Number of the microbatch that goes backward next."""
+        self._restart_if_new_step()
+        self._backward += 1
+        return self._backward - 1
+
+    def _restart_if_new_step(self) -> None:
+        if self._step != self._plan.step:
+            self._step, self._forward, self._backward = self._plan.step, 0, 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank exchanges with one peer: rows [first, last) of its own tensor."""
+
+    peer: int
+    first: int
+    last: int
+
+
+def parts_of(counts: Sequence[int], own: Span, others: Sequence[tuple[int, int, int]]) -> tuple[int, list[Part]]:
+    """Rows this rank holds of one microbatch, and the parts it shares with its peers.
+
+    Args:
+        counts: rows of every sample of the microbatch.
+        own: this rank's samples, [first, last).
+        others: (peer rank, first sample, last sample) of every peer.
+
+    Returns:
+        Number of rows of the own samples, and the non-empty parts in the order of `others`.
+    """
+    ends = [0, *accumulate(counts)]
+    offset = ends[own[0]]
+    parts = []
+    for peer, first, last in others:
+        first, last = max(first, own[0]), min(last, own[1])
+        if first < last and ends[first] < ends[last]:
+            parts.append(Part(peer, ends[first] - offset, ends[last] - offset))
+    return ends[own[1]] - offset, parts
+
+
+def boundary(module: ModuleLayout, language: ModuleLayout) -> list[range]:
+    """Ranks of each replica that face the other module: of the encoder's last stage, of the language model's first."""
+    stage = module.stage_ranks(0 if module is language else module.pp - 1)
+    width = module.tp * module.cp
+    return [stage[replica * width : (replica + 1) * width] for replica in range(module.dp)]
+
+
+def routes(givers: Sequence[range], takers: Sequence[range]) -> list[tuple[int, int]]:
+    """(giving rank, taking rank) pairs: every taking rank has one giving rank in every replica of the giver.
+
+    All ranks of a replica hold the same rows. A rank that stands on both sides gives to itself; else the ranks of the
+    giving replica take turns.
+    """
+    return [
+        (taking if taking in replica else replica[index % len(replica)], taking)
+        for taking_replica in takers
+        for index, taking in enumerate(taking_replica)
+        for replica in givers
+    ]

@@ -1,0 +1,257 @@
+"""FLOPs of every module in one optimizer step, from the tokens and pictures that are really computed. Imports no torch.
+
+Counted are the matrix products, a multiplication and an addition as two; norms, activations, softmax and look-ups are
+left out, as the field does (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473,
+section 5.1). A row times a (k x n) weight is 2kn forward. Backward is as much again for the gradient of the weight, if
+the weight is trained, and as much again for the gradient of the input, if backward gets there at all; the core of
+attention has no weights and takes twice its forward pass. So a model that is trained as a whole takes three times its
+forward pass, and a frozen one through which gradients pass two times, apart from attention.
+
+Model FLOPs are what forward and backward need; hardware FLOPs add what recomputation runs again. A product counts once,
+however many tensor-parallel ranks share or repeat it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from encoders.spec import EncoderSpec, ProjectorSpec, joined_width
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, ModuleConfig
+from mimo_train.plan.memory import PARTS
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of one module, forward and backward."""
+
+    model: float = 0.0
+    """Without recomputation."""
+    hardware: float = 0.0
+    """With recomputation."""
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.model + other.model, self.hardware + other.hardware)
+
+    def __mul__(self, times: float) -> "Flops":
+        return Flops(self.model * times, self.hardware * times)
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is computed with one weight matrix, in the order of the forward pass."""
+
+    name: str
+    """Name of the parameter inside its module, by which patterns of `freeze` find it."""
+    forward: float = 0.0
+    """FLOPs with this weight, forward; 0 for a look-up."""
+    attention: float = 0.0
+    """FLOPs of the core attention that follows, forward."""
+    in_layer: bool = False
+    """Whether it is part of a transformer layer, which full recomputation runs again."""
+    input_gradient: bool = True
+    """Whether backward gives the gradient of its input also where nothing asks for it, as the linear layers of
+    Megatron-Core do and torch's own do not."""
+
+
+def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Product]:
+    """The products of one sample of `sequence_length` tokens, padding included since it is computed.
+
+    Forward, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width of the
+    first feed-forward product (2f with swiglu), S sequence length, L layers, V rows of the output layer:
+
+        L * (2S * (h*(q + 2k) + q*h + h*u + f*h) + 4q * S(S + 1) / 2) + 2S * h * V
+
+    The attention term is q.k and weights.v, 2q each for a position attended to; under the causal mask a token attends
+    to (S + 1) / 2 positions on average. Form: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, which does
+    not halve for the mask. With experts the feed-forward term is that of the experts a token passes: the router
+    2S * hE for E experts, `experts_per_token` experts of their own width, and the shared expert with its gate.
+
+    Args:
+        vocab: rows of the embedding, padding included.
+    """
+    tokens, hidden, products = sequence_length, llm.hidden_size, []
+    head = hidden // llm.num_attention_heads
+    query, key = hidden, head * (llm.num_query_groups or llm.num_attention_heads)
+    core = 4 * query * tokens * (tokens + 1) / 2
+    products.append(Product("embedding.word_embeddings.weight"))
+    if llm.position == "learned":
+        products.append(Product("embedding.position_embeddings.weight"))
+    for index in range(llm.num_layers):
+        layer = f"decoder.layers.{index}"
+        products += _attention(layer, tokens, hidden, query, key, core)
+        products += _experts(layer, tokens, llm) if llm.num_experts else _feed_forward(f"{layer}.mlp", tokens, llm)
+    output = "embedding.word_embeddings.weight" if llm.tie_embeddings else "output_layer.weight"
+    products.append(Product(output, 2 * tokens * hidden * vocab))
+    return products
+
+
+@dataclass(frozen=True)
+class Media:
+    """Numbers of pictures or clips through an encoder, on which the FLOPs depend linearly."""
+
+    patches: int = 0
+    """Patches of pictures, frames of clips."""
+    tokens: int = 0
+    """Inside the encoder: patches and class tokens."""
+    pairs: int = 0
+    """Pairs of tokens of the same picture or clip."""
+
+
+def encoder_products(
+    name: str, spec: EncoderSpec, projector: ProjectorSpec, language_width: int, media: Media
+) -> list[Product]:
+    """The products of pictures or clips through encoder module `name` and its projector.
+
+    Forward, with P patches and e multiplications to embed one, T = P tokens (one more with a class token), A = T^2
+    pairs of tokens, h hidden size, f feed-forward width, L layers, N = P / j projected tokens of width w = h * j, d
+    language width, m mlp width:
+
+        2P * e  +  L * (2T * (4h^2 + 2hf) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
+
+    For pictures with p x p pixels a patch in 3 channels, e = 3p^2 * h and j = merge^2; for clips P are frames, each of
+    two windows of b mel bands that pass convolutions over 3 neighbours, e = 6b * h + 3h^2 and j = merge (without the
+    Fourier transform). Attention is over all tokens, so its term is not halved. Same sources as `language_products`;
+    the shape of the layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
+    """
+    hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
+    products = [
+        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=False)
+        for parameter, each in spec.embedding_products().items()
+    ]
+    for index in range(spec.num_layers):
+        layer = f"{encoder}.layers.layers.{index}"
+        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
+        products += _two_linears(f"{layer}.mlp", tokens, hidden, spec.ffn_hidden_size, spec.ffn_hidden_size)
+    width, projection = joined_width(spec, projector), "input_projections.0.encoder"
+    projected = media.patches / spec.joined(projector.merge)
+    if projector.kind == "linear":
+        return [*products, Product(f"{projection}.weight", 2 * projected * width * language_width)]
+    middle = projector.ffn_hidden_size or language_width
+    products.append(Product(f"{projection}.linear_fc1.weight", 2 * projected * width * middle))
+    products.append(Product(f"{projection}.linear_fc2.weight", 2 * projected * middle * language_width))
+    return products
+
+
+def count(products: Sequence[Product], frozen: Sequence[str] = (), *, upstream: bool, recompute: str = "none") -> Flops:
+    """FLOPs of forward and backward over `products`.
+
+    Backward gets to a product if its weight is trained, or any in front of it is. Only matrices are looked at: where a
+    pattern freezes a matrix and leaves its bias or a norm, these are taken as frozen too.
+
+    Args:
+        frozen: shell patterns of parameter names that are not trained.
+        upstream: whether something is trained in front of the first product.
+        recompute: none, selective (core attention is computed again in backward) or full (whole layers).
+    """
+    reached, model, again = upstream, 0.0, 0.0
+    for product in products:
+        trained = not any(fnmatchcase(product.name, pattern) for pattern in frozen)
+        input_gradient = reached or (trained and product.input_gradient)
+        reached = reached or trained
+        model += product.forward * (1 + trained + input_gradient) + product.attention * (3 if reached else 1)
+        if reached and product.in_layer and recompute != "none":
+            again += product.attention + (product.forward if recompute == "full" else 0)
+    return Flops(model, model + again)
+
+
+def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
+    """Shell patterns of the parameters that a module does not train in optimizer step `step`, counted from 1: those of
+    `freeze`, those of `freeze_until` during that many first steps, and all that have adapters beside them."""
+    entries = [*module.freeze, *(entry for entry, steps in module.freeze_until.items() if step <= steps)]
+    if module.lora.rank:
+        entries.append("encoder" if module.llm is None else "llm")
+    return tuple(PARTS.get(entry, entry) for entry in entries)
+
+
+Numbers = Mapping[str, Sequence[Sequence[int]]]
+"""Of the media of a step: encoder module -> microbatch -> sample -> number."""
+
+
+class StepFlops:
+    """FLOPs of every module in a step of a run."""
+
+    def __init__(self, cfg: ConfigContainer, vocab: int):
+        """`vocab`: rows of the embedding, padding included (`memory.padded_vocab_size`)."""
+        self._recompute = {name: cfg.recompute_of(name) for name in cfg.modules}
+        self._modules = cfg.modules
+        width = cfg.language.llm.hidden_size
+        one_of_each = (Media(patches=1), Media(tokens=1), Media(pairs=1))
+        self._products = {
+            name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
+            for name, module in cfg.encoders.items()
+        }
+        self._products[LANGUAGE] = [language_products(cfg.language.llm, cfg.data.sequence_length, vocab)]
+        self._unit: dict[tuple, dict[str, list[Flops]]] = {}
+        """For what is frozen: FLOPs of one sample (language), or of a patch, a token and a pair (encoders)."""
+
+    def __call__(self, *, samples: int, counts: Numbers, loads: Numbers, pairs: Numbers, step: int) -> dict[str, Flops]:
+        """FLOPs of each module.
+
+        Args:
+            samples: samples of the step.
+            counts: rows of features; loads: tokens inside the encoder; pairs: of these that attend to each other.
+            step: number of the step, from 1; `freeze_until` depends on it.
+        """
+        flops = {}
+        for name, units in self._units(step).items():
+            amounts = [samples]
+            if name != LANGUAGE:
+                rows, tokens, squares = (sum(map(sum, numbers[name])) for numbers in (counts, loads, pairs))
+                module = self._modules[name]
+                amounts = [rows * module.encoder.joined(module.projector.merge), tokens, squares]
+            flops[name] = sum((unit * amount for unit, amount in zip(units, amounts, strict=True)), Flops())
+        return flops
+
+    def _units(self, step: int) -> dict[str, list[Flops]]:
+        frozen = {name: frozen_patterns(module, step) for name, module in self._modules.items()}
+        key = tuple(frozen.items())
+        if key not in self._unit:
+            adapted = {name for name, module in self._modules.items() if module.lora.rank}
+            encoders = [name for name in self._modules if name != LANGUAGE]
+            # Adapters are too small to count, but gradients go back to the first of them.
+            reached = adapted | (
+                {LANGUAGE}
+                if any(name in adapted or is_trained(self._products[name][0], frozen[name]) for name in encoders)
+                else set()
+            )
+            self._unit[key] = {
+                name: [
+                    count(products, frozen[name], upstream=name in reached, recompute=self._recompute[name])
+                    for products in self._products[name]
+                ]
+                for name in self._modules
+            }
+        return self._unit[key]
+
+
+def is_trained(products: Sequence[Product], frozen: Sequence[str]) -> bool:
+    """Whether any matrix of a module is trained."""
+    return any(not any(fnmatchcase(product.name, pattern) for pattern in frozen) for product in products)
+
+
+def _attention(layer: str, tokens: int, hidden: int, query: int, key: int, core: float) -> Iterator[Product]:
+    yield Product(f"{layer}.self_attention.linear_qkv.weight", 2 * tokens * hidden * (query + 2 * key), core, True)
+    yield Product(f"{layer}.self_attention.linear_proj.weight", 2 * tokens * query * hidden, in_layer=True)
+
+
+def _two_linears(prefix: str, rows: float, hidden: int, up: int, down: int) -> Iterator[Product]:
+    yield Product(f"{prefix}.linear_fc1.weight", 2 * rows * hidden * up, in_layer=True)
+    yield Product(f"{prefix}.linear_fc2.weight", 2 * rows * down * hidden, in_layer=True)
+
+
+def _feed_forward(prefix: str, rows: float, llm: LlmSpec, ffn: int = 0) -> Iterator[Product]:
+    ffn = ffn or llm.ffn_hidden_size
+    yield from _two_linears(prefix, rows, llm.hidden_size, 2 * ffn if llm.activation == "swiglu" else ffn, ffn)
+
+
+def _experts(layer: str, tokens: int, llm: LlmSpec) -> Iterator[Product]:
+    """Router, experts (each token passes `experts_per_token` of them; the first one's name stands for all), shared."""
+    yield Product(f"{layer}.mlp.router.weight", 2 * tokens * llm.hidden_size * llm.num_experts, in_layer=True)
+    rows = tokens * llm.experts_per_token
+    yield from _feed_forward(f"{layer}.mlp.experts.local_experts.0", rows, llm, llm.expert_ffn_hidden_size)
+    if llm.shared_expert_ffn_hidden_size:
+        shared = f"{layer}.mlp.shared_experts"
+        yield from _feed_forward(shared, tokens, llm, llm.shared_expert_ffn_hidden_size)
+        if llm.shared_expert_gate:
+            yield Product(f"{shared}.gate_weight", 2 * tokens * llm.hidden_size, in_layer=True)

@@ -1,0 +1,266 @@
+"""Where modules stand: first ranks, shared ranks, idle processes, nodes. Imports no torch.
+
+An encoder stands apart from the language model, on other ranks, or on exactly the ranks of its first stage. Encoders
+that stand apart may share their ranks, stage by stage.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mimo_train.config.schema import LANGUAGE, ConfigContainer, Fault, LayoutConfig
+
+MODES = ("disjoint", "shared")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """First ranks, counted over the processes that have a module."""
+
+    first_ranks: dict[str, int]
+    processes: tuple[int, ...]
+    """The launcher's rank of each process that has a module, in order: without holes 0, 1, 2, ..."""
+
+
+def place(cfg: ConfigContainer) -> Placement:
+    """Where the modules of a valid config stand."""
+    spans = _spans(cfg)
+    processes = sorted({process for span in spans.values() for process in span})
+    rank_of = {process: rank for rank, process in enumerate(processes)}
+    return Placement({name: rank_of[span[0]] for name, span in spans.items()}, tuple(processes))
+
+
+def note_nodes(cfg: ConfigContainer) -> None:
+    """Fill in `placement.ranks_per_node` from what the launcher has started, if there is one and several nodes."""
+    if not cfg.placement.ranks_per_node:
+        cfg.placement.ranks_per_node = launched_per_node()
+
+
+def launched_per_node() -> int:
+    """Processes that the launcher has started on each node; 0 where there is one node, or no launcher."""
+    started, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return here if 0 < here < started else 0
+
+
+def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Everything that is wrong with where modules stand. Sizes are at least 1 and there is a language module."""
+    found = list(_key_faults(cfg))
+    yield from found
+    if found:
+        return
+    spans = _spans(cfg)
+    found = [*_overlap_faults(cfg, spans), *_idle_faults(cfg, spans)]
+    yield from found
+    if not found:
+        yield from node_faults(cfg, cfg.placement.ranks_per_node)
+        yield from _dropout_faults(cfg, spans)
+
+
+def node_faults(cfg: ConfigContainer, node: int) -> Iterator[Fault]:
+    """What keeps modules from standing where they do on nodes of this many ranks; nothing if it is 0."""
+    if not node:
+        return
+    spans = _spans(cfg)
+    first = min(span[0] for span in spans.values())
+    if first >= node:
+        yield Fault(
+            "placement.first_rank",
+            f"no module stands on the first node (ranks 0-{node - 1}), the lowest rank is {first}: processes meet "
+            f"there, and its launcher ends with its last process; let a module start below rank {node}",
+        )
+    if not cfg.placement.tp_across_nodes:
+        for name, span in spans.items():
+            yield from _crossing_faults(cfg, spans, name, _crossing(cfg, name, span[0], node), node)
+
+
+def moved_for_nodes(cfg: ConfigContainer) -> str:
+    """How the order of modules differs from the config's, so that no tensor-parallel group crosses a node; else ""."""
+    order = _order(cfg)
+    if order == tuple(cfg.modules) or cfg.placement.mode == "shared" or cfg.placement.first_rank:
+        return ""
+    return (
+        f"modules stand in the order {', '.join(order)}: in the config's order ({', '.join(cfg.modules)}) a "
+        f"tensor-parallel group would stand on two nodes of {cfg.placement.ranks_per_node} ranks"
+    )
+
+
+def span_text(ranks: range) -> str:
+    """Ranks as people write them: 3, or 0-3."""
+    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _size(sizes: LayoutConfig) -> int:
+    return sizes.tp * sizes.pp * sizes.dp * sizes.cp
+
+
+def _spans(cfg: ConfigContainer) -> dict[str, range]:
+    """Processes of each module."""
+    firsts = dict(cfg.placement.first_rank)
+    if cfg.placement.mode == "shared":
+        firsts = dict.fromkeys(cfg.modules, 0)
+    if not firsts:
+        firsts = _one_after_the_other(cfg, _order(cfg))
+    return {name: range(firsts[name], firsts[name] + _size(module.layout)) for name, module in cfg.modules.items()}
+
+
+def _one_after_the_other(cfg: ConfigContainer, order: tuple[str, ...]) -> dict[str, int]:
+    firsts, following = {}, 0
+    for name in order:
+        firsts[name] = following
+        following += _size(cfg.modules[name].layout)
+    return firsts
+
+
+def _order(cfg: ConfigContainer) -> tuple[str, ...]:
+    """The first order of modules, from the config's on, in which no tensor-parallel group crosses a node; the config's
+    if there is none, or if groups may cross."""
+    node, dead_ends = cfg.placement.ranks_per_node, set()
+
+    def complete(order: tuple[str, ...], following: int) -> tuple[str, ...] | None:
+        rest = tuple(name for name in cfg.modules if name not in order)
+        if not rest:
+            return order
+        if rest not in dead_ends:
+            for name in rest:
+                if not _crossing(cfg, name, following, node):
+                    found = complete((*order, name), following + _size(cfg.modules[name].layout))
+                    if found:
+                        return found
+            dead_ends.add(rest)
+        return None
+
+    if not node or cfg.placement.tp_across_nodes:
+        return tuple(cfg.modules)
+    return complete((), 0) or tuple(cfg.modules)
+
+
+def _crossing(cfg: ConfigContainer, name: str, first: int, node: int) -> range | None:
+    """The first tensor-parallel group of a module at `first` that stands on two nodes."""
+    sizes = cfg.modules[name].layout
+    groups = (range(start, start + sizes.tp) for start in range(first, first + _size(sizes), sizes.tp))
+    return next((group for group in groups if group[0] // node != group[-1] // node), None)
+
+
+def _key_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    placement = cfg.placement
+    if placement.mode not in MODES:
+        yield Fault("placement.mode", f"must be {' or '.join(MODES)}, is {placement.mode!r}")
+    if placement.ranks_per_node < 0:
+        yield Fault("placement.ranks_per_node", f"must be at least 0, is {placement.ranks_per_node}")
+    for name, rank in placement.first_rank.items():
+        if name not in cfg.modules:
+            yield Fault(f"placement.first_rank.{name}", f"no such module; modules are {', '.join(cfg.modules)}")
+        if rank < 0:
+            yield Fault(f"placement.first_rank.{name}", f"must be at least 0, is {rank}")
+    if placement.first_rank and placement.mode == "shared":
+        yield Fault("placement.first_rank", "applies to mode disjoint; shared modules all start at rank 0: remove it")
+    missing = set(cfg.modules) - set(placement.first_rank)
+    if placement.first_rank and missing:
+        yield Fault(
+            "placement.first_rank", f"gives no rank for {', '.join(sorted(missing))}: name every module or none"
+        )
+
+
+def _overlap_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
+    language, sizes = spans[LANGUAGE], cfg.language.layout
+    first_stage = language[: len(language) // sizes.pp]
+    shared, apart = cfg.placement.mode == "shared", []
+    for name in cfg.encoders:
+        span, pp = spans[name], cfg.modules[name].layout.pp
+        if shared or span == first_stage or set(span) & set(language):
+            if span != first_stage:
+                same_start = shared or span[0] == language[0]
+                yield Fault(
+                    f"modules.{name}.layout" if same_start else f"placement.first_rank.{name}",
+                    f"{name} stands on {len(span)} ranks ({span_text(span)}), the first stage of {LANGUAGE} on "
+                    f"{len(first_stage)} ({span_text(first_stage)}): make them the same, with tp x dp "
+                    f"{len(first_stage)} and first rank {first_stage[0]}, or put {name} on ranks that {LANGUAGE} "
+                    f"({span_text(language)}) does not have",
+                )
+            elif pp > 1:
+                yield Fault(
+                    f"modules.{name}.layout.pp",
+                    f"an encoder on the ranks of {LANGUAGE} has one stage, pp is {pp}: set it to 1, or put {name} on "
+                    "other ranks",
+                )
+            continue
+        for other in apart:
+            same = spans[other] == span and cfg.modules[other].layout.pp == pp
+            if set(spans[other]) & set(span) and not same:
+                yield Fault(
+                    f"placement.first_rank.{name}",
+                    f"{name} (ranks {span_text(span)}, pp {pp}) and {other} (ranks {span_text(spans[other])}, pp "
+                    f"{cfg.modules[other].layout.pp}) share some ranks: give both the same first rank, number of ranks "
+                    "and pp, or no rank in common",
+                )
+        apart.append(name)
+
+
+def _idle_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
+    used = {process for span in spans.values() for process in span}
+    idle = sorted(set(range(max(used))) - used)
+    if idle and not cfg.placement.allow_idle:
+        behind = min((name for name in spans if spans[name][0] > idle[0]), key=lambda name: spans[name][0])
+        yield Fault(
+            "placement.first_rank",
+            f"no module stands on rank {idle[0]}: {len(idle)} idle of {max(used) + 1}. Move {behind} from rank "
+            f"{spans[behind][0]} to {idle[0]}, or set placement.allow_idle=true",
+        )
+
+
+def _crossing_faults(
+    cfg: ConfigContainer, spans: dict[str, range], name: str, group: range | None, node: int
+) -> Iterator[Fault]:
+    if group is None:
+        return
+    tp = cfg.modules[name].layout.tp
+    firsts = _aligned(cfg, spans, node)
+    if tp > node:
+        change = f"tp {tp} is more than a node has: use at most {node}"
+    elif node % tp:
+        change = f"tp {tp} does not divide a node: use a divisor of {node}"
+    elif firsts:
+        change = f"use placement.first_rank={{{', '.join(f'{name}: {first}' for name, first in firsts.items())}}}"
+        following = {first + len(spans[name]) for name, first in firsts.items()}
+        if set(firsts.values()) - following - {0}:
+            change += " with placement.allow_idle=true"
+    else:
+        change = f"let it start at a multiple of {tp}"
+    yield Fault(
+        f"modules.{name}.layout.tp",
+        f"ranks {span_text(group)} of {name} are one tensor-parallel group (tp {tp}) on two nodes of {node} ranks: "
+        f"{change}, or set placement.tp_across_nodes=true",
+    )
+
+
+def _aligned(cfg: ConfigContainer, spans: dict[str, range], node: int) -> dict[str, int]:
+    """First ranks that keep every tensor-parallel group on a node, what shares ranks together and the order, with as
+    few idle ranks as that allows; empty if there are none."""
+    firsts, following = {}, 0
+    for start in sorted({span[0] for span in spans.values()}):
+        names = [name for name, span in spans.items() if span[0] == start]
+        places = range(following, following + node)
+        place = next((at for at in places if not any(_crossing(cfg, name, at, node) for name in names)), None)
+        if place is None:
+            return {}
+        firsts |= dict.fromkeys(names, place)
+        following = place + max(len(spans[name]) for name in names)
+    return {name: firsts[name] for name in cfg.modules}
+
+
+def _dropout_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
+    """A rank has one generator: what one module's tensor-parallel ranks must draw alike, another's draw apart."""
+    dropout = {name: module.encoder.dropout for name, module in cfg.encoders.items()}
+    dropout[LANGUAGE] = cfg.language.llm.dropout
+    names = list(spans)
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            one, two = cfg.modules[name].layout, cfg.modules[other].layout
+            same = (one.tp, one.dp, one.cp) == (two.tp, two.dp, two.cp)
+            if set(spans[name]) & set(spans[other]) and not same and (dropout[name] or dropout[other]):
+                yield Fault(
+                    f"modules.{name}.layout",
+                    f"{name} (tp {one.tp}, dp {one.dp}) shares ranks with {other} (tp {two.tp}, dp {two.dp}), and "
+                    f"there is dropout ({name} {dropout[name]}, {other} {dropout[other]}): set it to 0, or give both "
+                    "the same tp and dp, or other ranks",
+                )

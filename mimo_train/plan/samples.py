@@ -1,0 +1,88 @@
+"""Config -> tokenizer and datasets: what the encoders need of a sample, where the samples are. No Megatron-Core here,
+so that `mimo-train check` reads samples exactly as training does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from encoders.spec import inner_tokens, input_size, num_tokens
+from mimo_train.config.schema import ConfigContainer
+
+if TYPE_CHECKING:
+    from data.pipeline import Dataset, Media
+
+
+def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
+    """The token that stands for each encoder module's features: of the first module of a kind that of the kind, such as
+    `<image>`; of a further one a token with its name, such as `<image:details>`."""
+    taken: dict[str, str] = {}
+    for name, module in cfg.encoders.items():
+        own = module.encoder.placeholder
+        taken[name] = f"{own[:-1]}:{name}>" if own in taken.values() else own
+    return taken
+
+
+def media_of(cfg: ConfigContainer) -> list[Media]:
+    """What every encoder module needs of a sample, in the order of the config."""
+    from data.pipeline import Media
+
+    placeholders = placeholders_of(cfg)
+    return [
+        Media(
+            module=name,
+            kind=module.encoder.kind,
+            placeholder=placeholders[name],
+            num_tokens=partial(num_tokens, module.encoder, module.projector),
+            size=partial(input_size, module.encoder, module.projector),
+            inner_tokens=partial(inner_tokens, module.encoder, module.projector),
+        )
+        for name, module in cfg.encoders.items()
+    ]
+
+
+def tokenizer_of(cfg: ConfigContainer) -> Any:
+    """The run's tokenizer, with a placeholder for every encoder module.
+
+    Raises:
+        ValueError: `data.tokenizer` cannot be loaded.
+    """
+    from data.tokens import build_tokenizer
+
+    return build_tokenizer(cfg.data.tokenizer, list(placeholders_of(cfg).values()))
+
+
+def build_dataset(
+    cfg: ConfigContainer,
+    tokenizer: Any,
+    *,
+    held_out: bool = False,
+    shards: str | Sequence[str | Path] | None = None,
+    max_bad_samples: int | None = None,
+) -> Dataset:
+    """The training samples, or the held-out ones: these in order, and with their texts.
+
+    Args:
+        shards: instead of those of the config.
+        max_bad_samples: instead of the config's.
+
+    Raises:
+        ValueError: no shards, or one that cannot be used.
+    """
+    from data.pipeline import Dataset
+
+    data = cfg.data
+    return Dataset(
+        shards or (data.validation_shards if held_out else data.shards),
+        tokenizer=tokenizer,
+        sequence_length=data.sequence_length,
+        media=media_of(cfg),
+        seed=cfg.run.seed,
+        shuffle=data.shuffle and not held_out,
+        cache_dir=data.cache_dir or None,
+        blind=data.blind,
+        max_bad_samples=data.max_bad_samples if max_bad_samples is None else max_bad_samples,
+        keep_text=held_out,
+    )

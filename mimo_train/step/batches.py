@@ -1,0 +1,183 @@
+"""Data of a run: which samples this rank reads, and the iterator that feeds the schedule."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data.pipeline import Batching, Dataset, Reader, StepBatch, StepLoader
+from mimo_train.config.schema import LANGUAGE, ConfigContainer
+from mimo_train.parallel.device import to_device
+from mimo_train.parallel.groups import RunGroups
+from mimo_train.plan.layout import RunLayout
+from mimo_train.step.schedule import Pipeline
+
+
+def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
+    """This rank's part of every module it holds: its data-parallel slice. Of media, an encoder's later stages get the
+    sizes alone."""
+    return [
+        Reader(
+            name,
+            pgs.dp.rank(),
+            pgs.dp.size(),
+            balanced=layout.modules[name].balance == "patches",
+            sizes_only=name != LANGUAGE and pgs.pp.rank() > 0,
+        )
+        for name, pgs in groups.collections.items()
+    ]
+
+
+def open_loader(
+    cfg: ConfigContainer,
+    layout: RunLayout,
+    groups: RunGroups,
+    dataset: Dataset,
+    *,
+    consumed: int,
+    steps: int,
+    size_at: Callable[[int], int] | None = None,
+) -> StepLoader:
+    """The loader of this rank from sample number `consumed` on, for `steps` steps of `size_at(consumed)` samples, or of
+    the full batch."""
+    return StepLoader(
+        dataset,
+        Batching(layout.global_batch_size, layout.microbatch_samples, size_at),
+        readers_of(layout, groups),
+        consumed_samples=consumed,
+        workers=cfg.data.workers,
+        limit=steps,
+    )
+
+
+class StepIterator:
+    """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
+
+    A rank that cannot read a sample tells the others, so that its loss counts nowhere. The flags of the next step
+    travel in the sum over ranks at the end of this one, so that they cost no message; so does, for the weight of a
+    load-balancing loss, how much of each sample counts.
+    """
+
+    def __init__(self, loader: StepLoader, pipeline: Pipeline, *, forward_only: bool = False):
+        self._loader, self._pipeline, self._forward_only = loader, pipeline, forward_only
+        self._language = pipeline.groups.collections.get(LANGUAGE)
+        self._upcoming: StepBatch | None = next(loader, None)
+        self.current: StepBatch | None = None
+        self.bad: torch.Tensor | None = None
+        """[global_batch_size], of which a smaller step uses the first: above 0 where any rank found the sample of the
+        current step bad."""
+        if not forward_only:
+            size = pipeline.layout.global_batch_size
+            pipeline.step_sum.open("bad samples", size, lambda: _flags_of(self._upcoming))
+        self._weighs = pipeline.balancing.active and not forward_only
+        if self._weighs:
+            pipeline.step_sum.open("learned", size, lambda: self._learned_of(self._upcoming))
+        self._sums_seen = pipeline.step_sum.count
+        self._waiting: deque[int] = deque()
+
+    def advance(self) -> StepBatch | None:
+        """Make the next step the current one; None when there is no more. Collective over all ranks at the start,
+        after a step that was passed over, and at every step of an evaluation."""
+        self.current = self._upcoming
+        if self.current is None:
+            return None
+        flags, learned, step_sum = None, None, self._pipeline.step_sum
+        if not self._forward_only and step_sum.count != self._sums_seen:
+            flags, learned = step_sum.total("bad samples"), step_sum.total("learned")
+        self._sums_seen = step_sum.count
+        if flags is None:
+            flags, learned = self._all_flags_of(self.current), self._learned_of(self.current)
+            dist.all_reduce(flags)
+            if self._weighs:
+                dist.all_reduce(learned)
+        self.bad = flags
+        self._good = (flags == 0).float()[:, None]
+        if self._weighs:
+            share = (learned * (flags == 0)).sum() / self.current.size
+            self._pipeline.balancing.learned_share = share.to(torch.float32)
+        with self._pipeline.stopwatch("data_wait"):
+            self._upcoming = next(self._loader, None)
+        self.rewind()
+        return self.current
+
+    @property
+    def device(self) -> torch.device:
+        """Where the microbatches go."""
+        return self._pipeline.device
+
+    @property
+    def dataset(self) -> Dataset:
+        """Where the samples come from: gives shard and key of a sample number."""
+        return self._loader.dataset
+
+    def rewind(self, chosen: Sequence[int] | None = None) -> None:
+        """Start the current step's microbatches again: all, or those with the numbers in `chosen`."""
+        step, microbatches = self.current, self.current.microbatches
+        chosen = range(len(microbatches)) if chosen is None else chosen
+        self._pipeline.plan.begin(
+            *(
+                {module: [numbers[number] for number in chosen] for module, numbers in of.items()}
+                for of in (step.token_counts, step.loads)
+            )
+        )
+        self._waiting = deque(chosen)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        with self._pipeline.stopwatch("data_wait"):
+            if not self._waiting:
+                raise StopIteration
+            index = self._waiting.popleft()
+            batch = to_device(self.current.microbatches[index], self._pipeline.device)
+            if "loss_mask" in batch:
+                # What no rank found bad counts.
+                first, count = self._first(index), self._pipeline.layout.micro_batch_size
+                batch["loss_mask"] = batch["loss_mask"] * self._good[first : first + count]
+            return batch
+
+    def following(self) -> Iterator[dict[str, Any]]:
+        """The microbatches that come next, as they were read: what is left of this step, and those of the next."""
+        for index in self._waiting:
+            yield self.current.microbatches[index]
+        if self._upcoming is not None:
+            yield from self._upcoming.microbatches
+
+    def views(self, number: int) -> list[Iterator[dict[str, Any]]]:
+        """Iterators over the current step's microbatches, one for each model chunk; they share the tensors."""
+        return [map(dict, view) for view in itertools.tee(self, number)]
+
+    def close(self) -> None:
+        """End the reading threads."""
+        self._loader.close()
+
+    def _all_flags_of(self, step: StepBatch) -> torch.Tensor:
+        flags = torch.zeros(self._pipeline.layout.global_batch_size, dtype=torch.int64)
+        flags[: step.size] = torch.from_numpy(step.bad)
+        return flags.to(self._pipeline.device)
+
+    def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
+        """[global_batch_size]: share of positions that count, of the samples whose text no other rank adds."""
+        pipeline, language = self._pipeline, self._language
+        shares = torch.zeros(pipeline.layout.global_batch_size, dtype=torch.float64)
+        reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
+        if step is not None and reads:
+            for index, microbatch in enumerate(step.microbatches):
+                first = self._first(index)
+                mask = microbatch["loss_mask"].double()
+                shares[first : first + len(mask)] = mask.mean(dim=1)
+        return shares.to(pipeline.device)
+
+    def _first(self, microbatch: int) -> int:
+        """Place in the step of this language rank's first sample of a microbatch."""
+        layout = self._pipeline.layout
+        return microbatch * layout.microbatch_samples + self._language.dp.rank() * layout.micro_batch_size
+
+
+def _flags_of(step: StepBatch | None) -> list[int]:
+    """1 for each sample of a step that this rank could not read."""
+    return [] if step is None else step.bad.tolist()

@@ -1,0 +1,138 @@
+"""Features of frozen encoders: fingerprints, lookups, and who computes ahead when."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from data.pipeline import MEDIA, Dataset, Lookup
+from mimo_train.config.schema import LANGUAGE, ConfigContainer
+from mimo_train.model.build import modules_of
+from mimo_train.model.encoder_module import EncoderModule
+from mimo_train.model.feature_files import FeatureCache
+from mimo_train.parallel.device import to_device
+from mimo_train.step.batches import StepIterator
+
+
+class Features:
+    """Caches of this rank's frozen encoders, and the lookups that its datasets use."""
+
+    def __init__(self, cfg: ConfigContainer, model: list[MegatronModule], te: bool):
+        """Open the caches of `modules.NAME.feature_cache`; when the weights are loaded. Collective over the
+        tensor-parallel ranks of a module.
+
+        Args:
+            te: whether layers are Transformer Engine's.
+        """
+        self._lookups: dict[str, Lookup] = {}
+        self._prefetched: dict[str, int] = {}
+        self._modules: dict[str, EncoderModule] = {}
+        for name, chunks in modules_of(model).items():
+            config = cfg.modules[name]
+            if name == LANGUAGE or not (config.feature_cache.dir or config.prefetch_microbatches):
+                continue
+            module: EncoderModule = unwrap_model(chunks[0])
+            self._modules[name], self._lookups[name] = module, _nothing
+            if config.feature_cache.dir:
+                cache = FeatureCache(
+                    Path(config.feature_cache.dir),
+                    int(config.feature_cache.max_gigabytes * 1e9),
+                    fingerprint=fingerprint(cfg, name, module, te),
+                    writers=config.layout.dp,
+                )
+                self._lookups[name], module.cached = cache.read, True
+                module.cache = cache if module.pg_collection.tp.rank() == 0 else None
+            if config.prefetch_microbatches:
+                self._prefetched[name] = config.prefetch_microbatches
+
+    def serve(self, dataset: Dataset) -> None:
+        """Let the readers of a dataset look features up. Before they begin."""
+        dataset.lookups = dict(self._lookups)
+
+    def prefetcher(self, iterator: StepIterator) -> "Prefetcher | None":
+        """What computes ahead from this `StepIterator`; None if no encoder here does."""
+        return Prefetcher(self._modules, self._prefetched, iterator) if self._prefetched else None
+
+
+class Prefetcher:
+    """Computes features of the next microbatches of a `StepIterator` while this rank has nothing else to do.
+
+    What a call computes depends on where the run stands and not on time, so that the ranks of a tensor-parallel group,
+    which call it at the same places, do the same.
+    """
+
+    def __init__(self, modules: dict[str, EncoderModule], bounds: dict[str, int], iterator: StepIterator):
+        self._modules, self._bounds, self._iterator = modules, bounds, iterator
+
+    def one(self) -> None:
+        """Compute the next microbatch of every module that has room for one more."""
+        for name in self._bounds:
+            self._next(name)
+
+    def all(self) -> None:
+        """Compute as many microbatches as there is room for."""
+        for name in self._bounds:
+            while self._next(name):
+                pass
+
+    def _next(self, name: str) -> bool:
+        """Whether there was one to compute."""
+        bound, held = self._bounds[name], 0
+        for microbatch in self._iterator.following():
+            inputs = microbatch["modality_inputs"][name]
+            if inputs is None:
+                continue
+            held += 1
+            if held > bound:
+                return False
+            if inputs[name][MEDIA].ahead is None:
+                self._modules[name].encode_ahead(to_device(inputs, self._iterator.device))
+                return True
+        return False
+
+
+def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool) -> str:
+    """Of all that an encoder's features depend on besides the sample: its weights as loaded, its spec (sizes of the
+    picture and how pixels are normalised), precision, kind of layers. Collective over the module's tensor-parallel
+    ranks.
+
+    Each rank has its part of the weights, so that another tensor-parallel size gives another fingerprint.
+    """
+    config = cfg.modules[name]
+    own, tp = _weights(module.encoders), module.pg_collection.tp
+    parts: list = [own]
+    if tp.size() > 1:
+        parts = [None] * tp.size()
+        dist.all_gather_object(parts, own, group=tp)
+    described = {
+        "encoder": asdict(config.encoder),
+        "merge": config.projector.merge,
+        "precision": cfg.train.precision,
+        "te": te,
+        "blind": cfg.data.blind,
+        "weights": parts,
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _weights(encoders: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter_name, tensor in _tensors(encoders):
+        digest.update(parameter_name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _tensors(encoders: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from encoders.named_parameters()
+    yield from encoders.named_buffers()
+
+
+def _nothing(identity: str) -> torch.Tensor | None:
+    return None

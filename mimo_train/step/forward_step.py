@@ -1,0 +1,116 @@
+"""The contract of a forward step: which signatures a user may write, and how the state reaches it."""
+
+import inspect
+import typing
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mimo_train.step.losses import StepLosses
+from mimo_train.step.state import GlobalState
+
+ForwardStepCallable = Callable[..., tuple[Any, Callable | None]]
+"""A function or functor, see `ACCEPTED_FORMS`."""
+
+ACCEPTED_FORMS = (
+    "(data_iterator, model)",
+    "(data_iterator, model, return_schedule_plan=False)",
+    "(state: GlobalState, data_iterator, model)",
+    "(state: GlobalState, data_iterator, model, return_schedule_plan=False)",
+)
+"""Signatures of a forward step. It returns (output, loss function), or (output, None) before the last stage."""
+
+_STATE_NAMES = ("state", "global_state")
+
+
+def prepare_forward_step_func(forward_step_func: ForwardStepCallable, state: GlobalState) -> ForwardStepCallable:
+    """The forward step as the schedule calls it, with the state bound if it asks for one.
+
+    Called once per loop: the signature is read once, and the bound state is the object itself, so later changes of it
+    are seen. A functor keeps its own attributes.
+
+    Raises:
+        TypeError: the signature is none of `ACCEPTED_FORMS`.
+    """
+    return maybe_inject_state(forward_step_func, state, needs_global_state_injection(forward_step_func))
+
+
+def needs_global_state_injection(forward_step_func: ForwardStepCallable) -> bool:
+    """Whether the forward step takes the state: by a `GlobalState` annotation, or by its first parameter's name.
+
+    Raises:
+        TypeError: the signature is none of `ACCEPTED_FORMS`.
+    """
+    parameters = _parameters(forward_step_func)
+    hints = _hints(forward_step_func)
+    annotated = any(_is_state(hints.get(parameter.name, parameter.annotation)) for parameter in parameters)
+    takes_state = annotated or (bool(parameters) and parameters[0].name in _STATE_NAMES)
+    own = len(parameters) - takes_state
+    if own not in (2, 3) or (own == 3 and parameters[-1].name != "return_schedule_plan"):
+        given = f"({', '.join(parameter.name for parameter in parameters)})"
+        raise TypeError(f"forward step {_name(forward_step_func)}{given}: write one of {'; '.join(ACCEPTED_FORMS)}")
+    return takes_state
+
+
+def maybe_inject_state(
+    forward_step_func: ForwardStepCallable, state: GlobalState, needs_injection: bool | None = None
+) -> ForwardStepCallable:
+    """Bind `state` as the first argument if the forward step takes it.
+
+    Args:
+        needs_injection: result of `needs_global_state_injection`, if it is known already.
+    """
+    if needs_injection is None:
+        needs_injection = needs_global_state_injection(forward_step_func)
+    return partial(forward_step_func, state) if needs_injection else forward_step_func
+
+
+def record_losses(forward_step_func: ForwardStepCallable, losses: StepLosses) -> ForwardStepCallable:
+    """The forward step, with its loss functions normalised and their reports kept in `losses`.
+
+    Raises (when called):
+        TypeError: the forward step returned something other than (output, loss function or None).
+    """
+
+    def step(data_iterator: Any, model: Any, **options: Any) -> tuple[Any, Callable | None]:
+        result = forward_step_func(data_iterator, model, **options)
+        good = isinstance(result, tuple) and len(result) == 2 and (result[1] is None or callable(result[1]))
+        if not good:
+            raise TypeError(
+                f"forward step {_name(forward_step_func)} returned {type(result).__name__}: it must return (output, "
+                "loss function), or (output, None) before the last stage"
+            )
+        output, loss_func = result
+        return output, None if loss_func is None else losses.wrap(loss_func)
+
+    return step
+
+
+def _parameters(function: ForwardStepCallable) -> list[inspect.Parameter]:
+    return [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+
+
+def _hints(function: ForwardStepCallable) -> dict[str, Any]:
+    """Resolved annotations; of `__call__` for a functor. Annotations that cannot be resolved stay as written."""
+    target = function.func if isinstance(function, partial) else function
+    if not inspect.isroutine(target):
+        target = type(target).__call__
+    try:
+        return typing.get_type_hints(target)
+    except (NameError, TypeError):
+        return {}
+
+
+def _is_state(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return annotation.rsplit(".", 1)[-1].strip("'\"") == GlobalState.__name__
+    return annotation is GlobalState
+
+
+def _name(function: Any) -> str:
+    function = function.func if isinstance(function, partial) else function
+    return getattr(function, "__name__", type(function).__name__)

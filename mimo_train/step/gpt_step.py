@@ -1,0 +1,36 @@
+"""Forward step of the plain GPT, the case of one module."""
+
+from collections.abc import Iterable
+from functools import partial
+
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from mimo_train.config.schema import LANGUAGE
+from mimo_train.parallel.context import own_part
+from mimo_train.step.losses import masked_token_loss
+from mimo_train.step.state import GlobalState
+
+
+def forward_step(
+    state: GlobalState, data_iterator: Iterable, model: MegatronModule, return_schedule_plan: bool = False
+):
+    """One forward pass of this rank's stage.
+
+    Args:
+        return_schedule_plan: return the layers' plan for the schedule to run instead of running them, as Megatron-Core
+            asks when it overlaps the experts' communication with another microbatch.
+
+    Returns:
+        (loss per token [batch, sequence] or the stage's activations, loss function); Megatron-Core's schedule calls
+        the loss function at the last stage only.
+    """
+    batch = next(data_iterator, None)
+    if batch is None:
+        raise ValueError("the data ended before train.iters: data_iterator gave no microbatch")
+    texts = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "loss_mask")}
+    inputs = own_part(texts, state.pipeline.groups.collections[LANGUAGE].cp)
+    loss_mask = inputs.pop("loss_mask")
+    inputs["attention_mask"] = None
+    output = unwrap_model(model).build_schedule_plan(**inputs) if return_schedule_plan else model(**inputs)
+    return output, partial(masked_token_loss, loss_mask)

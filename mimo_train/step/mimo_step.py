@@ -1,0 +1,64 @@
+"""Forward step of a run with several modules: encoders give features, only the language model gives a loss."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.utils import unwrap_model
+
+from mimo_train.step.losses import masked_token_loss
+from mimo_train.step.state import GlobalState
+
+MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs")
+"""Keys of a microbatch that the model takes."""
+
+
+def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor):
+    """Loss at the language model's last stage.
+
+    Args:
+        loss_mask: [batch, sequence], 1 where a token is learned from.
+        output_tensor: [batch, sequence], loss per token.
+
+    Returns:
+        (sum of losses, number of tokens, {"lm loss": [sum, number]}).
+    """
+    return masked_token_loss(loss_mask, output_tensor)
+
+
+def get_batch(data_iterator: Iterable) -> dict[str, Any] | None:
+    """The next microbatch of this rank, or None when there is no more.
+
+    Returns:
+        On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence]; on encoder ranks:
+        modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank.
+    """
+    batch = next(data_iterator, None)
+    return None if batch is None else {key: batch[key] for key in MODEL_INPUTS if key in batch}
+
+
+def forward_step(state: GlobalState, data_iterator: Iterable, model: MimoModel):
+    """One forward pass of this rank's modules.
+
+    Returns:
+        (loss per token, loss function) at the language model's last stage, else (features by module, None).
+
+    Raises:
+        TypeError: the last stage gave features by module instead of losses: modules and layout disagree.
+    """
+    batch = get_batch(data_iterator)
+    if batch is None:
+        raise ValueError("the data ended before train.iters: data_iterator gave no microbatch")
+    batch.setdefault("input_ids", None)
+    output, loss_mask = model(**batch)
+    mimo_model = unwrap_model(model)
+    if not (mimo_model.role.has_language_module and mimo_model.role.is_last_stage("language")):
+        return output, None
+    if isinstance(output, dict):
+        raise TypeError(
+            f"the language model's last stage returned features of {', '.join(output)} instead of a loss tensor: "
+            "check that modules and modules.*.layout describe the same ranks"
+        )
+    return output, partial(loss_func, loss_mask)
