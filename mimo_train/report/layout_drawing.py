@@ -1,12 +1,56 @@
-"""The layout of a run as HTML: a box for each rank, coloured by module, with its coordinates. Imports no torch."""
+"""What the drawing of a layout shows: a box for each rank, coloured by module, with its coordinates.
 
-from html import escape
+templates/layout.html.j2 places it. Imports no torch.
+"""
+
+from dataclasses import dataclass
 
 from mimo_train.config.schema import LANGUAGE
 from mimo_train.plan.layout import ModuleLayout, RunLayout
 
 _MAX_BOXES = 64
 """Ranks drawn of a module; the rest is a number, because nobody reads a thousand boxes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of one module that stands on a rank; `coordinates` such as "tp 0 · pp 1 · dp 0"."""
+
+    module: str
+    coordinates: str
+    color: int
+    takes_features: bool
+    """Whether the parts above it, on the same rank, send it their features."""
+
+
+@dataclass(frozen=True)
+class RankBox:
+    """A rank of the launcher, its node where there are several, and the parts that stand on it."""
+
+    rank: int
+    node: int | None
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Modules that stand on the same ranks."""
+
+    modules: list[ModuleLayout]
+    color: int | None
+    """None for several modules: each part has its own."""
+    boxes: list[RankBox]
+    not_drawn: int
+    """Ranks beyond those in `boxes`."""
+
+
+@dataclass(frozen=True)
+class LayoutDrawing:
+    """Encoders on ranks of their own, the language model with what shares its ranks, and the arithmetic in words."""
+
+    encoders: list[Block]
+    language: Block
+    summary: str
 
 
 def coordinates(module: ModuleLayout, rank: int) -> dict[str, int]:
@@ -24,18 +68,17 @@ def module_colors(layout: RunLayout) -> dict[str, int]:
     return {LANGUAGE: 0} | {name: 1 + index % 5 for index, name in enumerate(others)}
 
 
-def draw_layout(layout: RunLayout) -> str:
-    """The drawing and a sentence of arithmetic. Ranks are the launcher's."""
+def layout_drawing(layout: RunLayout) -> LayoutDrawing:
+    """The drawing of a run's layout. Ranks are the launcher's."""
     apart = _sharing(layout, layout.apart_encoders)
-    language = _block(layout, [*layout.local_encoders, LANGUAGE])
-    drawing = language
-    if apart:
-        blocks = "".join(_block(layout, names) for names in apart)
-        drawing = f'<div class="encoders">{blocks}</div>{_arrow("features")}{language}'
-    return f'<div class="layout">{drawing}</div><p class="note">{_sentences(layout, apart)}</p>'
+    return LayoutDrawing(
+        encoders=[_block(layout, names) for names in apart],
+        language=_block(layout, [*layout.local_encoders, LANGUAGE]),
+        summary=_summary(layout, apart),
+    )
 
 
-def _sentences(layout: RunLayout, apart: list[list[str]]) -> str:
+def _summary(layout: RunLayout, apart: list[list[str]]) -> str:
     said = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
     if len(layout.modules) > 1:
         shares = layout.local_encoders or any(len(names) > 1 for names in apart)
@@ -43,11 +86,15 @@ def _sentences(layout: RunLayout, apart: list[list[str]]) -> str:
     idle = sorted(set(range(layout.processes[-1])) - set(layout.processes))
     if idle:
         said += f"; idle: {', '.join(map(str, idle[:_MAX_BOXES]))}{' ...' if len(idle) > _MAX_BOXES else ''}"
-    if layout.ranks_per_node and layout.processes[-1] >= layout.ranks_per_node:
+    if _has_nodes(layout):
         said += f"; {layout.ranks_per_node} a node"
     count = layout.num_microbatches
-    microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
-    return f"{said}. A step is {layout.global_batch_size} samples: {microbatches} of {layout.microbatch_samples}."
+    microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
+    return f"{said}. A step is {layout.global_batch_size:,} samples: {microbatches} of {layout.microbatch_samples:,}."
+
+
+def _has_nodes(layout: RunLayout) -> bool:
+    return bool(layout.ranks_per_node) and layout.processes[-1] >= layout.ranks_per_node
 
 
 def _sharing(layout: RunLayout, names: list[str]) -> list[list[str]]:
@@ -58,35 +105,25 @@ def _sharing(layout: RunLayout, names: list[str]) -> list[list[str]]:
     return list(blocks.values())
 
 
-def _block(layout: RunLayout, names: list[str]) -> str:
+def _block(layout: RunLayout, names: list[str]) -> Block:
     """Ranks on which these modules stand, each with its part of every module, encoders above the language model."""
     colors, modules = module_colors(layout), [layout.modules[name] for name in names]
     ranks = max((module.ranks for module in modules), key=len)
     boxes = []
     for rank in ranks[:_MAX_BOXES]:
-        chips = [_chip(module, rank, colors[module.name], len(names) > 1) for module in modules if rank in module.ranks]
-        down = '<span class="down" aria-label="to">↓</span>' if LANGUAGE in names else ""
-        process, node = layout.processes[rank], ""
-        if layout.ranks_per_node and layout.processes[-1] >= layout.ranks_per_node:
-            node = f" · node {process // layout.ranks_per_node}"
-        boxes.append(f'<li><span class="rank">rank {process}{node}</span>{down.join(chips)}</li>')
-    more = f'<li class="more">and {len(ranks) - _MAX_BOXES:,} more</li>' if len(ranks) > _MAX_BOXES else ""
-    titles = " + ".join(f"{escape(module.name)} <small>{escape(str(module))}</small>" for module in modules)
-    kind = "shared" if len(names) > 1 else f"c{colors[names[0]]}"
-    return f'<section class="module {kind}"><h3>{titles}</h3><ol class="ranks">{"".join(boxes)}{more}</ol></section>'
+        here = [module for module in modules if rank in module.ranks]
+        process = layout.processes[rank]
+        node = process // layout.ranks_per_node if _has_nodes(layout) else None
+        takes = [module.name == LANGUAGE and len(here) > 1 for module in here]
+        parts = [
+            Part(module.name, _written(module, rank), colors[module.name], taking)
+            for module, taking in zip(here, takes, strict=True)
+        ]
+        boxes.append(RankBox(process, node, parts))
+    color = colors[names[0]] if len(names) == 1 else None
+    return Block(modules, color, boxes, max(0, len(ranks) - _MAX_BOXES))
 
 
-def _chip(module: ModuleLayout, rank: int, color: int, named: bool) -> str:
+def _written(module: ModuleLayout, rank: int) -> str:
     found = coordinates(module, rank)
-    axes = [f"{axis} {found[axis]}" for axis in ("tp", "pp", "dp", "cp") if axis != "cp" or module.cp > 1]
-    name = f"<b>{escape(module.name)}</b> " if named else ""
-    return f'<span class="chip c{color}">{name}{" · ".join(axes)}</span>'
-
-
-def _arrow(text: str) -> str:
-    return (
-        f'<div class="arrow"><span>{text}</span><svg viewBox="0 0 64 16" width="64" height="16" role="img" '
-        'aria-label="encoders send features to the language model">'
-        '<path d="M1 8H60M53 2L61 8L53 14" fill="none" stroke="currentColor" stroke-width="1.6" '
-        'stroke-linecap="round" stroke-linejoin="round"/></svg></div>'
-    )
+    return " · ".join(f"{axis} {found[axis]}" for axis in ("tp", "pp", "dp", "cp") if axis != "cp" or module.cp > 1)

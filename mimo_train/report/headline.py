@@ -1,0 +1,63 @@
+"""The numbers that a reader of a report looks for first. Imports no torch."""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mimo_train.metrics.console import duration
+from mimo_train.report.curves import Column
+
+_LONG = 10_000_000
+"""Counts from here on are written in millions or billions: all their digits do not fit."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number with its name, and what it is of or over; `detail` may be empty."""
+
+    label: str
+    value: str
+    detail: str
+
+
+def headline(data: dict[str, Column], iters: int) -> list[Number]:
+    """The numbers for which there are metrics. `iters` is the number of steps that the run is to have."""
+    numbers = [
+        _held_out(data, "eval/exact_match", "Held-out exact match", lambda value: f"{value:.1%}"),
+        _held_out(data, "eval/loss", "Held-out loss", lambda value: f"{value:.4f}"),
+    ]
+    if "consumed_samples" in data:
+        steps = data["consumed_samples"].steps[-1]
+        numbers.append(Number("Steps", f"{steps:,.0f}", f"of {iters:,}" if steps < iters else ""))
+        numbers.append(Number("Samples", _count(data["consumed_samples"].values[-1]), "seen in training"))
+    speed = _finite(data.get("tokens_per_second"))
+    if speed:
+        numbers.append(Number("Tokens per second", _count(statistics.median(speed)), "median"))
+    seconds = _finite(data.get("step_seconds"))
+    if seconds:
+        total = statistics.fmean(seconds) * data["step_seconds"].steps[-1]
+        each = f"{statistics.median(seconds):.3g} s per step, median"
+        numbers.append(Number("Training time", duration(total), each))
+    return [number for number in numbers if number is not None]
+
+
+def _held_out(data: dict[str, Column], key: str, label: str, name: Callable[[float], str]) -> Number | None:
+    last = data[key].last_finite() if key in data else None
+    if last is None:
+        return None
+    step, value = last
+    samples = data.get("eval/samples")
+    count = f"{samples.values[-1]:,.0f} samples, " if samples else ""
+    return Number(label, name(value), f"{count}step {step:,.0f}")
+
+
+def _count(count: float) -> str:
+    """1,280; 20.5 M; 4.1 B."""
+    if count < _LONG:
+        return f"{count:,.0f}"
+    return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+
+
+def _finite(column: Column | None) -> list[float]:
+    return [value for value in column.values if math.isfinite(value)] if column else []

@@ -1,0 +1,79 @@
+"""Which charts a run has: loss, exact match, gradient norm, learning rates, throughput. Imports no torch."""
+
+from mimo_train.plan.layout import RunLayout
+from mimo_train.report.charts import Chart, Series, chart
+from mimo_train.report.curves import Column, smooth
+from mimo_train.report.layout_drawing import module_colors
+
+_RATE = "learning_rate/"
+_LOSS_COLOR, _HELD_OUT_COLOR, _MATCH_COLOR, _NORM_COLOR, _SPEED_COLOR = 0, 3, 2, 4, 5
+
+
+def run_charts(data: dict[str, Column], layout: RunLayout) -> list[Chart]:
+    """The charts for which there are values, the most important first."""
+    if "consumed_samples" not in data:
+        return []
+    last_step = data["consumed_samples"].steps[-1]
+    match = data.get("eval/exact_match")
+    charts = [
+        chart("Loss", "cross-entropy, nats per token", _loss_series(data), last_step=last_step),
+        chart(
+            "Held-out exact match",
+            "answers equal to the truth",
+            [Series("exact match", match.steps, match.values, "dots", _MATCH_COLOR)] if match else [],
+            last_step=last_step,
+            y_range=(0, 1),
+            y_format=lambda value: f"{value:.0%}" if value in (0, 1) else f"{100 * value:.3g}%",
+        ),
+        chart(
+            "Gradient norm",
+            "over all modules, before clipping",
+            _raw_and_smooth(data.get("grad_norm"), "", _NORM_COLOR),
+            last_step=last_step,
+        ),
+        chart("Learning rate", "per module", _rate_series(data, layout), last_step=last_step, name_single=True),
+        chart(
+            "Throughput",
+            "tokens per second",
+            _raw_and_smooth(data.get("tokens_per_second"), "", _SPEED_COLOR),
+            last_step=last_step,
+        ),
+    ]
+    return [one for one in charts if one is not None]
+
+
+def _loss_series(data: dict[str, Column]) -> list[Series]:
+    series = _raw_and_smooth(data.get("lm loss"), "training, ", _LOSS_COLOR)
+    if "eval/loss" in data:
+        held_out = data["eval/loss"]
+        series.append(Series("held-out", held_out.steps, held_out.values, "dots", _HELD_OUT_COLOR))
+    return series
+
+
+def _raw_and_smooth(column: Column | None, prefix: str, color: int) -> list[Series]:
+    if column is None:
+        return []
+    smoothed = smooth(column.values, len(column.values) / 50)
+    return [
+        Series(f"{prefix}each step", column.steps, column.values, "raw", color),
+        Series(f"{prefix}smoothed", column.steps, smoothed, "line", color),
+    ]
+
+
+def _rate_series(data: dict[str, Column], layout: RunLayout) -> list[Series]:
+    """One curve for each module; modules with equal rates share one, or they would hide each other."""
+    colors = module_colors(layout)
+    groups: list[tuple[list[str], Column]] = []
+    for key, column in data.items():
+        if not key.startswith(_RATE):
+            continue
+        name = key.removeprefix(_RATE)
+        same = next((names for names, other in groups if other == column), None)
+        if same is None:
+            groups.append(([name], column))
+        else:
+            same.append(name)
+    return [
+        Series(", ".join(names), column.steps, column.values, "line", colors.get(names[-1], 0))
+        for names, column in groups
+    ]
