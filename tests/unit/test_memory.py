@@ -5,8 +5,10 @@ import itertools
 
 import pytest
 
-from encoders.spec import ProjectorSpec, VisionSpec, joined_width
-from encoders.whisper.spec import AudioSpec
+from encoders.projectors.spec import ProjectorSpec
+from encoders.spec import joined_width
+from encoders.vit.spec import VisionSpec
+from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.plan import layout, memory
 from mimo_train.plan.memory import Memory, ParameterCount
@@ -227,7 +229,7 @@ def test_parameters_of_projectors_over_tensor_parallel_ranks():
     assert memory.projector_parameters(mlp, 8, 4, tp=2) == (8 * 6 + 6 + 6 * 4) // 2 + 4
     linear = ProjectorSpec(kind="linear", merge=2)
     assert memory.projector_parameters(linear, joined_width(VisionSpec(hidden_size=8), linear), 4) == 32 * 4 + 4
-    assert memory.projector_parameters(linear, joined_width(AudioSpec(hidden_size=8), linear), 4) == 16 * 4 + 4
+    assert memory.projector_parameters(linear, joined_width(WhisperSpec(hidden_size=8), linear), 4) == 16 * 4 + 4
 
 
 def test_freezing_takes_parts_and_leaves_patterns_uncounted():
