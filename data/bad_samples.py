@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from data.errors import TooManyBadSamples
+
 _log = logging.getLogger(__name__)
 
 
@@ -17,10 +19,6 @@ class Fault(NamedTuple):
     shard: Path
     key: str
     reason: str
-
-
-class TooManyBadSamples(ValueError):
-    """More bad samples than `data.max_bad_samples` allows."""
 
 
 class FaultLog:

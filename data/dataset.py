@@ -29,16 +29,16 @@ import torch
 
 from data import collate
 from data.bad_samples import Fault, FaultLog
+from data.errors import DataError, DecodeError, RecordError, SampleError, ShardError
 from data.features import Lookup
 from data.index import Member, ShardIndex, open_index
-from data.media.decode import DecodeError, decode_media
+from data.media.decode import decode_media
 from data.order import GlobalOrder
-from data.records import Conversation, RecordError, parse_record
-from data.shards import ShardError, find_shards
-from data.storage.local import ReadError, ShardReader
+from data.records import Conversation, parse_record
+from data.shards import find_shards
+from data.storage.local import ShardReader
 from data.tokens import Tokenizer
 
-_SAMPLE_FAULTS = (RecordError, DecodeError, ReadError)
 _OPEN_INDEXES = 256  # each holds a file descriptor
 
 
@@ -62,7 +62,7 @@ class Media:
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):
-            raise ValueError(f"modules.{self.module}: media kind {self.kind!r} is neither 'image' nor 'audio'")
+            raise DataError(f"modules.{self.module}: media kind {self.kind!r} is neither 'image' nor 'audio'")
 
     @property
     def field(self) -> str:
@@ -104,7 +104,7 @@ class Dataset:
     blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many bad samples are stood in for;
     keep_text: text samples carry (question, truth) too. Methods may be called from several threads.
 
-    Raises ValueError (shards not found, none holds a sample), ShardError (a shard is unusable).
+    Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable).
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Dataset:
                 self._indexes[number] = index
         self._ends = np.cumsum(counts)
         if not self._ends[-1]:
-            raise ValueError(
+            raise DataError(
                 f"data.shards: the {len(self.shards)} shard(s) hold no sample, for example {self.shards[0]}"
             )
         self.order = GlobalOrder(int(self._ends[-1]), seed, shuffle)
@@ -229,7 +229,7 @@ class Dataset:
         """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
         try:
             return _question_and_truth(self._conversation(self.plan(number)))
-        except _SAMPLE_FAULTS:
+        except SampleError:
             return "", ""
 
     def read_text(self, number: int) -> tuple[collate.TextSample, Fault | None]:
@@ -242,7 +242,7 @@ class Dataset:
             if self.keep_text:
                 sample = replace(sample, question_and_truth=_question_and_truth(conversation))
             return sample, None
-        except _SAMPLE_FAULTS as error:
+        except SampleError as error:
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=("", ""))
@@ -255,7 +255,7 @@ class Dataset:
         if plan.fault is None and not self.blind:
             try:
                 return [self._decode(spec, plan, *pair) for pair in zip(members, sizes, strict=True)], None
-            except _SAMPLE_FAULTS as error:
+            except SampleError as error:
                 plan = replace(plan, fault=str(error))
         if spec.kind == "image":
             zeros = [torch.zeros(3, height, width, dtype=torch.uint8) for height, width in sizes]

@@ -25,20 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.errors import DataError, ShardError
 from data.media.headers import parse_audio_header, parse_header
-from data.shards import ShardError, find_shards, refuse_compressed
-
-__all__ = [
-    "AUDIO",
-    "IMAGES",
-    "Member",
-    "ShardError",
-    "ShardIndex",
-    "build_index",
-    "find_shards",
-    "index_path",
-    "open_index",
-]
+from data.shards import refuse_compressed
 
 IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp"])
 AUDIO = frozenset(["wav", "flac", "mp3", "ogg"])
@@ -283,7 +272,7 @@ def _save(index: ShardIndex, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
     except OSError as error:
-        raise ValueError(
+        raise DataError(
             f"cannot write the index {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
         ) from error
     try:

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from data.errors import RecordError
+
 MARKERS = {"<image>": "image", "<audio>": "audio"}
 _SPLIT = re.compile("(" + "|".join(map(re.escape, MARKERS)) + ")")
 _ROLES = {
@@ -22,10 +24,6 @@ _ROLES = {
     "system": "system",
 }
 _PART_KINDS = {"image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
-
-
-class RecordError(ValueError):
-    """A record that cannot be used. The message names the sample's key."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from data.errors import DataError
+
 ROLES = ("user", "assistant", "system")
 _MULTIPLE = 64  # vocabularies are padded to this, so that tensor-parallel ranks and matrix units divide them
 
@@ -39,7 +41,7 @@ class Tokenizer(Protocol):
         """Marker that opens a turn of `role`: user, assistant or system."""
 
     def placeholder_id(self, name: str) -> int:
-        """Id of a placeholder such as `<image>`. Raises ValueError for a name that the tokenizer was not built with."""
+        """Id of a placeholder such as `<image>`. Raises DataError for a name that the tokenizer was not built with."""
 
     def as_text(self, token: int) -> int:
         """The token where the model wrote it: padding in the place of a placeholder, which would ask for features."""
@@ -48,10 +50,10 @@ class Tokenizer(Protocol):
 def build_tokenizer(name: str | os.PathLike[str], placeholders: Sequence[str] = ()) -> Tokenizer:
     """`name` (config key `data.tokenizer`): "bytes", or a folder or hub name of a Hugging Face tokenizer.
 
-    placeholders: one per media module, e.g. ["<image>"]. Raises ValueError if it cannot be loaded.
+    placeholders: one per media module, e.g. ["<image>"]. Raises DataError if it cannot be loaded.
     """
     if len(set(placeholders)) < len(placeholders):
-        raise ValueError(f"each media module needs a placeholder of its own, got {list(placeholders)}")
+        raise DataError(f"each media module needs a placeholder of its own, got {list(placeholders)}")
     return ByteTokenizer(placeholders) if name == "bytes" else HuggingFaceTokenizer(name, placeholders)
 
 
@@ -85,7 +87,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `transformers` tokenizer. Placeholders that it lacks are added as special tokens; pad falls back to EOS.
 
-    `vocab_size` counts the added tokens and is rounded up to a multiple of 64. Raises ValueError (names
+    `vocab_size` counts the added tokens and is rounded up to a multiple of 64. Raises DataError (names
     `data.tokenizer`) if it cannot be loaded or has no EOS token.
     """
 
@@ -96,11 +98,11 @@ class HuggingFaceTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(
+            raise DataError(
                 f"data.tokenizer: cannot load {str(path)!r}: {reason}. Use 'bytes' or a Hugging Face tokenizer"
             ) from error
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(
+            raise DataError(
                 f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn; set eos_token in its config"
             )
         known = self._tokenizer.get_vocab()
@@ -140,7 +142,7 @@ class HuggingFaceTokenizer:
 
 def _lookup(placeholders: dict[str, int], name: str) -> int:
     if name not in placeholders:
-        raise ValueError(f"the tokenizer has no placeholder {name!r}; it was built with {sorted(placeholders)}")
+        raise DataError(f"the tokenizer has no placeholder {name!r}; it was built with {sorted(placeholders)}")
     return placeholders[name]
 
 

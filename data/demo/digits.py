@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from data.errors import DataError
+
 CANVAS = 48  # pixels, height and width of every picture
 COLOURS = {
     "red": (235, 50, 50),
@@ -51,11 +53,11 @@ class DemoSample:
 
 
 def load_scans(held_out: bool) -> Digits:
-    """The training scans, or the fifth that is held out. Raises ValueError if scikit-learn is not installed."""
+    """The training scans, or the fifth that is held out. Raises DataError if scikit-learn is not installed."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError("the digits demo takes its scans from scikit-learn: pip install mimo-train[demo]") from error
+        raise DataError("the digits demo takes its scans from scikit-learn: pip install mimo-train[demo]") from error
     bundle = load_digits()
     shuffled = np.random.default_rng(_SPLIT_SEED).permutation(len(bundle.target))
     cut = round(len(shuffled) * (1 - _HELD_OUT_SHARE))

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.errors import DataError
+
 if TYPE_CHECKING:
     from data.demo.digits import DemoSample
 
@@ -43,14 +45,14 @@ def make_demo(
     shards: int = 8,
     text_only_fraction: float = 0.1,
 ) -> Path:
-    """Writes the digits demo (see `demo_digits.py`) into `out_dir` and returns it. Files of the same names are
+    """Writes the digits demo (see `digits.py`) into `out_dir` and returns it. Files of the same names are
     replaced.
 
     shards: number of training shards; the held-out part is one. Odd shards hold chat `messages`, even ones LLaVA
-    `conversations`. Raises ValueError for numbers that make no demo, or without scikit-learn.
+    `conversations`. Raises DataError for numbers that make no demo, or without scikit-learn.
     """
     if min(train_samples, held_out_samples, shards) < 1 or not 0 <= text_only_fraction <= 1:
-        raise ValueError(
+        raise DataError(
             "a demo needs at least one sample of each part and one shard, and a fraction from 0 to 1; got "
             f"train_samples={train_samples}, held_out_samples={held_out_samples}, shards={shards}, "
             f"text_only_fraction={text_only_fraction}"
@@ -82,9 +84,9 @@ def make_mixed_demo(
     seed: int = 0,
     shards: int = 4,
 ) -> Path:
-    """Writes the mixed demo (see `demo_mixed.py`), as `make_demo` writes the digits."""
+    """Writes the mixed demo (see `mixed.py`), as `make_demo` writes the digits."""
     if min(train_samples, held_out_samples, shards) < 1:
-        raise ValueError(
+        raise DataError(
             "a demo needs at least one sample of each part and one shard; got "
             f"train_samples={train_samples}, held_out_samples={held_out_samples}, shards={shards}"
         )
@@ -107,7 +109,7 @@ def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
     The last tenth of each description is held out. `shards`: number of training shards.
     """
     if shards < 1:
-        raise ValueError(f"a demo needs at least one shard, got shards={shards}")
+        raise DataError(f"a demo needs at least one shard, got shards={shards}")
     with _writing(Path(out_dir), "text", {"shards": shards}) as folder:
         train, held_out = _passages()
         for number in range(shards):
@@ -120,11 +122,11 @@ def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
 def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **parameters: Any) -> Path:
     """Makes the demo (`kind`: "digits", "mixed" or "text") unless `out_dir` holds it complete; returns `out_dir`.
 
-    Every rank may call it: one makes the demo, the others wait. Raises ValueError if the folder holds a demo that was
+    Every rank may call it: one makes the demo, the others wait. Raises DataError if the folder holds a demo that was
     made with other parameters.
     """
     if kind not in DEMOS:
-        raise ValueError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
+        raise DataError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
     make, defaults = DEMOS[kind]
     out_dir = Path(out_dir)
     wanted = {**defaults, **parameters}
@@ -161,7 +163,7 @@ def _complete(out_dir: Path, kind: str, parameters: dict[str, Any]) -> bool:
         differing = [
             f"{name}={found.get(name)} (wanted {value})" for name, value in wanted.items() if found.get(name) != value
         ]
-        raise ValueError(f"{out_dir} holds a demo made with {', '.join(differing)}: remove it or choose another folder")
+        raise DataError(f"{out_dir} holds a demo made with {', '.join(differing)}: remove it or choose another folder")
     return True
 
 
@@ -243,7 +245,7 @@ def _passages() -> tuple[list[str], list[str]]:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise ValueError("the text demo takes its prose from scikit-learn: pip install mimo-train[demo]") from error
+        raise DataError("the text demo takes its prose from scikit-learn: pip install mimo-train[demo]") from error
     train: list[str] = []
     held_out: list[str] = []
     for name in ("iris", "wine", "breast_cancer", "diabetes", "digits", "linnerud"):

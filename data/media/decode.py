@@ -14,11 +14,8 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
+from data.errors import DecodeError
 from data.media.headers import parse_header_bytes
-
-
-class DecodeError(ValueError):
-    """A picture or an audio clip that cannot be decoded."""
 
 
 def decode_media(kind: str, raw: bytes, size: tuple[int, int]) -> torch.Tensor:

@@ -9,11 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.shards import ShardError
-
-
-class ReadError(ValueError):
-    """A member that could not be read in full."""
+from data.errors import ReadError, ShardError
 
 
 class ShardReader:

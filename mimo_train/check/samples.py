@@ -80,7 +80,8 @@ def _add_shards(
     report: Report, cfg: ConfigContainer, key: str, pattern: str, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
     """Samples in the shards that can be read."""
-    from data.index import find_shards, open_index
+    from data.index import open_index
+    from data.shards import find_shards
 
     try:
         paths = find_shards(pattern)

@@ -104,7 +104,8 @@ def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
 def _inspect(args: argparse.Namespace) -> int:
     from collections import Counter
 
-    from data.index import find_shards, open_index
+    from data.index import open_index
+    from data.shards import find_shards
 
     counts, sizes, pictures, clips, faults = Counter(), Counter(), Counter(), [], []
     samples = total = shown = 0
@@ -167,7 +168,8 @@ def _verify(args: argparse.Namespace) -> int:
     from functools import partial
     from itertools import repeat
 
-    from data.index import find_shards, open_index
+    from data.index import open_index
+    from data.shards import find_shards
     from data.storage.local import ShardReader
     from data.verify import check_sample
 

@@ -9,9 +9,8 @@ import pytest
 import soundfile
 import torch
 
-from data.bad_samples import TooManyBadSamples
+from data.errors import DataError, ShardError, TooManyBadSamples
 from data.pipeline import Dataset, Media
-from data.shards import ShardError
 from data.tokens import build_tokenizer
 from tests.unit.data.helpers import chat, encode_picture, images, write_tar
 
@@ -137,7 +136,7 @@ def test_more_shards_than_open_indexes(tmp_path, monkeypatch):
 
 def test_no_sample_at_all(tmp_path):
     write_tar(tmp_path / "empty.tar", [])
-    with pytest.raises(ValueError, match=r"data\.shards.*no sample"):
+    with pytest.raises(DataError, match=r"data\.shards.*no sample"):
         Dataset(tmp_path, tokenizer=build_tokenizer("bytes"), sequence_length=8)
 
 
@@ -240,7 +239,7 @@ def test_picture_records_without_a_picture_module_say_so(small):
 
 
 def test_unknown_media_kind():
-    with pytest.raises(ValueError, match=r"modules\.x.*'video'"):
+    with pytest.raises(DataError, match=r"modules\.x.*'video'"):
         Media("x", "video", "<video>", int, int)
 
 

@@ -9,10 +9,10 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.io import ImageReadMode, decode_image
 
-from data.media.decode import DecodeError, decode_audio, decode_picture, decode_resized
+from data.errors import DecodeError, ReadError, ShardError
+from data.media.decode import decode_audio, decode_picture, decode_resized
 from data.media.headers import parse_header_bytes
-from data.shards import ShardError
-from data.storage.local import ReadError, ShardReader
+from data.storage.local import ShardReader
 from tests.unit.data.helpers import encode_picture
 
 

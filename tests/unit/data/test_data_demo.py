@@ -10,8 +10,10 @@ import pytest
 from data.demo import make as demo
 from data.demo.digits import load_scans
 from data.demo.make import ensure_demo, make_demo, make_text_demo
-from data.index import find_shards, open_index
+from data.errors import DataError
+from data.index import open_index
 from data.pipeline import Batching, Dataset, Reader, StepLoader
+from data.shards import find_shards
 from data.tokens import build_tokenizer
 from mimo_train.commands.shards import add_subparser
 from tests.unit.data.helpers import chat, images, write_tar
@@ -142,7 +144,7 @@ def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
     shard = out / "train" / "train-000001.tar"
     whole, times = shard.read_bytes(), shard.stat().st_mtime_ns
     assert ensure_demo(out, **small) == out and shard.stat().st_mtime_ns == times
-    with pytest.raises(ValueError, match=r"seed=0 \(wanted 3\)"):
+    with pytest.raises(DataError, match=r"seed=0 \(wanted 3\)"):
         ensure_demo(out, **small, seed=3)
     for damage in (shard.unlink, (out / "demo.json").unlink, lambda: shard.write_bytes(whole[:-1])):
         damage()
@@ -153,9 +155,9 @@ def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             make_demo(out, **small)
     assert ensure_demo(out, **small) and shard.read_bytes() == whole
-    with pytest.raises(ValueError, match="unknown demo"):
+    with pytest.raises(DataError, match="unknown demo"):
         ensure_demo(out, "cats")
-    with pytest.raises(ValueError, match="train_samples=0"):
+    with pytest.raises(DataError, match="train_samples=0"):
         make_demo(out, train_samples=0)
 
 

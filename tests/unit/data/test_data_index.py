@@ -10,8 +10,10 @@ import webdataset
 from PIL import Image
 
 from data import index as index_module
-from data.index import ShardError, build_index, find_shards, index_path, open_index
+from data.errors import DataError, ShardError
+from data.index import build_index, index_path, open_index
 from data.media.headers import parse_header_bytes
+from data.shards import find_shards
 from tests.unit.data.helpers import encode_picture, write_tar
 
 TEXT = b'{"text": "hello"}'
@@ -217,7 +219,7 @@ def test_find_shards_names_the_key_and_what_was_sought(tmp_path, monkeypatch, pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     write_tar(tmp_path / "x-000002.tar", [("k.txt", b"x")])
-    with pytest.raises(ValueError, match=rf"data\.shards.*{named}"):
+    with pytest.raises(DataError, match=rf"data\.shards.*{named}"):
         find_shards(pattern)
 
 

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from data.bad_samples import TooManyBadSamples
+from data.errors import TooManyBadSamples
 from data.pipeline import Batching, Reader, StepLoader
 from tests.unit.data.helpers import chat, encode_picture, images, write_tar
 

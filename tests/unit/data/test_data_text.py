@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from data.collate import collate, encode_prompt, stand_in, to_sample
-from data.records import Conversation, Part, RecordError, Turn, parse_record
+from data.errors import DataError, RecordError
+from data.records import Conversation, Part, Turn, parse_record
 from data.tokens import build_tokenizer
 
 BYTES = build_tokenizer("bytes", ["<image>", "<dino>"])
@@ -43,9 +44,9 @@ def test_byte_tokenizer_ids():
     assert specials == list(range(256, 264)) and BYTES.vocab_size == 320
     assert build_tokenizer("bytes", [f"<{n}>" for n in range(59)]).vocab_size == 384
     assert BYTES.encode("\ud800") == [ord("?")]
-    with pytest.raises(ValueError, match="<audio>"):
+    with pytest.raises(DataError, match="<audio>"):
         BYTES.placeholder_id("<audio>")
-    with pytest.raises(ValueError, match="of its own"):
+    with pytest.raises(DataError, match="of its own"):
         build_tokenizer("bytes", ["<image>", "<image>"])
 
 
@@ -116,9 +117,9 @@ def test_hugging_face_tokenizer_serves_threads(saved_tokenizer):
 
 
 def test_tokenizers_that_cannot_serve(saved_tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.tokenizer.*EOS"):
+    with pytest.raises(DataError, match=r"data\.tokenizer.*EOS"):
         build_tokenizer(saved_tokenizer(eos=None))
-    with pytest.raises(ValueError, match=r"data\.tokenizer"):
+    with pytest.raises(DataError, match=r"data\.tokenizer"):
         build_tokenizer(tmp_path / "nowhere")
 
 
