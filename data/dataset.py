@@ -82,7 +82,7 @@ class MediaSize(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SampleOutline:
     """What the index tells of one sample. `members`: those of the kinds that the run uses, by kind, in order; empty if
     the sample has a `fault`."""
 
@@ -172,7 +172,7 @@ class Dataset:
         size, mtime = self._stamps[shard]
         return f"{self.shards[shard].resolve()}|{size}|{mtime}|{self._index(shard).key(row)}"
 
-    def plan(self, number: int) -> Plan:
+    def outline(self, number: int) -> SampleOutline:
         """What the index tells of a sample; reads no member."""
         shard, row = self._place(number)
         index = self._index(shard)
@@ -184,27 +184,27 @@ class Dataset:
             counts, fault = self._count(members)
         if fault is not None:
             members, counts = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
-        return Plan(number, shard, key, None if at is None else every[at], members, counts, fault)
+        return SampleOutline(number, shard, key, None if at is None else every[at], members, counts, fault)
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
-        return {module: sum(counts) for module, counts in self.plan(number).counts.items()}
+        return {module: sum(counts) for module, counts in self.outline(number).counts.items()}
 
     def media_sizes(self, number: int) -> dict[str, MediaSize]:
         """What each module's pictures or clips take in this sample, from the index alone."""
-        plan = self.plan(number)
+        outline = self.outline(number)
         sizes = {}
         for spec in self.modules:
-            counts = plan.counts[spec.module]
+            counts = outline.counts[spec.module]
             inner = counts
             if spec.inner_tokens:
-                inner = [spec.inner_tokens(*_extent(member)) for member in plan.members[spec.kind]]
+                inner = [spec.inner_tokens(*_extent(member)) for member in outline.members[spec.kind]]
             sizes[spec.module] = MediaSize(sum(counts), sum(inner), sum(tokens**2 for tokens in inner))
         return sizes
 
     def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
         """`Media.size` of each of the module's pictures or clips in this sample, from the index alone."""
-        return _input_sizes(self._by_module[module], self.plan(number))
+        return _input_sizes(self._by_module[module], self.outline(number))
 
     def text(self, number: int) -> collate.TextSample:
         """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""
@@ -228,17 +228,17 @@ class Dataset:
     def prompt_and_truth(self, number: int) -> tuple[str, str]:
         """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
         try:
-            return _question_and_truth(self._conversation(self.plan(number)))
+            return _question_and_truth(self._conversation(self.outline(number)))
         except SampleError:
             return "", ""
 
     def read_text(self, number: int) -> tuple[collate.TextSample, Fault | None]:
         """`text`, with its fault handed back instead of counted: for readers that run ahead."""
-        plan = self.plan(number)
-        tokens = self._media_tokens(plan)
+        outline = self.outline(number)
+        tokens = self._media_tokens(outline)
         try:
-            conversation = self._conversation(plan)
-            sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, plan.key)
+            conversation = self._conversation(outline)
+            sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, outline.key)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=_question_and_truth(conversation))
             return sample, None
@@ -246,44 +246,44 @@ class Dataset:
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=("", ""))
-            return sample, self._fault(plan, str(error))
+            return sample, self._fault(outline, str(error))
 
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], Fault | None]:
         """`media`, with its fault handed back instead of counted."""
-        spec, plan = self._by_module[module], self.plan(number)
-        members, sizes = plan.members[spec.kind], _input_sizes(spec, plan)
-        if plan.fault is None and not self.blind:
+        spec, outline = self._by_module[module], self.outline(number)
+        members, sizes = outline.members[spec.kind], _input_sizes(spec, outline)
+        if outline.fault is None and not self.blind:
             try:
-                return [self._decode(spec, plan, *pair) for pair in zip(members, sizes, strict=True)], None
+                return [self._decode(spec, outline, *pair) for pair in zip(members, sizes, strict=True)], None
             except SampleError as error:
-                plan = replace(plan, fault=str(error))
+                outline = replace(outline, fault=str(error))
         if spec.kind == "image":
             zeros = [torch.zeros(3, height, width, dtype=torch.uint8) for height, width in sizes]
         else:
             zeros = [torch.zeros(samples) for samples, _ in sizes]
-        return zeros, None if plan.fault is None else self._fault(plan, plan.fault)
+        return zeros, None if outline.fault is None else self._fault(outline, outline.fault)
 
     def close(self) -> None:
         """Closes the shard files."""
         self.reader.close()
 
-    def _decode(self, spec: Media, plan: Plan, member: Member, size: tuple[int, int]) -> torch.Tensor:
-        raw = self._read(plan, member)
+    def _decode(self, spec: Media, outline: SampleOutline, member: Member, size: tuple[int, int]) -> torch.Tensor:
+        raw = self._read(outline, member)
         try:
             return decode_media(spec.kind, raw, size)
         except DecodeError as error:
             raise DecodeError(f"member .{member.extension}: {error}") from error
 
-    def _conversation(self, plan: Plan) -> Conversation:
-        if plan.fault is not None:
-            raise RecordError(plan.fault)
-        assert plan.record is not None
-        counts = {kind: len(members) for kind, members in plan.members.items()}
-        return parse_record(self._read(plan, plan.record), plan.record.extension, plan.key, counts)
+    def _conversation(self, outline: SampleOutline) -> Conversation:
+        if outline.fault is not None:
+            raise RecordError(outline.fault)
+        assert outline.record is not None
+        counts = {kind: len(members) for kind, members in outline.members.items()}
+        return parse_record(self._read(outline, outline.record), outline.record.extension, outline.key, counts)
 
-    def _read(self, plan: Plan, member: Member) -> bytes:
-        stamp = self._stamps[plan.shard]
-        return self.reader.read(self.shards[plan.shard], member.offset, member.size, member.extension, stamp)
+    def _read(self, outline: SampleOutline, member: Member) -> bytes:
+        stamp = self._stamps[outline.shard]
+        return self.reader.read(self.shards[outline.shard], member.offset, member.size, member.extension, stamp)
 
     def _count(self, members: dict[str, list[Member]]) -> tuple[dict[str, list[int]], str | None]:
         counts: dict[str, list[int]] = {}
@@ -303,17 +303,17 @@ class Dataset:
             return {}, f"its media alone need {needed} tokens, but data.sequence_length is {self.sequence_length}"
         return counts, None
 
-    def _media_tokens(self, plan: Plan) -> collate.MediaTokens:
+    def _media_tokens(self, outline: SampleOutline) -> collate.MediaTokens:
         return {
             kind: [
                 [
-                    (self._placeholders[spec.module], plan.counts[spec.module][at])
+                    (self._placeholders[spec.module], outline.counts[spec.module][at])
                     for spec in self.modules
                     if spec.kind == kind
                 ]
                 for at in range(len(members))
             ]
-            for kind, members in plan.members.items()
+            for kind, members in outline.members.items()
         }
 
     def _place(self, number: int) -> tuple[int, int]:
@@ -334,8 +334,10 @@ class Dataset:
             self._indexes.move_to_end(shard)
             return index
 
-    def _fault(self, plan: Plan, reason: str) -> Fault:
-        return Fault(plan.number, self.shards[plan.shard], plan.key, reason.removeprefix(f"key {plan.key!r}: "))
+    def _fault(self, outline: SampleOutline, reason: str) -> Fault:
+        return Fault(
+            outline.number, self.shards[outline.shard], outline.key, reason.removeprefix(f"key {outline.key!r}: ")
+        )
 
     def _record(self, fault: Fault | None) -> None:
         if fault is not None:
@@ -346,8 +348,8 @@ def _extent(member: Member) -> tuple[int, int]:
     return (member.height, member.width) if member.kind == "image" else (member.frames, member.rate)
 
 
-def _input_sizes(spec: Media, plan: Plan) -> list[tuple[int, int]]:
-    return [spec.size(*_extent(member)) for member in plan.members[spec.kind]]
+def _input_sizes(spec: Media, outline: SampleOutline) -> list[tuple[int, int]]:
+    return [spec.size(*_extent(member)) for member in outline.members[spec.kind]]
 
 
 def _question_and_truth(conversation: Conversation) -> tuple[str, str]:
