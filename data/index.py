@@ -18,7 +18,6 @@ import json
 import os
 import re
 import tarfile
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +27,7 @@ import numpy as np
 from data.errors import DataError, ShardError
 from data.media.headers import parse_audio_header, parse_header
 from data.shards import refuse_compressed
+from data.storage.replace import replacing
 
 IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp"])
 AUDIO = frozenset(["wav", "flac", "mp3", "ogg"])
@@ -270,21 +270,15 @@ def _save(index: ShardIndex, path: Path) -> None:
     head += b" " * (-(len(head) + 1) % 64) + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
+        # Whoever reads the shards may read their indexes, whatever the umask of the user who made them.
+        with replacing(path, mode=0o644) as file:
+            file.write(head)
+            for array in (index.samples, index.all_members, index.keys):
+                file.write(array.tobytes())
     except OSError as error:
         raise DataError(
             f"cannot write the index {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
         ) from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(head)
-            for array in (index.samples, index.all_members, index.keys):
-                file.write(array.tobytes())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _load(path: Path, shard: Path, size: int, mtime_ns: int) -> ShardIndex | None:

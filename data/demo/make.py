@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
+from data.storage.replace import replacing
 
 if TYPE_CHECKING:
     from data.demo.digits import DemoSample
@@ -187,8 +188,8 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
                     old.unlink()
         for name, file in zip(names, files, strict=True):
             os.replace(file, out_dir / name)
-        (scratch / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
-        os.replace(scratch / MARKER, out_dir / MARKER)
+        with replacing(out_dir / MARKER) as file:
+            file.write(json.dumps(marker, indent=1).encode() + b"\n")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -134,6 +134,21 @@ def test_cache_dir_keeps_equal_names_apart_and_the_folder_clean(tmp_path):
     assert len(list(cache.iterdir())) == 2 and os.listdir(tmp_path / "one") == ["s.tar"]
 
 
+def test_an_index_is_for_every_reader_of_the_shards(shard):
+    before = os.umask(0o077)
+    try:
+        open_index(shard)
+    finally:
+        os.umask(before)
+    assert index_path(shard).stat().st_mode & 0o777 == 0o644
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_its_key(shard, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DataError, match=r"cannot write the index .*file.*set data\.cache_dir"):
+        open_index(shard, tmp_path / "file" / "cache")
+
+
 def test_building_at_once_leaves_one_whole_index(shard):
     results = []
     threads = [threading.Thread(target=lambda: results.append(open_index(shard).members(0))) for _ in range(8)]
