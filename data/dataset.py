@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from data import collate
-from data.bad_samples import Fault, FaultLog
+from data.bad_samples import BadSample, BadSamples
 from data.errors import DataError, DecodeError, RecordError, SampleError, ShardError
 from data.features import Lookup
 from data.index import Member, ShardIndex, open_index
@@ -84,7 +84,7 @@ class MediaSize(NamedTuple):
 @dataclass(frozen=True)
 class SampleOutline:
     """What the index tells of one sample. `members`: those of the kinds that the run uses, by kind, in order; empty if
-    the sample has a `fault`."""
+    the sample has a `bad_reason`."""
 
     number: int
     shard: int
@@ -92,7 +92,7 @@ class SampleOutline:
     record: Member | None
     members: dict[str, list[Member]]
     counts: dict[str, list[int]]  # module -> tokens of each of its pictures or clips
-    fault: str | None
+    bad_reason: str | None
 
 
 class Dataset:
@@ -125,7 +125,7 @@ class Dataset:
         self.shards = find_shards(shards)
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text = blind, keep_text
-        self.faults = FaultLog(max_bad_samples)
+        self.bad_samples = BadSamples(max_bad_samples)
         self.reader = ShardReader()
         self.lookups: dict[str, Lookup] = {}
         """By module: where features of samples are found that need not be read (see `data.features`). For readers that
@@ -176,15 +176,15 @@ class Dataset:
         """What the index tells of a sample; reads no member."""
         shard, row = self._place(number)
         index = self._index(shard)
-        key, fault, at = index.key(row), index.fault(row), index.record(row)
+        key, reason, at = index.key(row), index.bad_reason(row), index.record(row)
         every = index.members(row)
         members = {kind: [member for member in every if member.kind == kind] for kind in self._kinds}
         counts: dict[str, list[int]] = {}
-        if fault is None:
-            counts, fault = self._count(members)
-        if fault is not None:
+        if reason is None:
+            counts, reason = self._count(members)
+        if reason is not None:
             members, counts = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
-        return SampleOutline(number, shard, key, None if at is None else every[at], members, counts, fault)
+        return SampleOutline(number, shard, key, None if at is None else every[at], members, counts, reason)
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
@@ -208,8 +208,8 @@ class Dataset:
 
     def text(self, number: int) -> collate.TextSample:
         """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""
-        sample, fault = self.read_text(number)
-        self._record(fault)
+        sample, bad = self.read_text(number)
+        self._record(bad)
         return sample
 
     def media(self, number: int, module: str) -> list[torch.Tensor]:
@@ -217,13 +217,13 @@ class Dataset:
 
         Reads media members only. Raises TooManyBadSamples.
         """
-        items, fault = self.read_media(number, module)
-        self._record(fault)
+        items, bad = self.read_media(number, module)
+        self._record(bad)
         return items
 
     def is_bad(self, number: int) -> bool:
         """Whether this process has found sample `number` bad; False for one that it has not read."""
-        return number in self.faults
+        return number in self.bad_samples
 
     def prompt_and_truth(self, number: int) -> tuple[str, str]:
         """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
@@ -232,8 +232,8 @@ class Dataset:
         except SampleError:
             return "", ""
 
-    def read_text(self, number: int) -> tuple[collate.TextSample, Fault | None]:
-        """`text`, with its fault handed back instead of counted: for readers that run ahead."""
+    def read_text(self, number: int) -> tuple[collate.TextSample, BadSample | None]:
+        """`text`, but a bad sample is returned instead of counted: for readers that run ahead."""
         outline = self.outline(number)
         tokens = self._media_tokens(outline)
         try:
@@ -246,22 +246,22 @@ class Dataset:
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=("", ""))
-            return sample, self._fault(outline, str(error))
+            return sample, self._bad(outline, str(error))
 
-    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], Fault | None]:
-        """`media`, with its fault handed back instead of counted."""
+    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
+        """`media`, but a bad sample is returned instead of counted."""
         spec, outline = self._by_module[module], self.outline(number)
         members, sizes = outline.members[spec.kind], _input_sizes(spec, outline)
-        if outline.fault is None and not self.blind:
+        if outline.bad_reason is None and not self.blind:
             try:
                 return [self._decode(spec, outline, *pair) for pair in zip(members, sizes, strict=True)], None
             except SampleError as error:
-                outline = replace(outline, fault=str(error))
+                outline = replace(outline, bad_reason=str(error))
         if spec.kind == "image":
             zeros = [torch.zeros(3, height, width, dtype=torch.uint8) for height, width in sizes]
         else:
             zeros = [torch.zeros(samples) for samples, _ in sizes]
-        return zeros, None if outline.fault is None else self._fault(outline, outline.fault)
+        return zeros, None if outline.bad_reason is None else self._bad(outline, outline.bad_reason)
 
     def close(self) -> None:
         """Closes the shard files."""
@@ -275,8 +275,8 @@ class Dataset:
             raise DecodeError(f"member .{member.extension}: {error}") from error
 
     def _conversation(self, outline: SampleOutline) -> Conversation:
-        if outline.fault is not None:
-            raise RecordError(outline.fault)
+        if outline.bad_reason is not None:
+            raise RecordError(outline.bad_reason)
         assert outline.record is not None
         counts = {kind: len(members) for kind, members in outline.members.items()}
         return parse_record(self._read(outline, outline.record), outline.record.extension, outline.key, counts)
@@ -334,14 +334,14 @@ class Dataset:
             self._indexes.move_to_end(shard)
             return index
 
-    def _fault(self, outline: SampleOutline, reason: str) -> Fault:
-        return Fault(
+    def _bad(self, outline: SampleOutline, reason: str) -> BadSample:
+        return BadSample(
             outline.number, self.shards[outline.shard], outline.key, reason.removeprefix(f"key {outline.key!r}: ")
         )
 
-    def _record(self, fault: Fault | None) -> None:
-        if fault is not None:
-            self.faults.record(fault)
+    def _record(self, bad: BadSample | None) -> None:
+        if bad is not None:
+            self.bad_samples.record(bad)
 
 
 def _extent(member: Member) -> tuple[int, int]:

@@ -32,10 +32,10 @@ from data.storage.replace import replacing
 IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp"])
 AUDIO = frozenset(["wav", "flac", "mp3", "ogg"])
 
-_VERSION = 1
+_VERSION = 2
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
-_SAMPLE = np.dtype([("first_member", "<i8"), ("key_at", "<i8"), ("fault", "<i4"), ("record", "<i4")])
+_SAMPLE = np.dtype([("first_member", "<i8"), ("key_at", "<i8"), ("reason", "<i4"), ("record", "<i4")])
 _MEMBER = np.dtype(
     [("offset", "<i8"), ("size", "<i8"), ("frames", "<i8"), ("rate", "<i4")]
     + [("height", "<i4"), ("width", "<i4"), ("extension", "<i4")]
@@ -62,13 +62,13 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Read with `sample`, `key`, `members`, `record` and `fault`; rows are 0 to len - 1 in the shard's order."""
+    """Read with `sample`, `key`, `members`, `record` and `bad_reason`; rows are 0 to len - 1 in the shard's order."""
 
     path: Path
     size: int
     mtime_ns: int
     extensions: list[str]
-    faults: list[str]
+    reasons: list[str]
     samples: np.ndarray  # [N + 1] _SAMPLE; the last row only ends the one before
     all_members: np.ndarray  # [M] _MEMBER
     keys: np.ndarray  # uint8: the keys, UTF-8, end to end
@@ -89,14 +89,19 @@ class ShardIndex:
         ]
 
     def record(self, row: int) -> int | None:
-        """Which member holds the JSON or text record; None if the sample has none (then `fault` says so)."""
+        """Which member holds the JSON or text record; None if the sample has none (then `bad_reason` says so)."""
         at = int(self.samples["record"][row])
         return None if at < 0 else at
 
-    def fault(self, row: int) -> str | None:
-        """Why the sample cannot be used, as far as the tar's directory tells; None if it can."""
-        code = int(self.samples["fault"][row])
-        return self.faults[code - 1] if code else None
+    def bad_reason(self, row: int) -> str | None:
+        """Why the sample is bad, as far as its members show; None if they show nothing."""
+        code = int(self.samples["reason"][row])
+        return self.reasons[code - 1] if code else None
+
+    @property
+    def num_bad(self) -> int:
+        """Samples with a `bad_reason`."""
+        return int(np.count_nonzero(self.samples["reason"][:-1]))
 
 
 def open_index(shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> ShardIndex:
@@ -135,7 +140,7 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
     shard = Path(shard)
     refuse_compressed(shard)
     extensions: dict[str, int] = {}
-    faults: dict[str, int] = {}
+    reasons: dict[str, int] = {}
     samples: list[tuple[int, int, int, int]] = []
     members: list[tuple[int, ...]] = []
     keys = bytearray()
@@ -145,8 +150,8 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
         if current is None:
             return
         key, names = current
-        record, fault = _find_record(names)
-        code = faults.setdefault(fault, len(faults) + 1) if fault else 0
+        record, reason = _find_record(names)
+        code = reasons.setdefault(reason, len(reasons) + 1) if reason else 0
         samples.append((len(members) - len(names), len(keys), code, record))
         keys.extend(key.encode("utf-8", "surrogateescape"))
 
@@ -169,7 +174,7 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
         size=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
         extensions=list(extensions),
-        faults=list(faults),
+        reasons=list(reasons),
         samples=np.array([*samples, (len(members), len(keys), 0, -1)], dtype=_SAMPLE),
         all_members=np.array(members, dtype=_MEMBER),
         keys=np.frombuffer(bytes(keys), dtype=np.uint8),
@@ -228,7 +233,8 @@ def _walk(shard: Path, file: io.BufferedReader, shard_size: int):
 
 
 def _find_record(names: list[str]) -> tuple[int, str | None]:
-    """(which member is the record or -1, fault). `json` goes before `txt`; `*.json` and `*.txt` serve when alone."""
+    """(which member is the record or -1, why there is none). `json` comes before `txt`; `*.json` and `*.txt` do when
+    alone."""
     repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeated:
         return -1, f"the extension .{repeated[0]} occurs {names.count(repeated[0])} times under one key"
@@ -265,7 +271,7 @@ def _measure(fd: int, extension: str, offset: int, size: int) -> tuple[int, int,
 def _save(index: ShardIndex, path: Path) -> None:
     meta = {"version": _VERSION, "shard_size": index.size, "shard_mtime_ns": index.mtime_ns}
     meta |= {"samples": len(index), "members": len(index.all_members), "key_bytes": len(index.keys)}
-    meta |= {"extensions": index.extensions, "faults": index.faults}
+    meta |= {"extensions": index.extensions, "reasons": index.reasons}
     head = json.dumps(meta).encode()
     head += b" " * (-(len(head) + 1) % 64) + b"\n"
     try:
@@ -304,7 +310,7 @@ def _load(path: Path, shard: Path, size: int, mtime_ns: int) -> ShardIndex | Non
         size=size,
         mtime_ns=mtime_ns,
         extensions=meta["extensions"],
-        faults=meta["faults"],
+        reasons=meta["reasons"],
         samples=blob[bounds[0] : bounds[1]].view(_SAMPLE),
         all_members=blob[bounds[1] : bounds[2]].view(_MEMBER),
         keys=blob[bounds[2] : bounds[3]],

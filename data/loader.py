@@ -2,14 +2,14 @@
 
 Where a run stands is `consumed_samples` alone. Step after step the loader hands out samples [consumed, consumed + size
 of the step), cut in microbatches of `microbatch_samples`; each reader takes its contiguous data-parallel slice of
-each. Faults are counted when a step is handed out, not when it is read ahead: the same bad sample ends a run at the
-same step.
+each. Bad samples are counted when a step is handed out, not when it is read ahead: the same one ends a run at the same
+step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data.bad_samples import Fault
+from data.bad_samples import BadSample
 from data.collate import collate, collate_media
 from data.dataset import Dataset, MediaSize
 from data.divide import balanced_parts, equal_parts
@@ -233,19 +233,20 @@ class StepLoader:
 
     def _assemble(self, step: _Step) -> StepBatch:
         size, modules = self._batching.microbatch_samples, [item.module for item in self._dataset.modules]
-        faults, microbatches = {}, []
+        found: dict[int, BadSample] = {}
+        microbatches = []
         for at in range(step.size // size):
             texts = [result() for result in step.texts[at]]
             media = {module: [result() for result in results] for module, results in step.media[at].items()}
-            of_media = [read.fault for reads in media.values() for read in reads]
-            for fault in (*(fault for _, fault in texts), *of_media):
-                if fault is not None:
-                    faults.setdefault(fault.number, fault)
-            microbatches.append(self._microbatch(step.slices[at], texts, media, faults))
+            of_media = [read.bad for reads in media.values() for read in reads]
+            for bad_sample in (*(bad_sample for _, bad_sample in texts), *of_media):
+                if bad_sample is not None:
+                    found.setdefault(bad_sample.number, bad_sample)
+            microbatches.append(self._microbatch(step.slices[at], texts, media, found))
         bad = np.zeros(step.size, dtype=bool)
-        for number in sorted(faults):
+        for number in sorted(found):
             bad[number - step.first] = True
-            self._dataset.faults.record(faults[number])
+            self._dataset.bad_samples.record(found[number])
         sizes = [result() for result in step.sizes]
         numbers = (
             {module: [[getattr(size[module], what) for size in part] for part in sizes] for module in modules}
@@ -254,13 +255,13 @@ class StepLoader:
         return StepBatch(step.first, microbatches, *numbers, bad)
 
     def _microbatch(
-        self, slices: dict[str, range], texts: list, media: dict[str, list], faults: dict
+        self, slices: dict[str, range], texts: list, media: dict[str, list], bad: Container[int]
     ) -> dict[str, Any]:
         numbers = slices.get(LANGUAGE) or next(iter(slices.values()), ())
         batch: dict[str, Any] = {"sample_numbers": torch.tensor(list(numbers), dtype=torch.int64)}
         if self._language:
             # A sample whose picture failed on this very rank must not be learned from either.
-            samples = [sample.without_loss() if sample.number in faults else sample for sample, _ in texts]
+            samples = [sample.without_loss() if sample.number in bad else sample for sample, _ in texts]
             batch |= collate(samples)
             if self._dataset.keep_text:
                 batch["texts"] = [sample.question_and_truth for sample in samples]
@@ -283,8 +284,8 @@ class StepLoader:
         features = lookup(identity) if rows else None
         if features is not None:
             return _MediaRead([], None, SampleMedia(number, identity, rows, features))
-        items, fault = self._dataset.read_media(number, module)
-        return _MediaRead(items, fault, SampleMedia(number, identity, rows, good=fault is None))
+        items, bad = self._dataset.read_media(number, module)
+        return _MediaRead(items, bad, SampleMedia(number, identity, rows, good=bad is None))
 
     def _inputs(self, module: str, reads: Sequence[_MediaRead]) -> dict[str, Any] | None:
         tensors = collate_media([item for read in reads for item in read.items], self._fields[module])
@@ -302,7 +303,7 @@ class _MediaRead(NamedTuple):
     """What was read of one sample for one module; `sample` if the module's features are looked up."""
 
     items: list[torch.Tensor]
-    fault: Fault | None
+    bad: BadSample | None
     sample: SampleMedia | None = None
 
 

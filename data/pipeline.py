@@ -1,6 +1,6 @@
 """What a training program needs of this package: the dataset, and the loader that cuts it into steps."""
 
-from data.bad_samples import Fault, FaultLog
+from data.bad_samples import BadSample, require_budget
 from data.collate import TextSample
 from data.dataset import Dataset, Media
 from data.errors import DataError, TooManyBadSamples
@@ -9,11 +9,10 @@ from data.loader import MEDIA, Batching, Reader, StepBatch, StepLoader
 
 __all__ = [
     "MEDIA",
+    "BadSample",
     "Batching",
     "DataError",
     "Dataset",
-    "Fault",
-    "FaultLog",
     "Lookup",
     "Media",
     "MicrobatchMedia",
@@ -23,4 +22,5 @@ __all__ = [
     "StepLoader",
     "TextSample",
     "TooManyBadSamples",
+    "require_budget",
 ]

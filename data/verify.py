@@ -13,10 +13,10 @@ from data.storage.local import ShardReader
 
 def check_sample(reader: ShardReader, index: ShardIndex, row: int) -> str | None:
     """Why the sample is bad, or None. Reads and decodes everything, which a run does not do on any single rank."""
-    if fault := index.fault(row):
-        return fault
+    if reason := index.bad_reason(row):
+        return reason
     members, at = index.members(row), index.record(row)
-    assert at is not None, "an index marks a sample without a record as a fault"
+    assert at is not None, "a sample without a record has a reason in the index"
     stamp = (index.size, index.mtime_ns)
     name = ""
     try:

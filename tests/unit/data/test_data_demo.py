@@ -187,7 +187,7 @@ def run(*arguments):
 
 
 @pytest.fixture
-def with_faults(tmp_path, small):
+def with_bad_samples(tmp_path, small):
     broken = tmp_path / "broken"
     broken.mkdir()
     for shard in small.glob("*.tar"):
@@ -198,28 +198,28 @@ def with_faults(tmp_path, small):
     return broken
 
 
-def test_index_command(small, with_faults, capsys):
+def test_index_command(small, with_bad_samples, capsys):
     assert run("index", small, "--workers", "2") == 0
     assert "2 of 2 shards indexed, 13 samples, 0 of them cannot be used" in capsys.readouterr().out
     assert len(list(small.glob("*.mimo-index"))) == 2
-    assert run("index", with_faults) == 1
+    assert run("index", with_bad_samples) == 1
     output = capsys.readouterr()
     assert "3 of 4 shards" in output.out and "b.tar: 3 samples, 1 of them" in output.out
     assert "c.tar" in output.err and "truncated" in output.err
 
 
-def test_inspect_command(small, with_faults, tmp_path, capsys):
+def test_inspect_command(small, with_bad_samples, tmp_path, capsys):
     assert run("inspect", small, "--samples", "1", "--cache-dir", tmp_path / "cache") == 0
     output = capsys.readouterr().out
     assert "2 shards, 13 samples" in output and "0000  .0.png 20x16" in output and "20 x 16" in output
     assert not list(small.glob("*.mimo-index"))
-    assert run("inspect", with_faults) == 1 and "c.tar" in capsys.readouterr().err
+    assert run("inspect", with_bad_samples) == 1 and "c.tar" in capsys.readouterr().err
     assert run("inspect", tmp_path / "nowhere") == 1 and "data.shards" in capsys.readouterr().err
 
 
-def test_verify_command(small, with_faults, capsys):
+def test_verify_command(small, with_bad_samples, capsys):
     assert run("verify", small) == 0 and "13 samples checked, 0 bad" in capsys.readouterr().out
-    assert run("verify", with_faults) == 1
+    assert run("verify", with_bad_samples) == 1
     output = capsys.readouterr().out
     assert "b.tar: key x: member .jpg" in output and "b.tar: key z" in output and "key y" not in output
     assert "bad shard" in output and "16 samples checked, 2 bad; 1 shards cannot be read" in output

@@ -35,7 +35,7 @@ def test_rows_keys_and_bytes_agree_with_the_tar(shard):
     assert (picture.extension, picture.kind, picture.height, picture.width) == ("jpg", "image", 30, 20)
     assert (second.extension, second.height, second.width) == ("png", 8, 9)
     assert [index.record(row) for row in (0, 1)] == [1, 1]
-    assert [index.fault(row) for row in (0, 1)] == [None, None]
+    assert [index.bad_reason(row) for row in (0, 1)] == [None, None]
 
 
 def test_keys_and_grouping_are_those_of_webdataset(tmp_path):
@@ -160,14 +160,14 @@ def test_building_at_once_leaves_one_whole_index(shard):
     assert sorted(os.listdir(shard.parent)) == ["x-000000.tar", "x-000000.tar.mimo-index"]
 
 
-def test_samples_without_a_usable_record_are_faults(tmp_path):
+def test_samples_without_a_usable_record_are_bad(tmp_path):
     names = ["a.jpg", "b.json", "b.txt", "c.1.json", "c.2.json", "d.txt", "d.txt", "e.JSON", "e.jpg"]
     index = build_index(write_tar(tmp_path / "f.tar", [(name, TEXT) for name in names]))
-    faults = {index.key(row): index.fault(row) for row in range(len(index))}
-    assert "no .json and no .txt" in faults["a"] and ".jpg" in faults["a"]
-    assert faults["b"] is None and faults["e"] is None
-    assert "first dot" in faults["c"]
-    assert "2 times" in faults["d"]
+    reasons = {index.key(row): index.bad_reason(row) for row in range(len(index))}
+    assert "no .json and no .txt" in reasons["a"] and ".jpg" in reasons["a"]
+    assert reasons["b"] is None and reasons["e"] is None
+    assert "first dot" in reasons["c"]
+    assert "2 times" in reasons["d"]
     assert index.members(1)[index.record(1)].extension == "json"
 
 

@@ -163,7 +163,7 @@ def test_bad_samples_keep_order_and_shapes(tmp_path, dataset, workers):
     for step in (first, second):
         for part in step.microbatches:
             assert (part["input_ids"] == placeholder).sum(1).tolist() == [4] * 4
-    assert data.faults.count == 2
+    assert data.bad_samples.count == 2
 
 
 def test_each_rank_reports_what_it_found(tmp_path, dataset):
@@ -177,8 +177,8 @@ def test_each_rank_reports_what_it_found(tmp_path, dataset):
 def test_errors_surface_at_their_step_and_end_the_loader(tmp_path, dataset, workers):
     data = faulty(tmp_path, dataset, max_bad_samples=1)
     loader = StepLoader(data, BATCHING, BOTH, workers=workers, prefetch_steps=4)
-    assert next(loader).bad.sum() == 1  # read ahead, but not counted: the fault of the next step
-    assert data.faults.count == 1
+    assert next(loader).bad.sum() == 1  # read ahead, but not counted: the bad sample of the next step
+    assert data.bad_samples.count == 1
     with pytest.raises(TooManyBadSamples, match="key '09'"):
         next(loader)
     with pytest.raises(RuntimeError, match="closed"):
@@ -187,7 +187,7 @@ def test_errors_surface_at_their_step_and_end_the_loader(tmp_path, dataset, work
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_errors_that_are_not_faults_pass_as_they_are(dataset, monkeypatch, workers):
+def test_errors_that_are_of_no_sample_pass_as_they_are(dataset, monkeypatch, workers):
     data = dataset()
     monkeypatch.setattr(data.tokenizer, "encode", lambda text: 1 / 0)
     with pytest.raises(ZeroDivisionError), StepLoader(data, BATCHING, BOTH, workers=workers) as loader:

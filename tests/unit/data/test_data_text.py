@@ -172,7 +172,7 @@ def test_text_of_typed_parts_is_literal():
         (b"[" * 100000, 0, ["not JSON"]),
     ],
 )
-def test_record_errors_name_the_key_and_the_fault(record, images, words):
+def test_record_errors_name_the_key_and_the_cause(record, images, words):
     with pytest.raises(RecordError, match="k7") as caught:
         parse(record, images)
     for word in words:

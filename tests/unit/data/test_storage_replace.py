@@ -51,8 +51,8 @@ def write_slowly(path, number, barrier):
 
 
 def test_threads_and_processes_may_replace_one_file_at_once(tmp_path):
-    path, fork = tmp_path / "f", multiprocessing.get_context("fork")
-    for barrier, make in ((threading.Barrier(8), threading.Thread), (fork.Barrier(4), fork.Process)):
+    path, spawn = tmp_path / "f", multiprocessing.get_context("spawn")
+    for barrier, make in ((threading.Barrier(8), threading.Thread), (spawn.Barrier(4), spawn.Process)):
         writers = [make(target=write_slowly, args=(path, number, barrier)) for number in range(barrier.parties)]
         for writer in writers:
             writer.start()
