@@ -41,8 +41,8 @@ def one_image(tokens=3):
 def test_byte_tokenizer_ids():
     assert BYTES.encode("aé") == [97, 0xC3, 0xA9] and BYTES.decode([97, 0xC3, 0xA9, END, PAD, IMAGE]) == "aé"
     specials = [PAD, BEGIN, END, USER, ASSISTANT, SYSTEM, IMAGE, DINO]
-    assert specials == list(range(256, 264)) and BYTES.vocab_size == 320
-    assert build_tokenizer("bytes", [f"<{n}>" for n in range(59)]).vocab_size == 384
+    assert specials == list(range(256, 264)) and BYTES.vocab_size == 264
+    assert build_tokenizer("bytes", [f"<{n}>" for n in range(59)]).vocab_size == 262 + 59
     assert BYTES.encode("\ud800") == [ord("?")]
     with pytest.raises(DataError, match="<audio>"):
         BYTES.placeholder_id("<audio>")
@@ -89,10 +89,10 @@ def test_hugging_face_tokenizer_without_markers(saved_tokenizer):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.placeholder_id("<image>") not in ids and tokenizer.end_of_turn_id not in ids
-    assert tokenizer.decode([*tokenizer.encode("7"), tokenizer.end_of_turn_id, tokenizer.vocab_size - 1]) == "7"
+    assert tokenizer.decode([*tokenizer.encode("7"), tokenizer.end_of_turn_id, tokenizer.vocab_size + 9]) == "7"
     assert tokenizer.begin_id is None and tokenizer.pad_id == tokenizer.end_of_turn_id
     assert tokenizer.decode(tokenizer.role_ids("assistant")) == "assistant:\n"
-    assert tokenizer.vocab_size % 64 == 0 and tokenizer.placeholder_id("<image>") < tokenizer.vocab_size
+    assert tokenizer.vocab_size == tokenizer.placeholder_id("<image>") + 1, "the placeholder is the last id"
 
 
 def test_hugging_face_tokenizer_with_markers(saved_tokenizer):
@@ -107,6 +107,19 @@ def test_hugging_face_tokenizer_with_markers(saved_tokenizer):
     result = to_sample(Conversation(turns), tokenizer, media, 40, 0, "k")
     learned = result.labels[result.loss_mask == 1].tolist()
     assert learned == [*tokenizer.encode("the digits"), tokenizer.end_of_turn_id]
+
+
+def test_all_ids_are_below_the_size_of_a_vocabulary_with_gaps(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "which": 7, "digit": 900}, unk_token="<eos>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(tmp_path)
+    tokenizer = build_tokenizer(tmp_path, ["<image>"])
+    ids = [*tokenizer.encode("which digit"), tokenizer.placeholder_id("<image>")]
+    assert 900 in ids and max(ids) < tokenizer.vocab_size
+    assert tokenizer.decode([*ids, 5, tokenizer.vocab_size]) == "which digit"
 
 
 def test_hugging_face_tokenizer_serves_threads(saved_tokenizer):
