@@ -61,15 +61,11 @@ class BadSamples:
 
     @property
     def count(self) -> int:
+        """How many were found so far."""
         return len(self._found)
 
     def __contains__(self, number: int) -> bool:
         return number in self._found
-
-    def list(self) -> list[BadSample]:
-        """Those found so far, by sample number."""
-        with self._lock:
-            return sorted(self._found.values())
 
     @property
     def latest(self) -> BadSample | None:

@@ -1,15 +1,15 @@
 """The dataset: global sample number -> tokens, pictures, or just counts, each read on its own.
 
 Three promises that the ranks of a run rely on:
-- What the index tells (token counts, sizes) is the same on every rank and costs no read.
-- Text and media are read apart: a rank that asks for text never touches a pixel.
-- A bad sample never changes a shape. Two kinds are told apart:
+- What the index says (token counts, sizes) is the same on every rank and costs no read.
+- Text and media are read apart: a rank that reads text never touches a pixel.
+- A bad sample never changes a shape. There are two kinds:
   * known from the index (no record, a picture or clip without a readable header, a size that a module refuses, more
-    media tokens than `sequence_length`): every rank knows it, and the sample stands in as text without media: its
+    media tokens than `sequence_length`): every rank knows it, and a text without media takes its place. Its token
     counts are 0.
-  * found when reading (damaged bytes, bad JSON, placeholders that do not match): the stand-in keeps the counts and
-    sizes from the index: placeholders without loss, and zeros for pixels. A rank that does not read the damaged part
-    cannot know.
+  * found when reading (damaged bytes, bad JSON, placeholders that do not match): what takes its place has the token
+    counts and sizes of the index: placeholders without loss, and zeros for pixels. A rank that does not read the
+    damaged part cannot know.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ from data.features import Lookup
 from data.index import Member, ShardIndex, open_index
 from data.media.decode import decode_media
 from data.order import GlobalOrder
+from data.outline import Media, MediaSize, SampleOutline, count_tokens
 from data.records import Conversation, parse_record
 from data.shards import find_shards
 from data.storage.local import ShardReader
@@ -42,66 +42,13 @@ from data.tokens import Tokenizer
 _OPEN_INDEXES = 256  # each holds a file descriptor
 
 
-@dataclass(frozen=True)
-class Media:
-    """What one encoder module needs of a sample.
-
-    For pictures `num_tokens` and `size` take (height, width) in pixels of the original; for audio (samples per channel,
-    samples per second). Both are pure; they may raise ValueError for a size that the encoder cannot take.
-    """
-
-    module: str
-    kind: str  # "image" | "audio"
-    placeholder: str
-    num_tokens: Callable[[int, int], int]
-    """Tokens that one picture or clip takes in the sequence."""
-    size: Callable[[int, int], tuple[int, int]]
-    """What is handed to the encoder: (height, width); for audio (samples, samples per second)."""
-    inner_tokens: Callable[[int, int], int] | None = None
-    """Tokens that one picture or clip takes inside the encoder's layers; None: as many as in the sequence."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("image", "audio"):
-            raise DataError(f"modules.{self.module}: media kind {self.kind!r} is neither 'image' nor 'audio'")
-
-    @property
-    def field(self) -> str:
-        """Name of its tensor in a batch."""
-        return "pixels" if self.kind == "image" else "waveforms"
-
-
-class MediaSize(NamedTuple):
-    """What all of a sample's pictures or clips take of one module."""
-
-    tokens: int
-    """In the sequence."""
-    load: int
-    """Tokens inside the encoder's layers."""
-    pairs: int
-    """Pairs of tokens inside the encoder that attend to each other: those of one picture or clip."""
-
-
-@dataclass(frozen=True)
-class SampleOutline:
-    """What the index tells of one sample. `members`: those of the kinds that the run uses, by kind, in order; empty if
-    the sample has a `bad_reason`."""
-
-    number: int
-    shard: int
-    key: str
-    record: Member | None
-    members: dict[str, list[Member]]
-    counts: dict[str, list[int]]  # module -> tokens of each of its pictures or clips
-    bad_reason: str | None
-
-
 class Dataset:
     """An endless, shuffled stream of samples over WebDataset shards, addressed by number.
 
     shards: see `find_shards`; tokenizer: see `build_tokenizer`, made with each module's placeholder; sequence_length:
     S; media: the encoder modules (several may take one kind: then each picture expands to the tokens of each, in this
     order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of beside the shards;
-    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many bad samples are stood in for;
+    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be bad;
     keep_text: text samples carry (question, truth) too. Methods may be called from several threads.
 
     Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable).
@@ -167,44 +114,37 @@ class Dataset:
         return self.shards[shard], self._index(shard).key(row)
 
     def identity(self, number: int) -> str:
-        """What tells a sample from every other one, of any run: shard with size and time of change, and key."""
+        """What no other sample of any run has: shard with size and time of change, and key."""
         shard, row = self._place(number)
         size, mtime = self._stamps[shard]
         return f"{self.shards[shard].resolve()}|{size}|{mtime}|{self._index(shard).key(row)}"
 
     def outline(self, number: int) -> SampleOutline:
-        """What the index tells of a sample; reads no member."""
+        """What the index says of a sample; reads no member."""
         shard, row = self._place(number)
         index = self._index(shard)
         key, reason, at = index.key(row), index.bad_reason(row), index.record(row)
         every = index.members(row)
         members = {kind: [member for member in every if member.kind == kind] for kind in self._kinds}
-        counts: dict[str, list[int]] = {}
+        tokens: dict[str, list[int]] = {}
         if reason is None:
-            counts, reason = self._count(members)
+            tokens, reason = count_tokens(members, self.modules, self.sequence_length)
         if reason is not None:
-            members, counts = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
-        return SampleOutline(number, shard, key, None if at is None else every[at], members, counts, reason)
+            members, tokens = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
+        return SampleOutline(number, shard, key, None if at is None else every[at], members, tokens, reason)
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
-        return {module: sum(counts) for module, counts in self.outline(number).counts.items()}
+        return {module: sum(tokens) for module, tokens in self.outline(number).tokens.items()}
 
     def media_sizes(self, number: int) -> dict[str, MediaSize]:
         """What each module's pictures or clips take in this sample, from the index alone."""
         outline = self.outline(number)
-        sizes = {}
-        for spec in self.modules:
-            counts = outline.counts[spec.module]
-            inner = counts
-            if spec.inner_tokens:
-                inner = [spec.inner_tokens(*_extent(member)) for member in outline.members[spec.kind]]
-            sizes[spec.module] = MediaSize(sum(counts), sum(inner), sum(tokens**2 for tokens in inner))
-        return sizes
+        return {media.module: outline.media_size(media) for media in self.modules}
 
     def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
         """`Media.size` of each of the module's pictures or clips in this sample, from the index alone."""
-        return _input_sizes(self._by_module[module], self.outline(number))
+        return self.outline(number).input_sizes(self._by_module[module])
 
     def text(self, number: int) -> collate.TextSample:
         """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""
@@ -251,7 +191,7 @@ class Dataset:
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
         """`media`, but a bad sample is returned instead of counted."""
         spec, outline = self._by_module[module], self.outline(number)
-        members, sizes = outline.members[spec.kind], _input_sizes(spec, outline)
+        members, sizes = outline.members[spec.kind], outline.input_sizes(spec)
         if outline.bad_reason is None and not self.blind:
             try:
                 return [self._decode(spec, outline, *pair) for pair in zip(members, sizes, strict=True)], None
@@ -285,29 +225,11 @@ class Dataset:
         stamp = self._stamps[outline.shard]
         return self.reader.read(self.shards[outline.shard], member.offset, member.size, member.extension, stamp)
 
-    def _count(self, members: dict[str, list[Member]]) -> tuple[dict[str, list[int]], str | None]:
-        counts: dict[str, list[int]] = {}
-        for spec in self.modules:
-            counts[spec.module] = []
-            for member in members[spec.kind]:
-                extent = _extent(member)
-                if 0 in extent:
-                    return {}, f"member .{member.extension} ({member.size} bytes) has no readable {spec.kind} header"
-                try:
-                    spec.size(*extent)
-                    counts[spec.module].append(spec.num_tokens(*extent))
-                except ValueError as error:
-                    return {}, f"member .{member.extension} of {extent}: module {spec.module} cannot take it: {error}"
-        needed = sum(map(sum, counts.values()))
-        if needed > self.sequence_length:
-            return {}, f"its media alone need {needed} tokens, but data.sequence_length is {self.sequence_length}"
-        return counts, None
-
     def _media_tokens(self, outline: SampleOutline) -> collate.MediaTokens:
         return {
             kind: [
                 [
-                    (self._placeholders[spec.module], outline.counts[spec.module][at])
+                    (self._placeholders[spec.module], outline.tokens[spec.module][at])
                     for spec in self.modules
                     if spec.kind == kind
                 ]
@@ -342,14 +264,6 @@ class Dataset:
     def _record(self, bad: BadSample | None) -> None:
         if bad is not None:
             self.bad_samples.record(bad)
-
-
-def _extent(member: Member) -> tuple[int, int]:
-    return (member.height, member.width) if member.kind == "image" else (member.frames, member.rate)
-
-
-def _input_sizes(spec: Media, outline: SampleOutline) -> list[tuple[int, int]]:
-    return [spec.size(*_extent(member)) for member in outline.members[spec.kind]]
 
 
 def _question_and_truth(conversation: Conversation) -> tuple[str, str]:

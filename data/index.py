@@ -3,7 +3,7 @@
 A sample is a run of neighbouring tar members with one key. The key rule is WebDataset's: the key is the member's path
 up to the FIRST dot of its base name, the extension is everything after it, in lower case. So `a/img.2024.01.jpg` has
 the key `a/img` and the extension `2024.01.jpg`; names such as `img.2024.01` and `img.2024.02` share one key, and are
-one sample when they stand side by side. Members that start with a dot, have no extension, or are named `__*__` are
+one sample when they are neighbours. Members that start with a dot, have no extension, or are named `__*__` are
 skipped. What a member is (picture, audio, JSON record, text record) follows from the last part of its extension.
 
 The file `<shard>.mimo-index` is one JSON line (padded) and three arrays; it is mapped into memory, not read. It is
@@ -13,21 +13,20 @@ checked against the shard's size and modification time and rebuilt when they dif
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from data.errors import DataError, ShardError
+from data.errors import DataError
 from data.media.headers import parse_audio_header, parse_header
 from data.shards import refuse_compressed
 from data.storage.replace import replacing
+from data.storage.tar import walk_tar
 
 IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp"])
 AUDIO = frozenset(["wav", "flac", "mp3", "ogg"])
@@ -59,10 +58,15 @@ class Member(NamedTuple):
         """ "image", "audio" or "other"."""
         return _kind(self.extension)
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """(height, width) of a picture, (frames, rate) of a clip; with a 0 if it has no readable header."""
+        return (self.height, self.width) if self.kind == "image" else (self.frames, self.rate)
+
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Read with `sample`, `key`, `members`, `record` and `bad_reason`; rows are 0 to len - 1 in the shard's order."""
+    """Read with `key`, `members`, `record` and `bad_reason`; rows are 0 to len - 1 in the shard's order."""
 
     path: Path
     size: int
@@ -81,7 +85,7 @@ class ShardIndex:
         return self.keys[start:end].tobytes().decode("utf-8", "surrogateescape")
 
     def members(self, row: int) -> list[Member]:
-        """Members in the order in which they stand in the tar: the n-th picture belongs to the n-th placeholder."""
+        """Members in the order of the tar: the n-th picture belongs to the n-th placeholder."""
         start, end = int(self.samples["first_member"][row]), int(self.samples["first_member"][row + 1])
         return [
             Member(self.extensions[extension], offset, size, height, width, frames, rate)
@@ -107,7 +111,8 @@ class ShardIndex:
 def open_index(shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> ShardIndex:
     """The shard's index; built and saved first if it is absent or out of date. Several processes may call this at once.
 
-    Raises ShardError if the shard is compressed, truncated or damaged; FileNotFoundError if it is absent.
+    Raises ShardError if the shard is compressed, truncated or damaged; FileNotFoundError if it is absent; DataError if
+    the index cannot be written.
     """
     shard = Path(shard)
     stat = os.stat(shard)
@@ -157,7 +162,7 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
 
     with open(shard, "rb") as file:
         stat = os.fstat(file.fileno())
-        for name, offset, size in _walk(shard, file, stat.st_size):
+        for name, offset, size in walk_tar(shard, file, stat.st_size):
             split = _NAME.match(name)
             if split is None or _META.search(name):
                 continue
@@ -179,57 +184,6 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
         all_members=np.array(members, dtype=_MEMBER),
         keys=np.frombuffer(bytes(keys), dtype=np.uint8),
     )
-
-
-def _walk(shard: Path, file: io.BufferedReader, shard_size: int):
-    """Yields (name, offset, size) of the regular members, and proves that the tar was read to its very end.
-
-    `tarfile` stops without a word at a damaged header, so what follows the last member is checked here: at least 1,024
-    bytes, all of them zero.
-    """
-    if shard_size == 0:
-        raise ShardError(f"{shard}: the file is empty (0 bytes). Write or copy it again.")
-    end = 0
-    try:
-        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as tar:
-            while (info := tar.next()) is not None:
-                tar.members.clear()  # else it keeps every entry
-                if info.issparse():
-                    raise ShardError(
-                        f"{shard}: member {info.name!r} is a sparse file; write the shard again without them"
-                    )
-                if info.offset_data + info.size > shard_size:
-                    missing = info.offset_data + info.size - shard_size
-                    raise ShardError(
-                        f"{shard}: truncated at {shard_size} bytes: {missing} bytes of member {info.name!r} are "
-                        "missing. Copy or write the shard again."
-                    )
-                end = info.offset_data + -(-info.size // 512) * 512 if info.isreg() else tar.offset
-                if info.isreg():
-                    yield info.name, info.offset_data, info.size
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ShardError(
-            f"{shard}: not a readable uncompressed tar of {shard_size} bytes ({error}; last whole member ends at byte "
-            f"{end}). Copy or write the shard again."
-        ) from error
-    tail = 0
-    while tail < shard_size - end:
-        block = os.pread(file.fileno(), 1 << 20, end + tail)
-        if not block:
-            break
-        filled = len(block.lstrip(b"\0"))
-        if filled and shard_size - end >= 512:
-            at = end + tail + len(block) - filled
-            raise ShardError(
-                f"{shard}: damaged header at byte {end} of {shard_size} (no end mark; data at byte {at}): the samples "
-                "behind it cannot be read. Copy or write the shard again."
-            )
-        tail += len(block)
-    if tail < 1024:  # or cut within a header
-        raise ShardError(
-            f"{shard}: truncated at {shard_size} bytes: a tar ends in 1024 zero bytes, this one in {max(tail, 0)}. "
-            "Samples may be missing; copy or write the shard again."
-        )
 
 
 def _find_record(names: list[str]) -> tuple[int, str | None]:

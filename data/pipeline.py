@@ -2,10 +2,12 @@
 
 from data.bad_samples import BadSample, require_budget
 from data.collate import TextSample
-from data.dataset import Dataset, Media
+from data.dataset import Dataset
 from data.errors import DataError, TooManyBadSamples
-from data.features import Lookup, MicrobatchMedia, SampleMedia
-from data.loader import MEDIA, Batching, Reader, StepBatch, StepLoader
+from data.features import MEDIA, Lookup, MicrobatchMedia, SampleMedia
+from data.loader import StepLoader
+from data.outline import Media
+from data.step import Batching, Reader, StepBatch
 
 __all__ = [
     "MEDIA",

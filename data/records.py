@@ -1,7 +1,7 @@
 """Records -> conversations: LLaVA `conversations`, chat `messages`, or a caption.
 
-In LLaVA records and in string contents the markers `<image>` and `<audio>` stand for the sample's pictures and clips,
-in the order of the members in the shard; typed content parts say so by their type, and their text is taken literally.
+In LLaVA records and in string contents the markers `<image>` and `<audio>` are the places of the sample's pictures and
+clips, in the order of the members in the shard; of typed content parts the type says so, and their text is literal.
 """
 
 from __future__ import annotations

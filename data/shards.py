@@ -76,7 +76,7 @@ def _find_one(part: str) -> list[Path]:
 
 
 def _split_commas(text: str) -> list[str]:
-    """Splits at the commas that stand outside braces."""
+    """Splits at the commas outside braces."""
     parts, depth, start = [], 0, 0
     for at, char in enumerate(text):
         depth += (char == "{") - (char == "}")

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,8 @@ if TYPE_CHECKING:
 
 MARKER = "demo.json"
 _FORMAT = 1
-_DIGITS = {"train_samples": 12000, "held_out_samples": 768, "seed": 0, "shards": 8, "text_only_fraction": 0.1}
-_MIXED = {"train_samples": 3000, "held_out_samples": 320, "seed": 0, "shards": 4}
-_TEXT = {"shards": 1}
 _MARKER = re.compile(r"<(image|audio)>\n")
-_QUESTIONS = 2  # at most, of a training picture, in one conversation; held-out ones get 1
+_QUESTIONS = {"train": 2, "held_out": 1}  # at most, about a picture, in one conversation
 
 
 def make_demo(
@@ -46,31 +44,26 @@ def make_demo(
     shards: int = 8,
     text_only_fraction: float = 0.1,
 ) -> Path:
-    """Writes the digits demo (see `digits.py`) into `out_dir` and returns it. Files of the same names are
-    replaced.
+    """Writes the digits demo (see `digits.py`) into `out_dir` and returns it. Files of the same names are replaced.
 
     shards: number of training shards; the held-out part is one. Odd shards hold chat `messages`, even ones LLaVA
     `conversations`. Raises DataError for numbers that make no demo, or without scikit-learn.
     """
-    if min(train_samples, held_out_samples, shards) < 1 or not 0 <= text_only_fraction <= 1:
-        raise DataError(
-            "a demo needs at least one sample of each part and one shard, and a fraction from 0 to 1; got "
-            f"train_samples={train_samples}, held_out_samples={held_out_samples}, shards={shards}, "
-            f"text_only_fraction={text_only_fraction}"
-        )
     parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
-    parameters |= {"text_only_fraction": text_only_fraction}
+    _require_sizes(parameters)
+    if not 0 <= text_only_fraction <= 1:
+        raise DataError(f"text_only_fraction is a share from 0 to 1, got {text_only_fraction}")
     from data.demo.digits import load_scans, make_sample
 
-    with _writing(Path(out_dir), "digits", parameters) as folder:
-        for held_out in (False, True):
-            digits, questions = load_scans(held_out), 1 if held_out else _QUESTIONS
+    with _writing(Path(out_dir), "digits", parameters | {"text_only_fraction": text_only_fraction}) as folder:
+        for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):
+            digits, questions = load_scans(part == "held_out"), _QUESTIONS[part]
             _write_part(
-                folder / ("held_out" if held_out else "train"),
-                held_out_samples if held_out else train_samples,
-                1 if held_out else shards,
+                folder / part,
+                samples,
+                number,
                 seed,
-                lambda number, rng, digits=digits, questions=questions: make_sample(
+                lambda _, rng, digits=digits, questions=questions: make_sample(
                     digits, rng, text_only_fraction, questions
                 ),
             )
@@ -86,15 +79,11 @@ def make_mixed_demo(
     shards: int = 4,
 ) -> Path:
     """Writes the mixed demo (see `mixed.py`), as `make_demo` writes the digits."""
-    if min(train_samples, held_out_samples, shards) < 1:
-        raise DataError(
-            "a demo needs at least one sample of each part and one shard; got "
-            f"train_samples={train_samples}, held_out_samples={held_out_samples}, shards={shards}"
-        )
+    parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
+    _require_sizes(parameters)
     from data.demo.digits import load_scans
     from data.demo.mixed import make_mixed_sample
 
-    parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
     with _writing(Path(out_dir), "mixed", parameters) as folder:
         for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):
             _write_part(
@@ -109,8 +98,7 @@ def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
 
     The last tenth of each description is held out. `shards`: number of training shards.
     """
-    if shards < 1:
-        raise DataError(f"a demo needs at least one shard, got shards={shards}")
+    _require_sizes({"shards": shards})
     with _writing(Path(out_dir), "text", {"shards": shards}) as folder:
         train, held_out = _passages()
         for number in range(shards):
@@ -128,9 +116,9 @@ def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **paramet
     """
     if kind not in DEMOS:
         raise DataError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
-    make, defaults = DEMOS[kind]
-    out_dir = Path(out_dir)
-    wanted = {**defaults, **parameters}
+    make, out_dir = DEMOS[kind], Path(out_dir)
+    wanted = {name: given.default for name, given in signature(make).parameters.items() if name != "out_dir"}
+    wanted |= parameters
     if _complete(out_dir, kind, wanted):
         return out_dir
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -141,12 +129,15 @@ def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **paramet
     return out_dir
 
 
-DEMOS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
-    "digits": (make_demo, _DIGITS),
-    "mixed": (make_mixed_demo, _MIXED),
-    "text": (make_text_demo, _TEXT),
-}
-"""What makes each demo, and its parameters."""
+DEMOS: dict[str, Callable[..., Path]] = {"digits": make_demo, "mixed": make_mixed_demo, "text": make_text_demo}
+"""What makes each demo."""
+
+
+def _require_sizes(parameters: dict[str, int]) -> None:
+    sizes = {name: value for name, value in parameters.items() if name != "seed"}
+    if min(sizes.values()) < 1:
+        got = ", ".join(f"{name}={value}" for name, value in sizes.items())
+        raise DataError(f"a demo needs at least one shard, and one sample of each part; got {got}")
 
 
 def _complete(out_dir: Path, kind: str, parameters: dict[str, Any]) -> bool:

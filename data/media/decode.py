@@ -47,7 +47,7 @@ def decode_picture(raw: bytes) -> torch.Tensor:
 
 
 def decode_resized(raw: bytes, height: int, width: int) -> torch.Tensor:
-    """`decode_picture`, resized to uint8 [3, height, width]: bicubic with antialiasing, aspect ratio as asked for."""
+    """`decode_picture`, resized to uint8 [3, height, width]: bicubic with antialiasing, whatever its aspect ratio."""
     picture = decode_picture(raw)
     if picture.shape[1:] != (height, width):
         picture = transforms.resize(picture, [height, width], InterpolationMode.BICUBIC, antialias=True)

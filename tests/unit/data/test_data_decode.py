@@ -82,11 +82,12 @@ def test_audio_is_mono_at_the_rate_asked_for():
         decode_audio(b"noise", 8000)
 
 
-def test_reader_counts_bytes_and_bounds_open_files(tmp_path):
+def test_reader_counts_bytes_and_bounds_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.storage.local._OPEN_FILES", 2)
     paths = [tmp_path / f"{n}.bin" for n in range(6)]
     for n, path in enumerate(paths):
         path.write_bytes(bytes([n]) * 100)
-    reader = ShardReader(max_open=2)
+    reader = ShardReader()
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
 
     def work():

@@ -159,6 +159,10 @@ def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
         ensure_demo(out, "cats")
     with pytest.raises(DataError, match="train_samples=0"):
         make_demo(out, train_samples=0)
+    with pytest.raises(DataError, match="shards=0"):
+        make_text_demo(out, shards=0)
+    with pytest.raises(DataError, match=r"text_only_fraction.*1\.5"):
+        make_demo(out, text_only_fraction=1.5)
 
 
 def test_text_demo(tmp_path):
