@@ -246,17 +246,16 @@ def _load(path: Path, shard: Path, size: int, mtime_ns: int) -> ShardIndex | Non
     try:
         with open(path, "rb") as file:
             head = file.readline()
-            length = os.fstat(file.fileno()).st_size
-        meta = json.loads(head)
-        if (meta["version"], meta["shard_size"], meta["shard_mtime_ns"]) != (_VERSION, size, mtime_ns):
-            return None
-        bounds = np.cumsum(
-            [len(head), (meta["samples"] + 1) * _SAMPLE.itemsize, meta["members"] * _MEMBER.itemsize, meta["key_bytes"]]
-        )
-        if length != bounds[-1]:
-            return None
-        # One mapping for all arrays: each mapping holds a file descriptor.
-        blob = np.memmap(path, dtype=np.uint8, mode="r")
+            meta = json.loads(head)
+            if (meta["version"], meta["shard_size"], meta["shard_mtime_ns"]) != (_VERSION, size, mtime_ns):
+                return None
+            lengths = [(meta["samples"] + 1) * _SAMPLE.itemsize, meta["members"] * _MEMBER.itemsize, meta["key_bytes"]]
+            bounds = np.cumsum([len(head), *lengths])
+            if os.fstat(file.fileno()).st_size != bounds[-1]:
+                return None
+            # One mapping for all arrays: each mapping holds a file descriptor. It is of the file that was just checked,
+            # also if another process has replaced it meanwhile.
+            blob = np.memmap(file, dtype=np.uint8, mode="r")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return ShardIndex(

@@ -124,6 +124,18 @@ def test_a_damaged_index_is_built_again(shard, damage):
     assert open_index(shard).key(1) == "d/b"
 
 
+def test_an_index_that_is_replaced_while_it_is_read_stays_the_one_that_was_checked(shard, monkeypatch):
+    members, memmap = open_index(shard).members(1), np.memmap
+
+    def late(file, **options):
+        index_path(shard).unlink()
+        index_path(shard).write_bytes(b"{}")
+        return memmap(file, **options)
+
+    monkeypatch.setattr(np, "memmap", late)
+    assert open_index(shard).members(1) == members
+
+
 def test_cache_dir_keeps_equal_names_apart_and_the_folder_clean(tmp_path):
     cache = tmp_path / "cache"
     for name in ("one", "two"):
