@@ -1,4 +1,10 @@
-"""The error budget: every bad sample is logged with shard and key, and too many of them end the run."""
+"""Bad samples, those that cannot be read: every one is logged with shard and key, and more than `data.max_bad_samples`
+end the run.
+
+There is one rule, `require_budget`, and two that count for it. A dataset counts the samples that its own process has
+read. A run of several ranks counts over all ranks and all its starts, each sample of a step once, whoever read it. The
+count of a rank is never above that of the run, so it is right whichever is the first to end the run.
+"""
 
 from __future__ import annotations
 
@@ -7,54 +13,72 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from data.errors import TooManyBadSamples
+
 _log = logging.getLogger(__name__)
 
 
-class Fault(NamedTuple):
-    """One bad sample: its global number, where it lies, and why it is bad."""
+class BadSample(NamedTuple):
+    """A sample that cannot be read: its global number, where it is, and why."""
 
     number: int
     shard: Path
     key: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.shard}, key {self.key!r}: {self.reason}"
 
-class TooManyBadSamples(ValueError):
-    """More bad samples than `data.max_bad_samples` allows."""
+
+def require_budget(count: int, allowed: int, example: BadSample | None = None) -> None:
+    """Ends the run if more samples are bad than `data.max_bad_samples` allows.
+
+    Args:
+        count: bad samples so far.
+        allowed: `data.max_bad_samples`.
+        example: one of them, where this process knows one.
+
+    Raises:
+        TooManyBadSamples: `count` is above `allowed`.
+    """
+    if count <= allowed:
+        return
+    raise TooManyBadSamples(
+        f"data.max_bad_samples: {count} bad {'sample' if count == 1 else 'samples'}, {allowed} allowed"
+        f"{'' if example is None else f', for example {example}'}. Repair the shards (`mimo-train shards verify` lists "
+        "every bad sample), or raise data.max_bad_samples"
+    )
 
 
-class FaultLog:
-    """Counts bad samples, each sample number once. Safe to use from several threads."""
+class BadSamples:
+    """The bad samples that this process has found, each number once. Safe to use from several threads."""
 
-    def __init__(self, max_bad_samples: int = 0) -> None:
-        assert max_bad_samples >= 0, max_bad_samples
-        self.max_bad_samples = max_bad_samples
-        self._faults: dict[int, Fault] = {}
+    def __init__(self, allowed: int) -> None:
+        assert allowed >= 0, allowed
+        self._allowed = allowed
+        self._found: dict[int, BadSample] = {}
         self._lock = threading.Lock()
 
     @property
     def count(self) -> int:
-        return len(self._faults)
+        """How many were found so far."""
+        return len(self._found)
 
     def __contains__(self, number: int) -> bool:
-        return number in self._faults
+        return number in self._found
 
-    def list(self) -> list[Fault]:
-        """The faults so far, by sample number."""
+    @property
+    def latest(self) -> BadSample | None:
+        """The one found last; None if there is none."""
         with self._lock:
-            return sorted(self._faults.values())
+            return next(reversed(self._found.values()), None)
 
-    def record(self, fault: Fault) -> None:
-        """Logs a fault that is new. Raises TooManyBadSamples when the budget is spent."""
+    def record(self, bad: BadSample) -> None:
+        """Logs and counts one that is new. Raises TooManyBadSamples as `require_budget` does."""
         with self._lock:
-            if fault.number in self._faults:
+            if bad.number in self._found:
                 return
-            self._faults[fault.number] = fault
-            count = len(self._faults)
-        _log.warning("bad sample %d: %s, key %s: %s", fault.number, fault.shard, fault.key, fault.reason)
-        if count > self.max_bad_samples:
-            raise TooManyBadSamples(
-                f"{fault.shard}, key {fault.key!r}: {fault.reason}. This is bad sample {count}, and "
-                f"data.max_bad_samples={self.max_bad_samples} allows {self.max_bad_samples}. Repair the shard, or "
-                "raise data.max_bad_samples (`mimo-train shards verify` lists all of them)."
-            )
+            self._found[bad.number] = bad
+            count = len(self._found)
+        _log.warning("bad sample %d: %s", bad.number, bad)
+        require_budget(count, self._allowed, bad)

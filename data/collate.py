@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from data.records import Conversation, RecordError, Turn
+from data.errors import RecordError
+from data.records import Conversation, Turn
 from data.tokens import Tokenizer
 
 MediaTokens = Mapping[str, Sequence[Sequence[tuple[int, int]]]]

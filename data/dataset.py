@@ -1,15 +1,15 @@
 """The dataset: global sample number -> tokens, pictures, or just counts, each read on its own.
 
 Three promises that the ranks of a run rely on:
-- What the index tells (token counts, sizes) is the same on every rank and costs no read.
-- Text and media are read apart: a rank that asks for text never touches a pixel.
-- A bad sample never changes a shape. Two kinds are told apart:
+- What the index says (token counts, sizes) is the same on every rank and costs no read.
+- Text and media are read apart: a rank that reads text never touches a pixel.
+- A bad sample never changes a shape. There are two kinds:
   * known from the index (no record, a picture or clip without a readable header, a size that a module refuses, more
-    media tokens than `sequence_length`): every rank knows it, and the sample stands in as text without media: its
+    media tokens than `sequence_length`): every rank knows it, and a text without media takes its place. Its token
     counts are 0.
-  * found when reading (damaged bytes, bad JSON, placeholders that do not match): the stand-in keeps the counts and
-    sizes from the index: placeholders without loss, and zeros for pixels. A rank that does not read the damaged part
-    cannot know.
+  * found when reading (damaged bytes, bad JSON, placeholders that do not match): what takes its place has the token
+    counts and sizes of the index: placeholders without loss, and zeros for pixels. A rank that does not read the
+    damaged part cannot know.
 """
 
 from __future__ import annotations
@@ -19,80 +19,27 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from data import collate
-from data.bad_samples import Fault, FaultLog
+from data.bad_samples import BadSample, BadSamples
+from data.errors import DataError, DecodeError, RecordError, SampleError, ShardError
 from data.features import Lookup
 from data.index import Member, ShardIndex, open_index
-from data.media.decode import DecodeError, decode_media
+from data.media.decode import decode_media
 from data.order import GlobalOrder
-from data.records import Conversation, RecordError, parse_record
-from data.shards import ShardError, find_shards
-from data.storage.local import ReadError, ShardReader
+from data.outline import Media, MediaSize, SampleOutline, count_tokens
+from data.records import Conversation, parse_record
+from data.shards import find_shards
+from data.storage.local import ShardReader
 from data.tokens import Tokenizer
 
-_SAMPLE_FAULTS = (RecordError, DecodeError, ReadError)
 _OPEN_INDEXES = 256  # each holds a file descriptor
-
-
-@dataclass(frozen=True)
-class Media:
-    """What one encoder module needs of a sample.
-
-    For pictures `num_tokens` and `size` take (height, width) in pixels of the original; for audio (samples per channel,
-    samples per second). Both are pure; they may raise ValueError for a size that the encoder cannot take.
-    """
-
-    module: str
-    kind: str  # "image" | "audio"
-    placeholder: str
-    num_tokens: Callable[[int, int], int]
-    """Tokens that one picture or clip takes in the sequence."""
-    size: Callable[[int, int], tuple[int, int]]
-    """What is handed to the encoder: (height, width); for audio (samples, samples per second)."""
-    inner_tokens: Callable[[int, int], int] | None = None
-    """Tokens that one picture or clip takes inside the encoder's layers; None: as many as in the sequence."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("image", "audio"):
-            raise ValueError(f"modules.{self.module}: media kind {self.kind!r} is neither 'image' nor 'audio'")
-
-    @property
-    def field(self) -> str:
-        """Name of its tensor in a batch."""
-        return "pixels" if self.kind == "image" else "waveforms"
-
-
-class MediaSize(NamedTuple):
-    """What all of a sample's pictures or clips take of one module."""
-
-    tokens: int
-    """In the sequence."""
-    load: int
-    """Tokens inside the encoder's layers."""
-    pairs: int
-    """Pairs of tokens inside the encoder that attend to each other: those of one picture or clip."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the index tells of one sample. `members`: those of the kinds that the run uses, by kind, in order; empty if
-    the sample has a `fault`."""
-
-    number: int
-    shard: int
-    key: str
-    record: Member | None
-    members: dict[str, list[Member]]
-    counts: dict[str, list[int]]  # module -> tokens of each of its pictures or clips
-    fault: str | None
 
 
 class Dataset:
@@ -101,10 +48,10 @@ class Dataset:
     shards: see `find_shards`; tokenizer: see `build_tokenizer`, made with each module's placeholder; sequence_length:
     S; media: the encoder modules (several may take one kind: then each picture expands to the tokens of each, in this
     order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of beside the shards;
-    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many bad samples are stood in for;
+    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be bad;
     keep_text: text samples carry (question, truth) too. Methods may be called from several threads.
 
-    Raises ValueError (shards not found, none holds a sample), ShardError (a shard is unusable).
+    Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable).
     """
 
     def __init__(
@@ -125,7 +72,7 @@ class Dataset:
         self.shards = find_shards(shards)
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text = blind, keep_text
-        self.faults = FaultLog(max_bad_samples)
+        self.bad_samples = BadSamples(max_bad_samples)
         self.reader = ShardReader()
         self.lookups: dict[str, Lookup] = {}
         """By module: where features of samples are found that need not be read (see `data.features`). For readers that
@@ -147,7 +94,7 @@ class Dataset:
                 self._indexes[number] = index
         self._ends = np.cumsum(counts)
         if not self._ends[-1]:
-            raise ValueError(
+            raise DataError(
                 f"data.shards: the {len(self.shards)} shard(s) hold no sample, for example {self.shards[0]}"
             )
         self.order = GlobalOrder(int(self._ends[-1]), seed, shuffle)
@@ -167,49 +114,42 @@ class Dataset:
         return self.shards[shard], self._index(shard).key(row)
 
     def identity(self, number: int) -> str:
-        """What tells a sample from every other one, of any run: shard with size and time of change, and key."""
+        """What no other sample of any run has: shard with size and time of change, and key."""
         shard, row = self._place(number)
         size, mtime = self._stamps[shard]
         return f"{self.shards[shard].resolve()}|{size}|{mtime}|{self._index(shard).key(row)}"
 
-    def plan(self, number: int) -> Plan:
-        """What the index tells of a sample; reads no member."""
+    def outline(self, number: int) -> SampleOutline:
+        """What the index says of a sample; reads no member."""
         shard, row = self._place(number)
         index = self._index(shard)
-        key, fault, at = index.key(row), index.fault(row), index.record(row)
+        key, reason, at = index.key(row), index.bad_reason(row), index.record(row)
         every = index.members(row)
         members = {kind: [member for member in every if member.kind == kind] for kind in self._kinds}
-        counts: dict[str, list[int]] = {}
-        if fault is None:
-            counts, fault = self._count(members)
-        if fault is not None:
-            members, counts = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
-        return Plan(number, shard, key, None if at is None else every[at], members, counts, fault)
+        tokens: dict[str, list[int]] = {}
+        if reason is None:
+            tokens, reason = count_tokens(members, self.modules, self.sequence_length)
+        if reason is not None:
+            members, tokens = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
+        return SampleOutline(number, shard, key, None if at is None else every[at], members, tokens, reason)
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
-        return {module: sum(counts) for module, counts in self.plan(number).counts.items()}
+        return {module: sum(tokens) for module, tokens in self.outline(number).tokens.items()}
 
     def media_sizes(self, number: int) -> dict[str, MediaSize]:
         """What each module's pictures or clips take in this sample, from the index alone."""
-        plan = self.plan(number)
-        sizes = {}
-        for spec in self.modules:
-            counts = plan.counts[spec.module]
-            inner = counts
-            if spec.inner_tokens:
-                inner = [spec.inner_tokens(*_extent(member)) for member in plan.members[spec.kind]]
-            sizes[spec.module] = MediaSize(sum(counts), sum(inner), sum(tokens**2 for tokens in inner))
-        return sizes
+        outline = self.outline(number)
+        return {media.module: outline.media_size(media) for media in self.modules}
 
     def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
         """`Media.size` of each of the module's pictures or clips in this sample, from the index alone."""
-        return _input_sizes(self._by_module[module], self.plan(number))
+        return self.outline(number).input_sizes(self._by_module[module])
 
     def text(self, number: int) -> collate.TextSample:
         """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""
-        sample, fault = self.read_text(number)
-        self._record(fault)
+        sample, bad = self.read_text(number)
+        self._record(bad)
         return sample
 
     def media(self, number: int, module: str) -> list[torch.Tensor]:
@@ -217,103 +157,85 @@ class Dataset:
 
         Reads media members only. Raises TooManyBadSamples.
         """
-        items, fault = self.read_media(number, module)
-        self._record(fault)
+        items, bad = self.read_media(number, module)
+        self._record(bad)
         return items
 
     def is_bad(self, number: int) -> bool:
         """Whether this process has found sample `number` bad; False for one that it has not read."""
-        return number in self.faults
+        return number in self.bad_samples
 
     def prompt_and_truth(self, number: int) -> tuple[str, str]:
         """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
         try:
-            return _question_and_truth(self._conversation(self.plan(number)))
-        except _SAMPLE_FAULTS:
+            return _question_and_truth(self._conversation(self.outline(number)))
+        except SampleError:
             return "", ""
 
-    def read_text(self, number: int) -> tuple[collate.TextSample, Fault | None]:
-        """`text`, with its fault handed back instead of counted: for readers that run ahead."""
-        plan = self.plan(number)
-        tokens = self._media_tokens(plan)
+    def read_text(self, number: int) -> tuple[collate.TextSample, BadSample | None]:
+        """`text`, but a bad sample is returned instead of counted: for readers that run ahead."""
+        outline = self.outline(number)
+        tokens = self._media_tokens(outline)
         try:
-            conversation = self._conversation(plan)
-            sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, plan.key)
+            conversation = self._conversation(outline)
+            sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, outline.key)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=_question_and_truth(conversation))
             return sample, None
-        except _SAMPLE_FAULTS as error:
+        except SampleError as error:
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=("", ""))
-            return sample, self._fault(plan, str(error))
+            return sample, self._bad(outline, str(error))
 
-    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], Fault | None]:
-        """`media`, with its fault handed back instead of counted."""
-        spec, plan = self._by_module[module], self.plan(number)
-        members, sizes = plan.members[spec.kind], _input_sizes(spec, plan)
-        if plan.fault is None and not self.blind:
+    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
+        """`media`, but a bad sample is returned instead of counted."""
+        spec, outline = self._by_module[module], self.outline(number)
+        members, sizes = outline.members[spec.kind], outline.input_sizes(spec)
+        if outline.bad_reason is None and not self.blind:
             try:
-                return [self._decode(spec, plan, *pair) for pair in zip(members, sizes, strict=True)], None
-            except _SAMPLE_FAULTS as error:
-                plan = replace(plan, fault=str(error))
+                return [self._decode(spec, outline, *pair) for pair in zip(members, sizes, strict=True)], None
+            except SampleError as error:
+                outline = replace(outline, bad_reason=str(error))
         if spec.kind == "image":
             zeros = [torch.zeros(3, height, width, dtype=torch.uint8) for height, width in sizes]
         else:
             zeros = [torch.zeros(samples) for samples, _ in sizes]
-        return zeros, None if plan.fault is None else self._fault(plan, plan.fault)
+        return zeros, None if outline.bad_reason is None else self._bad(outline, outline.bad_reason)
 
     def close(self) -> None:
         """Closes the shard files."""
         self.reader.close()
 
-    def _decode(self, spec: Media, plan: Plan, member: Member, size: tuple[int, int]) -> torch.Tensor:
-        raw = self._read(plan, member)
+    def _decode(self, spec: Media, outline: SampleOutline, member: Member, size: tuple[int, int]) -> torch.Tensor:
+        raw = self._read(outline, member)
         try:
             return decode_media(spec.kind, raw, size)
         except DecodeError as error:
             raise DecodeError(f"member .{member.extension}: {error}") from error
 
-    def _conversation(self, plan: Plan) -> Conversation:
-        if plan.fault is not None:
-            raise RecordError(plan.fault)
-        assert plan.record is not None
-        counts = {kind: len(members) for kind, members in plan.members.items()}
-        return parse_record(self._read(plan, plan.record), plan.record.extension, plan.key, counts)
+    def _conversation(self, outline: SampleOutline) -> Conversation:
+        if outline.bad_reason is not None:
+            raise RecordError(outline.bad_reason)
+        assert outline.record is not None
+        counts = {kind: len(members) for kind, members in outline.members.items()}
+        return parse_record(self._read(outline, outline.record), outline.record.extension, outline.key, counts)
 
-    def _read(self, plan: Plan, member: Member) -> bytes:
-        stamp = self._stamps[plan.shard]
-        return self.reader.read(self.shards[plan.shard], member.offset, member.size, member.extension, stamp)
+    def _read(self, outline: SampleOutline, member: Member) -> bytes:
+        stamp = self._stamps[outline.shard]
+        return self.reader.read(self.shards[outline.shard], member.offset, member.size, member.extension, stamp)
 
-    def _count(self, members: dict[str, list[Member]]) -> tuple[dict[str, list[int]], str | None]:
-        counts: dict[str, list[int]] = {}
-        for spec in self.modules:
-            counts[spec.module] = []
-            for member in members[spec.kind]:
-                extent = _extent(member)
-                if 0 in extent:
-                    return {}, f"member .{member.extension} ({member.size} bytes) has no readable {spec.kind} header"
-                try:
-                    spec.size(*extent)
-                    counts[spec.module].append(spec.num_tokens(*extent))
-                except ValueError as error:
-                    return {}, f"member .{member.extension} of {extent}: module {spec.module} cannot take it: {error}"
-        needed = sum(map(sum, counts.values()))
-        if needed > self.sequence_length:
-            return {}, f"its media alone need {needed} tokens, but data.sequence_length is {self.sequence_length}"
-        return counts, None
-
-    def _media_tokens(self, plan: Plan) -> collate.MediaTokens:
+    def _media_tokens(self, outline: SampleOutline) -> collate.MediaTokens:
         return {
             kind: [
                 [
-                    (self._placeholders[spec.module], plan.counts[spec.module][at])
+                    (self._placeholders[spec.module], outline.tokens[spec.module][at])
                     for spec in self.modules
                     if spec.kind == kind
                 ]
                 for at in range(len(members))
             ]
-            for kind, members in plan.members.items()
+            for kind, members in outline.members.items()
         }
 
     def _place(self, number: int) -> tuple[int, int]:
@@ -334,20 +256,14 @@ class Dataset:
             self._indexes.move_to_end(shard)
             return index
 
-    def _fault(self, plan: Plan, reason: str) -> Fault:
-        return Fault(plan.number, self.shards[plan.shard], plan.key, reason.removeprefix(f"key {plan.key!r}: "))
+    def _bad(self, outline: SampleOutline, reason: str) -> BadSample:
+        return BadSample(
+            outline.number, self.shards[outline.shard], outline.key, reason.removeprefix(f"key {outline.key!r}: ")
+        )
 
-    def _record(self, fault: Fault | None) -> None:
-        if fault is not None:
-            self.faults.record(fault)
-
-
-def _extent(member: Member) -> tuple[int, int]:
-    return (member.height, member.width) if member.kind == "image" else (member.frames, member.rate)
-
-
-def _input_sizes(spec: Media, plan: Plan) -> list[tuple[int, int]]:
-    return [spec.size(*_extent(member)) for member in plan.members[spec.kind]]
+    def _record(self, bad: BadSample | None) -> None:
+        if bad is not None:
+            self.bad_samples.record(bad)
 
 
 def _question_and_truth(conversation: Conversation) -> tuple[str, str]:

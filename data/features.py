@@ -1,7 +1,7 @@
 """What is known of the media of a microbatch besides their tensors, for encoders whose features are kept.
 
 A sample whose features the lookup of its module finds is not read: its pictures are missing from the microbatch's
-tensors, and its features stand here instead.
+tensors, and its features are here instead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ Lookup = Callable[[str], torch.Tensor | None]
 from reading threads."""
 
 
+MEDIA = "media"
+"""Key of the `MicrobatchMedia` beside a module's tensors, where the dataset has a lookup for the module."""
+
+
 @dataclass(frozen=True)
 class SampleMedia:
     """The pictures or clips of one sample, for one module."""
@@ -28,7 +32,7 @@ class SampleMedia:
     features: torch.Tensor | None = None
     """[rows, width] where the lookup had them: nothing was read."""
     good: bool = True
-    """False where what was read was bad, and zeros stand for it."""
+    """False where what was read was bad, and zeros take its place."""
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 A sample is a run of neighbouring tar members with one key. The key rule is WebDataset's: the key is the member's path
 up to the FIRST dot of its base name, the extension is everything after it, in lower case. So `a/img.2024.01.jpg` has
 the key `a/img` and the extension `2024.01.jpg`; names such as `img.2024.01` and `img.2024.02` share one key, and are
-one sample when they stand side by side. Members that start with a dot, have no extension, or are named `__*__` are
+one sample when they are neighbours. Members that start with a dot, have no extension, or are named `__*__` are
 skipped. What a member is (picture, audio, JSON record, text record) follows from the last part of its extension.
 
 The file `<shard>.mimo-index` is one JSON line (padded) and three arrays; it is mapped into memory, not read. It is
@@ -13,40 +13,28 @@ checked against the shard's size and modification time and rebuilt when they dif
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
-import tarfile
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from data.errors import DataError
 from data.media.headers import parse_audio_header, parse_header
-from data.shards import ShardError, find_shards, refuse_compressed
-
-__all__ = [
-    "AUDIO",
-    "IMAGES",
-    "Member",
-    "ShardError",
-    "ShardIndex",
-    "build_index",
-    "find_shards",
-    "index_path",
-    "open_index",
-]
+from data.shards import refuse_compressed
+from data.storage.replace import replacing
+from data.storage.tar import walk_tar
 
 IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp"])
 AUDIO = frozenset(["wav", "flac", "mp3", "ogg"])
 
-_VERSION = 1
+_VERSION = 2
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
-_SAMPLE = np.dtype([("first_member", "<i8"), ("key_at", "<i8"), ("fault", "<i4"), ("record", "<i4")])
+_SAMPLE = np.dtype([("first_member", "<i8"), ("key_at", "<i8"), ("reason", "<i4"), ("record", "<i4")])
 _MEMBER = np.dtype(
     [("offset", "<i8"), ("size", "<i8"), ("frames", "<i8"), ("rate", "<i4")]
     + [("height", "<i4"), ("width", "<i4"), ("extension", "<i4")]
@@ -70,16 +58,21 @@ class Member(NamedTuple):
         """ "image", "audio" or "other"."""
         return _kind(self.extension)
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """(height, width) of a picture, (frames, rate) of a clip; with a 0 if it has no readable header."""
+        return (self.height, self.width) if self.kind == "image" else (self.frames, self.rate)
+
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Read with `sample`, `key`, `members`, `record` and `fault`; rows are 0 to len - 1 in the shard's order."""
+    """Read with `key`, `members`, `record` and `bad_reason`; rows are 0 to len - 1 in the shard's order."""
 
     path: Path
     size: int
     mtime_ns: int
     extensions: list[str]
-    faults: list[str]
+    reasons: list[str]
     samples: np.ndarray  # [N + 1] _SAMPLE; the last row only ends the one before
     all_members: np.ndarray  # [M] _MEMBER
     keys: np.ndarray  # uint8: the keys, UTF-8, end to end
@@ -92,7 +85,7 @@ class ShardIndex:
         return self.keys[start:end].tobytes().decode("utf-8", "surrogateescape")
 
     def members(self, row: int) -> list[Member]:
-        """Members in the order in which they stand in the tar: the n-th picture belongs to the n-th placeholder."""
+        """Members in the order of the tar: the n-th picture belongs to the n-th placeholder."""
         start, end = int(self.samples["first_member"][row]), int(self.samples["first_member"][row + 1])
         return [
             Member(self.extensions[extension], offset, size, height, width, frames, rate)
@@ -100,20 +93,26 @@ class ShardIndex:
         ]
 
     def record(self, row: int) -> int | None:
-        """Which member holds the JSON or text record; None if the sample has none (then `fault` says so)."""
+        """Which member holds the JSON or text record; None if the sample has none (then `bad_reason` says so)."""
         at = int(self.samples["record"][row])
         return None if at < 0 else at
 
-    def fault(self, row: int) -> str | None:
-        """Why the sample cannot be used, as far as the tar's directory tells; None if it can."""
-        code = int(self.samples["fault"][row])
-        return self.faults[code - 1] if code else None
+    def bad_reason(self, row: int) -> str | None:
+        """Why the sample is bad, as far as its members show; None if they show nothing."""
+        code = int(self.samples["reason"][row])
+        return self.reasons[code - 1] if code else None
+
+    @property
+    def num_bad(self) -> int:
+        """Samples with a `bad_reason`."""
+        return int(np.count_nonzero(self.samples["reason"][:-1]))
 
 
 def open_index(shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> ShardIndex:
     """The shard's index; built and saved first if it is absent or out of date. Several processes may call this at once.
 
-    Raises ShardError if the shard is compressed, truncated or damaged; FileNotFoundError if it is absent.
+    Raises ShardError if the shard is compressed, truncated or damaged; FileNotFoundError if it is absent; DataError if
+    the index cannot be written.
     """
     shard = Path(shard)
     stat = os.stat(shard)
@@ -146,7 +145,7 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
     shard = Path(shard)
     refuse_compressed(shard)
     extensions: dict[str, int] = {}
-    faults: dict[str, int] = {}
+    reasons: dict[str, int] = {}
     samples: list[tuple[int, int, int, int]] = []
     members: list[tuple[int, ...]] = []
     keys = bytearray()
@@ -156,14 +155,14 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
         if current is None:
             return
         key, names = current
-        record, fault = _find_record(names)
-        code = faults.setdefault(fault, len(faults) + 1) if fault else 0
+        record, reason = _find_record(names)
+        code = reasons.setdefault(reason, len(reasons) + 1) if reason else 0
         samples.append((len(members) - len(names), len(keys), code, record))
         keys.extend(key.encode("utf-8", "surrogateescape"))
 
     with open(shard, "rb") as file:
         stat = os.fstat(file.fileno())
-        for name, offset, size in _walk(shard, file, stat.st_size):
+        for name, offset, size in walk_tar(shard, file, stat.st_size):
             split = _NAME.match(name)
             if split is None or _META.search(name):
                 continue
@@ -180,66 +179,16 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
         size=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
         extensions=list(extensions),
-        faults=list(faults),
+        reasons=list(reasons),
         samples=np.array([*samples, (len(members), len(keys), 0, -1)], dtype=_SAMPLE),
         all_members=np.array(members, dtype=_MEMBER),
         keys=np.frombuffer(bytes(keys), dtype=np.uint8),
     )
 
 
-def _walk(shard: Path, file: io.BufferedReader, shard_size: int):
-    """Yields (name, offset, size) of the regular members, and proves that the tar was read to its very end.
-
-    `tarfile` stops without a word at a damaged header, so what follows the last member is checked here: at least 1,024
-    bytes, all of them zero.
-    """
-    if shard_size == 0:
-        raise ShardError(f"{shard}: the file is empty (0 bytes). Write or copy it again.")
-    end = 0
-    try:
-        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as tar:
-            while (info := tar.next()) is not None:
-                tar.members.clear()  # else it keeps every entry
-                if info.issparse():
-                    raise ShardError(
-                        f"{shard}: member {info.name!r} is a sparse file; write the shard again without them"
-                    )
-                if info.offset_data + info.size > shard_size:
-                    missing = info.offset_data + info.size - shard_size
-                    raise ShardError(
-                        f"{shard}: truncated at {shard_size} bytes: {missing} bytes of member {info.name!r} are "
-                        "missing. Copy or write the shard again."
-                    )
-                end = info.offset_data + -(-info.size // 512) * 512 if info.isreg() else tar.offset
-                if info.isreg():
-                    yield info.name, info.offset_data, info.size
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ShardError(
-            f"{shard}: not a readable uncompressed tar of {shard_size} bytes ({error}; last whole member ends at byte "
-            f"{end}). Copy or write the shard again."
-        ) from error
-    tail = 0
-    while tail < shard_size - end:
-        block = os.pread(file.fileno(), 1 << 20, end + tail)
-        if not block:
-            break
-        filled = len(block.lstrip(b"\0"))
-        if filled and shard_size - end >= 512:
-            at = end + tail + len(block) - filled
-            raise ShardError(
-                f"{shard}: damaged header at byte {end} of {shard_size} (no end mark; data at byte {at}): the samples "
-                "behind it cannot be read. Copy or write the shard again."
-            )
-        tail += len(block)
-    if tail < 1024:  # or cut within a header
-        raise ShardError(
-            f"{shard}: truncated at {shard_size} bytes: a tar ends in 1024 zero bytes, this one in {max(tail, 0)}. "
-            "Samples may be missing; copy or write the shard again."
-        )
-
-
 def _find_record(names: list[str]) -> tuple[int, str | None]:
-    """(which member is the record or -1, fault). `json` goes before `txt`; `*.json` and `*.txt` serve when alone."""
+    """(which member is the record or -1, why there is none). `json` comes before `txt`; `*.json` and `*.txt` do when
+    alone."""
     repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeated:
         return -1, f"the extension .{repeated[0]} occurs {names.count(repeated[0])} times under one key"
@@ -276,26 +225,20 @@ def _measure(fd: int, extension: str, offset: int, size: int) -> tuple[int, int,
 def _save(index: ShardIndex, path: Path) -> None:
     meta = {"version": _VERSION, "shard_size": index.size, "shard_mtime_ns": index.mtime_ns}
     meta |= {"samples": len(index), "members": len(index.all_members), "key_bytes": len(index.keys)}
-    meta |= {"extensions": index.extensions, "faults": index.faults}
+    meta |= {"extensions": index.extensions, "reasons": index.reasons}
     head = json.dumps(meta).encode()
     head += b" " * (-(len(head) + 1) % 64) + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write the index {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
-        ) from error
-    try:
-        with os.fdopen(handle, "wb") as file:
+        # Whoever reads the shards may read their indexes, whatever the umask of the user who made them.
+        with replacing(path, mode=0o644) as file:
             file.write(head)
             for array in (index.samples, index.all_members, index.keys):
                 file.write(array.tobytes())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    except OSError as error:
+        raise DataError(
+            f"cannot write the index {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
+        ) from error
 
 
 def _load(path: Path, shard: Path, size: int, mtime_ns: int) -> ShardIndex | None:
@@ -303,17 +246,16 @@ def _load(path: Path, shard: Path, size: int, mtime_ns: int) -> ShardIndex | Non
     try:
         with open(path, "rb") as file:
             head = file.readline()
-            length = os.fstat(file.fileno()).st_size
-        meta = json.loads(head)
-        if (meta["version"], meta["shard_size"], meta["shard_mtime_ns"]) != (_VERSION, size, mtime_ns):
-            return None
-        bounds = np.cumsum(
-            [len(head), (meta["samples"] + 1) * _SAMPLE.itemsize, meta["members"] * _MEMBER.itemsize, meta["key_bytes"]]
-        )
-        if length != bounds[-1]:
-            return None
-        # One mapping for all arrays: each mapping holds a file descriptor.
-        blob = np.memmap(path, dtype=np.uint8, mode="r")
+            meta = json.loads(head)
+            if (meta["version"], meta["shard_size"], meta["shard_mtime_ns"]) != (_VERSION, size, mtime_ns):
+                return None
+            lengths = [(meta["samples"] + 1) * _SAMPLE.itemsize, meta["members"] * _MEMBER.itemsize, meta["key_bytes"]]
+            bounds = np.cumsum([len(head), *lengths])
+            if os.fstat(file.fileno()).st_size != bounds[-1]:
+                return None
+            # One mapping for all arrays: each mapping holds a file descriptor. It is of the file that was just checked,
+            # also if another process has replaced it meanwhile.
+            blob = np.memmap(file, dtype=np.uint8, mode="r")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return ShardIndex(
@@ -321,7 +263,7 @@ def _load(path: Path, shard: Path, size: int, mtime_ns: int) -> ShardIndex | Non
         size=size,
         mtime_ns=mtime_ns,
         extensions=meta["extensions"],
-        faults=meta["faults"],
+        reasons=meta["reasons"],
         samples=blob[bounds[0] : bounds[1]].view(_SAMPLE),
         all_members=blob[bounds[1] : bounds[2]].view(_MEMBER),
         keys=blob[bounds[2] : bounds[3]],

@@ -1,15 +1,14 @@
 """The step loader: optimizer steps for one rank, read ahead in threads, in an order that no worker count changes.
 
-Where a run stands is `consumed_samples` alone. Step after step the loader hands out samples [consumed, consumed + size
-of the step), cut in microbatches of `microbatch_samples`; each reader takes its contiguous data-parallel slice of
-each. Faults are counted when a step is handed out, not when it is read ahead: the same bad sample ends a run at the
-same step.
+`consumed_samples` is the whole state. Step after step the loader hands out samples [consumed, consumed + size of the
+step), cut in microbatches of `microbatch_samples`; each reader takes its contiguous data-parallel slice of each. Bad
+samples are counted when a step is handed out, not when it is read ahead: the same one ends a run at the same step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,95 +17,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data.bad_samples import Fault
+from data.bad_samples import BadSample
 from data.collate import collate, collate_media
-from data.dataset import Dataset, MediaSize
-from data.divide import balanced_parts, equal_parts
-from data.features import MicrobatchMedia, SampleMedia
+from data.dataset import Dataset
+from data.features import MEDIA, MicrobatchMedia, SampleMedia
+from data.outline import MediaSize
+from data.step import LANGUAGE, Batching, Reader, StepBatch
 
-LANGUAGE = "language"
-
-MEDIA = "media"
-"""Key of the `MicrobatchMedia` beside a module's tensors, where the dataset has a lookup for the module."""
-
-
-@dataclass(frozen=True)
-class Batching:
-    """`global_batch_size`: samples per optimizer step; `microbatch_samples`: samples of one microbatch over ALL
-    data-parallel ranks, that is micro_batch_size x dp(language); `size_at`: samples of the step that begins after so
-    many consumed samples, while the batch grows to `global_batch_size`."""
-
-    global_batch_size: int
-    microbatch_samples: int
-    size_at: Callable[[int], int] | None = None
-
-    def __post_init__(self) -> None:
-        assert self.microbatch_samples > 0, self
-        assert self.global_batch_size > 0 and self.global_batch_size % self.microbatch_samples == 0, self
-
-    def size(self, consumed: int) -> int:
-        """Samples of the step that begins after `consumed` samples."""
-        size = self.size_at(consumed) if self.size_at else self.global_batch_size
-        assert 0 < size <= self.global_batch_size and size % self.microbatch_samples == 0, (self, size)
-        return size
-
-
-@dataclass(frozen=True)
-class Reader:
-    """This rank's part of one module ("language" or a `Media.module`): the `dp_rank`-th of `dp_size` contiguous slices
-    of each microbatch, equal, or `balanced` by the tokens inside the encoder. `sizes_only`: of the media just what
-    the index tells, for ranks that get the rest from others."""
-
-    module: str
-    dp_rank: int
-    dp_size: int
-    balanced: bool = False
-    sizes_only: bool = False
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.dp_rank < self.dp_size, self
-
-    def slice(self, first: int, loads: Sequence[int]) -> range:
-        """Its sample numbers of those that start at `first`, one for each of `loads`."""
-        parts = balanced_parts(loads, self.dp_size) if self.balanced else equal_parts(len(loads), self.dp_size)
-        begin, end = parts[self.dp_rank]
-        return range(first + begin, first + end)
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """One optimizer step of one rank.
-
-    microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S], loss_mask
-    float32 [B, S], and `texts` (list of (question, truth)) if the dataset keeps text. With media modules:
-    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of
-    tensors if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N,
-    samples]; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these `media` (`MicrobatchMedia`)
-    for modules whose features the dataset looks up, and then N are the pictures of the samples without features only.
-    Always: `sample_numbers` int64 [B], of the language slice, else of the first media module's.
-    token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
-    in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.
-    bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads).
-    """
-
-    first_sample: int
-    microbatches: list[dict[str, Any]]
-    token_counts: dict[str, list[list[int]]]
-    loads: dict[str, list[list[int]]]
-    pairs: dict[str, list[list[int]]]
-    bad: np.ndarray
-
-    @property
-    def size(self) -> int:
-        """Samples of the step, over all data-parallel ranks."""
-        return len(self.bad)
+_STEPS_AHEAD = 2
 
 
 class StepLoader:
     """Iterator over steps. Use it as a context manager, or call `close`.
 
     readers: one per module that this rank reads; none is allowed (such a rank gets numbers and counts only).
-    workers: threads; 0 reads in the caller. prefetch_steps: steps read ahead. limit: steps to hand out, None = endless.
+    workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to hand out, None = endless.
     `next` raises what went wrong in a worker, as it was: TooManyBadSamples, ShardError, ...
     """
 
@@ -118,26 +43,20 @@ class StepLoader:
         *,
         consumed_samples: int = 0,
         workers: int = 2,
-        prefetch_steps: int = 2,
         limit: int | None = None,
     ) -> None:
-        assert consumed_samples >= 0 and workers >= 0 and prefetch_steps >= 1, (
-            consumed_samples,
-            workers,
-            prefetch_steps,
-        )
+        assert consumed_samples >= 0 and workers >= 0, (consumed_samples, workers)
         known = {LANGUAGE, *(item.module for item in dataset.modules)}
         names = [reader.module for reader in readers]
         assert len(set(names)) == len(names) and known.issuperset(names), (names, known)
         self._dataset, self._batching, self._limit = dataset, batching, limit
-        for reader in readers:
+        for reader in readers:  # asserts that slices are whole numbers of samples
             reader.slice(0, [0] * batching.microbatch_samples)
         self._readers = list(readers)
         self._sizes_only = {reader.module for reader in readers if reader.sizes_only}
         self._fields = {item.module: item.field for item in dataset.modules} | dict.fromkeys(self._sizes_only, "sizes")
         self._language = next((reader for reader in readers if reader.module == LANGUAGE), None)
         self._next, self._issued, self._closed = consumed_samples, 0, False
-        self._ahead = prefetch_steps if workers else 1
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers else None
         self._pending: deque[_Step] = deque()
 
@@ -179,10 +98,8 @@ class StepLoader:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_ahead(self) -> None:
-        # In the caller's thread nothing is read before it is asked for.
-        while len(self._pending) < self._ahead and (self._limit is None or self._issued < self._limit):
-            if self._pool is None and self._pending:
-                return
+        # Without threads, what is issued is read when it is assembled.
+        while len(self._pending) < _STEPS_AHEAD and (self._limit is None or self._issued < self._limit):
             size = self._batching.size(self._next)
             self._pending.append(self._issue(self._next, size))
             self._next += size
@@ -233,19 +150,20 @@ class StepLoader:
 
     def _assemble(self, step: _Step) -> StepBatch:
         size, modules = self._batching.microbatch_samples, [item.module for item in self._dataset.modules]
-        faults, microbatches = {}, []
+        found: dict[int, BadSample] = {}
+        microbatches = []
         for at in range(step.size // size):
             texts = [result() for result in step.texts[at]]
             media = {module: [result() for result in results] for module, results in step.media[at].items()}
-            of_media = [read.fault for reads in media.values() for read in reads]
-            for fault in (*(fault for _, fault in texts), *of_media):
-                if fault is not None:
-                    faults.setdefault(fault.number, fault)
-            microbatches.append(self._microbatch(step.slices[at], texts, media, faults))
+            of_media = [read.bad for reads in media.values() for read in reads]
+            for bad_sample in (*(bad_sample for _, bad_sample in texts), *of_media):
+                if bad_sample is not None:
+                    found.setdefault(bad_sample.number, bad_sample)
+            microbatches.append(self._microbatch(step.slices[at], texts, media, found))
         bad = np.zeros(step.size, dtype=bool)
-        for number in sorted(faults):
+        for number in sorted(found):
             bad[number - step.first] = True
-            self._dataset.faults.record(faults[number])
+            self._dataset.bad_samples.record(found[number])
         sizes = [result() for result in step.sizes]
         numbers = (
             {module: [[getattr(size[module], what) for size in part] for part in sizes] for module in modules}
@@ -254,13 +172,13 @@ class StepLoader:
         return StepBatch(step.first, microbatches, *numbers, bad)
 
     def _microbatch(
-        self, slices: dict[str, range], texts: list, media: dict[str, list], faults: dict
+        self, slices: dict[str, range], texts: list, media: dict[str, list], bad: Container[int]
     ) -> dict[str, Any]:
         numbers = slices.get(LANGUAGE) or next(iter(slices.values()), ())
         batch: dict[str, Any] = {"sample_numbers": torch.tensor(list(numbers), dtype=torch.int64)}
         if self._language:
             # A sample whose picture failed on this very rank must not be learned from either.
-            samples = [sample.without_loss() if sample.number in faults else sample for sample, _ in texts]
+            samples = [sample.without_loss() if sample.number in bad else sample for sample, _ in texts]
             batch |= collate(samples)
             if self._dataset.keep_text:
                 batch["texts"] = [sample.question_and_truth for sample in samples]
@@ -283,8 +201,8 @@ class StepLoader:
         features = lookup(identity) if rows else None
         if features is not None:
             return _MediaRead([], None, SampleMedia(number, identity, rows, features))
-        items, fault = self._dataset.read_media(number, module)
-        return _MediaRead(items, fault, SampleMedia(number, identity, rows, good=fault is None))
+        items, bad = self._dataset.read_media(number, module)
+        return _MediaRead(items, bad, SampleMedia(number, identity, rows, good=bad is None))
 
     def _inputs(self, module: str, reads: Sequence[_MediaRead]) -> dict[str, Any] | None:
         tensors = collate_media([item for read in reads for item in read.items], self._fields[module])
@@ -302,13 +220,13 @@ class _MediaRead(NamedTuple):
     """What was read of one sample for one module; `sample` if the module's features are looked up."""
 
     items: list[torch.Tensor]
-    fault: Fault | None
+    bad: BadSample | None
     sample: SampleMedia | None = None
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step on its way, by microbatch: what the index tells of every sample, which this rank reads, and callables that
+    """A step on its way, by microbatch: what the index says of every sample, which this rank reads, and callables that
     give what was read."""
 
     first: int

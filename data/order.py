@@ -2,7 +2,7 @@
 
 Sample number n is the place in an endless stream: epoch n // N, position n % N, for N rows. Within an epoch the row is
 a keyed permutation of the position, so it is a function of (seed, epoch, position) alone: no state, no memory, the
-same on every rank, and any number can be asked for first.
+same on every rank, and any number can be the first to be looked up.
 
 Construction: let b = bit length of N - 1. An unbalanced Feistel network permutes the integers below 2**b: a number is
 split into a high part of b // 2 bits and a low part of the rest, and in each of 12 rounds one part is XORed with a
@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-
-import numpy as np
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 12
@@ -37,14 +35,10 @@ class GlobalOrder:
         assert self.size > 0, self.size
         object.__setattr__(self, "_keys", lru_cache(maxsize=4)(lambda epoch: _round_keys(self.seed, epoch)))
 
-    def epoch_and_position(self, number: int) -> tuple[int, int]:
-        """Epoch of sample `number` and its position in it, both from 0."""
-        assert number >= 0, number
-        return divmod(number, self.size)
-
     def row(self, number: int) -> int:
         """Row of the dataset for sample `number` (>= 0)."""
-        epoch, value = self.epoch_and_position(number)
+        assert number >= 0, number
+        epoch, value = divmod(number, self.size)
         if not self.shuffle or self.size == 1:
             return value
         keys = self._keys(epoch)
@@ -57,34 +51,6 @@ class GlobalOrder:
             value = high << low_bits | low
             if value < self.size:
                 return value
-
-    def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """`row` for an array of sample numbers (int64, any shape), several epochs allowed."""
-        numbers = np.asarray(numbers, dtype=np.int64)
-        assert numbers.size == 0 or numbers.min() >= 0
-        epochs, positions = np.divmod(numbers, self.size)
-        if not self.shuffle or self.size == 1:
-            return positions
-        rows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            rows[chosen] = _permute(positions[chosen].astype(np.uint64), self.size, self._keys(int(epoch)))
-        return rows
-
-
-def _permute(values: np.ndarray, size: int, keys: tuple[int, ...]) -> np.ndarray:
-    low_bits, low_mask, high_mask = (np.uint64(number) for number in _split(size))
-    result = values.copy()
-    pending = np.arange(len(result))
-    while len(pending):
-        high, low = result[pending] >> low_bits, result[pending] & low_mask
-        for turn in range(0, _ROUNDS, 2):
-            high ^= _mix_array(low + np.uint64(keys[turn])) & high_mask
-            low ^= _mix_array(high + np.uint64(keys[turn + 1])) & low_mask
-        moved = high << low_bits | low
-        result[pending] = moved
-        pending = pending[moved >= np.uint64(size)]
-    return result.astype(np.int64)
 
 
 def _split(size: int) -> tuple[int, int, int]:
@@ -100,15 +66,8 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _mix(value: int) -> int:
-    """Finaliser of SplitMix64 on Python integers; `_mix_array` is the same on uint64 arrays."""
+    """Finaliser of SplitMix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 31
-
-
-def _mix_array(value: np.ndarray) -> np.ndarray:
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return value ^ value >> np.uint64(31)

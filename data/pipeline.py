@@ -1,17 +1,20 @@
 """What a training program needs of this package: the dataset, and the loader that cuts it into steps."""
 
-from data.bad_samples import Fault, FaultLog, TooManyBadSamples
+from data.bad_samples import BadSample, require_budget
 from data.collate import TextSample
-from data.dataset import Dataset, Media
-from data.features import Lookup, MicrobatchMedia, SampleMedia
-from data.loader import MEDIA, Batching, Reader, StepBatch, StepLoader
+from data.dataset import Dataset
+from data.errors import DataError, TooManyBadSamples
+from data.features import MEDIA, Lookup, MicrobatchMedia, SampleMedia
+from data.loader import StepLoader
+from data.outline import Media
+from data.step import Batching, Reader, StepBatch
 
 __all__ = [
     "MEDIA",
+    "BadSample",
     "Batching",
+    "DataError",
     "Dataset",
-    "Fault",
-    "FaultLog",
     "Lookup",
     "Media",
     "MicrobatchMedia",
@@ -21,4 +24,5 @@ __all__ = [
     "StepLoader",
     "TextSample",
     "TooManyBadSamples",
+    "require_budget",
 ]

@@ -1,7 +1,7 @@
 """Records -> conversations: LLaVA `conversations`, chat `messages`, or a caption.
 
-In LLaVA records and in string contents the markers `<image>` and `<audio>` stand for the sample's pictures and clips,
-in the order of the members in the shard; typed content parts say so by their type, and their text is taken literally.
+In LLaVA records and in string contents the markers `<image>` and `<audio>` are the places of the sample's pictures and
+clips, in the order of the members in the shard; of typed content parts the type says so, and their text is literal.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import re
 from dataclasses import dataclass
 from typing import Any
+
+from data.errors import RecordError
 
 MARKERS = {"<image>": "image", "<audio>": "audio"}
 _SPLIT = re.compile("(" + "|".join(map(re.escape, MARKERS)) + ")")
@@ -22,10 +24,6 @@ _ROLES = {
     "system": "system",
 }
 _PART_KINDS = {"image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
-
-
-class RecordError(ValueError):
-    """A record that cannot be used. The message names the sample's key."""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.errors import DataError, ShardError
+
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
-
-
-class ShardError(ValueError):
-    """A shard that cannot be used: compressed, truncated, damaged, or changed while a run reads it."""
 
 
 def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
@@ -23,7 +21,7 @@ def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str
     by commas, or a sequence of them (in the order given).
 
     Raises:
-        ValueError: nothing matches, or a named shard is missing (names `data.shards` and what was looked for).
+        DataError: nothing matches, or a named shard is missing (names `data.shards` and what was looked for).
         ShardError: a match is a compressed tar.
     """
     if isinstance(pattern, str):
@@ -33,7 +31,7 @@ def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str
     else:
         parts = [piece for item in pattern for piece in _split_commas(os.fspath(item))]
     if not parts:
-        raise ValueError(
+        raise DataError(
             "data.shards is empty: give a folder, a glob, a brace range such as 'x-{000000..000003}.tar', or a list"
         )
     return [path for part in parts for path in _find_one(part)]
@@ -50,7 +48,7 @@ def refuse_compressed(path: str | os.PathLike[str]) -> None:
 
 def _find_one(part: str) -> list[Path]:
     if re.match(r"^[a-z0-9+]+://|^pipe:", part):
-        raise ValueError(
+        raise DataError(
             f"data.shards: {part!r} is not a path. Shards are read from a file system: mount or copy them first."
         )
     path = Path(part).expanduser()
@@ -59,7 +57,7 @@ def _find_one(part: str) -> list[Path]:
         if not found:
             for name in sorted(os.listdir(path)):
                 refuse_compressed(path / name)
-            raise ValueError(f"data.shards: the folder {path} holds no *.tar file")
+            raise DataError(f"data.shards: the folder {path} holds no *.tar file")
         return found
     if path.is_file():
         refuse_compressed(path)
@@ -70,7 +68,7 @@ def _find_one(part: str) -> list[Path]:
         if not matches:
             kind = "no file matches" if glob.has_magic(name) else "no such file or folder:"
             hint = "" if name == str(path) else f" (from {part!r})"
-            raise ValueError(f"data.shards: {kind} {name}{hint}; looked from {os.getcwd()}")
+            raise DataError(f"data.shards: {kind} {name}{hint}; looked from {os.getcwd()}")
         for match in matches:
             refuse_compressed(match)
         found.extend(matches)
@@ -78,7 +76,7 @@ def _find_one(part: str) -> list[Path]:
 
 
 def _split_commas(text: str) -> list[str]:
-    """Splits at the commas that stand outside braces."""
+    """Splits at the commas outside braces."""
     parts, depth, start = [], 0, 0
     for at, char in enumerate(text):
         depth += (char == "{") - (char == "}")
@@ -98,13 +96,13 @@ def _expand_braces(text: str) -> list[str]:
     if numbers:
         first, last = int(numbers[1]), int(numbers[2])
         if last < first:
-            raise ValueError(f"data.shards: the range {group[0]} in {text!r} runs backwards")
+            raise DataError(f"data.shards: the range {group[0]} in {text!r} runs backwards")
         width = len(numbers[1])
         choices = [str(number).zfill(width) for number in range(first, last + 1)]
     elif "," in group[1]:
         choices = group[1].split(",")
     else:
-        raise ValueError(
+        raise DataError(
             f"data.shards: cannot read {group[0]} in {text!r}; write a range {{000000..000003}} or a choice {{a,b}}"
         )
     rest = _expand_braces(text[group.end() :])

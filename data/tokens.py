@@ -17,12 +17,13 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from data.errors import DataError
+
 ROLES = ("user", "assistant", "system")
-_MULTIPLE = 64  # vocabularies are padded to this, so that tensor-parallel ranks and matrix units divide them
 
 
 class Tokenizer(Protocol):
-    """What the data path asks of a tokenizer. All ids are below `vocab_size`."""
+    """What the data path needs of a tokenizer. `vocab_size`: one more than the largest id, without any padding."""
 
     pad_id: int
     begin_id: int | None
@@ -39,7 +40,7 @@ class Tokenizer(Protocol):
         """Marker that opens a turn of `role`: user, assistant or system."""
 
     def placeholder_id(self, name: str) -> int:
-        """Id of a placeholder such as `<image>`. Raises ValueError for a name that the tokenizer was not built with."""
+        """Id of a placeholder such as `<image>`. Raises DataError for a name that the tokenizer was not built with."""
 
     def as_text(self, token: int) -> int:
         """The token where the model wrote it: padding in the place of a placeholder, which would ask for features."""
@@ -48,10 +49,10 @@ class Tokenizer(Protocol):
 def build_tokenizer(name: str | os.PathLike[str], placeholders: Sequence[str] = ()) -> Tokenizer:
     """`name` (config key `data.tokenizer`): "bytes", or a folder or hub name of a Hugging Face tokenizer.
 
-    placeholders: one per media module, e.g. ["<image>"]. Raises ValueError if it cannot be loaded.
+    placeholders: one per media module, e.g. ["<image>"]. Raises DataError if it cannot be loaded.
     """
     if len(set(placeholders)) < len(placeholders):
-        raise ValueError(f"each media module needs a placeholder of its own, got {list(placeholders)}")
+        raise DataError(f"each media module needs a placeholder of its own, got {list(placeholders)}")
     return ByteTokenizer(placeholders) if name == "bytes" else HuggingFaceTokenizer(name, placeholders)
 
 
@@ -63,7 +64,7 @@ class ByteTokenizer:
         self._roles = {role: 259 + at for at, role in enumerate(ROLES)}
         first = 259 + len(ROLES)
         self._placeholders = {name: first + at for at, name in enumerate(placeholders)}
-        self.vocab_size = _round_up(first + len(placeholders))
+        self.vocab_size = first + len(placeholders)
 
     def encode(self, text: str) -> list[int]:
         # JSON may hold half of a surrogate pair, which UTF-8 cannot: it becomes "?".
@@ -85,8 +86,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `transformers` tokenizer. Placeholders that it lacks are added as special tokens; pad falls back to EOS.
 
-    `vocab_size` counts the added tokens and is rounded up to a multiple of 64. Raises ValueError (names
-    `data.tokenizer`) if it cannot be loaded or has no EOS token.
+    Raises DataError (names `data.tokenizer`) if it cannot be loaded or has no EOS token.
     """
 
     def __init__(self, path: str | os.PathLike[str], placeholders: Sequence[str] = ()) -> None:
@@ -96,11 +96,11 @@ class HuggingFaceTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(
+            raise DataError(
                 f"data.tokenizer: cannot load {str(path)!r}: {reason}. Use 'bytes' or a Hugging Face tokenizer"
             ) from error
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(
+            raise DataError(
                 f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn; set eos_token in its config"
             )
         known = self._tokenizer.get_vocab()
@@ -111,7 +111,8 @@ class HuggingFaceTokenizer:
         self.begin_id: int | None = self._tokenizer.bos_token_id
         pad = self._tokenizer.pad_token_id
         self.pad_id: int = self.end_of_turn_id if pad is None else pad
-        self.vocab_size = _round_up(len(self._tokenizer))
+        # Not their number: the ids of a vocabulary may have gaps.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
         markers = {role: f"<|{role}|>" for role in ROLES}
         if all(marker in known for marker in markers.values()):
             self._roles = {role: [known[marker]] for role, marker in markers.items()}
@@ -124,8 +125,8 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # Ids of the padding up to vocab_size have no text.
-        kept = [int(token) for token in ids if 0 <= int(token) < len(self._tokenizer)]
+        # A model may answer with an id of its padding, which has no text.
+        kept = [int(token) for token in ids if 0 <= int(token) < self.vocab_size]
         return self._tokenizer.decode(kept, skip_special_tokens=True)
 
     def role_ids(self, role: str) -> list[int]:
@@ -140,9 +141,5 @@ class HuggingFaceTokenizer:
 
 def _lookup(placeholders: dict[str, int], name: str) -> int:
     if name not in placeholders:
-        raise ValueError(f"the tokenizer has no placeholder {name!r}; it was built with {sorted(placeholders)}")
+        raise DataError(f"the tokenizer has no placeholder {name!r}; it was built with {sorted(placeholders)}")
     return placeholders[name]
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _MULTIPLE) * _MULTIPLE

@@ -1,4 +1,5 @@
-"""Encoders of modalities and their projectors: what they are made of (`spec`), and how to build them (`registry`).
+"""Encoders of modalities and their projectors: a folder for each family, with what it is made of (`spec`) and its code
+(`model`); `registry` names the families.
 
 Nothing here knows about training; layouts and process groups are handed in.
 """

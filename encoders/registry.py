@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from importlib import import_module
 
-from encoders.spec import VisionSpec
-from encoders.whisper.spec import AudioSpec
+from encoders.vit.spec import VisionSpec
+from encoders.whisper.spec import WhisperSpec
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,6 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "vit": Family(spec=VisionSpec, builder="encoders.vit.model:VisionTransformer"),
-    "audio": Family(spec=AudioSpec, builder="encoders.whisper.model:AudioTransformer"),
+    "whisper": Family(spec=WhisperSpec, builder="encoders.whisper.model:WhisperEncoder"),
 }
 """Every family, by the name that `encoder.family` gives."""

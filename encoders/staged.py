@@ -6,6 +6,7 @@ of all media (pictures or clips), one after the other.
 Shape suffixes: N media of one size, T tokens inside the encoder, H hidden size, R rows: tokens of all media.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -26,8 +27,9 @@ Size = tuple[int, int]
 """Of one medium as the encoder gets it: (height, width), or (samples, samples per second)."""
 
 
-class StagedEncoder(MegatronModule):
-    """Media -> features: what one pipeline stage has of an encoder.
+class StagedEncoder(MegatronModule, ABC):
+    """Media -> features: what one pipeline stage has of an encoder. The layers are the same for all families; each says
+    how media become tokens and how tokens become features.
 
     Args:
         config: sizes and parallelism of the layers; `config.init_seed` seeds the weights outside of the layers.
@@ -35,7 +37,7 @@ class StagedEncoder(MegatronModule):
         layer_spec: spec of one transformer layer.
         norm: builder of the final norm.
         merge: how many neighbours become one output token (`EncoderSpec.joined`).
-        pg_collection: process groups of this module; `pp` tells the stage.
+        pg_collection: process groups of this module; the rank in `pp` is the stage.
     """
 
     def __init__(
@@ -62,21 +64,21 @@ class StagedEncoder(MegatronModule):
             pg_collection=pg_collection,
         )
 
+    @abstractmethod
     def _build_embeddings(self) -> None:
         """Make what is in front of the layers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _embed(self, media: torch.Tensor) -> torch.Tensor:
         """Media of one size, [N, ...] -> the input of the first layer, [N, T, H]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
         """The output of the last layer for media of `size` -> features, [N, output tokens, width]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _tokens(self, size: Size) -> int:
         """Tokens inside the encoder of a medium of `size`."""
-        raise NotImplementedError
 
     def _run(
         self,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from data.errors import DataError
+
 CANVAS = 48  # pixels, height and width of every picture
 COLOURS = {
     "red": (235, 50, 50),
@@ -51,11 +53,11 @@ class DemoSample:
 
 
 def load_scans(held_out: bool) -> Digits:
-    """The training scans, or the fifth that is held out. Raises ValueError if scikit-learn is not installed."""
+    """The training scans, or the fifth that is held out. Raises DataError if scikit-learn is not installed."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError("the digits demo takes its scans from scikit-learn: pip install mimo-train[demo]") from error
+        raise DataError("the digits demo takes its scans from scikit-learn: pip install mimo-train[demo]") from error
     bundle = load_digits()
     shuffled = np.random.default_rng(_SPLIT_SEED).permutation(len(bundle.target))
     cut = round(len(shuffled) * (1 - _HELD_OUT_SHARE))
@@ -92,8 +94,8 @@ def make_text_sample(rng: np.random.Generator) -> DemoSample:
 def _ask(values: list[str], colours: list[str], count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
     """Up to `count` questions about a picture, with their answers, in random order.
 
-    They are of one kind, so that none is answered by the text of another: whoever was told which digit is green need
-    not look to name the colour of that digit.
+    They are of one kind, so that none is answered by the text of another: who has read which digit is green can name
+    the colour of that digit without a look.
     """
     pairs = list(zip(values, colours, strict=True))
     once = [pair for pair in pairs if values.count(pair[0]) == 1]
@@ -154,7 +156,7 @@ def _render(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     angle = math.radians(rng.uniform(-6, 6))
     shift_x, shift_y = rng.uniform(-1, 1, size=2)
     cos, sin = math.cos(angle), math.sin(angle)
-    # Pillow asks where a pixel of the result comes from: back to the centre, unturned, then scaled down.
+    # Pillow wants to know where a pixel of the result comes from: back to the centre, unturned, then scaled down.
     middle_x, middle_y = _CELL / 2 + shift_x, _CELL / 2 + shift_y
     a, b = cos / across, sin / across
     d, e = -sin / down, cos / down

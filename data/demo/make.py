@@ -19,19 +19,20 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from data.errors import DataError
+from data.storage.replace import replacing
 
 if TYPE_CHECKING:
     from data.demo.digits import DemoSample
 
 MARKER = "demo.json"
 _FORMAT = 1
-_DIGITS = {"train_samples": 12000, "held_out_samples": 768, "seed": 0, "shards": 8, "text_only_fraction": 0.1}
-_MIXED = {"train_samples": 3000, "held_out_samples": 320, "seed": 0, "shards": 4}
-_TEXT = {"shards": 1}
 _MARKER = re.compile(r"<(image|audio)>\n")
-_QUESTIONS = 2  # at most, of a training picture, in one conversation; held-out ones get 1
+_QUESTIONS = {"train": 2, "held_out": 1}  # at most, about a picture, in one conversation
 
 
 def make_demo(
@@ -43,31 +44,26 @@ def make_demo(
     shards: int = 8,
     text_only_fraction: float = 0.1,
 ) -> Path:
-    """Writes the digits demo (see `demo_digits.py`) into `out_dir` and returns it. Files of the same names are
-    replaced.
+    """Writes the digits demo (see `digits.py`) into `out_dir` and returns it. Files of the same names are replaced.
 
     shards: number of training shards; the held-out part is one. Odd shards hold chat `messages`, even ones LLaVA
-    `conversations`. Raises ValueError for numbers that make no demo, or without scikit-learn.
+    `conversations`. Raises DataError for numbers that make no demo, or without scikit-learn.
     """
-    if min(train_samples, held_out_samples, shards) < 1 or not 0 <= text_only_fraction <= 1:
-        raise ValueError(
-            "a demo needs at least one sample of each part and one shard, and a fraction from 0 to 1; got "
-            f"train_samples={train_samples}, held_out_samples={held_out_samples}, shards={shards}, "
-            f"text_only_fraction={text_only_fraction}"
-        )
     parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
-    parameters |= {"text_only_fraction": text_only_fraction}
+    _require_sizes(parameters)
+    if not 0 <= text_only_fraction <= 1:
+        raise DataError(f"text_only_fraction is a share from 0 to 1, got {text_only_fraction}")
     from data.demo.digits import load_scans, make_sample
 
-    with _writing(Path(out_dir), "digits", parameters) as folder:
-        for held_out in (False, True):
-            digits, questions = load_scans(held_out), 1 if held_out else _QUESTIONS
+    with _writing(Path(out_dir), "digits", parameters | {"text_only_fraction": text_only_fraction}) as folder:
+        for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):
+            digits, questions = load_scans(part == "held_out"), _QUESTIONS[part]
             _write_part(
-                folder / ("held_out" if held_out else "train"),
-                held_out_samples if held_out else train_samples,
-                1 if held_out else shards,
+                folder / part,
+                samples,
+                number,
                 seed,
-                lambda number, rng, digits=digits, questions=questions: make_sample(
+                lambda _, rng, digits=digits, questions=questions: make_sample(
                     digits, rng, text_only_fraction, questions
                 ),
             )
@@ -82,16 +78,12 @@ def make_mixed_demo(
     seed: int = 0,
     shards: int = 4,
 ) -> Path:
-    """Writes the mixed demo (see `demo_mixed.py`), as `make_demo` writes the digits."""
-    if min(train_samples, held_out_samples, shards) < 1:
-        raise ValueError(
-            "a demo needs at least one sample of each part and one shard; got "
-            f"train_samples={train_samples}, held_out_samples={held_out_samples}, shards={shards}"
-        )
+    """Writes the mixed demo (see `mixed.py`), as `make_demo` writes the digits."""
+    parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
+    _require_sizes(parameters)
     from data.demo.digits import load_scans
     from data.demo.mixed import make_mixed_sample
 
-    parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
     with _writing(Path(out_dir), "mixed", parameters) as folder:
         for part, samples, number in (("train", train_samples, shards), ("held_out", held_out_samples, 1)):
             _write_part(
@@ -106,8 +98,7 @@ def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
 
     The last tenth of each description is held out. `shards`: number of training shards.
     """
-    if shards < 1:
-        raise ValueError(f"a demo needs at least one shard, got shards={shards}")
+    _require_sizes({"shards": shards})
     with _writing(Path(out_dir), "text", {"shards": shards}) as folder:
         train, held_out = _passages()
         for number in range(shards):
@@ -120,14 +111,14 @@ def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
 def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **parameters: Any) -> Path:
     """Makes the demo (`kind`: "digits", "mixed" or "text") unless `out_dir` holds it complete; returns `out_dir`.
 
-    Every rank may call it: one makes the demo, the others wait. Raises ValueError if the folder holds a demo that was
+    Every rank may call it: one makes the demo, the others wait. Raises DataError if the folder holds a demo that was
     made with other parameters.
     """
     if kind not in DEMOS:
-        raise ValueError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
-    make, defaults = DEMOS[kind]
-    out_dir = Path(out_dir)
-    wanted = {**defaults, **parameters}
+        raise DataError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
+    make, out_dir = DEMOS[kind], Path(out_dir)
+    wanted = {name: given.default for name, given in signature(make).parameters.items() if name != "out_dir"}
+    wanted |= parameters
     if _complete(out_dir, kind, wanted):
         return out_dir
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -138,12 +129,15 @@ def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **paramet
     return out_dir
 
 
-DEMOS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
-    "digits": (make_demo, _DIGITS),
-    "mixed": (make_mixed_demo, _MIXED),
-    "text": (make_text_demo, _TEXT),
-}
-"""What makes each demo, and its parameters."""
+DEMOS: dict[str, Callable[..., Path]] = {"digits": make_demo, "mixed": make_mixed_demo, "text": make_text_demo}
+"""What makes each demo."""
+
+
+def _require_sizes(parameters: dict[str, int]) -> None:
+    sizes = {name: value for name, value in parameters.items() if name != "seed"}
+    if min(sizes.values()) < 1:
+        got = ", ".join(f"{name}={value}" for name, value in sizes.items())
+        raise DataError(f"a demo needs at least one shard, and one sample of each part; got {got}")
 
 
 def _complete(out_dir: Path, kind: str, parameters: dict[str, Any]) -> bool:
@@ -161,7 +155,7 @@ def _complete(out_dir: Path, kind: str, parameters: dict[str, Any]) -> bool:
         differing = [
             f"{name}={found.get(name)} (wanted {value})" for name, value in wanted.items() if found.get(name) != value
         ]
-        raise ValueError(f"{out_dir} holds a demo made with {', '.join(differing)}: remove it or choose another folder")
+        raise DataError(f"{out_dir} holds a demo made with {', '.join(differing)}: remove it or choose another folder")
     return True
 
 
@@ -185,8 +179,8 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
                     old.unlink()
         for name, file in zip(names, files, strict=True):
             os.replace(file, out_dir / name)
-        (scratch / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
-        os.replace(scratch / MARKER, out_dir / MARKER)
+        with replacing(out_dir / MARKER) as file:
+            file.write(json.dumps(marker, indent=1).encode() + b"\n")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -243,7 +237,7 @@ def _passages() -> tuple[list[str], list[str]]:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise ValueError("the text demo takes its prose from scikit-learn: pip install mimo-train[demo]") from error
+        raise DataError("the text demo takes its prose from scikit-learn: pip install mimo-train[demo]") from error
     train: list[str] = []
     held_out: list[str] = []
     for name in ("iris", "wine", "breast_cancer", "diabetes", "digits", "linnerud"):

@@ -14,11 +14,8 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
+from data.errors import DecodeError
 from data.media.headers import parse_header_bytes
-
-
-class DecodeError(ValueError):
-    """A picture or an audio clip that cannot be decoded."""
 
 
 def decode_media(kind: str, raw: bytes, size: tuple[int, int]) -> torch.Tensor:
@@ -50,7 +47,7 @@ def decode_picture(raw: bytes) -> torch.Tensor:
 
 
 def decode_resized(raw: bytes, height: int, width: int) -> torch.Tensor:
-    """`decode_picture`, resized to uint8 [3, height, width]: bicubic with antialiasing, aspect ratio as asked for."""
+    """`decode_picture`, resized to uint8 [3, height, width]: bicubic with antialiasing, whatever its aspect ratio."""
     picture = decode_picture(raw)
     if picture.shape[1:] != (height, width):
         picture = transforms.resize(picture, [height, width], InterpolationMode.BICUBIC, antialias=True)

@@ -9,23 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.shards import ShardError
+from data.errors import ReadError, ShardError
 
-
-class ReadError(ValueError):
-    """A member that could not be read in full."""
+_OPEN_FILES = 128
 
 
 class ShardReader:
-    """Reads byte ranges of shards; keeps at most `max_open` files open, the least recently used is closed first.
+    """Reads byte ranges of shards; keeps some files open, the least recently used is closed first.
 
     `bytes_read`: bytes read so far by extension, for accounting and for the proof that a rank reads only its members.
     """
 
-    def __init__(self, max_open: int = 128) -> None:
-        assert max_open > 0, max_open
+    def __init__(self) -> None:
         self.bytes_read: dict[str, int] = Counter()
-        self._max_open = max_open
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, _File] = OrderedDict()
 
@@ -64,7 +60,7 @@ class ShardReader:
                 file = self._files[path] = _File(path, stamp)
             self._files.move_to_end(path)
             file.users += 1
-            self._shrink(self._max_open)
+            self._shrink(_OPEN_FILES)
         try:
             yield file.fd
         finally:
@@ -89,5 +85,5 @@ class _File:
                 "are."
             )
         if hasattr(os, "posix_fadvise"):
-            # Samples are read in random order: reading ahead would fetch neighbours that nobody asked for.
+            # Samples are read in random order: reading ahead would fetch neighbours that nobody needs.
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)

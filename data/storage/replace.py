@@ -1,6 +1,7 @@
 """Replacing a file in one step, so that a reader or a crash never meets half of it."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,15 +9,24 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     """A binary file to write; it takes the place of `path` when the block ends, and vanishes when the block raises.
+
+    Threads, processes and machines may replace one path at the same time: each writes a file of its own with a random
+    name beside it, and the last one to end stays.
+
+    Args:
+        mode: permissions of the file, such as 0o644; None: what the umask leaves of 0o666.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    file = temporary.open("xb")
     try:
-        with temporary.open("wb") as file:
+        with file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             yield file
             file.flush()
             os.fsync(file.fileno())

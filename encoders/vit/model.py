@@ -11,9 +11,9 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.projectors.merge import merge_patches
-from encoders.spec import VisionSpec
 from encoders.staged import Size, StagedEncoder
 from encoders.vit.positions import interpolate_positions
+from encoders.vit.spec import VisionSpec
 
 
 class VisionTransformer(StagedEncoder):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torchaudio.functional import melscale_fbanks
 
 from encoders.staged import Size, StagedEncoder
-from encoders.whisper.spec import AudioSpec
+from encoders.whisper.spec import WhisperSpec
 
 LEAST_POWER = 1e-10
 """Powers are clamped to this before the logarithm."""
@@ -24,10 +24,10 @@ DYNAMIC_RANGE = 8.0
 """Powers of ten below a clip's loudest value at which the spectrogram ends."""
 
 
-class AudioTransformer(StagedEncoder):
+class WhisperEncoder(StagedEncoder):
     """Clips -> features per frame, joined `merge` by `merge`: what one pipeline stage has of it."""
 
-    spec: AudioSpec
+    spec: WhisperSpec
 
     def forward(
         self,
@@ -38,7 +38,7 @@ class AudioTransformer(StagedEncoder):
         """What this stage makes of the clips.
 
         Args:
-            waveforms: on the first stage: float32 [N, W], or [W] of each clip, of `AudioSpec.input_size` samples.
+            waveforms: on the first stage: float32 [N, W], or [W] of each clip, of `WhisperSpec.input_size` samples.
             sizes: on later stages: (samples, samples per second) of each clip.
             hidden_states: on later stages: what the stage before returned.
 
@@ -76,7 +76,7 @@ class AudioTransformer(StagedEncoder):
         return size[0] // self.spec.frame
 
 
-def mel_filters(spec: AudioSpec) -> torch.Tensor:
+def mel_filters(spec: WhisperSpec) -> torch.Tensor:
     """Weights [window / 2 + 1, num_mels] of frequencies in mel bands: Slaney's scale, bands of equal area."""
     return melscale_fbanks(
         spec.window // 2 + 1,

@@ -1,19 +1,20 @@
-"""What an audio encoder is made of: sizes, and the arithmetic that follows from them. Imports no torch."""
+"""What a Whisper encoder is made of: sizes, and the arithmetic that follows from them. Imports no torch."""
 
 import math
 from dataclasses import dataclass
 
+from encoders.errors import EncoderError
 from encoders.spec import layer_faults, layer_parameters
 
 
 @dataclass
-class AudioSpec:
+class WhisperSpec:
     """A transformer over the log-mel spectrogram of a clip: two convolutions, the second with stride 2, sinusoidal
     positions, pre-norm layers, a final norm (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
 
-    name: str = "audio"
+    name: str = "whisper"
     """Free name, shown in tables."""
-    family: str = "audio"
+    family: str = "whisper"
     """Key of `encoders.registry.FAMILIES`: decides which code builds the encoder."""
     sample_rate: int = 16000
     """Samples per second that every clip is resampled to."""
@@ -56,7 +57,7 @@ class AudioSpec:
 
     @property
     def placeholder(self) -> str:
-        """What stands in a record's text where the media go."""
+        """Marker in a record's text at the place of a clip."""
         return "<audio>"
 
     @property
@@ -74,11 +75,11 @@ class AudioSpec:
         with silence behind it up to a whole number of tokens.
 
         Raises:
-            ValueError: it is longer than `max_seconds`.
+            EncoderError: it is longer than `max_seconds`.
         """
         length = -(-samples * self.sample_rate // rate)
         if length > self.max_seconds * self.sample_rate:
-            raise ValueError(
+            raise EncoderError(
                 f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
                 "clip, or raise it"
             )
@@ -86,11 +87,11 @@ class AudioSpec:
         return max(1, -(-length // unit)) * unit, self.sample_rate
 
     def inner_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
-        """Tokens that a clip takes inside the encoder: frames. Raises ValueError as `input_size` does."""
+        """Tokens that a clip takes inside the encoder: frames. Raises EncoderError as `input_size` does."""
         return self.input_size(samples, rate, merge)[0] // self.frame
 
     def num_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
-        """Tokens that a clip takes in the sequence: `merge` frames each. Raises ValueError as `input_size` does."""
+        """Tokens that a clip takes in the sequence: `merge` frames each. Raises EncoderError as `input_size` does."""
         return self.inner_tokens(samples, rate, merge) // merge
 
     def joined(self, merge: int) -> int:

@@ -80,7 +80,8 @@ def _add_shards(
     report: Report, cfg: ConfigContainer, key: str, pattern: str, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
     """Samples in the shards that can be read."""
-    from data.index import find_shards, open_index
+    from data.index import open_index
+    from data.shards import find_shards
 
     try:
         paths = find_shards(pattern)
@@ -96,7 +97,7 @@ def _add_shards(
             continue
         good.append(path)
         samples += len(index)
-        unusable += int((index.samples["fault"][:-1] > 0).sum())
+        unusable += index.num_bad
         for extension, count in Counter(index.all_members["extension"].tolist()).items():
             members[index.extensions[extension]] += count
     rows.append(
@@ -126,13 +127,13 @@ def _add_samples(
     lengths, targets, counts, bad, silent = [], [], {item.module: [] for item in media}, [], []
     try:
         for number in first:
-            text, fault = dataset.read_text(number)
+            text, found = dataset.read_text(number)
             for item in media:
-                inputs, media_fault = dataset.read_media(number, item.module)
+                inputs, of_media = dataset.read_media(number, item.module)
                 counts[item.module].append(len(inputs))
-                fault = fault or media_fault
-            if fault is not None:
-                bad.append(f"{fault.shard}, key {fault.key}: {fault.reason}")
+                found = found or of_media
+            if found is not None:
+                bad.append(f"{found.shard}, key {found.key}: {found.reason}")
                 continue
             lengths.append(text.length)
             targets.append(int(text.loss_mask.sum()))

@@ -91,20 +91,21 @@ def _index(args: argparse.Namespace) -> int:
 
 
 def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
-    """(samples, samples with a fault, error). At module level, so that worker processes can find it."""
+    """(samples, bad ones, error). At module level, so that worker processes can find it."""
     from data.index import open_index
 
     try:
         index = open_index(*job)
     except (ValueError, OSError) as error:
         return 0, 0, str(error)
-    return len(index), int((index.samples["fault"][:-1] > 0).sum()), ""
+    return len(index), index.num_bad, ""
 
 
 def _inspect(args: argparse.Namespace) -> int:
     from collections import Counter
 
-    from data.index import find_shards, open_index
+    from data.index import open_index
+    from data.shards import find_shards
 
     counts, sizes, pictures, clips, faults = Counter(), Counter(), Counter(), [], []
     samples = total = shown = 0
@@ -121,7 +122,7 @@ def _inspect(args: argparse.Namespace) -> int:
                     pictures[member.height, member.width] += 1
                 if member.kind == "audio":
                     clips.append((member.rate, member.frames))
-            if fault := index.fault(row):
+            if fault := index.bad_reason(row):
                 faults.append(f"{path}: key {index.key(row)}: {fault}")
             if shown < args.samples:
                 shown += 1
@@ -167,7 +168,8 @@ def _verify(args: argparse.Namespace) -> int:
     from functools import partial
     from itertools import repeat
 
-    from data.index import find_shards, open_index
+    from data.index import open_index
+    from data.shards import find_shards
     from data.storage.local import ShardReader
     from data.verify import check_sample
 

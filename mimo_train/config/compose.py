@@ -14,8 +14,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
-from encoders.spec import ProjectorSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError, Fault, ModuleConfig
 

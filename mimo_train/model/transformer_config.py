@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.spec import EncoderSpec, ProjectorSpec
+from encoders.projectors.spec import ProjectorSpec
+from encoders.spec import EncoderSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.seeds import seed_for

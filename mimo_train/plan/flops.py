@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from encoders.spec import EncoderSpec, ProjectorSpec, joined_width
+from encoders.projectors.spec import ProjectorSpec
+from encoders.spec import EncoderSpec, joined_width
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import LANGUAGE, ConfigContainer, ModuleConfig
 from mimo_train.plan.memory import PARTS

@@ -14,7 +14,8 @@ with its projector.
 import math
 from dataclasses import dataclass
 
-from encoders.spec import EncoderSpec, ProjectorSpec, joined_width, layer_parameters
+from encoders.projectors.spec import ProjectorSpec
+from encoders.spec import EncoderSpec, joined_width, layer_parameters
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import LANGUAGE, ConfigContainer, ModuleConfig
 from mimo_train.plan.layout import RunLayout, layers_of_stage

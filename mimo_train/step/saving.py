@@ -109,6 +109,9 @@ def save_checkpoint_and_time(
     toggle = should_disable_forward_pre_hook(False, True, state.cfg.optim.overlap_param_gather)
     if toggle:
         disable_forward_pre_hook(model)
+    if state.interval is not None:  # inside the loop
+        # Those since the last logging step are not counted yet, and a run that resumes here does not read them again.
+        state.train_state.bad_samples += state.interval.take_bad_samples()
     folder = save_checkpoint(
         run_dir or state.run_dir,
         state.cfg,

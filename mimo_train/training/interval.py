@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from data.pipeline import BadSample
 from mimo_train.diagnose.straggler import StragglerTimer
 from mimo_train.metrics.memory_stats import report_memory
 from mimo_train.metrics.stopwatch import INTERVALS
 from mimo_train.plan.flops import Flops
+from mimo_train.step.batches import StepIterator
 from mimo_train.step.state import GlobalState
 
 
@@ -39,6 +41,7 @@ class Interval:
     Attributes:
         model_flops: of all modules, so far.
         stragglers: takes the compute times of the ranks, or None.
+        bad_sample: the one that this rank found last, if any.
         step_samples: samples of the latest steps of this job, as many as `log.throughput_window` looks at.
     """
 
@@ -46,6 +49,7 @@ class Interval:
         self._state, self.stragglers = state, stragglers
         self._memory_names = list(report_memory(None)) if state.cfg.log.memory else []
         self._bad = torch.zeros((), dtype=torch.float64, device=state.device)
+        self.bad_sample: BadSample | None = None
         self.step_samples: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
         self._reset()
 
@@ -55,24 +59,33 @@ class Interval:
         self._bad.zero_()
         self.model_flops = 0.0
 
-    def note_step(self, flops: dict[str, Flops], samples: int, seconds: float, bad: torch.Tensor) -> None:
+    def note_step(self, flops: dict[str, Flops], samples: int, seconds: float) -> None:
         """Count a step.
 
         Args:
             flops: of each module.
             seconds: wall time on this rank.
-            bad: above 0 where a sample of the step could not be read; stays on the device.
         """
         self._steps += 1
         self._samples += samples
         self.step_samples.append(samples)
         self._seconds += seconds
-        self._bad += torch.count_nonzero(bad)
         for name, count in flops.items():
             self._flops[name] += count
         model_flops = sum(count.model for count in flops.values())
         self.model_flops += model_flops
         self._state.train_state.floating_point_operations_so_far += model_flops
+
+    def note_bad_samples(self, iterator: StepIterator) -> None:
+        """Count the bad samples of a step, found by any rank, on the device; also of a step that was passed over."""
+        self._bad += torch.count_nonzero(iterator.bad)
+        self.bad_sample = iterator.dataset.bad_samples.latest
+
+    def take_bad_samples(self) -> int:
+        """How many there were since they were last taken, over all ranks. Waits for the device."""
+        found = int(self._bad)
+        self._bad.zero_()
+        return found
 
     def collect(self, losses: dict[str, torch.Tensor]) -> IntervalNumbers:
         """The numbers of all ranks. Collective: one sum over the world and one copy to the host.

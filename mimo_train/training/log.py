@@ -7,6 +7,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
+from data.pipeline import require_budget
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.straggler import StragglerTimer
 from mimo_train.metrics.memory_stats import reduce_max_memory_across_pp_group
@@ -68,7 +69,6 @@ class StepLog:
             ),
             batch.size,
             self._history[-1],
-            data_iterator.bad,
         )
         self.flops = state.interval.model_flops
         due = is_logging_step(state.cfg, progress.step)
@@ -143,7 +143,8 @@ def training_log(
         The new `report_memory_flag`: False once memory has been printed.
 
     Raises:
-        ValueError: more samples could not be read than `data.max_bad_samples` allows; on all ranks.
+        TooManyBadSamples: more samples were bad than `data.max_bad_samples` allows. Every rank counts the same samples,
+            so every rank raises it at the same step.
     """
     state, step = global_state, global_state.train_state.step
     if not skipped_iter:
@@ -156,7 +157,7 @@ def training_log(
     numbers = state.interval.collect({name: total / steps for name, total in total_loss_dict.items()})
     total_loss_dict.clear()
     state.train_state.bad_samples += numbers.bad_samples
-    _require_budget(state)
+    require_budget(state.train_state.bad_samples, config.data.max_bad_samples, state.interval.bad_sample)
     layer_norms = report_l2_norm_grad(model) if config.log.grad_norms else {}
     memory = numbers.memory
     if pg_collection is not None:
@@ -222,13 +223,3 @@ def _speed(
             progress, state.start_time, seq_length, cfg.train.iters, log.runtime_unit, loaded_iteration=loaded_step
         )
     return values
-
-
-def _require_budget(state: GlobalState) -> None:
-    """Every rank counts the same samples, so every rank stops at the same step."""
-    found, allowed = state.train_state.bad_samples, state.cfg.data.max_bad_samples
-    if found > allowed:
-        raise ValueError(
-            f"data.max_bad_samples: {found} samples could not be read, {allowed} are allowed: mend the shards "
-            "(`mimo-train shards verify` names them) or raise data.max_bad_samples"
-        )

@@ -80,6 +80,7 @@ def train(
             progress.step += 1
             progress.consumed_train_samples += train_data_iterator.current.size
             progress.skipped_iters += skipped
+            state.interval.note_bad_samples(train_data_iterator)
             if not passed_over:
                 log.end_step(losses, skipped, grad_norm, num_zeros, train_data_iterator)
             state.callbacks.fire("on_step_end", state, StepResult(losses, skipped, grad_norm, num_zeros))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.metrics.sinks.jsonl import read_metrics
-from tests.dist.ranks import RankFailure
+from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
 
 
@@ -81,6 +81,42 @@ def test_tolerated_corrupt_pictures_count_nowhere_at_any_layout(digits, tmp_path
         assert max(largest_difference(curve(one), curve(lines[layout]))) < 1e-5
     whole = train_on_ranks(config("vlm_digits", tmp_path / "whole", digits, LAYOUTS[0], *tolerant))
     assert largest_difference(curve(one), curve(whole))[0] > 1e-5
+
+
+SOME = ("train.iters=6", "train.skip_iters=[2]", "train.log_interval=6", "data.max_bad_samples=1000")
+
+
+def test_every_bad_sample_counts_once_also_of_a_saved_interval_and_of_a_step_that_is_passed_over(digits, tmp_path):
+    """One process finds them all by itself, and its warnings name each; the run's count over a resume is the same."""
+    demo = spoiled(digits, tmp_path / "demo", every_picture_from(120))
+    cfg = config("vlm_digits", tmp_path / "whole", demo, "layout=one_process", *SOME)
+    (expected,) = run_ranks(_count_of_the_dataset, 1, cfg)
+    assert expected > 10
+    assert read_metrics(tmp_path / "whole" / "metrics.jsonl")[-1]["bad_samples"] == expected
+    for _ in range(2):
+        parts = config("vlm_digits", tmp_path / "parts", demo, "layout=two_processes", *SOME, "train.exit_interval=4")
+        lines = train_on_ranks(parts)
+    assert [line["bad_samples"] for line in lines] == [expected]
+
+
+def _count_of_the_dataset(cfg) -> int:
+    """Trains on one process; bad samples that its dataset has found in the end."""
+    from data.pipeline import StepLoader
+    from mimo_train.training.pretrain import pretrain
+
+    found, close = [], StepLoader.close
+    StepLoader.close = lambda self: (found.append(self.dataset.bad_samples.count), close(self))
+    pretrain(cfg)
+    return max(found)
+
+
+def test_the_budget_of_a_run_names_a_sample_that_a_rank_knows(digits, tmp_path):
+    """No rank finds more bad samples than are allowed, both together do."""
+    demo = spoiled(digits, tmp_path / "demo", every_picture_from(0))
+    layout = ("layout=one_process", "modules.images.layout.dp=2", "modules.language.layout.dp=2")
+    allowed = ("data.max_bad_samples=12", "train.global_batch_size=16", "train.micro_batch_size=8", "train.iters=1")
+    with pytest.raises(RankFailure, match=r"max_bad_samples: 1[3-6] bad samples, 12 allowed, for example .*train-0"):
+        train_on_ranks(config("vlm_digits", tmp_path / "run", demo, *layout, *allowed), timeout=60)
 
 
 def test_placeholders_unlike_pictures_are_named_with_both_counts(digits, tmp_path):

@@ -177,7 +177,7 @@ def test_a_users_fault_in_training_is_a_line_that_names_the_rank(trainer, monkey
 
 
 def test_a_shard_error_is_a_users_fault(trainer, capsys):
-    trainer("from data.shards import ShardError; raise ShardError('a.tar: the file is empty')")
+    trainer("from data.errors import ShardError; raise ShardError('a.tar: the file is empty')")
     assert main(["train", "gpt_tiny"]) == 1
     assert capsys.readouterr().err == "error: a.tar: the file is empty\n"
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from encoders.spec import ProjectorSpec, VisionSpec
-from encoders.whisper.spec import AudioSpec
+from encoders.projectors.spec import ProjectorSpec
+from encoders.vit.spec import VisionSpec
+from encoders.whisper.spec import WhisperSpec
 from mimo_train.config import compose
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError
@@ -65,7 +66,7 @@ def test_resolved_yaml_is_a_config_itself(run, tmp_path):
 @pytest.mark.parametrize("name", group("encoder"))
 def test_encoder_files_make_sound_specs(name):
     cfg = compose.load("vlm_digits", [f"encoder@modules.images.encoder={name}"])
-    assert isinstance(cfg.modules["images"].encoder, (VisionSpec, AudioSpec))
+    assert isinstance(cfg.modules["images"].encoder, (VisionSpec, WhisperSpec))
     assert cfg.modules["images"].encoder.name == name
     assert cfg.modules["images"].encoder.faults() == []
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from encoders.spec import ProjectorSpec, VisionSpec
-from encoders.whisper.spec import AudioSpec
+from encoders.projectors.spec import ProjectorSpec
+from encoders.vit.spec import VisionSpec
+from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer, FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleOptimConfig
 
@@ -33,7 +34,7 @@ def test_every_key_of_a_module_is_described():
     fields.append("`modules.NAME.prefetch_microbatches`")
     fields += [
         f"`{field.name}`"
-        for kind in (LlmSpec, ModuleOptimConfig, VisionSpec, AudioSpec, ProjectorSpec)
+        for kind in (LlmSpec, ModuleOptimConfig, VisionSpec, WhisperSpec, ProjectorSpec)
         for field in dataclasses.fields(kind)
     ]
     assert not [name for name in fields if name not in text]

@@ -1,7 +1,8 @@
 import pytest
 
-from encoders.spec import ProjectorSpec, VisionSpec
-from encoders.whisper.spec import AudioSpec
+from encoders.projectors.spec import ProjectorSpec
+from encoders.vit.spec import VisionSpec
+from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.plan.flops import Flops, Media, Product, StepFlops, count, encoder_products, language_products
 from tests.unit.configs import changed, load
@@ -85,7 +86,7 @@ def test_a_class_token_takes_part_in_the_layers_only():
 
 def test_a_clip_through_encoder_and_projector_by_hand():
     sizes = {"hidden_size": 2, "num_layers": 3, "num_attention_heads": 1, "ffn_hidden_size": 5}
-    spec = AudioSpec(num_mels=7, **sizes)
+    spec = WhisperSpec(num_mels=7, **sizes)
     # 4 frames of 2 windows: 8*3*7*2 = 336 and 4*3*2*2 = 48 multiplications; layers as above; 2 tokens of 4 numbers.
     products = encoder_products("clips", spec, ProjectorSpec(kind="linear", merge=2), 6, ONE)
     assert forward(products) == 2 * (336 + 48) + 3 * (288 + 128) + 2 * 2 * 4 * 6

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoders.spec import VisionSpec
+from encoders.vit.spec import VisionSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigError, LayoutConfig, ModuleConfig
 from mimo_train.plan import layout

@@ -5,11 +5,14 @@ import itertools
 
 import pytest
 
-from encoders.spec import ProjectorSpec, VisionSpec, joined_width
-from encoders.whisper.spec import AudioSpec
+from encoders.projectors.spec import ProjectorSpec
+from encoders.spec import joined_width
+from encoders.vit.spec import VisionSpec
+from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.plan import layout, memory
 from mimo_train.plan.memory import Memory, ParameterCount
+from mimo_train.plan.samples import tokenizer_of
 from tests.unit.configs import load
 
 SMALL = LlmSpec(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)
@@ -227,7 +230,7 @@ def test_parameters_of_projectors_over_tensor_parallel_ranks():
     assert memory.projector_parameters(mlp, 8, 4, tp=2) == (8 * 6 + 6 + 6 * 4) // 2 + 4
     linear = ProjectorSpec(kind="linear", merge=2)
     assert memory.projector_parameters(linear, joined_width(VisionSpec(hidden_size=8), linear), 4) == 32 * 4 + 4
-    assert memory.projector_parameters(linear, joined_width(AudioSpec(hidden_size=8), linear), 4) == 16 * 4 + 4
+    assert memory.projector_parameters(linear, joined_width(WhisperSpec(hidden_size=8), linear), 4) == 16 * 4 + 4
 
 
 def test_freezing_takes_parts_and_leaves_patterns_uncounted():
@@ -313,3 +316,10 @@ def test_ranks_add_up_the_modules_that_share_them():
 
 def test_vocabularies_are_padded():
     assert [memory.padded_vocab_size(size) for size in (1, 128, 129, 320)] == [128, 128, 256, 384]
+
+
+@pytest.mark.parametrize(("config", "ids"), [("gpt_tiny", 262), ("vlm_digits", 263), ("mixed_tiny", 264)])
+def test_shipped_runs_keep_the_rows_of_their_embedding(config, ids):
+    """Another number of rows would be other initial weights and another softmax."""
+    size = tokenizer_of(load(config)).vocab_size
+    assert (size, memory.padded_vocab_size(size)) == (ids, 384)

@@ -9,9 +9,8 @@ import pytest
 import soundfile
 import torch
 
-from data.bad_samples import TooManyBadSamples
+from data.errors import DataError, ShardError, TooManyBadSamples
 from data.pipeline import Dataset, Media
-from data.shards import ShardError
 from data.tokens import build_tokenizer
 from tests.unit.data.helpers import chat, encode_picture, images, write_tar
 
@@ -34,7 +33,7 @@ def test_text_media_and_counts_of_one_sample_agree(dataset):
         assert all(picture.dtype == torch.uint8 and tuple(picture.shape) == (3, 16, 16) for picture in pictures)
         assert data.prompt_and_truth(number) == (f"q{n}", f"a{n}")
         assert data.tokenizer.decode(text.labels[text.loss_mask == 1]) == f"a{n}"
-    assert data.faults.count == 0
+    assert data.bad_samples.count == 0
 
 
 def test_reading_text_never_reads_pixels_and_counts_read_nothing(dataset):
@@ -137,11 +136,11 @@ def test_more_shards_than_open_indexes(tmp_path, monkeypatch):
 
 def test_no_sample_at_all(tmp_path):
     write_tar(tmp_path / "empty.tar", [])
-    with pytest.raises(ValueError, match=r"data\.shards.*no sample"):
+    with pytest.raises(DataError, match=r"data\.shards.*no sample"):
         Dataset(tmp_path, tokenizer=build_tokenizer("bytes"), sequence_length=8)
 
 
-# Faults
+# Bad samples
 
 
 def damaged_shard(folder):
@@ -169,7 +168,7 @@ def picky():
 
 
 # key -> (found by whom, tokens that the stand-in keeps, words of the reason)
-FAULTS = {
+FOUND = {
     "b": ("media", 4, "cannot decode"),
     "c": ("text", 4, "not JSON"),
     "d": ("text", 4, "2 image placeholder.*1 image member"),
@@ -189,7 +188,7 @@ def damaged(tmp_path, dataset):
 @pytest.mark.parametrize("number", range(1, 8))
 def test_stand_ins_keep_the_shapes_and_carry_no_loss(damaged, number, caplog):
     key = "abcdefgh"[number]
-    found_by, tokens, reason = FAULTS[key]
+    found_by, tokens, reason = FOUND[key]
     data = damaged(max_bad_samples=1)
     assert data.token_counts(number) == {"images": tokens} and not data.is_bad(number)
     with caplog.at_level(logging.WARNING):
@@ -198,7 +197,7 @@ def test_stand_ins_keep_the_shapes_and_carry_no_loss(damaged, number, caplog):
         pictures = data.media(number, "images")
         data.media(number, "images")
         data.text(number)
-    assert data.is_bad(number) and data.faults.count == 1
+    assert data.is_bad(number) and data.bad_samples.count == 1
     assert (text.input_ids == data.tokenizer.placeholder_id("<image>")).sum() == tokens
     assert [tuple(picture.shape) for picture in pictures] == [(3, 16, 16)] * (tokens // 4)
     if found_by != "media":
@@ -206,15 +205,14 @@ def test_stand_ins_keep_the_shapes_and_carry_no_loss(damaged, number, caplog):
     if found_by != "text":
         assert not any(picture.any() for picture in pictures)
     (record,) = caplog.records
-    assert "bad-000000.tar" in record.message and f"key {key}" in record.message and re.search(reason, record.message)
+    assert "bad-000000.tar" in record.message and f"key {key!r}" in record.message and re.search(reason, record.message)
 
 
 def test_the_first_bad_sample_ends_a_run_without_a_budget(damaged):
     data = damaged()
     data.text(0)
-    with pytest.raises(
-        TooManyBadSamples, match=r"bad-000000\.tar, key 'c'.*not JSON.*bad sample 1.*data\.max_bad_samples=0"
-    ):
+    said = r"data\.max_bad_samples: 1 bad sample, 0 allowed.*bad-000000\.tar, key 'c'.*not JSON.*verify"
+    with pytest.raises(TooManyBadSamples, match=said):
         data.text(2)
 
 
@@ -223,9 +221,9 @@ def test_the_budget_counts_sample_numbers(damaged):
     for _ in range(3):
         data.text(2)
     data.media(1, "images")
-    with pytest.raises(TooManyBadSamples, match="bad sample 3"):
+    with pytest.raises(TooManyBadSamples, match="3 bad samples, 2 allowed.*key 'c'"):
         data.text(2 + len(data))  # the same sample, an epoch later
-    assert [fault.key for fault in data.faults.list()] == ["b", "c", "c"]
+    assert [number for number in range(2 * len(data)) if data.is_bad(number)] == [1, 2, 2 + len(data)]
 
 
 def test_reports_of_bad_samples_are_empty(damaged):
@@ -240,7 +238,7 @@ def test_picture_records_without_a_picture_module_say_so(small):
 
 
 def test_unknown_media_kind():
-    with pytest.raises(ValueError, match=r"modules\.x.*'video'"):
+    with pytest.raises(DataError, match=r"modules\.x.*'video'"):
         Media("x", "video", "<video>", int, int)
 
 

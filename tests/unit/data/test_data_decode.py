@@ -9,10 +9,10 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.io import ImageReadMode, decode_image
 
-from data.media.decode import DecodeError, decode_audio, decode_picture, decode_resized
+from data.errors import DecodeError, ReadError, ShardError
+from data.media.decode import decode_audio, decode_picture, decode_resized
 from data.media.headers import parse_header_bytes
-from data.shards import ShardError
-from data.storage.local import ReadError, ShardReader
+from data.storage.local import ShardReader
 from tests.unit.data.helpers import encode_picture
 
 
@@ -82,11 +82,12 @@ def test_audio_is_mono_at_the_rate_asked_for():
         decode_audio(b"noise", 8000)
 
 
-def test_reader_counts_bytes_and_bounds_open_files(tmp_path):
+def test_reader_counts_bytes_and_bounds_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.storage.local._OPEN_FILES", 2)
     paths = [tmp_path / f"{n}.bin" for n in range(6)]
     for n, path in enumerate(paths):
         path.write_bytes(bytes([n]) * 100)
-    reader = ShardReader(max_open=2)
+    reader = ShardReader()
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
 
     def work():

@@ -10,8 +10,10 @@ import pytest
 from data.demo import make as demo
 from data.demo.digits import load_scans
 from data.demo.make import ensure_demo, make_demo, make_text_demo
-from data.index import find_shards, open_index
+from data.errors import DataError
+from data.index import open_index
 from data.pipeline import Batching, Dataset, Reader, StepLoader
+from data.shards import find_shards
 from data.tokens import build_tokenizer
 from mimo_train.commands.shards import add_subparser
 from tests.unit.data.helpers import chat, images, write_tar
@@ -142,7 +144,7 @@ def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
     shard = out / "train" / "train-000001.tar"
     whole, times = shard.read_bytes(), shard.stat().st_mtime_ns
     assert ensure_demo(out, **small) == out and shard.stat().st_mtime_ns == times
-    with pytest.raises(ValueError, match=r"seed=0 \(wanted 3\)"):
+    with pytest.raises(DataError, match=r"seed=0 \(wanted 3\)"):
         ensure_demo(out, **small, seed=3)
     for damage in (shard.unlink, (out / "demo.json").unlink, lambda: shard.write_bytes(whole[:-1])):
         damage()
@@ -153,10 +155,14 @@ def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             make_demo(out, **small)
     assert ensure_demo(out, **small) and shard.read_bytes() == whole
-    with pytest.raises(ValueError, match="unknown demo"):
+    with pytest.raises(DataError, match="unknown demo"):
         ensure_demo(out, "cats")
-    with pytest.raises(ValueError, match="train_samples=0"):
+    with pytest.raises(DataError, match="train_samples=0"):
         make_demo(out, train_samples=0)
+    with pytest.raises(DataError, match="shards=0"):
+        make_text_demo(out, shards=0)
+    with pytest.raises(DataError, match=r"text_only_fraction.*1\.5"):
+        make_demo(out, text_only_fraction=1.5)
 
 
 def test_text_demo(tmp_path):
@@ -185,7 +191,7 @@ def run(*arguments):
 
 
 @pytest.fixture
-def with_faults(tmp_path, small):
+def with_bad_samples(tmp_path, small):
     broken = tmp_path / "broken"
     broken.mkdir()
     for shard in small.glob("*.tar"):
@@ -196,28 +202,28 @@ def with_faults(tmp_path, small):
     return broken
 
 
-def test_index_command(small, with_faults, capsys):
+def test_index_command(small, with_bad_samples, capsys):
     assert run("index", small, "--workers", "2") == 0
     assert "2 of 2 shards indexed, 13 samples, 0 of them cannot be used" in capsys.readouterr().out
     assert len(list(small.glob("*.mimo-index"))) == 2
-    assert run("index", with_faults) == 1
+    assert run("index", with_bad_samples) == 1
     output = capsys.readouterr()
     assert "3 of 4 shards" in output.out and "b.tar: 3 samples, 1 of them" in output.out
     assert "c.tar" in output.err and "truncated" in output.err
 
 
-def test_inspect_command(small, with_faults, tmp_path, capsys):
+def test_inspect_command(small, with_bad_samples, tmp_path, capsys):
     assert run("inspect", small, "--samples", "1", "--cache-dir", tmp_path / "cache") == 0
     output = capsys.readouterr().out
     assert "2 shards, 13 samples" in output and "0000  .0.png 20x16" in output and "20 x 16" in output
     assert not list(small.glob("*.mimo-index"))
-    assert run("inspect", with_faults) == 1 and "c.tar" in capsys.readouterr().err
+    assert run("inspect", with_bad_samples) == 1 and "c.tar" in capsys.readouterr().err
     assert run("inspect", tmp_path / "nowhere") == 1 and "data.shards" in capsys.readouterr().err
 
 
-def test_verify_command(small, with_faults, capsys):
+def test_verify_command(small, with_bad_samples, capsys):
     assert run("verify", small) == 0 and "13 samples checked, 0 bad" in capsys.readouterr().out
-    assert run("verify", with_faults) == 1
+    assert run("verify", with_bad_samples) == 1
     output = capsys.readouterr().out
     assert "b.tar: key x: member .jpg" in output and "b.tar: key z" in output and "key y" not in output
     assert "bad shard" in output and "16 samples checked, 2 bad; 1 shards cannot be read" in output

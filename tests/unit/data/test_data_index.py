@@ -10,8 +10,10 @@ import webdataset
 from PIL import Image
 
 from data import index as index_module
-from data.index import ShardError, build_index, find_shards, index_path, open_index
+from data.errors import DataError, ShardError
+from data.index import build_index, index_path, open_index
 from data.media.headers import parse_header_bytes
+from data.shards import find_shards
 from tests.unit.data.helpers import encode_picture, write_tar
 
 TEXT = b'{"text": "hello"}'
@@ -33,7 +35,7 @@ def test_rows_keys_and_bytes_agree_with_the_tar(shard):
     assert (picture.extension, picture.kind, picture.height, picture.width) == ("jpg", "image", 30, 20)
     assert (second.extension, second.height, second.width) == ("png", 8, 9)
     assert [index.record(row) for row in (0, 1)] == [1, 1]
-    assert [index.fault(row) for row in (0, 1)] == [None, None]
+    assert [index.bad_reason(row) for row in (0, 1)] == [None, None]
 
 
 def test_keys_and_grouping_are_those_of_webdataset(tmp_path):
@@ -122,6 +124,18 @@ def test_a_damaged_index_is_built_again(shard, damage):
     assert open_index(shard).key(1) == "d/b"
 
 
+def test_an_index_that_is_replaced_while_it_is_read_stays_the_one_that_was_checked(shard, monkeypatch):
+    members, memmap = open_index(shard).members(1), np.memmap
+
+    def late(file, **options):
+        index_path(shard).unlink()
+        index_path(shard).write_bytes(b"{}")
+        return memmap(file, **options)
+
+    monkeypatch.setattr(np, "memmap", late)
+    assert open_index(shard).members(1) == members
+
+
 def test_cache_dir_keeps_equal_names_apart_and_the_folder_clean(tmp_path):
     cache = tmp_path / "cache"
     for name in ("one", "two"):
@@ -130,6 +144,21 @@ def test_cache_dir_keeps_equal_names_apart_and_the_folder_clean(tmp_path):
     keys = [open_index(tmp_path / name / "s.tar", cache).key(0) for name in ("one", "two", "one")]
     assert keys == ["one", "two", "one"]
     assert len(list(cache.iterdir())) == 2 and os.listdir(tmp_path / "one") == ["s.tar"]
+
+
+def test_an_index_is_for_every_reader_of_the_shards(shard):
+    before = os.umask(0o077)
+    try:
+        open_index(shard)
+    finally:
+        os.umask(before)
+    assert index_path(shard).stat().st_mode & 0o777 == 0o644
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_its_key(shard, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DataError, match=r"cannot write the index .*file.*set data\.cache_dir"):
+        open_index(shard, tmp_path / "file" / "cache")
 
 
 def test_building_at_once_leaves_one_whole_index(shard):
@@ -143,14 +172,14 @@ def test_building_at_once_leaves_one_whole_index(shard):
     assert sorted(os.listdir(shard.parent)) == ["x-000000.tar", "x-000000.tar.mimo-index"]
 
 
-def test_samples_without_a_usable_record_are_faults(tmp_path):
+def test_samples_without_a_usable_record_are_bad(tmp_path):
     names = ["a.jpg", "b.json", "b.txt", "c.1.json", "c.2.json", "d.txt", "d.txt", "e.JSON", "e.jpg"]
     index = build_index(write_tar(tmp_path / "f.tar", [(name, TEXT) for name in names]))
-    faults = {index.key(row): index.fault(row) for row in range(len(index))}
-    assert "no .json and no .txt" in faults["a"] and ".jpg" in faults["a"]
-    assert faults["b"] is None and faults["e"] is None
-    assert "first dot" in faults["c"]
-    assert "2 times" in faults["d"]
+    reasons = {index.key(row): index.bad_reason(row) for row in range(len(index))}
+    assert "no .json and no .txt" in reasons["a"] and ".jpg" in reasons["a"]
+    assert reasons["b"] is None and reasons["e"] is None
+    assert "first dot" in reasons["c"]
+    assert "2 times" in reasons["d"]
     assert index.members(1)[index.record(1)].extension == "json"
 
 
@@ -217,7 +246,7 @@ def test_find_shards_names_the_key_and_what_was_sought(tmp_path, monkeypatch, pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     write_tar(tmp_path / "x-000002.tar", [("k.txt", b"x")])
-    with pytest.raises(ValueError, match=rf"data\.shards.*{named}"):
+    with pytest.raises(DataError, match=rf"data\.shards.*{named}"):
         find_shards(pattern)
 
 

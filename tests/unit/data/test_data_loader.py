@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from data.bad_samples import TooManyBadSamples
+from data.errors import TooManyBadSamples
 from data.pipeline import Batching, Reader, StepLoader
 from tests.unit.data.helpers import chat, encode_picture, images, write_tar
 
@@ -56,10 +56,22 @@ def test_a_step_holds_its_samples_in_order(dataset):
         assert step.token_counts["images"][at] == [data.token_counts(number)["images"] for number in numbers]
 
 
-def test_workers_and_prefetching_change_nothing(dataset):
+def test_workers_and_prefetching_change_nothing(dataset, monkeypatch):
     first = steps(dataset())
-    for workers, ahead in ((1, 1), (3, 2), (2, 7)):
-        same_steps(first, steps(dataset(), workers=workers, prefetch_steps=ahead))
+    for workers, ahead in ((1, 1), (0, 3), (3, 2), (2, 7)):
+        monkeypatch.setattr("data.loader._STEPS_AHEAD", ahead)
+        same_steps(first, steps(dataset(), workers=workers))
+
+
+def test_without_threads_nothing_is_read_before_its_step(dataset):
+    data = dataset()
+    with StepLoader(data, BATCHING, BOTH, workers=0) as loader:
+        assert not data.reader.bytes_read
+        read = [sum(data.reader.bytes_read.values()) for _ in zip(range(3), loader, strict=False)]
+    alone = [dataset() for _ in range(3)]
+    for number, other in enumerate(alone):
+        steps(other, limit=number + 1)
+    assert read == [sum(other.reader.bytes_read.values()) for other in alone]
 
 
 def test_resuming_anywhere_gives_the_rest_also_over_an_epochs_end(dataset):
@@ -163,7 +175,7 @@ def test_bad_samples_keep_order_and_shapes(tmp_path, dataset, workers):
     for step in (first, second):
         for part in step.microbatches:
             assert (part["input_ids"] == placeholder).sum(1).tolist() == [4] * 4
-    assert data.faults.count == 2
+    assert data.bad_samples.count == 2
 
 
 def test_each_rank_reports_what_it_found(tmp_path, dataset):
@@ -176,9 +188,9 @@ def test_each_rank_reports_what_it_found(tmp_path, dataset):
 @pytest.mark.parametrize("workers", [0, 3])
 def test_errors_surface_at_their_step_and_end_the_loader(tmp_path, dataset, workers):
     data = faulty(tmp_path, dataset, max_bad_samples=1)
-    loader = StepLoader(data, BATCHING, BOTH, workers=workers, prefetch_steps=4)
-    assert next(loader).bad.sum() == 1  # read ahead, but not counted: the fault of the next step
-    assert data.faults.count == 1
+    loader = StepLoader(data, BATCHING, BOTH, workers=workers)
+    assert next(loader).bad.sum() == 1  # read ahead, but not counted: the bad sample of the next step
+    assert data.bad_samples.count == 1
     with pytest.raises(TooManyBadSamples, match="key '09'"):
         next(loader)
     with pytest.raises(RuntimeError, match="closed"):
@@ -187,7 +199,7 @@ def test_errors_surface_at_their_step_and_end_the_loader(tmp_path, dataset, work
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_errors_that_are_not_faults_pass_as_they_are(dataset, monkeypatch, workers):
+def test_errors_that_are_of_no_sample_pass_as_they_are(dataset, monkeypatch, workers):
     data = dataset()
     monkeypatch.setattr(data.tokenizer, "encode", lambda text: 1 / 0)
     with pytest.raises(ZeroDivisionError), StepLoader(data, BATCHING, BOTH, workers=workers) as loader:
@@ -195,7 +207,7 @@ def test_errors_that_are_not_faults_pass_as_they_are(dataset, monkeypatch, worke
 
 
 def test_close_joins_threads_and_limit_ends(dataset):
-    loader = StepLoader(dataset(), BATCHING, BOTH, workers=3, prefetch_steps=3, limit=2)
+    loader = StepLoader(dataset(), BATCHING, BOTH, workers=3, limit=2)
     assert len(list(loader)) == 2 and list(loader) == []
     loader.close()
     loader.close()

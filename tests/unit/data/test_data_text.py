@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from data.collate import collate, encode_prompt, stand_in, to_sample
-from data.records import Conversation, Part, RecordError, Turn, parse_record
+from data.errors import DataError, RecordError
+from data.records import Conversation, Part, Turn, parse_record
 from data.tokens import build_tokenizer
 
 BYTES = build_tokenizer("bytes", ["<image>", "<dino>"])
@@ -40,12 +41,12 @@ def one_image(tokens=3):
 def test_byte_tokenizer_ids():
     assert BYTES.encode("aé") == [97, 0xC3, 0xA9] and BYTES.decode([97, 0xC3, 0xA9, END, PAD, IMAGE]) == "aé"
     specials = [PAD, BEGIN, END, USER, ASSISTANT, SYSTEM, IMAGE, DINO]
-    assert specials == list(range(256, 264)) and BYTES.vocab_size == 320
-    assert build_tokenizer("bytes", [f"<{n}>" for n in range(59)]).vocab_size == 384
+    assert specials == list(range(256, 264)) and BYTES.vocab_size == 264
+    assert build_tokenizer("bytes", [f"<{n}>" for n in range(59)]).vocab_size == 262 + 59
     assert BYTES.encode("\ud800") == [ord("?")]
-    with pytest.raises(ValueError, match="<audio>"):
+    with pytest.raises(DataError, match="<audio>"):
         BYTES.placeholder_id("<audio>")
-    with pytest.raises(ValueError, match="of its own"):
+    with pytest.raises(DataError, match="of its own"):
         build_tokenizer("bytes", ["<image>", "<image>"])
 
 
@@ -88,10 +89,10 @@ def test_hugging_face_tokenizer_without_markers(saved_tokenizer):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.placeholder_id("<image>") not in ids and tokenizer.end_of_turn_id not in ids
-    assert tokenizer.decode([*tokenizer.encode("7"), tokenizer.end_of_turn_id, tokenizer.vocab_size - 1]) == "7"
+    assert tokenizer.decode([*tokenizer.encode("7"), tokenizer.end_of_turn_id, tokenizer.vocab_size + 9]) == "7"
     assert tokenizer.begin_id is None and tokenizer.pad_id == tokenizer.end_of_turn_id
     assert tokenizer.decode(tokenizer.role_ids("assistant")) == "assistant:\n"
-    assert tokenizer.vocab_size % 64 == 0 and tokenizer.placeholder_id("<image>") < tokenizer.vocab_size
+    assert tokenizer.vocab_size == tokenizer.placeholder_id("<image>") + 1, "the placeholder is the last id"
 
 
 def test_hugging_face_tokenizer_with_markers(saved_tokenizer):
@@ -108,6 +109,19 @@ def test_hugging_face_tokenizer_with_markers(saved_tokenizer):
     assert learned == [*tokenizer.encode("the digits"), tokenizer.end_of_turn_id]
 
 
+def test_all_ids_are_below_the_size_of_a_vocabulary_with_gaps(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "which": 7, "digit": 900}, unk_token="<eos>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(tmp_path)
+    tokenizer = build_tokenizer(tmp_path, ["<image>"])
+    ids = [*tokenizer.encode("which digit"), tokenizer.placeholder_id("<image>")]
+    assert 900 in ids and max(ids) < tokenizer.vocab_size
+    assert tokenizer.decode([*ids, 5, tokenizer.vocab_size]) == "which digit"
+
+
 def test_hugging_face_tokenizer_serves_threads(saved_tokenizer):
     tokenizer = build_tokenizer(saved_tokenizer(), ["<image>"])
     texts = [f"which digit is <image> {n}" for n in range(400)]
@@ -116,9 +130,9 @@ def test_hugging_face_tokenizer_serves_threads(saved_tokenizer):
 
 
 def test_tokenizers_that_cannot_serve(saved_tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.tokenizer.*EOS"):
+    with pytest.raises(DataError, match=r"data\.tokenizer.*EOS"):
         build_tokenizer(saved_tokenizer(eos=None))
-    with pytest.raises(ValueError, match=r"data\.tokenizer"):
+    with pytest.raises(DataError, match=r"data\.tokenizer"):
         build_tokenizer(tmp_path / "nowhere")
 
 
@@ -171,7 +185,7 @@ def test_text_of_typed_parts_is_literal():
         (b"[" * 100000, 0, ["not JSON"]),
     ],
 )
-def test_record_errors_name_the_key_and_the_fault(record, images, words):
+def test_record_errors_name_the_key_and_the_cause(record, images, words):
     with pytest.raises(RecordError, match="k7") as caught:
         parse(record, images)
     for word in words:

@@ -10,16 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoders.spec import ProjectorSpec, inner_tokens, input_size, num_tokens
-from encoders.whisper.model import AudioTransformer, log_mel_spectrogram, mel_filters, sinusoids
-from encoders.whisper.spec import AudioSpec
+from encoders.errors import EncoderError
+from encoders.projectors.spec import ProjectorSpec
+from encoders.spec import inner_tokens, input_size, num_tokens
+from encoders.whisper.model import WhisperEncoder, log_mel_spectrogram, mel_filters, sinusoids
+from encoders.whisper.spec import WhisperSpec
 
-SPEC = AudioSpec(sample_rate=16000, max_seconds=4, hidden_size=6, num_mels=20, num_attention_heads=2)
+SPEC = WhisperSpec(sample_rate=16000, max_seconds=4, hidden_size=6, num_mels=20, num_attention_heads=2)
 """Frames of 320 samples."""
 
 
 def test_thirty_seconds_are_1500_frames():
-    assert AudioSpec().most_inner_tokens() == AudioSpec().inner_tokens(480000, 16000) == 1500
+    assert WhisperSpec().most_inner_tokens() == WhisperSpec().inner_tokens(480000, 16000) == 1500
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_no_clip_has_more_tokens_than_the_longest(samples, merge):
 
 
 def test_longer_clips_are_refused():
-    with pytest.raises(ValueError, match=r"4\.50 seconds .*max_seconds 4"):
+    with pytest.raises(EncoderError, match=r"4\.50 seconds .*max_seconds 4"):
         SPEC.num_tokens(36000, 8000)
 
 
@@ -116,7 +118,7 @@ class Doubled(torch.nn.Module):
         return 2 * hidden_TNH + hidden_TNH[:1]
 
 
-class Stage(AudioTransformer):
+class Stage(WhisperEncoder):
     """A stage without Megatron-Core's layers."""
 
     def __init__(self, first: bool, last: bool):

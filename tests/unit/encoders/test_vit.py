@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoders.spec import ProjectorSpec, VisionSpec, inner_tokens, input_size, joint_faults, num_tokens
+from encoders.projectors.spec import ProjectorSpec
+from encoders.spec import inner_tokens, input_size, joint_faults, num_tokens
 from encoders.vit.positions import interpolate_positions
+from encoders.vit.spec import VisionSpec
 
 NATIVE = VisionSpec(resize="native", image_size=64, patch_size=8, min_pixels=1024, max_pixels=16384, class_token=True)
 

@@ -1,0 +1,226 @@
+"""What indexing a picture costs: our parser of JPEG and PNG headers, and Pillow's `Image.open` in its place.
+
+    python benchmarks/image_headers.py                                # all kinds of pictures
+    python benchmarks/image_headers.py --pictures 3000 --blocks 30 --kind jpeg
+
+For each kind a shard of pictures with their records is made in a scratch folder and indexed once by each parser: sizes
+must agree, and what is read is counted. Then both index it in turns, and a third time nothing is parsed at all. Their
+order within a block is random, so that a machine that becomes slower is slower for all. Times are the processor's.
+"""
+
+import argparse
+import io
+import random
+import shutil
+import statistics
+import struct
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data import index
+from data.media.headers import ImageHeader, ReadAt, parse_header
+
+Parser = Callable[[ReadAt, int], ImageHeader | None]
+
+SIZES = ((480, 640), (427, 640), (640, 480), (768, 1024))  # height, width in pixels
+DISTINCT = 24
+"""Pictures that are made; a shard repeats them."""
+
+ORIENTATION = 0x0112
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+
+
+class MemberFile(io.RawIOBase):
+    """A member of a shard as a file, for Pillow."""
+
+    def __init__(self, read: ReadAt, size: int):
+        self._read, self._size, self._at = read, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        raw = self._read(self._at, max(min(len(buffer), self._size - self._at), 0))
+        buffer[: len(raw)] = raw
+        self._at += len(raw)
+        return len(raw)
+
+
+def with_pillow(read: ReadAt, size: int) -> ImageHeader | None:
+    """`parse_header` by Pillow alone. `Image.getexif` is not used: of a PNG it decodes the picture."""
+    try:
+        with Image.open(io.BufferedReader(MemberFile(read, size), 4096), formats=FORMATS) as picture:
+            orientation, height, width = 1, picture.height, picture.width
+            if raw := picture.info.get("exif"):
+                exif = Image.Exif()
+                exif.load(raw)
+                orientation = exif.get(ORIENTATION, 1)
+            if orientation in range(5, 9):
+                height, width = width, height
+            return ImageHeader(picture.format, height, width, orientation)
+    except Exception:  # as `headers.py`
+        return None
+
+
+PARSERS: dict[str, Parser] = {"ours": parse_header, "Pillow": with_pillow, "none": lambda read, size: None}
+
+
+def photo(seed: int) -> Image.Image:
+    """A picture that compresses as a photograph does: smooth, with noise."""
+    rng = np.random.default_rng(seed)
+    height, width = SIZES[seed % len(SIZES)]
+    coarse = Image.fromarray(rng.integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
+    return Image.fromarray((smooth + rng.integers(-6, 7, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+def encoded(picture: Image.Image, kind: str, **options) -> bytes:
+    """The picture as a file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **({"quality": 85} if kind == "JPEG" else {"compress_level": 1}), **options)
+    return buffer.getvalue()
+
+
+def camera_exif(seed: int) -> bytes:
+    """EXIF as of a camera: orientation, maker note of 20 kB, and a thumbnail."""
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0110], exif[ORIENTATION] = "Maker", "Model", (1, 3, 6, 8)[seed % 4]
+    exif.get_ifd(0x8769)[0x927C] = random.Random(seed).randbytes(20000)
+    return exif.tobytes() + encoded(photo(seed).resize((160, 120)), "JPEG")
+
+
+def segment(marker: int, body: bytes) -> bytes:
+    """A segment of a JPEG file."""
+    return struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body
+
+
+def behind_metadata(raw: bytes, seed: int) -> bytes:
+    """The JPEG file with a profile in nine parts, XMP and a Photoshop block in front of its frame header, 0.6 MB."""
+    noise = random.Random(seed).randbytes
+    more = [segment(0xE2, b"ICC_PROFILE\0" + bytes([part, 9]) + noise(60000)) for part in range(1, 10)]
+    more += [segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + b"<x/>" * 2000), segment(0xED, noise(20000))]
+    at = 2
+    while raw[at + 1] in (0xE0, 0xE1):
+        at += 2 + int.from_bytes(raw[at + 2 : at + 4], "big")
+    return raw[:at] + b"".join(more) + raw[at:]
+
+
+def png_with_metadata(seed: int) -> bytes:
+    """A PNG file with a profile of 3 kB, a long text and EXIF."""
+    info = PngInfo()
+    info.add_text("parameters", "word " * 4000, zip=True)
+    profile = random.Random(seed).randbytes(3000)
+    return encoded(photo(seed), "PNG", icc_profile=profile, pnginfo=info, exif=camera_exif(seed))
+
+
+KINDS: dict[str, tuple[str, Callable[[int], bytes]]] = {
+    "jpeg": ("jpg", lambda seed: encoded(photo(seed), "JPEG")),
+    "jpeg exif": ("jpg", lambda seed: encoded(photo(seed), "JPEG", exif=camera_exif(seed))),
+    "jpeg metadata": (
+        "jpg",
+        lambda seed: behind_metadata(encoded(photo(seed), "JPEG", exif=camera_exif(seed)), seed),
+    ),
+    "png": ("png", lambda seed: encoded(photo(seed), "PNG")),
+    "png metadata": ("png", png_with_metadata),
+}
+
+
+def write_shard(path: Path, kind: str, pictures: int) -> float:
+    """A shard of pictures with their records; returns the mean size of a picture in bytes."""
+    extension, make = KINDS[kind]
+    files = [make(seed) for seed in range(DISTINCT)]
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number in range(pictures):
+            for name, raw in ((extension, files[number % DISTINCT]), ("json", b'{"caption": "a picture"}')):
+                info = tarfile.TarInfo(f"{number:06d}.{name}")
+                info.size = len(raw)
+                tar.addfile(info, io.BytesIO(raw))
+    return statistics.mean(map(len, files))
+
+
+def counted(path: Path, parser: Parser, pictures: int) -> tuple[list, float, float]:
+    """(sizes of the pictures, bytes and reads for each)."""
+    lengths = []
+
+    def parse(read: ReadAt, size: int) -> ImageHeader | None:
+        def counting(offset: int, length: int) -> bytes:
+            raw = read(offset, length)
+            lengths.append(len(raw))
+            return raw
+
+        return parser(counting, size)
+
+    index.parse_header = parse
+    found = index.build_index(path)
+    sizes = [(member.height, member.width) for row in range(len(found)) for member in found.members(row)[:1]]
+    return sizes, sum(lengths) / pictures, len(lengths) / pictures
+
+
+def timed(path: Path, pictures: int, blocks: int) -> dict[str, list[float]]:
+    """Seconds of the processor for each picture that is indexed, by parser, a number for each block."""
+    seconds = {name: [] for name in PARSERS}
+    for block in range(blocks):
+        for name in random.Random(block).sample(list(PARSERS), len(PARSERS)):
+            index.parse_header = PARSERS[name]
+            before = time.process_time()
+            index.build_index(path)
+            seconds[name].append((time.process_time() - before) / pictures)
+    return seconds
+
+
+def redraws(values: list[float]) -> tuple[float, float]:
+    """The middle 95 % of medians of samples drawn again."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
+    return medians[50], medians[-51]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=2000, help="pictures of a shard")
+    parser.add_argument("--blocks", type=int, default=20, help="how often each parser indexes the shard")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="kinds of pictures (default: all)")
+    args = parser.parse_args()
+    scratch = Path(tempfile.mkdtemp(prefix="image_headers_"))
+    try:
+        for kind in args.kind or KINDS:
+            path = scratch / "s.tar"
+            mean = write_shard(path, kind, args.pictures)
+            ours, pillow = (counted(path, PARSERS[name], args.pictures) for name in ("ours", "Pillow"))
+            assert ours[0] == pillow[0] and (0, 0) not in ours[0], "the parsers disagree"
+            seconds = timed(path, args.pictures, args.blocks)
+            ratios = [theirs / own for theirs, own in zip(seconds["Pillow"], seconds["ours"], strict=True)]
+            low, high = redraws(ratios)
+            times = "  ".join(
+                f"{name} {statistics.median(values) * 1e6:.1f} us ({min(values) * 1e6:.1f} to {max(values) * 1e6:.1f})"
+                for name, values in seconds.items()
+            )
+            reads = "  ".join(
+                f"{name} {read:,.0f} bytes in {reads:.1f} reads"
+                for name, (_, read, reads) in (("ours", ours), ("Pillow", pillow))
+            )
+            print(f"{kind}, {mean / 1000:.0f} kB a picture: {times}", flush=True)
+            print(f"    ratio {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})  {reads}", flush=True)
+    finally:
+        shutil.rmtree(scratch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What the index alone says of a sample: its members, and how many tokens they take in every module. Nothing is read
+for it, and every rank comes to the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from data.errors import DataError
+from data.index import Member
+
+
+@dataclass(frozen=True)
+class Media:
+    """What one encoder module needs of a sample.
+
+    For pictures `num_tokens`, `size` and `inner_tokens` take (height, width) in pixels of the original; for audio
+    (samples per channel, samples per second). All are pure; they may raise ValueError for a medium that the encoder
+    cannot take.
+    """
+
+    module: str
+    kind: str  # "image" | "audio"
+    placeholder: str
+    num_tokens: Callable[[int, int], int]
+    """Tokens that one picture or clip takes in the sequence."""
+    size: Callable[[int, int], tuple[int, int]]
+    """What the encoder gets: (height, width); for audio (samples, samples per second)."""
+    inner_tokens: Callable[[int, int], int] | None = None
+    """Tokens that one picture or clip takes inside the encoder's layers; None: as many as in the sequence."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("image", "audio"):
+            raise DataError(f"modules.{self.module}: media kind {self.kind!r} is neither 'image' nor 'audio'")
+
+    @property
+    def field(self) -> str:
+        """Name of its tensor in a batch."""
+        return "pixels" if self.kind == "image" else "waveforms"
+
+
+class MediaSize(NamedTuple):
+    """What all of a sample's pictures or clips take of one module."""
+
+    tokens: int
+    """In the sequence."""
+    load: int
+    """Tokens inside the encoder's layers."""
+    pairs: int
+    """Pairs of tokens inside the encoder that attend to each other: those of one picture or clip."""
+
+
+@dataclass(frozen=True)
+class SampleOutline:
+    """A sample as the index knows it. One with a `bad_reason` has no members and no tokens."""
+
+    number: int
+    shard: int
+    key: str
+    record: Member | None
+    members: dict[str, list[Member]]  # of the kinds that the run uses, by kind, in the order of the shard
+    tokens: dict[str, list[int]]  # module -> tokens in the sequence of each of its pictures or clips
+    bad_reason: str | None
+
+    def input_sizes(self, media: Media) -> list[tuple[int, int]]:
+        """`Media.size` of each of the module's pictures or clips."""
+        return [media.size(*member.extent) for member in self.members[media.kind]]
+
+    def media_size(self, media: Media) -> MediaSize:
+        """What all of the module's pictures or clips take."""
+        tokens = inner = self.tokens[media.module]
+        if media.inner_tokens:
+            inner = [media.inner_tokens(*member.extent) for member in self.members[media.kind]]
+        return MediaSize(sum(tokens), sum(inner), sum(count**2 for count in inner))
+
+
+def count_tokens(
+    members: dict[str, list[Member]], modules: Sequence[Media], sequence_length: int
+) -> tuple[dict[str, list[int]], str | None]:
+    """(`SampleOutline.tokens`, None), or (nothing, why the sample is bad): a member without a readable header, one that
+    a module cannot take, or more tokens than `sequence_length`."""
+    tokens: dict[str, list[int]] = {}
+    for media in modules:
+        tokens[media.module] = []
+        for member in members[media.kind]:
+            if 0 in member.extent:
+                return {}, f"member .{member.extension} ({member.size} bytes) has no readable {media.kind} header"
+            try:
+                media.size(*member.extent)
+                tokens[media.module].append(media.num_tokens(*member.extent))
+            except ValueError as error:
+                where = f"member .{member.extension} of {member.extent}"
+                return {}, f"{where}: module {media.module} cannot take it: {error}"
+    needed = sum(map(sum, tokens.values()))
+    if needed > sequence_length:
+        return {}, f"its media alone need {needed} tokens, but data.sequence_length is {sequence_length}"
+    return tokens, None

@@ -1,0 +1,86 @@
+"""What one optimizer step is: how many samples, which of them this rank reads, and what it gets. Arithmetic and shapes;
+`loader.py` does the reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.divide import balanced_parts, equal_parts
+
+LANGUAGE = "language"
+
+
+@dataclass(frozen=True)
+class Batching:
+    """`global_batch_size`: samples per optimizer step; `microbatch_samples`: samples of one microbatch over ALL
+    data-parallel ranks, that is micro_batch_size x dp(language); `size_at`: samples of the step that begins after so
+    many consumed samples, while the batch grows to `global_batch_size`."""
+
+    global_batch_size: int
+    microbatch_samples: int
+    size_at: Callable[[int], int] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.microbatch_samples > 0, self
+        assert self.global_batch_size > 0 and self.global_batch_size % self.microbatch_samples == 0, self
+
+    def size(self, consumed: int) -> int:
+        """Samples of the step that begins after `consumed` samples."""
+        size = self.size_at(consumed) if self.size_at else self.global_batch_size
+        assert 0 < size <= self.global_batch_size and size % self.microbatch_samples == 0, (self, size)
+        return size
+
+
+@dataclass(frozen=True)
+class Reader:
+    """This rank's part of one module ("language" or a `Media.module`): the `dp_rank`-th of `dp_size` contiguous slices
+    of each microbatch, equal, or `balanced` by the tokens inside the encoder. `sizes_only`: of the media just
+    their sizes, from the index, for ranks that get the rest from others."""
+
+    module: str
+    dp_rank: int
+    dp_size: int
+    balanced: bool = False
+    sizes_only: bool = False
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dp_rank < self.dp_size, self
+
+    def slice(self, first: int, loads: Sequence[int]) -> range:
+        """Its sample numbers of those that start at `first`, one for each of `loads`."""
+        parts = balanced_parts(loads, self.dp_size) if self.balanced else equal_parts(len(loads), self.dp_size)
+        begin, end = parts[self.dp_rank]
+        return range(first + begin, first + end)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step of one rank.
+
+    microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S], loss_mask
+    float32 [B, S], and `texts` (list of (question, truth)) if the dataset keeps text. With media modules:
+    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of
+    tensors if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N,
+    samples]; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these `media` (`MicrobatchMedia`)
+    for modules whose features the dataset looks up, and then N are the pictures of the samples without features only.
+    Always: `sample_numbers` int64 [B], of the language slice, else of the first media module's.
+    token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
+    in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.
+    bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads).
+    """
+
+    first_sample: int
+    microbatches: list[dict[str, Any]]
+    token_counts: dict[str, list[list[int]]]
+    loads: dict[str, list[list[int]]]
+    pairs: dict[str, list[list[int]]]
+    bad: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Samples of the step, over all data-parallel ranks."""
+        return len(self.bad)

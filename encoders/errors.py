@@ -1,0 +1,5 @@
+"""What a user can cause in this package."""
+
+
+class EncoderError(ValueError):
+    """A medium that an encoder cannot take. The message has the numbers and the key to change."""
