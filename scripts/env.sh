@@ -67,7 +67,7 @@ _mimo_ready() {
 # regular expression).
 _mimo_makes_venvs() {
   local version
-  version="$("$1" -c 'import sys, venv, ensurepip; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || return 1
+  version="$("$1" -P -c 'import sys, venv, ensurepip; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || return 1
   [[ "$version" =~ ^($2)$ ]]
 }
 
@@ -114,17 +114,17 @@ _mimo_lock() {
 _mimo_install() {
   local python="$_mimo_venv/bin/python" what="${MIMO_ROOT}[$_mimo_extras]" quiet=()
   [[ -t 2 ]] || quiet=(--quiet)
-  if [[ "$("$python" -m uv --version 2>/dev/null)" != "uv $_mimo_uv"* ]]; then
-    "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1
-    "$python" -m pip install --quiet --disable-pip-version-check "uv==$_mimo_uv" || true
+  if [[ "$("$python" -P -m uv --version 2>/dev/null)" != "uv $_mimo_uv"* ]]; then
+    "$python" -P -m pip --version >/dev/null 2>&1 || "$python" -P -m ensurepip >/dev/null 2>&1
+    "$python" -P -m pip install --quiet --disable-pip-version-check "uv==$_mimo_uv" || true
   fi
-  if "$python" -m uv --version >/dev/null 2>&1; then
+  if "$python" -P -m uv --version >/dev/null 2>&1; then
     # The certificates that the system trusts, as pip takes them: a network may have its own.
     UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}" \
-      "$python" -m uv pip install ${quiet[@]+"${quiet[@]}"} --python "$python" -e "$what" && return 0
+      "$python" -P -m uv pip install ${quiet[@]+"${quiet[@]}"} --python "$python" -e "$what" && return 0
     _mimo_say "uv could not install it; pip, which reads this machine's own pip configuration, tries now"
   fi
-  "$python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -e "$what"
+  "$python" -P -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -e "$what"
 }
 
 # Runs in a subshell: what it traps and locks ends with it. Exits 3 where its one sentence says all.
@@ -148,7 +148,7 @@ _mimo_set_up() (
     }
     _mimo_say "setting up $_mimo_venv with $base (the first time, several gigabytes are downloaded)"
     : >"$_mimo_venv.unfinished"
-    "$base" -m venv --clear "$_mimo_venv" || exit 1
+    "$base" -P -m venv --clear "$_mimo_venv" || exit 1
   else
     # Complete, or made by hand: what is missing is added, nothing is thrown away.
     _mimo_say "updating $_mimo_venv to this checkout's pyproject.toml"
@@ -158,7 +158,7 @@ _mimo_set_up() (
   _mimo_install || exit 1
   # Proves that the environment imports, and leaves byte code behind: without it, as under PYTHONDONTWRITEBYTECODE,
   # every rank of every run would spend about three times as long on its imports.
-  errors="$(env -u PYTHONDONTWRITEBYTECODE "$python" -W ignore -c \
+  errors="$(env -u PYTHONDONTWRITEBYTECODE "$python" -P -W ignore -c \
     'import torch.distributed.run, megatron.core.models.mimo' 2>&1)" || { printf '%s\n' "$errors" >&2; exit 1; }
   wanted="$(_mimo_wanted)" && printf '%s %s\n' "$wanted" "$_mimo_extras" >"$_mimo_venv/.mimo-ready" || exit 1
   rm -f "$_mimo_venv.unfinished"

@@ -118,7 +118,7 @@ mimo_launch() {
 
   # shellcheck source=scripts/env.sh
   . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
-  world="$("$MIMO_PYTHON" -m mimo_train.cli world "$@")" || exit 1
+  world="$("$MIMO_PYTHON" -P -m mimo_train.cli world "$@")" || exit 1
   mimo_whole "the number of processes" "$world" 1
   if [[ -z "${NPROC_PER_NODE:-}" ]]; then
     ((world % NNODES == 0)) || mimo_fail "the layout needs $world processes, which $NNODES nodes cannot share evenly:" \
@@ -136,6 +136,8 @@ mimo_launch() {
   if ((NNODES > 1)); then
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
   fi
-  # exec: a signal to this script is a signal to the launcher, which hands it to the ranks.
-  exec "$MIMO_PYTHON" -m mimo_train.launch.torchrun "${nodes[@]}" --nproc-per-node="$NPROC_PER_NODE" -m mimo_train.cli train "$@"
+  # exec: a signal to this script is a signal to the launcher, which hands it to the ranks. -P, for the launcher and for
+  # the ranks: a data.py or encoders/ in the working directory must not be found in the place of ours.
+  exec "$MIMO_PYTHON" -P -m mimo_train.launch.torchrun "${nodes[@]}" --nproc-per-node="$NPROC_PER_NODE" --no-python \
+    "$MIMO_PYTHON" -P -u -m mimo_train.cli train "$@"
 }

@@ -33,7 +33,8 @@ def refused(checkout: Checkout, command: str, **variables: str) -> str:
 @pytest.mark.parametrize(("script", "config"), [("train_vlm.sh", "vlm_digits"), ("train_gpt.sh", "gpt_tiny")])
 def test_one_node_starts_what_the_layout_needs(checkout, script, config):
     assert started(checkout, f"scripts/{script}") == (
-        f"OMP=1 -m mimo_train.launch.torchrun --standalone --nproc-per-node=4 -m mimo_train.cli train {config}"
+        "OMP=1 -P -m mimo_train.launch.torchrun --standalone --nproc-per-node=4 --no-python "
+        f"{checkout.venv}/bin/python -P -u -m mimo_train.cli train {config}"
     )
 
 
