@@ -21,6 +21,7 @@ case "$*" in
   "-P -m pip --version") ;;
   "-P -W ignore -c import torch"*) ;;
   "-P -m mimo_train.cli world "*) [ -n "$FAKE_WORLD" ] && echo "$FAKE_WORLD" ;;
+  "-P -m benchmarks.gpu_check"*) echo "PYTHONPATH=$PYTHONPATH" "$@" ;;
   "-P -m mimo_train.launch.torchrun "*) echo "OMP=$OMP_NUM_THREADS" "$@" ;;
   *) exec REAL_PYTHON "$@" ;;
 esac
