@@ -13,6 +13,10 @@
 # marker, written last, holds a hash of the dependencies and the extras that are installed: an interrupted set-up is
 # repaired, and changed dependencies are installed.
 
+[ -n "${BASH_VERSION:-}" ] || {
+  echo "mimo-train: env.sh is read by bash alone: start bash, and there  . scripts/env.sh" >&2
+  return 1
+}
 MIMO_ROOT="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 _mimo_venv="${MIMO_VENV:-$MIMO_ROOT/.venv}"
 [[ "$_mimo_venv" == /* ]] || _mimo_venv="$PWD/$_mimo_venv"

@@ -35,21 +35,21 @@ variables:
   MIMO_GRACE_SECONDS  how long a run may take to save after SIGTERM (default: 120)
   MIMO_VENV           folder of the Python environment (default: .venv)
   MIMO_EXTRAS         extras to install in it (default: demo,dev; on GPUs give demo,dev,gpu)
+  MIMO_WHEELS         folder of scripts/wheels.sh to install it from, where there is no network
 EOF
 }
 
 # Prints the first host of a SLURM node list, such as gpu[003-005,9],login1.
 mimo_first_host() {
-  local list="$1" inside
-  local hosts
+  local list="$1" inside hosts first=""
   if type -P scontrol >/dev/null && hosts="$(scontrol show hostnames "$list" 2>/dev/null)" && [[ -n "$hosts" ]]; then
     printf '%s\n' "${hosts%%$'\n'*}"
-  elif [[ "${list%%,*}" == *'['* ]]; then
-    inside="${list#*'['}"
-    list="${inside#*']'}" inside="${inside%%']'*}"
-    printf '%s%s%s\n' "${1%%'['*}" "${inside%%[,-]*}" "${list%%,*}"
   else
-    printf '%s\n' "${list%%,*}"
+    while [[ "${list%%,*}" == *'['* ]]; do
+      inside="${list#*'['}"
+      first+="${list%%'['*}${inside%%[],-]*}" list="${inside#*']'}"
+    done
+    printf '%s%s\n' "$first" "${list%%,*}"
   fi
 }
 

@@ -23,7 +23,7 @@ import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = "26.3"
-"""It chooses packages without downloading them; Python's own, used where this cannot be had, may download them twice."""
+"""It chooses packages without downloading them. Where it cannot be had, Python's own may download them twice."""
 AS_THERE = """
 import json, sys
 from pip._internal.cli import cmdoptions

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+CUDA = Path("/usr/local/cuda")
+"""Where a toolkit is, unless CUDA_HOME says otherwise."""
 
 
 def suits(folder: Path) -> str:
@@ -63,6 +65,8 @@ def install(folder: Path, extras: str) -> int:
     environment["PIP_CONFIG_FILE"] = os.devnull
     # Transformer Engine would first look for itself on the network.
     environment["NVTE_PYTORCH_FORCE_BUILD"] = "TRUE"
+    if CUDA.is_dir():  # an nvcc on PATH may be a program that calls the one in there, and its folder no toolkit
+        environment.setdefault("CUDA_HOME", str(CUDA))
     pip = next(folder.glob("pip-*.whl"), None)
     if find_spec("pip") is None and pip is None and find_spec("ensurepip") is None:
         faults.append(f"MIMO_WHEELS: this Python has no pip, and there is no pip-*.whl in {folder}: put one there")
@@ -81,6 +85,8 @@ def install(folder: Path, extras: str) -> int:
         command += [] if sys.stderr.isatty() else ["--quiet"]
         build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
         for what in ([*build, *found["build"]], ["-e", f"{ROOT}[{extras}]"]):
+            if headers := [*filter(None, [os.environ.get("CPATH")]), *_headers()]:
+                environment["CPATH"] = os.pathsep.join(headers)
             done = subprocess.run([*command, *what], env=environment, check=False)
             if done.returncode:
                 _say_differences(found["expected"])
@@ -91,6 +97,11 @@ def install(folder: Path, extras: str) -> int:
         if joined.exists():
             joined.rmdir()
     return 0
+
+
+def _headers() -> list[str]:
+    """Folders of headers in wheels of CUDA, for what is compiled: a toolkit may lack those of its libraries."""
+    return [str(path) for folder in sys.path for path in sorted(Path(folder).glob("nvidia/*/include"))]
 
 
 def _say_differences(expected: dict[str, str]) -> None:

@@ -65,7 +65,14 @@ def test_variables_of_the_user_come_before_those_of_slurm(checkout):
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("a1,b[2-3]", "a1"), ("gpu[003-005,9],x", "gpu003"), ("r[7,9]-ib,c", "r7-ib")],
+    [
+        ("n1", "n1"),
+        ("a1,b[2-3]", "a1"),
+        ("gpu[003-005,9],x", "gpu003"),
+        ("r[7,9]-ib,c", "r7-ib"),
+        ("r[1-2]n[3-4],x", "r1n3"),
+        ("g[5],x", "g5"),
+    ],
 )
 def test_the_first_host_of_a_node_list(checkout, nodes, first):
     assert checkout.run(f". scripts/launch.sh; mimo_first_host '{nodes}'").stdout == first + "\n"

@@ -10,6 +10,8 @@ BACKEND = '''
 import email.parser, os, tomllib, zipfile
 
 def _wheel(folder, editable):
+    if os.path.exists("native.c"):  # wants a header that a wheel of CUDA brings
+        assert any(os.path.exists(f"{place}/cublas.h") for place in os.environ["CPATH"].split(":")), "no header"
     with open("pyproject.toml", "rb") as file:
         project = tomllib.load(file)["project"]
     stem = f"{project['name'].replace('-', '_')}-{project['version']}"
@@ -94,7 +96,8 @@ def registry(folder: Path) -> Path:
     """Fills a folder with what `PROJECT` needs, and more."""
     folder.mkdir()
     wheel(folder, "flit_core", "1.0", files={"flit_core/__init__.py": "", "flit_core/buildapi.py": BACKEND})
-    wheel(folder, "torch", "2.0", files={"torch/__init__.py": "", "torch/distributed/run.py": ""})
+    wheel(folder, "nvidia-cublas", "1.0", files={"nvidia/cu13/include/cublas.h": ""})
+    wheel(folder, "torch", "2.0", "nvidia-cublas", files={"torch/__init__.py": "", "torch/distributed/run.py": ""})
     wheel(folder, "megatron-core", "1.0", files={"megatron/core/models/mimo.py": ""})
     wheel(folder, "alpha", "1.0", "beta", "gamma; sys_platform == 'win32'", "delta; platform_machine == 'aarch64'")
     for name, version in (("beta", "1.0"), ("beta", "2.0"), ("delta", "1.0"), ("tool", "1.0")):
@@ -103,5 +106,5 @@ def registry(folder: Path) -> Path:
         wheel(folder, name, "99.0", files={f"of_{name}.py": ""})
     wheel(folder, "big", "1.0", files={"big.py": "version = '1.0'\n", "big.bin": bytes(range(256)) * 1000})
     sources(folder, "pure", "1.0", "beta>=1", "tool")
-    sources(folder, "native", "1.0", "alpha", "tool", "native.c")
+    sources(folder, "native", "1.0", "alpha", "torch", "native.c")
     return folder
