@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from mimo_train.launch.own_packages import require_own_packages, working_directory_last
+
 OUR_PACKAGES = ("mimo_train", "encoders", "data", "__main__")
 """Where a ValueError that is raised on purpose is a user's fault."""
 
@@ -29,6 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A user's fault is printed as `error: ` and one line per fault. Anything unexpected keeps its traceback.
     """
+    working_directory_last()
+    try:
+        require_own_packages()
+    except ValueError as error:  # the same on every rank
+        if os.environ.get("RANK", "0") == "0":
+            _print_fault(error)
+        return 1
     args = _parser().parse_args(argv)
     try:
         return args.handler(args) or 0

@@ -6,19 +6,27 @@
 # Reads MIMO_VENV    folder of the environment, where the checkout must stay untouched  (default: .venv in the checkout)
 #       MIMO_EXTRAS  extras of pyproject.toml to install, besides those that are there  (default: demo,dev)
 #       MIMO_NEEDS   modules that the caller needs beside those of training, as test.sh needs pytest
+#       MIMO_WHEELS  folder that scripts/wheels.sh has filled: all is installed from there, and nothing is downloaded
 #
 # The first of these is used: without MIMO_VENV, the active interpreter (a container, a cluster module, a virtual
 # environment), where mimo_train is installed in it; an environment that an earlier start has set up; a new one. A
 # marker, written last, holds a hash of the dependencies and the extras that are installed: an interrupted set-up is
 # repaired, and changed dependencies are installed.
 
+[ -n "${BASH_VERSION:-}" ] || {
+  echo "mimo-train: env.sh is read by bash alone: start bash, and there  . scripts/env.sh" >&2
+  return 1
+}
 MIMO_ROOT="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 _mimo_venv="${MIMO_VENV:-$MIMO_ROOT/.venv}"
 [[ "$_mimo_venv" == /* ]] || _mimo_venv="$PWD/$_mimo_venv"
 _mimo_extras="${MIMO_EXTRAS:-demo,dev}"
+_mimo_wheels="${MIMO_WHEELS:-}"
+[[ -z "$_mimo_wheels" || "$_mimo_wheels" == /* ]] || _mimo_wheels="$PWD/$_mimo_wheels"
 _mimo_uv="0.13.8"
 
-_mimo_say() { printf 'mimo-train: %s\n' "$*" >&2; }
+# shellcheck source=scripts/python.sh
+. "$MIMO_ROOT/scripts/python.sh"
 
 # Prints the path of interpreter $1 if it can train. Imports no torch. An editable install of another checkout does not
 # count: the code that runs would not be the code of this one. Nor does our own environment: its marker decides.
@@ -63,31 +71,6 @@ _mimo_ready() {
   wanted="$(_mimo_wanted)" && [[ -n "$wanted" && "$wanted" == "$marker" ]] && ((ready == 0))
 }
 
-# Succeeds if interpreter $1 runs (a pyenv shim may exist and not run), can make environments, and is version $2 (a
-# regular expression).
-_mimo_makes_venvs() {
-  local version
-  version="$("$1" -c 'import sys, venv, ensurepip; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || return 1
-  [[ "$version" =~ ^($2)$ ]]
-}
-
-# Prints a Python that can make the environment. 3.12 is what the pinned versions are tested with; the later ones are
-# tried in order.
-_mimo_find_python() {
-  local version candidate pyenv="${PYENV_ROOT:-$HOME/.pyenv}"
-  for version in '3\.12' '3\.13' '3\.(1[4-9]|[2-9][0-9])'; do
-    for candidate in python3.12 python3.13 python3 python "$pyenv"/versions/3.1[2-9]*/bin/python3; do
-      candidate="$(type -P "$candidate")" || continue
-      if _mimo_makes_venvs "$candidate" "$version"; then printf '%s\n' "$candidate"; return 0; fi
-    done
-    if type -P uv >/dev/null; then
-      candidate="$(UV_PYTHON_DOWNLOADS=never uv python find --no-project --system '>=3.12' 2>/dev/null)" || continue
-      if _mimo_makes_venvs "$candidate" "$version"; then printf '%s\n' "$candidate"; return 0; fi
-    fi
-  done
-  return 1
-}
-
 # One set-up at a time, on all machines that share this folder. The lock ends with the process that holds it.
 _mimo_lock() {
   local lock="$_mimo_venv.lock" status=66 owner pid
@@ -110,21 +93,47 @@ _mimo_lock() {
   trap "rm -rf '$lock.d'" EXIT
 }
 
+# Prints a Python that an environment from MIMO_WHEELS can stand on; says of each that was tried why it cannot.
+_mimo_python_for_wheels() {
+  local candidate path why tried=" " reasons=()
+  if [[ ! -d "$_mimo_wheels" ]]; then
+    _mimo_say "MIMO_WHEELS is $_mimo_wheels, which is no folder: give the one that scripts/wheels.sh has filled."
+    return 1
+  fi
+  for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3.12 python3.13 python3 python \
+    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3; do
+    path="$(type -P "$candidate")" && [[ "$tried" != *" $path "* ]] || continue
+    tried+="$path "
+    if why="$("$path" "$MIMO_ROOT/scripts/wheels/install.py" suits "$_mimo_wheels" 2>/dev/null)"; then
+      printf '%s\n' "$path"
+      return 0
+    fi
+    reasons+=("  $path: ${why:-it does not run}")
+  done
+  _mimo_say "no Python was found that the wheels in $_mimo_wheels suit:"
+  printf '%s\n' "${reasons[@]:-  none is on PATH}" >&2
+  return 1
+}
+
 # Installs this checkout, editable, with uv, or with pip where uv cannot be had or cannot reach what pip is set up for.
 _mimo_install() {
   local python="$_mimo_venv/bin/python" what="${MIMO_ROOT}[$_mimo_extras]" quiet=()
-  [[ -t 2 ]] || quiet=(--quiet)
-  if [[ "$("$python" -m uv --version 2>/dev/null)" != "uv $_mimo_uv"* ]]; then
-    "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1
-    "$python" -m pip install --quiet --disable-pip-version-check "uv==$_mimo_uv" || true
+  if [[ -n "$_mimo_wheels" ]]; then
+    "$python" "$MIMO_ROOT/scripts/wheels/install.py" install "$_mimo_wheels" "$_mimo_extras"
+    return
   fi
-  if "$python" -m uv --version >/dev/null 2>&1; then
+  [[ -t 2 ]] || quiet=(--quiet)
+  if [[ "$("$python" -P -m uv --version 2>/dev/null)" != "uv $_mimo_uv"* ]]; then
+    "$python" -P -m pip --version >/dev/null 2>&1 || "$python" -P -m ensurepip >/dev/null 2>&1
+    "$python" -P -m pip install --quiet --disable-pip-version-check "uv==$_mimo_uv" || true
+  fi
+  if "$python" -P -m uv --version >/dev/null 2>&1; then
     # The certificates that the system trusts, as pip takes them: a network may have its own.
     UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}" \
-      "$python" -m uv pip install ${quiet[@]+"${quiet[@]}"} --python "$python" -e "$what" && return 0
+      "$python" -P -m uv pip install ${quiet[@]+"${quiet[@]}"} --python "$python" -e "$what" && return 0
     _mimo_say "uv could not install it; pip, which reads this machine's own pip configuration, tries now"
   fi
-  "$python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -e "$what"
+  "$python" -P -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -e "$what"
 }
 
 # Runs in a subshell: what it traps and locks ends with it. Exits 3 where its one sentence says all.
@@ -141,24 +150,32 @@ _mimo_set_up() (
   _mimo_ready && exit 0 # set up by another start while this one waited for the lock
 
   if [[ -e "$_mimo_venv.unfinished" ]] || ! _mimo_makes_venvs "$python" '3\.(1[2-9]|[2-9][0-9])'; then
-    base="$(_mimo_find_python)" || {
-      _mimo_say "no Python 3.12 or later that can make a virtual environment was found: install one, for example" \
-        "with 'apt install python3.12-venv', 'pyenv install 3.12' or 'uv python install 3.12', and start again."
-      exit 3
-    }
-    _mimo_say "setting up $_mimo_venv with $base (the first time, several gigabytes are downloaded)"
-    : >"$_mimo_venv.unfinished"
-    "$base" -m venv --clear "$_mimo_venv" || exit 1
+    if [[ -n "$_mimo_wheels" ]]; then
+      base="$(_mimo_python_for_wheels)" || exit 3
+      _mimo_say "setting up $_mimo_venv with $base, from the wheels in $_mimo_wheels"
+      : >"$_mimo_venv.unfinished"
+      "$base" -P -m venv --clear --without-pip "$_mimo_venv" &&
+        "$base" "$MIMO_ROOT/scripts/wheels/install.py" see "$python" "$_mimo_wheels" || exit 1
+    else
+      base="$(_mimo_find_python)" || {
+        _mimo_say "no Python 3.12 or later that can make a virtual environment was found: install one, for example" \
+          "with 'apt install python3.12-venv', 'pyenv install 3.12' or 'uv python install 3.12', and start again."
+        exit 3
+      }
+      _mimo_say "setting up $_mimo_venv with $base (the first time, several gigabytes are downloaded)"
+      : >"$_mimo_venv.unfinished"
+      "$base" -P -m venv --clear "$_mimo_venv" || exit 1
+    fi
   else
     # Complete, or made by hand: what is missing is added, nothing is thrown away.
     _mimo_say "updating $_mimo_venv to this checkout's pyproject.toml"
     : >"$_mimo_venv.unfinished"
     rm -f "$_mimo_venv/.mimo-ready"
   fi
-  _mimo_install || exit 1
+  _mimo_install || exit $(($? == 3 ? 3 : 1))
   # Proves that the environment imports, and leaves byte code behind: without it, as under PYTHONDONTWRITEBYTECODE,
   # every rank of every run would spend about three times as long on its imports.
-  errors="$(env -u PYTHONDONTWRITEBYTECODE "$python" -W ignore -c \
+  errors="$(env -u PYTHONDONTWRITEBYTECODE "$python" -P -W ignore -c \
     'import torch.distributed.run, megatron.core.models.mimo' 2>&1)" || { printf '%s\n' "$errors" >&2; exit 1; }
   wanted="$(_mimo_wanted)" && printf '%s %s\n' "$wanted" "$_mimo_extras" >"$_mimo_venv/.mimo-ready" || exit 1
   rm -f "$_mimo_venv.unfinished"

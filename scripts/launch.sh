@@ -35,21 +35,21 @@ variables:
   MIMO_GRACE_SECONDS  how long a run may take to save after SIGTERM (default: 120)
   MIMO_VENV           folder of the Python environment (default: .venv)
   MIMO_EXTRAS         extras to install in it (default: demo,dev; on GPUs give demo,dev,gpu)
+  MIMO_WHEELS         folder of scripts/wheels.sh to install it from, where there is no network
 EOF
 }
 
 # Prints the first host of a SLURM node list, such as gpu[003-005,9],login1.
 mimo_first_host() {
-  local list="$1" inside
-  local hosts
+  local list="$1" inside hosts first=""
   if type -P scontrol >/dev/null && hosts="$(scontrol show hostnames "$list" 2>/dev/null)" && [[ -n "$hosts" ]]; then
     printf '%s\n' "${hosts%%$'\n'*}"
-  elif [[ "${list%%,*}" == *'['* ]]; then
-    inside="${list#*'['}"
-    list="${inside#*']'}" inside="${inside%%']'*}"
-    printf '%s%s%s\n' "${1%%'['*}" "${inside%%[,-]*}" "${list%%,*}"
   else
-    printf '%s\n' "${list%%,*}"
+    while [[ "${list%%,*}" == *'['* ]]; do
+      inside="${list#*'['}"
+      first+="${list%%'['*}${inside%%[],-]*}" list="${inside#*']'}"
+    done
+    printf '%s%s\n' "$first" "${list%%,*}"
   fi
 }
 
@@ -118,7 +118,7 @@ mimo_launch() {
 
   # shellcheck source=scripts/env.sh
   . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
-  world="$("$MIMO_PYTHON" -m mimo_train.cli world "$@")" || exit 1
+  world="$("$MIMO_PYTHON" -P -m mimo_train.cli world "$@")" || exit 1
   mimo_whole "the number of processes" "$world" 1
   if [[ -z "${NPROC_PER_NODE:-}" ]]; then
     ((world % NNODES == 0)) || mimo_fail "the layout needs $world processes, which $NNODES nodes cannot share evenly:" \
@@ -136,6 +136,8 @@ mimo_launch() {
   if ((NNODES > 1)); then
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
   fi
-  # exec: a signal to this script is a signal to the launcher, which hands it to the ranks.
-  exec "$MIMO_PYTHON" -m mimo_train.launch.torchrun "${nodes[@]}" --nproc-per-node="$NPROC_PER_NODE" -m mimo_train.cli train "$@"
+  # exec: a signal to this script is a signal to the launcher, which hands it to the ranks. -P, for the launcher and for
+  # the ranks: a data.py or encoders/ in the working directory must not be found in the place of ours.
+  exec "$MIMO_PYTHON" -P -m mimo_train.launch.torchrun "${nodes[@]}" --nproc-per-node="$NPROC_PER_NODE" --no-python \
+    "$MIMO_PYTHON" -P -u -m mimo_train.cli train "$@"
 }

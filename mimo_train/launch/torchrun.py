@@ -20,6 +20,8 @@ import sys
 import tempfile
 from typing import Any
 
+from mimo_train.launch.own_packages import require_own_packages, working_directory_last
+
 FAILURE_SECONDS = 5
 ASKED_FOR = {
     16: "a loss was wrong twice: start the run again on another machine, which makes the step again and compares",
@@ -96,8 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
         first, 1 if a signal ended it.
 
     Raises:
-        ValueError: MIMO_GRACE_SECONDS is not a positive number.
+        ValueError: MIMO_GRACE_SECONDS is not a positive number, or packages of others are in the place of ours.
     """
+    working_directory_last()
+    require_own_packages()
     ranks = Ranks(_grace_seconds())
     for signum in HANDED_ON:
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup says that it is to be ignored

@@ -120,7 +120,7 @@ def load_callbacks(entries: Iterable[str]) -> list[Callback]:
             every such entry.
     """
     folder = os.getcwd()
-    # What torchrun starts finds the working directory by itself; the `mimo-train` command does not.
+    # Last, so that it hides nothing; the scripts and the `mimo-train` command leave it off the path.
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
     loaded, faults = [], []

@@ -4,6 +4,9 @@ import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Megatron-Core asks at its import whether there is CUDA. Asked through the driver, which is torch's way without this,
+# it would leave the ranks that are forked from here unable to use a device.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 

@@ -13,15 +13,16 @@ PYTHON = """#!/bin/sh
 # Notes each call. Makes environments that hold a copy of itself, installs nothing, lets Python run what -c gives.
 echo "$*" >> "$FAKE_CALLS"
 case "$*" in
-  "-m venv --clear "*) rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
-  "-m uv --version") [ -z "$FAKE_NO_UV" ] && echo "uv 0.13.8" ;;
-  "-m uv pip install "*) sleep "${FAKE_INSTALL_SECONDS:-0}"; [ -z "$FAKE_NO_UV$FAKE_INSTALL_FAILS" ] ;;
-  "-m pip install --quiet --disable-pip-version-check uv=="*) [ -z "$FAKE_NO_UV" ] ;;
-  "-m pip install "*) [ -z "$FAKE_INSTALL_FAILS" ] ;;
-  "-m pip --version") ;;
-  "-W ignore -c import torch"*) ;;
-  "-m mimo_train.cli world "*) [ -n "$FAKE_WORLD" ] && echo "$FAKE_WORLD" ;;
-  "-m mimo_train.launch.torchrun "*) echo "OMP=$OMP_NUM_THREADS" "$@" ;;
+  "-P -m venv --clear "*) rm -rf "$5"; mkdir -p "$5/bin"; cp "$0" "$5/bin/python" ;;
+  "-P -m uv --version") [ -z "$FAKE_NO_UV" ] && echo "uv 0.13.8" ;;
+  "-P -m uv pip install "*) sleep "${FAKE_INSTALL_SECONDS:-0}"; [ -z "$FAKE_NO_UV$FAKE_INSTALL_FAILS" ] ;;
+  "-P -m pip install --quiet --disable-pip-version-check uv=="*) [ -z "$FAKE_NO_UV" ] ;;
+  "-P -m pip install "*) [ -z "$FAKE_INSTALL_FAILS" ] ;;
+  "-P -m pip --version") ;;
+  "-P -W ignore -c import torch"*) ;;
+  "-P -m mimo_train.cli world "*) [ -n "$FAKE_WORLD" ] && echo "$FAKE_WORLD" ;;
+  "-P -m benchmarks.gpu_check"*) echo "PYTHONPATH=$PYTHONPATH" "$@" ;;
+  "-P -m mimo_train.launch.torchrun "*) echo "OMP=$OMP_NUM_THREADS" "$@" ;;
   *) exec REAL_PYTHON "$@" ;;
 esac
 """

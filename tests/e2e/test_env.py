@@ -193,3 +193,13 @@ def test_the_environment_can_be_elsewhere(checkout, tmp_path):
     result = checkout.run(STRICT, MIMO_VENV=str(tmp_path / "else where"))
     assert (result.returncode, result.stdout) == (0, f"{tmp_path}/else where/bin/python\n"), result.stderr
     assert not checkout.venv.exists()
+
+
+def test_another_shell_is_told_to_start_bash(checkout):
+    checkout.program("python3.12")
+    result = checkout.run("sh -c '. scripts/env.sh'")
+    if "BASH_VERSION" in checkout.run("sh -c set").stdout:
+        pytest.skip("sh is bash here")
+    assert (result.returncode != 0, result.stdout) == (True, "")
+    assert "start bash" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert checkout.calls("-m venv") == 0

@@ -33,7 +33,8 @@ def refused(checkout: Checkout, command: str, **variables: str) -> str:
 @pytest.mark.parametrize(("script", "config"), [("train_vlm.sh", "vlm_digits"), ("train_gpt.sh", "gpt_tiny")])
 def test_one_node_starts_what_the_layout_needs(checkout, script, config):
     assert started(checkout, f"scripts/{script}") == (
-        f"OMP=1 -m mimo_train.launch.torchrun --standalone --nproc-per-node=4 -m mimo_train.cli train {config}"
+        "OMP=1 -P -m mimo_train.launch.torchrun --standalone --nproc-per-node=4 --no-python "
+        f"{checkout.venv}/bin/python -P -u -m mimo_train.cli train {config}"
     )
 
 
@@ -64,7 +65,14 @@ def test_variables_of_the_user_come_before_those_of_slurm(checkout):
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("a1,b[2-3]", "a1"), ("gpu[003-005,9],x", "gpu003"), ("r[7,9]-ib,c", "r7-ib")],
+    [
+        ("n1", "n1"),
+        ("a1,b[2-3]", "a1"),
+        ("gpu[003-005,9],x", "gpu003"),
+        ("r[7,9]-ib,c", "r7-ib"),
+        ("r[1-2]n[3-4],x", "r1n3"),
+        ("g[5],x", "g5"),
+    ],
 )
 def test_the_first_host_of_a_node_list(checkout, nodes, first):
     assert checkout.run(f". scripts/launch.sh; mimo_first_host '{nodes}'").stdout == first + "\n"

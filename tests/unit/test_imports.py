@@ -36,6 +36,7 @@ LIGHT = (
     "mimo_train.plan.memory",
     "mimo_train.plan.samples",
     "mimo_train.check",
+    "mimo_train.launch.own_packages",
     "mimo_train.launch.torchrun",
     "mimo_train.cli",
     "encoders.spec",

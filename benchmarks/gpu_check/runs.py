@@ -1,0 +1,219 @@
+"""Runs of `pretrain` for the checks: curves to compare, and a large model to time. Each in a process of its own."""
+
+import functools
+import io
+import json
+import random
+import statistics
+import string
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.work import require
+
+NEEDED = ("torch", "megatron-core", "hydra-core", "webdataset")
+FIXED = (
+    "data.demo=",
+    "data.validation_shards=",
+    "train.report_samples=0",
+    "checkpoint.save_interval=0",
+    "log.tensorboard=false",
+)
+
+
+def demos(*, folder: str, samples: int) -> dict[str, str]:
+    """Writes the demo shards of both models; returns the folders of their training shards."""
+    require(*NEEDED, "scikit-learn")
+    from data.demo.make import make_demo, make_text_demo
+
+    digits = make_demo(Path(folder) / "digits", train_samples=samples, held_out_samples=8, shards=2)
+    return {"vlm_digits": f"{digits}/train", "gpt_tiny": f"{make_text_demo(Path(folder) / 'prose')}/train"}
+
+
+def curve(
+    *, config: str, shards: str, run_dir: str, device: str, overrides: list[str], te: bool, compiled: bool
+) -> dict[str, Any]:
+    """Losses and gradient norms of a run's steps, and what its layers were.
+
+    Args:
+        te: layers of Transformer Engine, or of torch; whatever is installed.
+        compiled: torch.compile on every transformer layer.
+    """
+    require(*NEEDED, *(["transformer-engine"] if te else []))
+    import torch
+    import torch.distributed as dist
+    from torch._dynamo.utils import counters
+
+    torch.set_float32_matmul_precision("highest")  # no TF32 in products,
+    torch.backends.cudnn.allow_tf32 = False  # nor in convolutions
+    if compiled and device == "cpu":
+        # torch.compile lists torch's functions and refuses to find one twice, as it would the stand-in for CUDA's.
+        rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
+        torch._dynamo.trace_rules.get_torch_obj_rule_map = functools.cache(lambda: rules)
+    look = _Look(compiled)
+    _pretrain(config, [f"data.shards={shards}", *overrides], run_dir, device, te, look)
+    steps = [line for line in _lines(run_dir) if "lm loss" in line]
+    return {
+        "losses": [step["lm loss"] for step in steps],
+        "norms": [step["grad_norm"] for step in steps],
+        "te_modules": look.te_modules,
+        "graphs": counters["stats"]["unique_graphs"],
+        "backend": dist.get_backend_config(),
+    }
+
+
+def large(
+    *, config: str, folder: str, device: str, overrides: list[str], te: bool, picture: int, warm_up: int, timed: int
+) -> dict[str, Any]:
+    """Seconds of a step, and the heaviest kernels of one more step, of a model with random weights on pictures and
+    texts that fill its sequences.
+
+    Args:
+        te: layers of Transformer Engine, or of torch.
+        picture: height and width in pixels.
+        warm_up: steps that are left out.
+        timed: steps that are timed.
+
+    Returns:
+        What was found; `{"out_of_memory": message}` where the model does not fit.
+    """
+    require(*NEEDED, *(["transformer-engine"] if te else []))
+    import torch
+
+    run_dir = f"{folder}/run"
+    look, watch, enough = _Look(), *_watch(warm_up + timed, device)
+    shards = _write_pictures(Path(folder), picture)
+    try:
+        _pretrain(config, [f"data.shards={shards}", *overrides], run_dir, device, te, look, [watch])
+    except enough:
+        pass
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).partition(". ")[0]}
+    steps = [line for line in _lines(run_dir) if warm_up < line["step"] <= warm_up + timed]
+    medians = {
+        name: statistics.median(step[name] for step in steps)
+        for name in ("step_seconds", "tokens_per_second", "tflops", "mfu", "mfu/images", "mfu/language")
+        if name in steps[0]
+    }
+    seconds = [step["step_seconds"] for step in steps]
+    return medians | {
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "steps": len(steps),
+        "parameters": look.parameters,
+        "te_modules": look.te_modules,
+        "memory": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+        "kernels": watch.kernels,
+    }
+
+
+def _pretrain(
+    config: str, overrides: list[str], run_dir: str, device: str, te: bool, look: "_Look", callbacks=()
+) -> None:
+    from mimo_train.config.compose import load
+    from mimo_train.training.pretrain import pretrain
+
+    _choose_layers(te)
+    cfg = load(config, [*FIXED, f"run.dir={run_dir}", f"run.device={device}", *overrides])
+    pretrain(cfg, callbacks=callbacks, pre_wrap_hook=look)
+
+
+def _choose_layers(te: bool) -> None:
+    """Overrules what the program chooses by what is installed, in every module that asks."""
+    if te:
+        import transformer_engine.pytorch  # noqa: F401 (where it is broken, its own words are the best)
+    from mimo_train.model import layers
+
+    original, chosen = layers.use_transformer_engine, lambda kind: te
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mimo_train.") and getattr(module, "use_transformer_engine", None) is original:
+            module.use_transformer_engine = chosen
+
+
+class _Look:
+    """Counts what a model is made of when it has been built, and compiles its layers if that is asked for."""
+
+    def __init__(self, compiled: bool = False):
+        self._compiled = compiled
+        self.te_modules = self.parameters = 0
+
+    def __call__(self, model: list) -> list:
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+        for chunk in model:
+            self.parameters += sum(parameter.numel() for parameter in chunk.parameters())
+            for module in chunk.modules():
+                bases = [base.__module__.partition(".")[0] for base in type(module).__mro__]
+                self.te_modules += "transformer_engine" in bases
+                if self._compiled and isinstance(module, TransformerLayer):
+                    module.compile()
+        return model
+
+
+def _watch(last_step: int, device: str) -> tuple[Any, type[Exception]]:
+    """A callback that profiles the step behind `last_step` and ends the run after it, and what it raises to do so: the
+    end of a run as planned would write a checkpoint."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from mimo_train.step.callbacks import Callback
+
+    class Enough(Exception):
+        """The run has gone far enough."""
+
+    class Watch(Callback):
+        kernels: list[dict[str, Any]] = []
+
+        def on_step_start(self, state):
+            if state.train_state.step == last_step:
+                activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+                self.profiler = profile(activities=activities, acc_events=True)
+                self.profiler.start()
+
+        def on_step_end(self, state, result):
+            if state.train_state.step == last_step + 1:
+                self.profiler.stop()
+                self.kernels = heaviest(self.profiler.key_averages(), device)
+                raise Enough
+
+    return Watch(), Enough
+
+
+def heaviest(averages: Any, device: str, count: int = 10) -> list[dict[str, Any]]:
+    """The kernels of a profile that took most of the device's own time; of a CPU its operators."""
+    if device == "cuda":
+        own = [one for one in averages if one.device_type.name == "CUDA" and not one.is_user_annotation]
+        times = [(one.self_device_time_total, one) for one in own]
+    else:
+        times = [(one.self_cpu_time_total, one) for one in averages]
+    total = sum(time for time, _ in times)
+    times = sorted(times, key=lambda pair: -pair[0])[:count]
+    return [
+        {"name": one.key, "milliseconds": time / 1000, "share": time / total, "calls": one.count} for time, one in times
+    ]
+
+
+def _write_pictures(folder: Path, size: int, samples: int = 64, characters: int = 4096) -> Path:
+    """A shard of pictures of random blots, each with a long text."""
+    import numpy
+    from PIL import Image
+
+    noise, letters = numpy.random.default_rng(0), random.Random(0)
+    shards = folder / "pictures"
+    shards.mkdir(parents=True)
+    with tarfile.open(shards / "pictures-000000.tar", "w") as shard:
+        for number in range(samples):
+            file = io.BytesIO()
+            blots = Image.fromarray(noise.integers(0, 256, (12, 12, 3), dtype=numpy.uint8))
+            blots.resize((size, size)).save(file, "JPEG")
+            text = "".join(letters.choices(string.ascii_lowercase + " ", k=characters)).encode()
+            for extension, content in (("jpg", file.getvalue()), ("txt", text)):
+                member = tarfile.TarInfo(f"{number:06d}.{extension}")
+                member.size = len(content)
+                shard.addfile(member, io.BytesIO(content))
+    return shards
+
+
+def _lines(run_dir: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,66 @@
+"""Whose `data` and `encoders` a program imports: ours, or others of that name. Imports no torch.
+
+The names are plain, and a user's folder may well hold a `data.py`. The scripts start Python with -P, which leaves the
+working directory off its path; what is started as `python -m`, as by torchrun, has it in front.
+"""
+
+import os
+import sys
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+NAMES = ("encoders", "data")
+HOME = Path(__file__).resolve().parents[2]
+"""The folder that our packages lie in, side by side: a checkout, or the site-packages of an environment."""
+
+
+def working_directory_last() -> None:
+    """Move the working directory from the front of Python's path, where `python -m` puts it, to its end: modules of
+    the user are found there (`train.callbacks`), and hide none of ours. Nothing changes where we live in it."""
+    if sys.flags.safe_path or not sys.path:
+        return
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed
+        return
+    if sys.path[0] in ("", here) and Path(here).resolve() != HOME:
+        del sys.path[0]
+        if here not in sys.path:
+            sys.path.append(here)
+
+
+def require_own_packages() -> None:
+    """
+    Raises:
+        ValueError: Python would import a package from elsewhere in the place of one of ours; with both places and the
+            remedy, one line for each.
+    """
+    faults = [fault for name in NAMES if (fault := _fault(name))]
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def _fault(name: str) -> str:
+    spec, ours = find_spec(name), HOME / name / "__init__.py"
+    if spec is None or spec.origin is None:
+        return f"{name}: mimo-train's package is not beside {HOME / 'mimo_train'}: install mimo-train again"
+    found = Path(spec.origin)
+    if found.resolve() == ours:
+        return ""
+    thing = found.parent if found.name == "__init__.py" else found
+    return f"{name}: Python finds {thing} before mimo-train's own {ours.parent}: {_remedy(thing)}"
+
+
+def _remedy(thing: Path) -> str:
+    folder = thing.parent
+    if str(folder) in (os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part):
+        return f"take {folder} out of PYTHONPATH, or rename {thing.name}"
+    for found in distributions(path=[str(folder)]):
+        if any(file.parts[0] == thing.name for file in found.files or ()):
+            package = found.metadata["Name"]
+            return (
+                f"the package {package} brings it: uninstall it (python -m pip uninstall {package}), or give "
+                "mimo-train an environment of its own (MIMO_VENV=FOLDER)"
+            )
+    return f"rename it, or take {folder} off Python's path"

@@ -1,0 +1,113 @@
+"""A user's own `data` or `encoders` beside a run: never imported in the place of ours, and said where it would be."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_train import finish, start
+
+BIN = Path(sys.executable).parent
+CALLBACK = """
+from mimo_train.step.callbacks import Callback
+from notes import write
+
+class Note(Callback):
+    def on_train_end(self, state, exit_code):
+        write(state.train_state.step)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A working directory whose modules have the names of ours and must not be imported, beside one that must."""
+    (tmp_path / "data").mkdir()
+    for name in ("data.py", "data/__init__.py", "encoders.py", "mimo_train.py", "venv.py", "argparse.py"):
+        (tmp_path / name).write_text(f"raise RuntimeError('the {name} of the working directory was imported')\n")
+    (tmp_path / "my_callbacks.py").write_text(CALLBACK)
+    (tmp_path / "notes.py").write_text("def write(step):\n    open('noted', 'w').write(str(step))\n")
+    return tmp_path
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | variables, capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def test_scripts_import_none_of_them_and_load_callbacks_from_there(folder):
+    overrides = (f"run.dir={folder}/run", "train.iters=2", "data.validation_shards=", "layout=language_pp2")
+    process = start("train_gpt.sh", "gpt_tiny", "train.callbacks=[my_callbacks:Note]", *overrides, cwd=folder)
+    printed = finish(process)
+    assert process.returncode == 0, printed
+    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert (folder / "noted").read_text() == "2"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [BIN / "mimo-train"],
+        [sys.executable, "-m", "mimo_train.cli"],
+        [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "mimo_train.cli"],
+        [sys.executable, "-m", "mimo_train.launch.torchrun", "--standalone", "-m", "mimo_train.cli"],
+    ],
+    ids=["mimo-train", "python -m", "torchrun", "our launcher"],
+)
+def test_commands_import_none_of_them(folder, command):
+    for name in ("mimo_train.py", "argparse.py"):  # only -P helps where Python itself has the folder in front
+        (folder / name).unlink()
+    result = run(*command, "check", "vlm_digits", cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "was imported" not in result.stderr
+
+
+def foreign(place: Path, name: str) -> Path:
+    """Another package of that name in `place`."""
+    (place / name).mkdir(parents=True)
+    (place / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    return place / name
+
+
+@pytest.mark.parametrize("name", ["data", "encoders"])
+def test_a_foreign_package_on_pythonpath_is_named_with_both_places_and_the_remedy(tmp_path, name):
+    found = foreign(tmp_path / "theirs", name)
+    result = run(BIN / "mimo-train", "world", "vlm_digits", cwd=tmp_path, PYTHONPATH=f"/nowhere:{found.parent}")
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {name}: Python finds {found} before mimo-train's own /") and f"/{name}: " in line
+    assert line.endswith(f"take {found.parent} out of PYTHONPATH, or rename {name}")
+
+
+def test_the_launcher_names_it_before_a_rank_starts(tmp_path):
+    found = foreign(tmp_path / "theirs", "data")
+    command = (sys.executable, "-m", "mimo_train.launch.torchrun", "--standalone", "-m", "mimo_train.cli", "world")
+    result = run(*command, "vlm_digits", cwd=tmp_path, PYTHONPATH=str(found.parent))
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert str(found) in result.stderr and "PYTHONPATH" in result.stderr
+
+
+def test_the_package_that_brought_it_is_named(tmp_path):
+    found = foreign(tmp_path, "data")
+    (tmp_path / "their_thing-1.0.dist-info").mkdir()
+    (tmp_path / "their_thing-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: their-thing\n")
+    (tmp_path / "their_thing-1.0.dist-info" / "RECORD").write_text("data/__init__.py,,\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mimo_train.cli import main; sys.exit(main(['-h']))"
+    result = run(sys.executable, "-P", "-c", code, cwd=tmp_path.parent)
+    assert (result.returncode, result.stdout) == (1, ""), result.stderr
+    assert str(found) in result.stderr and "pip uninstall their-thing" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_of_several_ranks_the_first_says_it(tmp_path):
+    found = foreign(tmp_path / "theirs", "data")
+    for rank, lines in (("0", 1), ("1", 0)):
+        result = run(
+            sys.executable, "-P", "-m", "mimo_train.cli", "world", "vlm_digits",
+            cwd=tmp_path, PYTHONPATH=str(found.parent), RANK=rank, WORLD_SIZE="2",
+        )  # fmt: skip
+        assert result.returncode == 1 and len(result.stderr.splitlines()) == lines, result.stderr

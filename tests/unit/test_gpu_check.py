@@ -1,0 +1,182 @@
+"""The parts of scripts/gpu_check.sh: jobs that fail or hang, and what is said of them. tests/e2e runs it as a whole."""
+
+import math
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from torch.autograd.profiler_util import DeviceType, FunctionEventAvg
+
+from benchmarks.gpu_check import checks, record, runs, work
+from benchmarks.gpu_check.jobs import Jobs, Outcome
+from tests.e2e.fake_python import pid_runs
+from tests.unit import gpu_check_jobs as bad
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    with Jobs(600) as jobs:
+        yield jobs
+
+
+def test_a_job_is_forked_from_a_process_that_has_the_imports(jobs):
+    assert jobs.run(bad.add, 60, one=2, other=3) == Outcome("ok", 5)
+    assert jobs.run(bad.has_torch, 60).value[0] is True
+    assert jobs.run_alone(bad.has_torch, 60).value == [False, True]
+
+
+def test_a_job_on_cuda_begins_anew_where_a_fork_could_not_use_the_device(jobs):
+    """Without a driver NVML is not there to ask, and the imports have asked CUDA."""
+    assert jobs.run(bad.has_torch, 60, device="cuda").value[1] is True
+
+
+def test_a_traceback_ends_in_its_last_lines(jobs):
+    found = jobs.run(bad.boom, 60)
+    assert found.state == "failed"
+    assert found.text.splitlines()[-1] == "RuntimeError: broken on purpose"
+    assert 'File "tests/unit/gpu_check_jobs.py"' in found.text, "a short path"
+
+
+def test_what_is_missing_is_no_failure(jobs):
+    assert jobs.run(bad.miss, 60) == Outcome("skipped", text="not installed: nothing-like-it")
+
+
+def test_a_job_that_dies_leaves_its_last_words(jobs):
+    for run in (jobs.run, jobs.run_alone):
+        assert run(bad.die, 60) == Outcome("failed", text="its last words\nended by SIGKILL")
+
+
+def test_a_job_that_hangs_is_ended_with_its_children_and_the_next_one_runs(jobs, tmp_path):
+    pids = tmp_path / "pids"
+    found = jobs.run(bad.hang, 5, pid_file=str(pids))
+    assert found.state == "ended" and found.text == "after 5 s; its last words:\nwaits for nothing"
+    while any(pid_runs(int(pid)) for pid in pids.read_text().split()):
+        time.sleep(0.05)
+    assert jobs.run(bad.add, 60, one=1, other=1).value == 2
+
+
+def test_where_the_imports_take_too_long_each_job_runs_alone():
+    with Jobs(60, import_seconds=0) as jobs:
+        assert jobs.run(bad.add, 60, one=2, other=3).value == 5
+        assert jobs.run(bad.has_torch, 60).value[0] is False
+
+
+def test_the_time_of_all_jobs_ends_them():
+    with Jobs(0) as jobs:
+        for found in (jobs.run(bad.add, 60, one=2, other=3), jobs.command(["true"], 60)):
+            assert (found.state, found.text) == ("ended", "not run: the 0 s for all checks are over")
+
+
+def test_a_command_gives_its_code_and_its_words(jobs):
+    assert jobs.command(["sh", "-c", "echo here; exit 3"], 60).value == (3, "here\n")
+    assert jobs.command(["sh", "-c", "echo here; sleep 1000"], 1).state == "ended"
+
+
+def lines_of(jobs, name: str, **of_machine) -> list[checks.Line]:
+    found = checks.Checks(jobs, "cpu" if not of_machine else "cuda")
+    value = {"torch": "2", "gpus": [{"memory": 139.0}]} | of_machine
+    found.machine = Outcome("ok", value)
+    return list(found.run(name))
+
+
+@pytest.mark.parametrize(
+    ("job", "state", "words"),
+    [(bad.boom, "failed", "RuntimeError: broken on purpose"), (bad.miss, "skipped", "nothing-like-it")],
+)
+def test_the_line_of_a_check_that_goes_wrong(jobs, monkeypatch, job, state, words):
+    monkeypatch.setattr(work, "matmul", job)
+    (line,) = lines_of(jobs, "matmul")
+    assert line.state == state and words in line.result
+    text = record.as_text("matmul", line, True)
+    assert text.startswith("matmul    bf16 128 x 128 x 128") and words in text
+    assert ("| Traceback" in text) == (state == "failed")
+
+
+def test_a_model_that_does_not_fit_is_tried_with_smaller_microbatches(jobs, monkeypatch):
+    monkeypatch.setattr(runs, "large", bad.out_of_memory)
+    lines = lines_of(jobs, "step", gpus=[{"memory": 60.0}])
+    assert [line.state for line in lines] == ["failed", "failed"]
+    assert lines[0].result == "2 samples of 2048 tokens, everything recomputed: CUDA out of memory"
+    lines = lines_of(jobs, "kernels", gpus=[{"memory": 24.0}])
+    assert [line.state for line in lines] == ["skipped", "skipped"]
+    assert lines[0].result == "the device has 24 GiB, the model needs 36"
+
+
+def test_without_torch_or_a_device_every_check_says_so(jobs):
+    for name in checks.CHECKS.keys() - {"device"}:
+        assert [line.result for line in lines_of(jobs, name, gpus=[])] == ["no CUDA device"]
+        assert [line.result for line in lines_of(jobs, name, torch=None)] == ["not installed: torch"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "graphs", "state", "words"),
+    [
+        ([2.0, 1.0005], {}, 0, "ok", "5.0e-04 of losses"),
+        ([2.0, 1.0020], {}, 0, "failed", "MORE THAN 0.001"),
+        ([2.0, math.nan], {}, 0, "failed", "MORE THAN 0.001"),
+        ([2.0, 1.0], {"compiled": True}, 0, "failed", "NOTHING WAS COMPILED"),
+        ([2.0, 1.0], {"compiled": True}, 3, "ok", "3 graphs compiled"),
+    ],
+)
+def test_losses_are_held_to_the_bound(losses, options, graphs, state, words):
+    reference = {"losses": [2.0, 1.0], "norms": [1.0, 1.0]}
+    value = {"losses": losses, "norms": [1.0, 1.0], "graphs": graphs, "te_modules": 0, "backend": "cuda:nccl"}
+    line = checks._compared("run", reference, Outcome("ok", value), 1e-3, options)
+    assert line.state == state and words in line.result
+
+
+def event(name: str, device: DeviceType, microseconds: float, annotation: bool = False) -> FunctionEventAvg:
+    one = FunctionEventAvg()
+    one.key, one.device_type, one.is_user_annotation, one.count = name, device, annotation, 2
+    one.self_device_time_total = microseconds
+    return one
+
+
+def test_the_heaviest_kernels_are_those_of_the_device():
+    events = [
+        event("aten::mm", DeviceType.CPU, 9000),  # the time of its kernels, which are counted already
+        event("gemm", DeviceType.CUDA, 3000),
+        event("norm", DeviceType.CUDA, 1000),
+        event("step", DeviceType.CUDA, 4000, annotation=True),
+    ]
+    found = runs.heaviest(events, "cuda")
+    assert [(one["name"], one["share"], one["milliseconds"], one["calls"]) for one in found] == [
+        ("gemm", 0.75, 3.0, 2),
+        ("norm", 0.25, 1.0, 2),
+    ]
+    assert [one["name"] for one in runs.heaviest(events, "cuda", count=1)] == ["gemm"]
+
+
+def test_failed_tests_are_named_with_their_words(tmp_path):
+    from xml.etree import ElementTree
+
+    report = tmp_path / "tests.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>'
+        '<testcase name="c"><failure message="assert 1 == 2">\ncode\nE   assert 1 == 2\nx.py:3: Error</failure>'
+        '</testcase><testcase name="d"><error message="no device">E   no device</error></testcase>'
+        "</testsuite></testsuites>"
+    )
+    first, c, d = checks._tests("tests/gpu", ElementTree.parse(report))
+    assert (first.result, first.state) == ("1 passed, 2 failed, 1 skipped", "failed")
+    assert (c.what, c.result, c.details) == ("c", "assert 1 == 2", "E   assert 1 == 2\nx.py:3: Error")
+    assert (d.what, d.result) == ("d", "no device")
+
+
+def test_layers_are_chosen_whatever_is_installed(jobs):
+    assert jobs.run(choose, 60) == Outcome("ok", [False, True])
+
+
+def choose() -> list[bool]:
+    """What the setup of a run is told once `torch` layers, or those of Transformer Engine, have been chosen."""
+    from mimo_train.model import layers
+    from mimo_train.training import setup
+
+    sys.modules["transformer_engine"] = sys.modules["transformer_engine.pytorch"] = SimpleNamespace(pytorch=None)
+    found = []
+    for te in (False, True):
+        runs._choose_layers(te)
+        assert setup.use_transformer_engine is layers.use_transformer_engine
+        found.append(setup.use_transformer_engine("cuda"))
+    return found
