@@ -39,7 +39,7 @@ BETWEEN = (
     "colocated_communicator.py",
     "multimodule_communicator.py",
     "p2p_communication.py",
-    "/mimo_train/bridge/",
+    "/mimo_train/parallel/bridge/",
 )
 """Parts of the names of files whose work is the bridge's."""
 
@@ -109,29 +109,20 @@ class HostWaits(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Run:
+class TimedRun:
     """A run that is set up and makes single steps."""
 
     def __init__(self, cfg: ConfigContainer):
-        from mimo_train.step.forward_step import prepare_forward_step_func
-        from mimo_train.step.state import GlobalState
-        from mimo_train.training.pretrain import default_forward_step
-        from mimo_train.training.setup import setup
+        from mimo_train.training.stepped import SteppedRun
 
-        self.state = GlobalState(cfg)
-        self.run = setup(self.state)
-        self._forward_step = prepare_forward_step_func(default_forward_step(cfg), self.state)
+        self._steps = SteppedRun(cfg)
+        self.run, self.stopwatch = self._steps.session.state.run, self._steps.session.parts.stopwatch
 
     def step(self) -> float:
         """Seconds of one step."""
-        from mimo_train.training.loop import train_step
-
         dist.barrier()
-        started, run = time.perf_counter(), self.run
-        with self.state.stopwatch("step"):
-            run.train_data_iterator.advance()
-            train_step(self._forward_step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, self.state)
-        self.state.train_state.step += 1
+        started = time.perf_counter()
+        self._steps.step()
         return time.perf_counter() - started
 
     def count(self) -> dict[str, float]:
@@ -142,18 +133,16 @@ class Run:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, dict(counts))
         total = sum(map(collections.Counter, found), collections.Counter())
-        return {name: total[name] / self.state.layout.num_microbatches for name in COUNTS}
+        return {name: total[name] / self.run.batch.num_microbatches for name in COUNTS}
 
     def close(self) -> None:
         """End the run, without a checkpoint."""
-        from mimo_train.training.pretrain import close
-
-        close(self.state, self.run)
+        self._steps.close()
 
 
 def compare(configs: dict[str, ConfigContainer], pairs: int, steps: int) -> None:
     """Count and time the two runs of `configs`, and print what was found."""
-    runs = {bridge: Run(cfg) for bridge, cfg in configs.items()}
+    runs = {bridge: TimedRun(cfg) for bridge, cfg in configs.items()}
     for run in runs.values():
         run.step()
     counts = {bridge: run.count() for bridge, run in runs.items()}
@@ -163,20 +152,20 @@ def compare(configs: dict[str, ConfigContainer], pairs: int, steps: int) -> None
         return [statistics.median(second for block in chosen for second in block[bridge]) for bridge in runs]
 
     def ratio(chosen: list[dict]) -> float:
-        planned, megatron = medians(chosen)
-        return planned / megatron
+        native, megatron = medians(chosen)
+        return native / megatron
 
     if dist.get_rank() == 0:
-        layout = next(iter(runs.values())).state.layout
-        sizes = ", ".join(f"{name} {module}" for name, module in layout.modules.items())
-        print(f"{sizes}; {layout.world_size} processes, {layout.num_microbatches} microbatches of "
-              f"{layout.microbatch_samples} samples")  # fmt: skip
+        run = next(iter(runs.values())).run
+        sizes = ", ".join(f"{name} {module}" for name, module in run.layout.modules.items())
+        print(f"{sizes}; {run.layout.world_size} processes, {run.batch.num_microbatches} microbatches of "
+              f"{run.batch.microbatch_samples} samples")  # fmt: skip
         for name in COUNTS:
             print(f"  {name:18}" + "".join(f"  {bridge} {found[name]:10.1f}" for bridge, found in counts.items()))
         draw = random.Random(1234)
         drawn = sorted(ratio(draw.choices(blocks, k=len(blocks))) for _ in range(2000))
-        planned, megatron = medians(blocks)
-        print(f"  step: planned {1e3 * planned:.1f} ms, megatron {1e3 * megatron:.1f} ms, ratio {ratio(blocks):.3f} "
+        native, megatron = medians(blocks)
+        print(f"  step: native {1e3 * native:.1f} ms, megatron {1e3 * megatron:.1f} ms, ratio {ratio(blocks):.3f} "
               f"(95 %: {drawn[50]:.3f} to {drawn[1949]:.3f})", flush=True)  # fmt: skip
     for run in runs.values():
         run.close()
@@ -184,23 +173,23 @@ def compare(configs: dict[str, ConfigContainer], pairs: int, steps: int) -> None
 
 def bubble(cfg: ConfigContainer, steps: int) -> None:
     """Print the share of forward and backward in which the two stages wait for each other."""
-    run = Run(cfg)
-    run.step()
-    run.state.stopwatch.read_and_reset()
+    timed = TimedRun(cfg)
+    timed.step()
+    timed.stopwatch.read_and_reset()
     for _ in range(steps):
-        run.step()
-    seconds = run.state.stopwatch.read_and_reset()
+        timed.step()
+    seconds = timed.stopwatch.read_and_reset()
     busy, wait = seconds["forward_backward"], seconds["pipeline_wait"]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (busy, wait))
     if dist.get_rank() == 0:
-        microbatches, stages = run.state.layout.num_microbatches, run.state.layout.language.pp
+        microbatches, stages = timed.run.batch.num_microbatches, timed.run.layout.language.pp
         expected = (stages - 1) / (microbatches + stages - 1)
         stage = ", ".join(f"stage {n}: busy {1e3 * b:.1f} ms, waits {1e3 * w:.1f} ms" for n, (b, w) in enumerate(found))
         share = sum(w for _, w in found) / sum(b + w for b, w in found)
         print(f"{microbatches} microbatches: waits {share:.3f}, (p - 1) / (m + p - 1) = {expected:.3f}; {stage}",
               flush=True)  # fmt: skip
-    run.close()
+    timed.close()
 
 
 def main() -> int:
@@ -234,7 +223,7 @@ def main() -> int:
             bridge: load(
                 "vlm_digits", (*shared, f"run.dir={scratch}/{bridge}", f"placement.bridge={bridge}", *args.overrides)
             )
-            for bridge in ("planned", "megatron")
+            for bridge in ("native", "megatron")
         }
         compare(configs, args.pairs, args.steps)
     dist.barrier()

@@ -59,32 +59,21 @@ class Variant:
     """One run, stepped by hand."""
 
     def __init__(self, cfg: Any):
-        from mimo_train.step.forward_step import prepare_forward_step_func
-        from mimo_train.step.state import GlobalState
-        from mimo_train.training.pretrain import default_forward_step
-        from mimo_train.training.setup import setup
+        from mimo_train.training.stepped import SteppedRun
 
-        self._state = GlobalState(cfg)
-        self._run = setup(self._state)
-        self._step_func = prepare_forward_step_func(default_forward_step(cfg), self._state)
+        self._run = SteppedRun(cfg)
         self.seconds: tuple[list[float], list[float]] = [], []
 
     def step(self) -> None:
         """One training step, by both clocks."""
-        from mimo_train.training.loop import train_step
-
-        state, run = self._state, self._run
-        state.freeze_stages.apply(state.train_state.step)
         wall, processor = time.perf_counter(), time.process_time()
-        run.train_data_iterator.advance()
-        train_step(self._step_func, run.train_data_iterator, run.model, run.optimizer, run.scheduler, state)
+        self._run.step()
         self.seconds[0].append(time.perf_counter() - wall)
         self.seconds[1].append(time.process_time() - processor)
-        state.train_state.step += 1
 
     def bytes(self) -> dict[str, int]:
         """Of gradient buffers, optimizer states, and tensors kept for the backward pass of one step."""
-        from mimo_train.model.build import modules_of
+        from mimo_train.model.names import modules_of
 
         gradients = sum(
             buffer.grad_data.nbytes
@@ -94,7 +83,7 @@ class Variant:
         )
         states = sum(
             value.nbytes
-            for info in self._run.optimizer.module_infos.values()
+            for info in self._run.session.optimizer.module_infos.values()
             for each in (info.optimizer.chained_optimizers if info.optimizer else ())
             for kept in each.optimizer.state.values()
             for value in kept.values()
@@ -104,7 +93,7 @@ class Variant:
 
     def close(self) -> None:
         """End the reading threads."""
-        self._run.train_data_iterator.close()
+        self._run.close()
 
     def _kept(self) -> int:
         storages: dict[int, int] = {}

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.step.callbacks import Callback
+from mimo_train.training.callbacks import Callback
 
 BLOCK_WARMUP = 1
 """Steps at the start of a block that are left out: caches still hold the other loop."""
@@ -62,27 +62,21 @@ def since(started: tuple[float, float]) -> tuple[float, float]:
 class BareLoop:
     """Forward, backward and update on the run's own objects."""
 
-    def __init__(self, state: Any, run: Any, forward_step: Any):
+    def __init__(self, session: Any, forward_step: Any):
         from megatron.core.utils import get_model_config
 
-        from mimo_train.model.build import modules_of
+        from mimo_train.model.names import modules_of
         from mimo_train.plan.samples import build_dataset
         from mimo_train.step.batches import open_loader
 
-        self._state = state
-        self._model, self._optimizer, self._scheduler = run.model, run.optimizer, run.scheduler
+        self._run, self._model = session.state.run, session.model
+        self._optimizer, self._schedulers = session.optimizer, session.schedulers
         self._forward_step = forward_step
-        self._pipeline, self._groups = state.pipeline, state.pipeline.groups
-        self._modules = modules_of(run.model)
-        self._config = get_model_config(run.model[0])
-        self._loader = open_loader(
-            state.cfg,
-            state.layout,
-            self._groups,
-            build_dataset(state.cfg, state.tokenizer),
-            consumed=0,
-            steps=state.cfg.train.iters,
-        )
+        self._pipeline, self._groups = session.parts.pipeline, session.parts.pipeline.groups
+        self._modules = modules_of(session.model)
+        self._config = get_model_config(session.model[0])
+        dataset = build_dataset(self._run.cfg, session.parts.tokenizer)
+        self._loader = open_loader(self._run, self._groups, dataset, consumed=0, steps=self._run.cfg.train.iters)
 
     def steps(self, count: int) -> list[tuple[float, float]]:
         """Seconds of each of `count` steps."""
@@ -103,21 +97,21 @@ class BareLoop:
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._pipeline.plan.begin(batch.token_counts, batch.loads)
+        self._pipeline.shapes.begin(batch.token_counts, batch.loads)
         self._pipeline._schedule(
             forward_step_func=self._forward_step,
             data_iterator=iter(batch.microbatches),
             model=self._model,
-            num_microbatches=self._state.layout.num_microbatches,
-            seq_length=self._state.cfg.data.sequence_length,
-            micro_batch_size=self._state.layout.micro_batch_size,
+            num_microbatches=self._run.batch.num_microbatches,
+            seq_length=self._run.cfg.data.sequence_length,
+            micro_batch_size=self._run.batch.micro_batch_size,
             forward_only=False,
             p2p_communicator=self._pipeline._communicator,
             pg_collection=self._pipeline._schedule_groups,
         )
         updated, _, _ = self._optimizer.step()
         if updated:
-            self._scheduler.step(increment=1)
+            self._schedulers.step(increment=1)
         return since(started)
 
     def _finalize(self, _model, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
@@ -185,31 +179,19 @@ class Alternate(Callback):
 
 def measure(cfg: ConfigContainer, pairs: int, steps: int) -> list[Pair]:
     """Train for `pairs` blocks of `steps` steps, with as many blocks of the bare loop between them."""
-    from mimo_train.step.callbacks import Callbacks
-    from mimo_train.step.state import GlobalState
+    from mimo_train.training.callbacks import Callbacks
     from mimo_train.training.loop import train
-    from mimo_train.training.pretrain import close, default_forward_step
-    from mimo_train.training.setup import setup
+    from mimo_train.training.stepped import SteppedRun
 
     alternate = Alternate(pairs, steps)
     cfg.train.iters = pairs * steps + 1  # the step after the last block ends the time of its last step
-    state = GlobalState(cfg, callbacks=Callbacks([alternate]))
-    run = setup(state)
-    alternate.bare = BareLoop(state, run, bare_mimo_step if cfg.encoders else bare_gpt_step)
+    run = SteppedRun(cfg)
+    alternate.bare = BareLoop(run.session, bare_mimo_step if cfg.encoders else bare_gpt_step)
     try:
-        train(
-            default_forward_step(cfg),
-            run.model,
-            run.optimizer,
-            run.scheduler,
-            run.train_data_iterator,
-            None,
-            state,
-            run.checkpointing_context,
-        )
+        train(run.session, run.step_func, Callbacks([alternate]))
     finally:
         alternate.bare.close()
-        close(state, run)
+        run.close()
     return alternate.blocks
 
 

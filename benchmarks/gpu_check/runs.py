@@ -157,7 +157,7 @@ def _watch(last_step: int, device: str) -> tuple[Any, type[Exception]]:
     end of a run as planned would write a checkpoint."""
     from torch.profiler import ProfilerActivity, profile
 
-    from mimo_train.step.callbacks import Callback
+    from mimo_train.training.callbacks import Callback
 
     class Enough(Exception):
         """The run has gone far enough."""

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Sequence
 
 from mimo_train.check import arithmetic, ranks, run_dir, samples
-from mimo_train.check.faults import config_faults
 from mimo_train.check.report import Report, show
 from mimo_train.config import compose
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError, Fault
-from mimo_train.plan import layout
-from mimo_train.plan.memory import padded_vocab_size
+from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.batch import Batch
+from mimo_train.plan.layout import lay_out
+from mimo_train.plan.parameters import padded_vocab_size
+from mimo_train.plan.run import Run, config_faults
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
 """Faults below these keys leave no layout."""
@@ -40,22 +43,23 @@ def main(config: str, overrides: Sequence[str] = ()) -> int:
 def check(cfg: ConfigContainer) -> Report:
     """Everything that can be said about a run before it starts."""
     report = Report(faults=config_faults(cfg))
-    plan = None if _any_below(report.faults, LAYOUT_KEYS) else layout.plan(cfg)
+    layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
     specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)
-    batch_is_sound = plan is not None and not _any_below(report.faults, BATCH_KEYS)
+    batch_is_sound = layout is not None and not _any_below(report.faults, BATCH_KEYS)
+    run = Run(cfg, layout, Batch.of(cfg)) if batch_is_sound else None
     seen = samples.Seen()
     if specs_are_sound:
         tokenizer = samples.build_tokenizer(report, cfg)
         vocab = padded_vocab_size(tokenizer.vocab_size) if tokenizer else None
-        arithmetic.add_modules(report, cfg, plan, vocab)
-        if plan:
-            ranks.add_ranks(report, cfg, plan)
+        arithmetic.add_modules(report, cfg, layout, vocab)
+        if layout:
+            ranks.add_ranks(report, cfg, layout)
         arithmetic.add_media(report, cfg)
         seen = samples.add_data(report, cfg, tokenizer)
-        if batch_is_sound:
-            arithmetic.add_batch(report, cfg, plan)
-            arithmetic.add_memory(report, cfg, plan, vocab, seen.media_per_sample)
-    run_dir.add_run_dir(report, cfg, plan, seen.fingerprint)
+        if run:
+            arithmetic.add_batch(report, run)
+            arithmetic.add_memory(report, run, vocab, seen.media_per_sample)
+    run_dir.add_run_dir(report, cfg, layout, seen.fingerprint)
     return report
 
 

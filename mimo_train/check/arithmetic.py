@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 
 from mimo_train.check.report import Report, Table, plural
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, ModuleConfig
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan import memory
-from mimo_train.plan.batch import BatchSizes
 from mimo_train.plan.layout import RunLayout
-from mimo_train.plan.memory import GIB, Memory, ParameterCount, StageMemory
+from mimo_train.plan.memory import GIB, Memory, StageMemory
+from mimo_train.plan.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.plan.placement import span_text
+from mimo_train.plan.run import Run
+from mimo_train.plan.schedule import bubble, pipeline_stages
 
 IMBALANCE = 2.0
 """Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""
@@ -18,10 +22,10 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
     """Parameters of each module, and its place if the layout is sound. `vocab`: None if the tokenizer is at fault."""
     rows, notes, totals = [], [], ParameterCount(0, 0)
     for name, module in cfg.modules.items():
-        counts = memory.module_parameters(cfg, name, vocab or 0)
+        counts = module_parameters(cfg, name, vocab or 0)
         count = sum(counts.values(), ParameterCount(0, 0))
         totals += count
-        patterns = memory.freeze_patterns(module)
+        patterns = freeze_patterns(module)
         if patterns:
             notes.append(f"* patterns of modules.{name}.freeze ({', '.join(patterns)}) are not counted as frozen")
         where = (str(layout.modules[name]), _span(layout, layout.modules[name].ranks)) if layout else ("at fault", "")
@@ -35,14 +39,13 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
     report.tables.append(Table("Modules", header, rows, notes, left=4))
 
 
-def add_memory(
-    report: Report, cfg: ConfigContainer, layout: RunLayout, vocab: int | None, media_per_sample: dict[str, float]
-) -> None:
+def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: dict[str, float]) -> None:
     """Estimated memory of each pipeline stage of each module, and of the fullest rank."""
+    cfg, layout = run.cfg, run.layout
     stages = [
         stage
         for name in cfg.modules
-        for stage in memory.stage_memory(cfg, layout, name, vocab or 0, media_per_sample.get(name, 1.0))
+        for stage in memory.stage_memory(run, name, vocab or 0, media_per_sample.get(name, 1.0))
     ]
     rows = [(_stage_name(stage, layout), _span(layout, stage.ranks), *_gib(stage.memory)) for stage in stages]
     ranks = memory.rank_memory(stages)
@@ -71,24 +74,25 @@ def add_memory(
         )
 
 
-def add_batch(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
+def add_batch(report: Report, run: Run) -> None:
     """Batch arithmetic and the pipeline's bubble."""
-    train, microbatches, stages = cfg.train, layout.num_microbatches, memory.pipeline_stages(layout)
-    share, chunks = memory.bubble(layout), f"{layout.language.vpp} x " if layout.language.vpp > 1 else ""
-    per_rank = ", ".join(f"{name} {layout.microbatch_samples // sizes.dp}" for name, sizes in layout.modules.items())
+    cfg, layout, batch = run.cfg, run.layout, run.batch
+    train, microbatches, stages = cfg.train, batch.num_microbatches, pipeline_stages(layout)
+    share, chunks = bubble(run), f"{layout.language.vpp} x " if layout.language.vpp > 1 else ""
+    per_rank = ", ".join(f"{name} {batch.microbatch_samples // sizes.dp}" for name, sizes in layout.modules.items())
     tokens = train.global_batch_size * cfg.data.sequence_length
     rows = [
         ("processes", _processes(layout)),
         ("global batch", f"{train.global_batch_size} samples"),
         (
             "microbatch",
-            f"{layout.microbatch_samples} samples (train.micro_batch_size {train.micro_batch_size} x dp of {LANGUAGE} "
+            f"{batch.microbatch_samples} samples (train.micro_batch_size {train.micro_batch_size} x dp of {LANGUAGE} "
             f"{layout.language.dp})",
         ),
         ("microbatches", f"{microbatches} a step"),
         ("samples of a microbatch on a rank", per_rank),
         ("tokens", f"{tokens:,} a step, padding included ({train.global_batch_size} x {cfg.data.sequence_length})"),
-        ("run", f"{train.iters:,} steps, {BatchSizes.of(cfg).samples_of(train.iters):,} samples"),
+        ("run", f"{train.iters:,} steps, {batch.samples_of(train.iters):,} samples"),
         (
             "pipeline",
             f"{plural(stages, 'stage')}, bubble about {share:.0%} = ({stages} - 1) / "

@@ -5,8 +5,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from mimo_train.check.report import Report, Table
-from mimo_train.config.schema import LANGUAGE, ConfigContainer
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan import placement
+from mimo_train.plan.graph import Edge
 from mimo_train.plan.layout import RunLayout
 
 
@@ -17,7 +18,7 @@ def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
     for here, span in _spans(layout):
         where = (placement.span_text(range(span[0] // node, span[-1] // node + 1)),) if node else ()
         rows.append((placement.span_text(span), *where, here))
-    notes = [_way(layout, name) for name in cfg.encoders]
+    notes = [_way(layout, edge) for edge in layout.edges]
     moved = placement.moved_for_nodes(cfg)
     if moved:
         notes.append(moved)
@@ -42,14 +43,14 @@ def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
         yield " + ".join(titles) or "idle", range(found[0], found[-1] + 1)
 
 
-def _way(layout: RunLayout, name: str) -> str:
-    """How the features of an encoder reach the language model."""
-    encoder, language = layout.modules[name], layout.language
-    taking = placement.span_text(layout.processes_of(language.stage_ranks(0)))
-    if name in layout.local_encoders:
-        stage = replace(language, pp=1, ep=1, etp=1, sp=False)
-        same = (encoder.tp, encoder.dp) == (stage.tp, stage.dp)
-        dealt = "stay where they are" if same else f"are dealt again, from {replace(encoder, sp=False)} to {stage}"
-        return f"features of {name} {dealt}: it stands on the first ranks of {LANGUAGE} ({taking})"
-    giving = placement.span_text(layout.processes_of(encoder.stage_ranks(encoder.pp - 1)))
-    return f"features of {name} are sent from ranks {giving} to {taking}"
+def _way(layout: RunLayout, edge: Edge) -> str:
+    """How features go along an edge."""
+    giver, taker = layout.modules[edge.giver], layout.modules[edge.taker]
+    taking = placement.span_text(layout.processes_of(taker.stage_ranks(0)))
+    if edge.is_shared:
+        stage = replace(taker, pp=1, ep=1, etp=1, sp=False)
+        same = (giver.tp, giver.dp) == (stage.tp, stage.dp)
+        dealt = "stay where they are" if same else f"are dealt again, from {replace(giver, sp=False)} to {stage}"
+        return f"features of {giver.name} {dealt}: it is on the first ranks of {taker.name} ({taking})"
+    giving = placement.span_text(layout.processes_of(giver.stage_ranks(giver.pp - 1)))
+    return f"features of {giver.name} are sent from ranks {giving} to {taking}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from mimo_train.config.schema import Fault
+from mimo_train.config.fault import Fault
 
 PLAIN_WIDTH = 500
 """Columns of output that is no terminal: wide enough that no line is broken."""

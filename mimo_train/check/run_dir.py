@@ -7,16 +7,16 @@ from pathlib import Path
 from mimo_train.check.report import Report
 from mimo_train.checkpoint import folders
 from mimo_train.config import compose
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError, Fault
-from mimo_train.plan import layout
+from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.layout import RunLayout, lay_out
 
 FREE_TO_CHANGE = {"name", "dropout", "init_std", "layernorm_epsilon", "pixel_mean", "pixel_std", "rope_base"}
 """Fields of specs that do not change which weights a model has."""
 
 
-def add_run_dir(
-    report: Report, cfg: ConfigContainer, plan: layout.RunLayout | None, data_fingerprint: str | None
-) -> None:
+def add_run_dir(report: Report, cfg: ConfigContainer, layout: RunLayout | None, data_fingerprint: str | None) -> None:
     """Notes what the run resumes from, and faults a checkpoint that does not fit the model or the data.
 
     `data_fingerprint`: of the training shards, or None where they could not all be read.
@@ -27,7 +27,7 @@ def add_run_dir(
         return
     try:
         checkpoint = folders.chosen(folder, cfg.checkpoint.resume)
-    except ValueError as error:
+    except UserError as error:
         report.faults.append(Fault("checkpoint.resume", str(error).removeprefix("checkpoint.resume: ")))
         return
     if checkpoint is None:
@@ -35,7 +35,7 @@ def add_run_dir(
     try:
         record = folders.read_record(checkpoint)
         before = compose.from_dict(record["config"])
-        plan_before = layout.plan(before)
+        layout_before = lay_out(before)
         fingerprint = record["data_fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         report.warnings.append(
@@ -55,9 +55,9 @@ def add_run_dir(
                 f"so the order of samples would not continue: give the same shards, {remedy}",
             )
         )
-    if plan is not None and plan_before.modules != plan.modules:
+    if layout is not None and layout_before.modules != layout.modules:
         report.notes.append(
-            f"resumes {checkpoint}, saved with another layout ({_describe(plan_before)}; now {_describe(plan)}): "
+            f"resumes {checkpoint}, saved with another layout ({_describe(layout_before)}; now {_describe(layout)}): "
             "it is resharded on load"
         )
     else:
@@ -85,8 +85,8 @@ def _model_changes(before: ConfigContainer, now: ConfigContainer) -> Iterator[st
         yield f"data.sequence_length was {lengths[0]}, is {lengths[1]}, with learned positions"
 
 
-def _describe(plan: layout.RunLayout) -> str:
-    return ", ".join(f"{name} {sizes}" for name, sizes in plan.modules.items())
+def _describe(layout: RunLayout) -> str:
+    return ", ".join(f"{name} {sizes}" for name, sizes in layout.modules.items())
 
 
 def _first_line(error: Exception) -> str:

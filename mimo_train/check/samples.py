@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.errors import DataError
 from mimo_train.check.report import Report, Table, plural, spread
-from mimo_train.config.schema import ConfigContainer, Fault
-from mimo_train.plan.batch import BatchSizes
+from mimo_train.config.fault import Fault
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.batch import Batch
 from mimo_train.plan.samples import build_dataset, tokenizer_of
 
 FIRST_SAMPLES = 100
@@ -42,7 +44,7 @@ def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
         return None
     try:
         return tokenizer_of(cfg)
-    except ValueError as error:
+    except DataError as error:
         report.faults.append(Fault("data.tokenizer", _without_key(error, "data.tokenizer")))
         return None
 
@@ -70,7 +72,7 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
         samples = _add_shards(report, cfg, key, pattern, tokenizer, seen if training else Seen(), rows)
         if training and samples:
             seen.training_samples = samples
-            drawn = BatchSizes.of(cfg).samples_of(cfg.train.iters)
+            drawn = Batch.of(cfg).samples_of(cfg.train.iters)
             rows.append(("epochs", "", f"{drawn / samples:.2f} ({drawn:,} samples drawn from {samples:,})"))
     report.tables.append(Table("Data", (), rows))
     return seen
@@ -85,14 +87,14 @@ def _add_shards(
 
     try:
         paths = find_shards(pattern)
-    except (ValueError, OSError) as error:
+    except (DataError, OSError) as error:
         report.faults.append(Fault(key, _without_key(error, "data.shards")))
         return 0
     good, members, samples, unusable = [], Counter(), 0, 0
     for path in paths:
         try:
             index = open_index(path, cfg.data.cache_dir or None)
-        except (ValueError, OSError) as error:
+        except (DataError, OSError) as error:
             report.faults.append(Fault(key, str(error)))
             continue
         good.append(path)

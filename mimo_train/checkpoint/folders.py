@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mimo_train.config.fault import UserError
+
 RECORD = "run.json"
 """What we write into a checkpoint beside Megatron-Core's files: where the run stood, its layout and its data."""
 
@@ -40,7 +42,7 @@ def chosen(run_dir: Path, resume: str, key: str = "checkpoint.resume") -> Path |
     """The checkpoint that `key` asks for: auto, never, a checkpoint's folder or a run's folder.
 
     Raises:
-        ValueError: the folder holds no complete checkpoint.
+        UserError: the folder holds no complete checkpoint.
     """
     if resume == "never":
         return None
@@ -49,7 +51,7 @@ def chosen(run_dir: Path, resume: str, key: str = "checkpoint.resume") -> Path |
     folder = Path(resume)
     found = folder if (folder / RECORD).is_file() else newest(folder)
     if found is None:
-        raise ValueError(f"{key}: no complete checkpoint in {resume}: give the folder of a run or of a checkpoint")
+        raise UserError(f"{key}: no complete checkpoint in {resume}: give the folder of a run or of a checkpoint")
     return found
 
 

@@ -20,10 +20,10 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint import folders
 from mimo_train.config.compose import to_dict
-from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_frozen import is_adapter
+from mimo_train.config.parts import is_adapter
 from mimo_train.parallel import device
 from mimo_train.plan.layout import RunLayout
+from mimo_train.plan.run import Run
 
 _CONTENT = {
     "singleton_local_shards": False,
@@ -35,13 +35,13 @@ _CONTENT = {
 
 def save_checkpoint(
     run_dir: Path,
-    cfg: ConfigContainer,
-    layout: RunLayout,
+    run: Run,
     model: list[MegatronModule],
     optimizer: MimoOptimizer,
     schedulers: Any,
     train_state: Any,
     data_fingerprint: str,
+    *,
     keep: int,
     non_persistent: bool = False,
     rerun: dict[str, Any] | None = None,
@@ -81,10 +81,10 @@ def save_checkpoint(
         record = {
             "step": train_state.step,
             "train_state": train_state.state_dict(),
-            "layout": _layout_key(layout),
+            "layout": _layout_key(run.layout),
             "data_fingerprint": data_fingerprint,
             "rerun": rerun is not None,
-            "config": to_dict(cfg),
+            "config": to_dict(run.cfg),
         }
         folders.write_record(partial, record)
         shutil.rmtree(final, ignore_errors=True)
@@ -110,7 +110,7 @@ def load_checkpoint(
         The checkpoint's record; its `rerun` is what was given for this rank, None for another layout.
 
     Raises:
-        ValueError: files are missing or damaged.
+        UserError: files are missing or damaged.
     """
     record = folders.read_record(folder)
     state = _sharded_state(model, optimizer, is_loading=True)

@@ -7,10 +7,12 @@ import argparse
 import sys
 from typing import Any
 
+from mimo_train.commands.arguments import positive
+from mimo_train.config.fault import UserError
 
-def add_subparser(subparsers: Any) -> None:
-    """Adds `shards` to the result of `ArgumentParser.add_subparsers()`. Each command sets `handler`: namespace ->
-    exit code."""
+
+def add(subparsers: Any) -> None:
+    """Add the command and its own commands."""
     shards = subparsers.add_parser("shards", help="index, inspect and verify WebDataset shards; make the demo data")
     commands = shards.add_subparsers(dest="shards_command", required=True, metavar="COMMAND")
     pattern_help = "a folder, a glob, a range such as 'x-{000000..000003}.tar', or several separated by commas"
@@ -19,47 +21,39 @@ def add_subparser(subparsers: Any) -> None:
     index.add_argument("pattern", metavar="PATTERN", help=pattern_help)
     index.add_argument("--cache-dir", help="put the indexes into this folder instead of beside the shards")
     index.add_argument(
-        "--workers", type=_positive, default=1, help="processes, each takes a shard at a time (default: 1)"
+        "--workers", type=positive, default=1, help="processes, each takes a shard at a time (default: 1)"
     )
-    index.set_defaults(handler=_guarded(_index))
+    index.set_defaults(handler=_about_files(_index))
 
     inspect = commands.add_parser("inspect", help="show what the shards hold")
     inspect.add_argument("pattern", metavar="PATTERN", help=pattern_help)
     inspect.add_argument("--samples", type=int, default=3, help="samples to print in full (default: 3)")
     inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
-    inspect.set_defaults(handler=_guarded(_inspect))
+    inspect.set_defaults(handler=_about_files(_inspect))
 
     verify = commands.add_parser("verify", help="read and decode every sample; exit code 1 if any is bad")
     verify.add_argument("pattern", metavar="PATTERN", help=pattern_help)
     verify.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
-    verify.add_argument("--workers", type=_positive, default=2, help="threads (default: 2)")
-    verify.set_defaults(handler=_guarded(_verify))
+    verify.add_argument("--workers", type=positive, default=2, help="threads (default: 2)")
+    verify.set_defaults(handler=_about_files(_verify))
 
     demo = commands.add_parser("make-demo", help="make a small data set to try things on, without a download")
     demo.add_argument("out", metavar="OUT", help="folder to write")
     demo.add_argument("--kind", choices=["digits", "mixed", "text"], default="digits", help="default: digits")
-    demo.add_argument("--samples", type=_positive, help="training samples (default: digits 12000, mixed 3000)")
-    demo.add_argument("--held-out", type=_positive, help="held-out samples (default: digits 768, mixed 320)")
+    demo.add_argument("--samples", type=positive, help="training samples (default: digits 12000, mixed 3000)")
+    demo.add_argument("--held-out", type=positive, help="held-out samples (default: digits 768, mixed 320)")
     demo.add_argument("--seed", type=int, help="seed of the digits or mixed demo (default: 0)")
-    demo.set_defaults(handler=_guarded(_make_demo))
+    demo.set_defaults(handler=_about_files(_make_demo))
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
-
-
-def _guarded(handler: Any) -> Any:
-    """Users' faults become one line on stderr and exit code 1."""
+def _about_files(handler: Any) -> Any:
+    """These commands are about files that the user names: one that cannot be read or written is the user's fault."""
 
     def run(args: argparse.Namespace) -> int:
         try:
             return handler(args)
-        except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+        except OSError as error:
+            raise UserError(str(error)) from error
 
     return run
 
@@ -92,11 +86,12 @@ def _index(args: argparse.Namespace) -> int:
 
 def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
     """(samples, bad ones, error). At module level, so that worker processes can find it."""
+    from data.errors import DataError
     from data.index import open_index
 
     try:
         index = open_index(*job)
-    except (ValueError, OSError) as error:
+    except (DataError, OSError) as error:
         return 0, 0, str(error)
     return len(index), index.num_bad, ""
 
@@ -168,6 +163,7 @@ def _verify(args: argparse.Namespace) -> int:
     from functools import partial
     from itertools import repeat
 
+    from data.errors import DataError
     from data.index import open_index
     from data.shards import find_shards
     from data.storage.local import ShardReader
@@ -178,7 +174,7 @@ def _verify(args: argparse.Namespace) -> int:
         for path in find_shards(args.pattern):
             try:
                 index = open_index(path, args.cache_dir)
-            except ValueError as error:
+            except DataError as error:
                 broken += 1
                 print(f"bad shard: {error}")
                 continue
@@ -202,7 +198,7 @@ def _make_demo(args: argparse.Namespace) -> int:
     given = {"train_samples": args.samples, "held_out_samples": args.held_out, "seed": args.seed}
     parameters = {name: value for name, value in given.items() if value is not None}
     if args.kind == "text" and parameters:
-        raise ValueError("--samples, --held-out and --seed belong to the other demos; the text demo has a fixed size")
+        raise UserError("--samples, --held-out and --seed belong to the other demos; the text demo has a fixed size")
     out = ensure_demo(args.out, args.kind, **parameters)
     print(f"{out}: the shards are in {out / 'train'} and {out / 'held_out'}")
     return 0

@@ -1,5 +1,6 @@
-"""`mimo-train train` on one rank, behind the command line: train, write the report, say what is there."""
+"""`mimo-train train`: one rank of a run. It trains, writes the report, and says what is there."""
 
+import argparse
 import base64
 import json
 import os
@@ -8,25 +9,64 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mimo_train.config.schema import ConfigContainer
-from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.layout import RunLayout
-from mimo_train.step.exit import ExitSignal
+from mimo_train.commands.arguments import add_config_command, print_fault, users_faults
+
+if TYPE_CHECKING:
+    from mimo_train.plan.run import Run
 
 SECONDS_BEHIND_PEERS = 3
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 """What gloo and NCCL say when a peer has ended."""
 
 
-def main(cfg: ConfigContainer, layout: RunLayout) -> int:
+def add(commands: Any) -> None:
+    """Add the command."""
+    add_config_command(
+        commands,
+        "train",
+        _train,
+        "train; one rank, started by torchrun",
+        "Runs one rank of a run. Processes are started by torchrun, or by scripts/train_vlm.sh and\n"
+        "scripts/train_gpt.sh, as many as `mimo-train world CONFIG` prints. A run.dir that holds a\n"
+        "checkpoint is resumed.\n\n"
+        "examples:\n"
+        "  torchrun --nproc-per-node 2 -m mimo_train.cli train vlm_digits\n"
+        "  mimo-train train vlm_digits layout=one_process train.iters=100",
+    )
+
+
+def _train(args: argparse.Namespace) -> int:
+    """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
+    from mimo_train.config import compose
+    from mimo_train.config.fault import ConfigError
+    from mimo_train.launch.processes import is_idle, say_idle, started_run
+    from mimo_train.launch.torchrun import end_with_launcher
+
+    end_with_launcher()
+    try:
+        run = started_run(compose.load(args.config, args.overrides))
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print_fault(error)
+        return 1
+    if is_idle(run.layout):  # before the imports, which take their time
+        say_idle()
+        return 0
+    return main(run)
+
+
+def main(run: "Run") -> int:
     """Run one rank; returns its exit code.
 
     A rank that fails prints its own error and ends at once, without waiting for peers that wait for it: the launcher
     then ends them.
     """
-    exit_signal = ExitSignal().listen()  # before the imports, which take their time
-    if cfg.run.inprocess_restarts:
+    from mimo_train.training.exit import ExitSignal
+
+    exit_signal = ExitSignal().listen()  # before the other imports, which take their time
+    if run.cfg.run.inprocess_restarts:
         # Its threads wait for news of other ranks second by second, and torch would warn each time that there are none.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -35,7 +75,7 @@ def main(cfg: ConfigContainer, layout: RunLayout) -> int:
     from mimo_train.training.pretrain import pretrain
 
     try:
-        code = pretrain(cfg, exit_signal=exit_signal)
+        code = pretrain(run, exit_signal=exit_signal)
     except BaseException as error:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise
@@ -47,12 +87,10 @@ def main(cfg: ConfigContainer, layout: RunLayout) -> int:
         sys.stderr.flush()
         # Destroying process groups would wait for peers that are stuck in a collective.
         os._exit(1)
-    if not dist.is_initialized():
-        return code  # a process without a module
     rank = dist.get_rank()
     dist.barrier()
-    if rank == layout.logging_rank:
-        _summarise(cfg, layout)
+    if rank == run.layout.logging_rank:
+        _summarise(run)
     if code:
         # The launcher ends what still runs when the first rank has left with a code.
         dist.barrier()
@@ -67,7 +105,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 def _print_error(error: BaseException) -> None:
     prefix = f"rank {os.environ.get('RANK', '0')}: "
-    if isinstance(error, ValueError):
+    if isinstance(error, users_faults()):
         prefix, text = f"error: {prefix}", str(error)
     else:
         text = traceback.format_exc()
@@ -75,12 +113,13 @@ def _print_error(error: BaseException) -> None:
     sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
 
 
-def _summarise(cfg: ConfigContainer, layout: RunLayout) -> None:
+def _summarise(run: "Run") -> None:
     """The last lines of a run: what it reached, where its report is, and a command to try."""
+    from mimo_train.metrics.sinks.jsonl import read_metrics
     from mimo_train.report.page import write_report
 
-    run_dir = Path(cfg.run.dir)
-    report = write_report(run_dir, cfg, layout)
+    run_dir = run.dir
+    report = write_report(run_dir, run)
     evaluations = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line]
     if evaluations:
         last = evaluations[-1]

@@ -16,8 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
+from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError, Fault, ModuleConfig
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
 
 
 def shipped_configs() -> Path:

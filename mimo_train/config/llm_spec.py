@@ -1,6 +1,10 @@
 """What a language model is made of: sizes, and the arithmetic that follows from them. Imports no torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from mimo_train.config.fault import Fault
+from mimo_train.config.keys import key, value_faults
 
 
 @dataclass
@@ -9,69 +13,88 @@ class LlmSpec:
 
     name: str = "gpt"
     """Free name, shown in tables."""
-    num_layers: int = 12
+    num_layers: int = key(12, at_least=1)
     """Transformer layers over all pipeline stages."""
-    hidden_size: int = 768
+    hidden_size: int = key(768, at_least=1)
     """Width of the residual stream."""
-    num_attention_heads: int = 12
+    num_attention_heads: int = key(12, at_least=1)
     """Query heads."""
-    num_query_groups: int = 0
+    num_query_groups: int = key(0, at_least=0, zero_means="as many as query heads")
     """Key and value heads (grouped-query attention); 0 means as many as query heads."""
-    ffn_hidden_size: int = 3072
+    ffn_hidden_size: int = key(3072, at_least=1)
     """Width of the feed-forward block (of each of its two halves with swiglu)."""
-    normalization: str = "RMSNorm"
+    normalization: str = key("RMSNorm", choices=("RMSNorm", "LayerNorm"))
     """RMSNorm or LayerNorm."""
-    layernorm_epsilon: float = 1e-5
+    layernorm_epsilon: float = key(1e-5, above=0)
     """Epsilon of every norm."""
-    activation: str = "swiglu"
+    activation: str = key("swiglu", choices=("swiglu", "gelu", "silu"))
     """swiglu, gelu or silu."""
     bias: bool = False
     """Whether linear layers have biases."""
-    position: str = "rope"
+    position: str = key("rope", choices=("rope", "learned"))
     """rope (rotary) or learned (absolute)."""
-    rope_base: int = 10000
+    rope_base: int = key(10000, above=0)
     """Base period of rotary position embeddings."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
     tie_embeddings: bool = True
     """Whether the output layer shares the input embedding's weights."""
-    dropout: float = 0.0
+    dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of hidden states and attention."""
-    init_std: float = 0.02
+    init_std: float = key(0.02, at_least=0)
     """Standard deviation of the initial weights."""
-    num_experts: int = 0
+    num_experts: int = key(0, at_least=0)
     """Experts of every layer's feed-forward block (mixture of experts); 0: a dense model."""
     experts_per_token: int = 2
     """Experts that the router picks for a token."""
-    expert_ffn_hidden_size: int = 0
+    expert_ffn_hidden_size: int = key(0, at_least=0)
     """Width of one expert; 0 means ffn_hidden_size."""
-    shared_expert_ffn_hidden_size: int = 0
+    shared_expert_ffn_hidden_size: int = key(0, at_least=0)
     """Width of the expert that every token passes; 0: none."""
     shared_expert_gate: bool = False
     """Whether a learned gate scales the shared expert's output."""
-    router_balancing: str = "seq_aux_loss"
+    router_balancing: str = key("seq_aux_loss", choices=("seq_aux_loss", "aux_loss", "global_aux_loss", "none"))
     """Balancing over a microbatch (aux_loss), over each sequence (seq_aux_loss; the same at every layout), over all
     data-parallel ranks (global_aux_loss), or none."""
-    router_aux_loss: float = 0.01
+    router_aux_loss: float = key(0.01, at_least=0)
     """Weight of the load-balancing loss."""
 
-    def num_parameters(self, vocab_size: int, sequence_length: int) -> int:
-        """Number of parameters, embeddings included."""
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        head = hidden // self.num_attention_heads
-        qkv = head * (self.num_attention_heads + 2 * (self.num_query_groups or self.num_attention_heads))
-        norm = hidden * (2 if self.normalization == "LayerNorm" else 1)
-        up = 2 if self.activation == "swiglu" else 1
-        layer = hidden * qkv + self.num_attention_heads * head * hidden + 2 * norm
+    def faults(self, prefix: str) -> Iterator[Fault]:
+        """Sizes that cannot be, alone and together.
+
+        Args:
+            prefix: config key of this spec.
+        """
+        found = list(value_faults(self, prefix))
+        yield from found
+        if found:
+            return  # divisibility means nothing for sizes below 1
+        heads, groups = self.num_attention_heads, self.num_query_groups or self.num_attention_heads
+        if self.hidden_size % heads:
+            yield Fault(f"{prefix}.num_attention_heads", f"{heads} does not divide hidden_size {self.hidden_size}")
+        elif self.position == "rope" and self.hidden_size // heads % 2:
+            yield Fault(
+                f"{prefix}.num_attention_heads",
+                f"rotary positions need heads of even width, it is {self.hidden_size // heads} (hidden_size "
+                f"{self.hidden_size} / {heads} heads): change one of them, or use position=learned",
+            )
+        if heads % groups:
+            yield Fault(f"{prefix}.num_query_groups", f"{groups} does not divide num_attention_heads {heads}")
         if self.num_experts:
-            expert, shared = self.expert_ffn_hidden_size or ffn, self.shared_expert_ffn_hidden_size
-            layer += self.num_experts * (hidden + (up + 1) * expert * hidden) + (up + 1) * shared * hidden
-            layer += hidden if self.shared_expert_gate else 0
-        else:
-            layer += (up + 1) * ffn * hidden
-            layer += (qkv + hidden + up * ffn + hidden) if self.bias else 0
-        if self.qk_norm:
-            layer += 2 * head * (2 if self.normalization == "LayerNorm" else 1)
-        embeddings = vocab_size * hidden * (1 if self.tie_embeddings else 2)
-        embeddings += sequence_length * hidden if self.position == "learned" else 0
-        return embeddings + self.num_layers * layer + norm
+            yield from self._expert_faults(prefix)
+
+    def _expert_faults(self, prefix: str) -> Iterator[Fault]:
+        experts = self.num_experts
+        if not 1 <= self.experts_per_token <= experts:
+            yield Fault(
+                f"{prefix}.experts_per_token",
+                f"must be from 1 to {prefix}.num_experts {experts}, is {self.experts_per_token}",
+            )
+        if self.bias:
+            yield Fault(f"{prefix}.bias", f"the {experts} experts of a layer have no biases: set it to false")
+        if self.shared_expert_gate and not self.shared_expert_ffn_hidden_size:
+            yield Fault(
+                f"{prefix}.shared_expert_gate",
+                f"there is no shared expert to scale, {prefix}.shared_expert_ffn_hidden_size is 0: set it, or the gate "
+                "to false",
+            )

@@ -1,30 +1,22 @@
-"""One run as dataclasses: a docstring per field, with its unit. Imports no torch; reading YAML is in `compose`."""
+"""One run as dataclasses: a docstring per field, with its unit, and the checks beside the keys that they are about.
 
+Imports no torch; reading YAML is in `compose`. Sizes, ranks and batches are looked at together in `mimo_train.plan`.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
-from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema_frozen import FeatureCacheConfig, LoraConfig
+from mimo_train.config.fault import Fault
+from mimo_train.config.installed import library_faults
+from mimo_train.config.keys import key, value_faults
+from mimo_train.config.parts import LANGUAGE, parts_of
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_train import OptimConfig, TrainConfig
 
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that is wrong with a run: the config key to change, and a sentence with the numbers."""
-
-    key: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.message}" if self.key else self.message
-
-
-class ConfigError(ValueError):
-    """A run that cannot start, with every fault that was found."""
-
-    def __init__(self, faults: list[Fault]):
-        self.faults = faults
-        super().__init__("\n".join(str(fault) for fault in faults))
+LEAST_PATIENCE = 0.25
+"""`run.timeout_minutes` with in-process restarts, whose barriers wait twice as long, is longer than this."""
 
 
 @dataclass
@@ -33,94 +25,40 @@ class RunConfig:
 
     dir: str = "runs/run"
     """Folder that the run writes into; the same folder again resumes the run."""
-    seed: int = 1234
+    seed: int = key(1234, at_least=0)
     """Seed of initial weights, of the order of samples and of dropout."""
-    device: str = "auto"
+    device: str = key("auto", choices=("auto", "cuda", "cpu"))
     """auto (CUDA where each process of a machine gets a device), cuda or cpu."""
-    timeout_minutes: float = 10.0
+    timeout_minutes: float = key(10.0, above=0)
     """How long a rank waits for its peers in a collective before it gives up, in minutes."""
-    inprocess_restarts: int = 0
+    inprocess_restarts: int = key(0, at_least=0)
     """How often a failed run starts again inside its processes (needs nvidia-resiliency-ext); 0: never."""
 
-
-@dataclass
-class LayoutConfig:
-    """Parallel sizes of one module. Its ranks are tp * cp * dp * pp."""
-
-    tp: int = 1
-    """Tensor parallel size."""
-    pp: int = 1
-    """Pipeline parallel size (stages)."""
-    dp: int = 1
-    """Data parallel size (replicas)."""
-    cp: int = 1
-    """Context parallel size (parts of one sequence)."""
-    ep: int = 1
-    """Expert parallel size: ranks that the experts are dealt to, taken from tp * cp * dp."""
-    etp: int = 1
-    """Expert tensor parallel size: ranks that each expert is cut over."""
-    vpp: int = 1
-    """Virtual pipeline size: model chunks of each stage, for the interleaved schedule. Needs pp > 1."""
-    sp: bool = False
-    """Sequence parallel: activations between tensor-parallel regions are split along the sequence. Needs tp > 1."""
-
-
-@dataclass
-class ModuleOptimConfig:
-    """What one module does differently from `optim`; a value that is not set is the run's."""
-
-    lr: float | None = None
-    """Peak learning rate."""
-    min_lr: float | None = None
-    """Learning rate at the last step."""
-    warmup_iters: int | None = None
-    """Steps of linear warm-up from 0."""
-    decay: str | None = None
-    """cosine, linear or constant."""
-    weight_decay: float | None = None
-    """Decoupled weight decay, on matrices only."""
-    clip_grad: float | None = None
-    """Largest gradient norm of this module alone: set, the module is a clip group of its own; 0 does not clip."""
-    projector_lr: float | None = None
-    """Peak learning rate of the module's projector, if it differs from its encoder's."""
-
-
-@dataclass
-class ModuleConfig:
-    """One module: an encoder with its projector, or the language model; what of it is frozen; its layout."""
-
-    encoder: Any = None
-    """Spec of an encoder (see `encoders.registry`); unset for the language module."""
-    projector: Any = None
-    """Spec of the projector behind the encoder; unset for the language module."""
-    llm: LlmSpec | None = None
-    """Spec of the language model; only in the module named `language`."""
-    freeze: list[str] = field(default_factory=list)
-    """What is not trained: encoder, projector, llm, or shell patterns of parameter names."""
-    freeze_until: dict[str, int] = field(default_factory=dict)
-    """What is not trained before a step, for example {encoder: 1000}; same names as in `freeze`."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    """Low-rank adapters beside the frozen layers of the encoder or the language model."""
-    feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
-    """Features of a frozen encoder on disk."""
-    prefetch_microbatches: int = 0
-    """Microbatches whose features a frozen encoder on ranks of its own computes ahead, while it waits; 0: none."""
-    optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
-    """Learning rate, schedule, weight decay and clipping of this module, where they differ from `optim`."""
-    recompute: str = ""
-    """none, selective or full: activations of this module computed again in backward; empty: as `train.recompute`."""
-    layout: LayoutConfig = field(default_factory=LayoutConfig)
-    """Parallel sizes of this module."""
-    balance: str = "samples"
-    """How an encoder's work is divided over its data-parallel ranks: samples (equal numbers of them) or patches (equal
-    numbers of tokens inside the encoder, as nearly as whole samples in order allow)."""
+    def faults(self, resume: str) -> Iterator[Fault]:
+        """Values that cannot be, alone and together with `checkpoint.resume`."""
+        yield from value_faults(self, "run")
+        yield from library_faults(
+            self, "run", {"inprocess_restarts": ("nvidia_resiliency_ext.inprocess", "'mimo-train[resiliency]'")}
+        )
+        if self.inprocess_restarts > 0 and 0 < self.timeout_minutes <= LEAST_PATIENCE:
+            yield Fault(
+                "run.timeout_minutes",
+                f"must be above {LEAST_PATIENCE} with run.inprocess_restarts {self.inprocess_restarts}, is "
+                f"{self.timeout_minutes}: ranks send a sign of life every second, and are missed after 30",
+            )
+        if self.inprocess_restarts > 0 and resume != "auto":
+            yield Fault(
+                "checkpoint.resume",
+                f"must be auto with run.inprocess_restarts {self.inprocess_restarts}, is {resume!r}: a run that starts "
+                "again continues from its newest checkpoint",
+            )
 
 
 @dataclass
 class PlacementConfig:
     """Which ranks the modules get."""
 
-    mode: str = "disjoint"
+    mode: str = key("disjoint", choices=("disjoint", "shared"))
     """disjoint (one module after the other) or shared (every encoder on the ranks of the language model's first
     stage)."""
     first_rank: dict[str, int] = field(default_factory=dict)
@@ -128,12 +66,12 @@ class PlacementConfig:
     allow_idle: bool = False
     """Whether processes may be without a module: those in holes between modules, and those beyond the last one. They
     end at once."""
-    ranks_per_node: int = 0
+    ranks_per_node: int = key(0, at_least=0)
     """Ranks of a node, for `check` before there is a launcher; 0: as many as the launcher has started on each."""
     tp_across_nodes: bool = False
     """Whether a tensor-parallel group may have ranks on several nodes."""
-    bridge: str = "planned"
-    """How features reach the language model: planned (sizes known from the data index: any layouts and counts), or
+    bridge: str = key("native", choices=("native", "megatron"))
+    """How features reach the language model: native (sizes known from the data index: any layouts and counts), or
     megatron (Megatron-Core's own communicators, to compare: they exchange sizes and need counts of equal parts)."""
 
 
@@ -145,9 +83,9 @@ class DataConfig:
     """Training shards: a folder, a glob, a brace range `x-{000000..000127}.tar`, or several with commas."""
     validation_shards: str = ""
     """Held-out shards, same forms; empty means no evaluation."""
-    demo: str = ""
+    demo: str = key("", choices=("", "digits", "mixed", "text"))
     """digits, mixed or text: make the demo shards at `shards` and `validation_shards` on first use; empty: never."""
-    sequence_length: int = 1024
+    sequence_length: int = key(1024, at_least=1)
     """Tokens of one sample, placeholders of media included; longer texts are cut at the end."""
     tokenizer: str = "bytes"
     """bytes (built in), or a folder with a Hugging Face tokenizer."""
@@ -155,112 +93,60 @@ class DataConfig:
     """Whether training samples come in a new order each epoch."""
     blind: bool = False
     """Ablation: pictures and clips are replaced by zeros, so that only the text is left to learn from."""
-    max_bad_samples: int = 0
+    max_bad_samples: int = key(0, at_least=0)
     """Samples that may be unreadable, in all, before the run stops."""
-    workers: int = 2
+    workers: int = key(2, at_least=0)
     """Threads that read and decode ahead on each rank; 0 reads in the training thread."""
     cache_dir: str = ""
     """Folder for shard indexes where the shards' own folder cannot be written."""
 
+    def faults(self) -> Iterator[Fault]:
+        """Values that cannot be, and demos that would overwrite other shards."""
+        yield from value_faults(self, "data")
+        if self.demo and not self.shards:
+            yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
+        elif self.demo:
+            yield from self._demo_faults()
 
-@dataclass
-class TrainConfig:
-    """The loop."""
+    def _demo_faults(self) -> Iterator[Fault]:
+        """Making a demo replaces every *.tar of its two folders: never where other shards are."""
+        from data.demo.make import DEMOS, MARKER
 
-    iters: int = 1000
-    """Optimizer steps in all."""
-    global_batch_size: int = 32
-    """Samples of one optimizer step."""
-    micro_batch_size: int = 8
-    """Samples of one microbatch on one data-parallel rank of the language module."""
-    precision: str = "fp32"
-    """fp32, bf16 or fp16 (weights and activations; master weights stay fp32; fp16 scales the loss)."""
-    recompute: str = "none"
-    """none, selective (core attention) or full (every layer): activations computed again in backward."""
-    eval_interval: int = 0
-    """Steps between evaluations; 0 means at the end only."""
-    eval_samples: int = 0
-    """Held-out samples of an evaluation; 0 means all of them."""
-    report_samples: int = 24
-    """Held-out pictures with question, answer and truth in the report."""
-    log_interval: int = 1
-    """Steps between lines of the log."""
-    rampup_batch_size: list[int] = field(default_factory=list)
-    """[first size, increment, samples]: the global batch grows from the first size to `global_batch_size` in equal
-    steps over that many samples; empty: no ramp-up."""
-    skip_iters: list[int] = field(default_factory=list)
-    """Steps (counted from 1) whose samples are passed over without training."""
-    loss_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of the named losses that the forward step gives; 1 where a name is missing."""
-    on_nan: str = "raise"
-    """What a loss or gradient that is not finite does: raise (name module, rank, microbatch and samples, and write a
-    replay file), skip (the update) or bisect (raise, after finding the microbatch and layer where it begins)."""
-    rerun: str = "disabled"
-    """Megatron-Core's rerun state machine: disabled, validate_results (repeat a step with a suspect loss, to tell
-    transient faults of the hardware from wrong data) or report_determinism_stats."""
-    exit_interval: int = 0
-    """The run saves and ends at a step that is a multiple of this; 0: never."""
-    exit_duration_minutes: float = 0.0
-    """The run saves and ends after this many minutes; 0: never."""
-    manual_gc_interval: int = 0
-    """Steps between garbage collections, on all ranks at once, with Python's own collector off; 0: Python decides."""
-    callbacks: list[str] = field(default_factory=list)
-    """Classes `package.module:Class` of callbacks (see `mimo_train.step.callbacks`)."""
-
-
-@dataclass
-class OptimConfig:
-    """The optimizer and its schedule, the same for every module."""
-
-    name: str = "adamw"
-    """adamw."""
-    lr: float = 1e-3
-    """Peak learning rate."""
-    min_lr: float = 1e-5
-    """Learning rate at the last step."""
-    warmup_iters: int = 0
-    """Steps of linear warm-up from 0."""
-    decay: str = "cosine"
-    """cosine, linear or constant, from the end of warm-up to `train.iters`."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay, on matrices only."""
-    beta1: float = 0.9
-    """Decay rate of the first moment."""
-    beta2: float = 0.95
-    """Decay rate of the second moment."""
-    eps: float = 1e-8
-    """Added to the denominator of the update."""
-    clip_grad: float = 1.0
-    """Largest gradient norm over all modules that have no clip_grad of their own; 0 does not clip."""
-    loss_scale: float = 0.0
-    """Fixed loss scale of fp16; 0: dynamic."""
-    initial_loss_scale: float = 65536.0
-    """First dynamic loss scale."""
-    min_loss_scale: float = 1.0
-    """Least dynamic loss scale."""
-    loss_scale_window: int = 1000
-    """Steps without overflow after which the dynamic loss scale doubles."""
-    distributed_optimizer: bool = True
-    """Whether data-parallel replicas divide master weights and moments among them; false: each keeps them whole."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients while backward runs."""
-    overlap_param_gather: bool = False
-    """Gather updated parameters while the next forward runs. Needs overlap_grad_reduce and distributed_optimizer."""
+        if self.demo not in DEMOS:
+            return
+        folder = Path(self.shards).parent
+        places = {"shards": folder / "train", "validation_shards": folder / "held_out"}
+        for name, place in places.items():
+            given = getattr(self, name)
+            if given and Path(given) != place:
+                yield Fault(
+                    "data.demo",
+                    f"the {self.demo} demo would be made in {places['shards']} and {places['validation_shards']}, but "
+                    f"data.{name} is {given}: set data.demo= (empty) to train on shards of your own",
+                )
+                return
+            if any(place.glob("*.tar")) and not (folder / MARKER).is_file():
+                yield Fault(
+                    "data.demo",
+                    f"the {self.demo} demo would replace the shards of {place}, which are not a demo's (there is no "
+                    f"{folder / MARKER}): set data.demo= (empty) to train on them",
+                )
+                return
 
 
 @dataclass
 class CheckpointConfig:
     """When a run is saved and how it starts again."""
 
-    save_interval: int = 0
+    save_interval: int = key(0, at_least=0)
     """Steps between checkpoints; 0 means at the end only."""
     resume: str = "auto"
     """auto (the newest complete checkpoint of `run.dir`, if any), never, or a checkpoint's folder."""
     weights: str = ""
     """Folder of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
-    keep: int = 3
+    keep: int = key(3, at_least=0)
     """Newest checkpoints that stay on disk; 0 keeps all."""
-    non_persistent_interval: int = 0
+    non_persistent_interval: int = key(0, at_least=0)
     """Steps between checkpoints of which only the newest stays, besides the others; 0: none."""
 
 
@@ -292,6 +178,40 @@ class ConfigContainer:
         """What the module `name` computes again in backward: none, selective or full."""
         return self.modules[name].recompute or self.train.recompute
 
+    def faults(self) -> Iterator[Fault]:
+        """What is wrong with values of keys, alone and between sections. Sizes of models, layouts, placement and batch
+        are looked at in `mimo_train.plan`."""
+        yield from self.run.faults(self.checkpoint.resume)
+        for name, module in self.modules.items():
+            yield from module.faults(name, self.optim, self.placement.bridge)
+        yield from self._nothing_to_train()
+        yield from self.data.faults()
+        yield from self.train.faults()
+        yield from self.optim.faults(self.train.precision)
+        yield from value_faults(self.checkpoint, "checkpoint")
+        yield from self.log.faults()
 
-LANGUAGE = "language"
-"""Name of the language module: fixed, as in Megatron-Core (MIMO_LANGUAGE_MODULE_KEY)."""
+    def _nothing_to_train(self) -> Iterator[Fault]:
+        """Parts are only released in the course of a run, so that no step has less to train than the first."""
+        if LANGUAGE not in self.modules:
+            return
+        first: list[tuple[int, str]] = []
+        for name, module in self.modules.items():
+            for part in parts_of(name):
+                until = max(module.freeze_until.get("*", 0), module.freeze_until.get(part, 0))
+                if part in module.freeze:
+                    continue
+                if until <= 0:
+                    return
+                first.append((until, name))
+        if not first:
+            yield Fault(
+                f"modules.{LANGUAGE}.freeze",
+                "every part of every module is frozen: nothing to train; free at least one",
+            )
+            return
+        step, name = min(first)
+        yield Fault(
+            f"modules.{name}.freeze_until",
+            f"nothing is trained in the first {step} steps: train at least one part from the start",
+        )

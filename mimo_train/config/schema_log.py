@@ -1,6 +1,11 @@
 """Config of what a run says about itself: metrics and profiles. Imports no torch."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mimo_train.config.fault import Fault
+from mimo_train.config.installed import library_faults
+from mimo_train.config.keys import key, value_faults
 
 
 @dataclass
@@ -17,7 +22,7 @@ class LogConfig:
     """Comet; offline in `run.dir`/comet when no key is configured."""
     module_times: bool = True
     """Seconds of compute, bubble, bridge wait, data wait and optimizer for every module."""
-    peak_tflops: float = 0.0
+    peak_tflops: float = key(0.0, at_least=0)
     """Dense peak of one device in TFLOP/s, for the model FLOPs utilisation; 0: that of the device if it is known."""
     params_norm: bool = False
     """L2 norm of all parameters."""
@@ -27,12 +32,25 @@ class LogConfig:
     """Number of gradient elements that are zero."""
     memory: bool = False
     """Statistics of the CUDA allocator, the largest over ranks."""
-    throughput_window: int = 0
+    throughput_window: int = key(0, at_least=0)
     """Steps of a rolling mean of batches, samples and tokens per second; 0: not logged."""
-    runtime_unit: str = ""
+    runtime_unit: str = key("", choices=("", "seconds", "minutes", "hours", "days"))
     """seconds, minutes, hours or days: log elapsed and remaining time in this unit; empty: not logged."""
     straggler: bool = False
     """Name the slowest and the fastest rank of every module."""
+
+    def faults(self) -> Iterator[Fault]:
+        """Values that cannot be, and trackers whose library is not installed."""
+        yield from value_faults(self, "log")
+        yield from library_faults(self, "log", TRACKERS)
+
+
+TRACKERS = {
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "'mimo-train[track]'"),
+    "comet": ("comet_ml", "'mimo-train[track]'"),
+}
+"""Modules that keys of `log` need when they are true, and what pip installs them by."""
 
 
 @dataclass
@@ -45,11 +63,45 @@ class ProfilingConfig:
     """NVTX ranges and cudaProfilerStart/Stop, for a run under `nsys profile --capture-range=cudaProfilerApi`."""
     memory_history: bool = False
     """Snapshot of the CUDA allocator with its history in `run.dir`/profile, at `step_end`."""
-    step_start: int = 10
+    step_start: int = key(10, at_least=1)
     """First step that is recorded."""
     step_end: int = 12
     """Last step that is recorded."""
-    ranks: list[int] = field(default_factory=lambda: [0])
+    ranks: list[int] = key(factory=lambda: [0])
     """Ranks that record."""
     record_shapes: bool = False
     """Whether the trace holds the shapes of operands."""
+
+    def faults(self, device: str, iters: int, world_size: int | None = None) -> Iterator[Fault]:
+        """What is wrong, as far as a profiler is on.
+
+        Args:
+            device: `run.device`, or what it has become: cuda or cpu.
+            iters: `train.iters`.
+            world_size: processes of the run, if they are known.
+        """
+        yield from value_faults(self, "profiling")
+        wanted = [name for name in ("torch", "nsys", "memory_history") if getattr(self, name)]
+        if not wanted:
+            return
+        for name in wanted:
+            if name != "torch" and device == "cpu":
+                yield Fault(
+                    f"profiling.{name}",
+                    f"needs CUDA, and this run is on the CPU: set profiling.{name}=false, or use a GPU",
+                )
+        if self.torch and self.nsys:
+            yield Fault("profiling.nsys", "nsys and torch's profiler cannot record at once: set profiling.torch=false")
+        if self.step_end < self.step_start:
+            yield Fault(
+                "profiling.step_end", f"must be at least profiling.step_start {self.step_start}, is {self.step_end}"
+            )
+        if self.step_start > iters:
+            yield Fault(
+                "profiling.step_start",
+                f"is {self.step_start}, but the run ends at train.iters {iters}: nothing would be recorded; lower it",
+            )
+        ranks = self.ranks
+        if not ranks or min(ranks) < 0 or (world_size is not None and max(ranks) >= world_size):
+            allowed = "0 or more" if world_size is None else f"from 0 to {world_size - 1}"
+            yield Fault("profiling.ranks", f"must name at least one rank, each {allowed}, is {ranks}")

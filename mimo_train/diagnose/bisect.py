@@ -6,22 +6,21 @@ output of a layer a view, which Megatron-Core 0.19.2 refuses between pipeline st
 deallocate_output_tensor).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils._pytree import tree_leaves
 
-from mimo_train.config.schema import LANGUAGE
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.diagnose.nan_findings import are_finite, bad_gradients, bad_losses
-from mimo_train.model.build import modules_of
-from mimo_train.step.forward_backward import forward_backward
-from mimo_train.step.forward_step import ForwardStepCallable
-from mimo_train.step.state import GlobalState
+from mimo_train.model.names import layers_of, modules_of
+from mimo_train.step.batches import StepIterator
+from mimo_train.step.forward_backward import ForwardBackward
+from mimo_train.step.losses import StepLosses
+from mimo_train.step.schedule import Pipeline
 
 FORWARD, LOSS, BACKWARD = "forward", "loss function", "backward"
 """Where a value can begin that is not finite, in the order of a microbatch."""
@@ -77,7 +76,7 @@ class Origin:
 
 
 def bisect(
-    step_func: ForwardStepCallable, data_iterator: Any, model: list, optimizer: Any, state: GlobalState
+    forward_backward: ForwardBackward, pipeline: Pipeline, losses: StepLosses, data: StepIterator
 ) -> Origin | None:
     """Run the microbatches of the current step alone, until one gives a value that is not finite. Collective.
 
@@ -85,29 +84,30 @@ def bisect(
         The same on every rank; None if every microbatch alone is finite.
     """
     # The interleaved schedule wants as many microbatches as stages: the same one several times.
-    copies = state.layout.language.pp if state.layout.language.vpp > 1 else 1
-    for microbatch in range(len(data_iterator.current.microbatches)):
-        data_iterator.rewind([microbatch] * copies)
-        with LayerHooks(state, model) as hooks:
-            forward_backward(step_func, data_iterator, model, optimizer, state, copies)
+    language = pipeline.layout.language
+    copies = language.pp if language.vpp > 1 else 1
+    for microbatch in range(len(data.current.microbatches)):
+        data.rewind([microbatch] * copies)
+        with LayerHooks(pipeline) as hooks:
+            forward_backward(data, copies)
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, hooks.first(any(bad_losses(state, data_iterator))))
+        dist.all_gather_object(found, hooks.first(any(bad_losses(pipeline, losses, data))))
         sightings = [sighting for sighting in found if sighting is not None]
         if sightings:
-            return _origin(microbatch, sightings, list(state.layout.modules))
+            return _origin(microbatch, sightings, list(pipeline.layout.modules))
     return None
 
 
 class LayerHooks:
     """Hooks on every layer of this rank, while it is entered; notes in the order of time what is not finite."""
 
-    def __init__(self, state: GlobalState, model: list):
-        self._model, self._handles = model, []
+    def __init__(self, pipeline: Pipeline):
+        self._model, self._handles = pipeline.model, []
         self._layers: dict[Place, torch.nn.Module] = {}
         self._forward: list[tuple[Place, bool]] = []
         self._gradients: list[tuple[Place, str]] = []
-        for module, chunks in modules_of(model).items():
-            pp = state.pipeline.groups.collections[module].pp
+        for module, chunks in modules_of(pipeline.model).items():
+            pp = pipeline.groups.collections[module].pp
             for number, chunk in enumerate(chunks):
                 for name, layer in layers_of(chunk):
                     self._layers[Place(module, number * pp.size() + pp.rank(), name)] = layer
@@ -170,20 +170,6 @@ class LayerHooks:
     def _sighting(self, direction: str, place: Place, begins: bool) -> Sighting:
         weights = all(are_finite(self._layers[place].parameters()))
         return Sighting(direction, place, begins, weights, dist.get_rank(), list(self._layers).index(place))
-
-
-def layers_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name, layer): the entries of lists of layers, and what stands beside such lists. Names begin those of the
-    layer's parameters in `model.freeze.global_names`."""
-    for key, child in module.named_children():
-        if isinstance(child, TransformerLayer):
-            key = child.layer_number - 1
-        path = f"{name}.{key}".removeprefix(".").removeprefix("module.")
-        whole = isinstance(module, torch.nn.ModuleList)
-        if whole or not any(isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict)) for part in child.modules()):
-            yield path, child
-        else:
-            yield from layers_of(child, path)
 
 
 def _values(tree: Any) -> list[torch.Tensor]:

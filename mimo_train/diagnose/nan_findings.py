@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from data.pipeline import MEDIA
-from mimo_train.config.schema import LANGUAGE
-from mimo_train.model.build import modules_of
-from mimo_train.model.freeze import global_names
-from mimo_train.step.batches import readers_of
-from mimo_train.step.state import GlobalState
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.names import global_names, modules_of
+from mimo_train.step.batches import StepIterator, readers_of
+from mimo_train.step.losses import StepLosses
+from mimo_train.step.schedule import Pipeline
 
 NAMES = 3
 """Most parameter names that a message gives for a module and rank."""
@@ -90,13 +90,13 @@ class Findings:
             yield "inputs, weights and the losses of all microbatches are finite: backward is at fault"
 
 
-def gather(state: GlobalState, model: list, data_iterator: Any) -> Findings:
+def gather(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> Findings:
     """Look at the step that has just been made, and exchange with all ranks. Collective; the same on every rank."""
     own = Findings(
-        _on_this_rank(bad_gradients(model)),
-        _on_this_rank(bad_weights(model)),
-        bad_losses(state, data_iterator),
-        list(_bad_inputs(state, data_iterator)),
+        _on_this_rank(bad_gradients(pipeline.model)),
+        _on_this_rank(bad_weights(pipeline.model)),
+        bad_losses(pipeline, losses, data),
+        list(_bad_inputs(pipeline, data)),
     )
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -120,15 +120,15 @@ def bad_weights(model: list) -> dict[str, list[str]]:
     return _bad_names(_parameters(model))
 
 
-def bad_losses(state: GlobalState, data_iterator: Any) -> list[BadMicrobatch]:
+def bad_losses(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> list[BadMicrobatch]:
     """Losses of this rank that are not finite, with the samples of its part of their microbatches."""
     found = []
-    for microbatch, report in enumerate(state.losses.reports):
+    for microbatch, report in enumerate(losses.reports):
         sums = dict(zip(report, torch.stack([value[0] for value in report.values()]).tolist(), strict=True))
         bad = {name: str(value) for name, value in sums.items() if not math.isfinite(value)}
         if bad:
-            numbers = _own_samples(state, data_iterator, LANGUAGE, microbatch)
-            found.append(BadMicrobatch(LANGUAGE, dist.get_rank(), microbatch, bad, _samples(data_iterator, numbers)))
+            numbers = _own_samples(pipeline, data, LANGUAGE, microbatch)
+            found.append(BadMicrobatch(LANGUAGE, dist.get_rank(), microbatch, bad, _samples(data, numbers)))
     return found
 
 
@@ -138,10 +138,10 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
     return torch.stack(flags).tolist() if flags else []
 
 
-def _bad_inputs(state: GlobalState, data_iterator: Any) -> Iterator[BadMicrobatch]:
+def _bad_inputs(pipeline: Pipeline, data: StepIterator) -> Iterator[BadMicrobatch]:
     """Pictures or clips that this rank read and that are not finite, with the samples they are of."""
-    plan = data_iterator.dataset.plan
-    for microbatch, batch in enumerate(data_iterator.current.microbatches):
+    outline = data.dataset.outline
+    for microbatch, batch in enumerate(data.current.microbatches):
         for module, inputs in batch.get("modality_inputs", {}).items():
             tensors = dict((inputs or {}).get(module, {}))
             media = tensors.pop(MEDIA, None)
@@ -149,25 +149,25 @@ def _bad_inputs(state: GlobalState, data_iterator: Any) -> Iterator[BadMicrobatc
             for name, values in tensors.items():
                 if not isinstance(values[0], torch.Tensor):
                     continue  # later stages of an encoder have sizes alone
-                numbers = _own_samples(state, data_iterator, module, microbatch)
+                numbers = _own_samples(pipeline, data, module, microbatch)
                 # One item for each picture or clip that was read, in the order of the samples.
-                owners = [number for number in numbers if number not in known for _ in plan(number).counts[module]]
+                owners = [number for number in numbers if number not in known for _ in outline(number).tokens[module]]
                 bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
                 if bad:
-                    samples = _samples(data_iterator, dict.fromkeys(bad))
+                    samples = _samples(data, dict.fromkeys(bad))
                     yield BadMicrobatch(module, dist.get_rank(), microbatch, {name: "input"}, samples)
 
 
-def _own_samples(state: GlobalState, data_iterator: Any, module: str, microbatch: int) -> range:
+def _own_samples(pipeline: Pipeline, data: StepIterator, module: str, microbatch: int) -> range:
     """Numbers of the samples of a microbatch that this rank reads for a module."""
-    size, step = state.layout.microbatch_samples, data_iterator.current
-    reader = next(reader for reader in readers_of(state.layout, state.pipeline.groups) if reader.module == module)
+    size, step = pipeline.batch.microbatch_samples, data.current
+    reader = next(reader for reader in readers_of(pipeline.layout, pipeline.groups) if reader.module == module)
     loads = step.loads[module][microbatch] if module in step.loads else [0] * size
     return reader.slice(step.first_sample + microbatch * size, loads)
 
 
-def _samples(data_iterator: Any, numbers: Iterable[int]) -> list[Sample]:
-    located = ((number, *data_iterator.dataset.locate(number)) for number in numbers)
+def _samples(data: StepIterator, numbers: Iterable[int]) -> list[Sample]:
+    located = ((number, *data.dataset.locate(number)) for number in numbers)
     return [Sample(number, str(shard), key) for number, shard, key in located]
 
 

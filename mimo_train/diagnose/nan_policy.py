@@ -3,22 +3,31 @@
 The optimizer has updated nothing then, and every rank has the same norm, so all ranks do the same without a message.
 """
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
+from mimo_train.config.fault import UserError
 from mimo_train.diagnose.bisect import Origin, bisect
 from mimo_train.diagnose.nan_findings import gather
-from mimo_train.diagnose.replay import save_state_before, write_replay
+from mimo_train.diagnose.replay import FOLDER, write_replay
+from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel import device
-from mimo_train.step.forward_step import ForwardStepCallable
+from mimo_train.step.batches import StepIterator
+from mimo_train.step.forward_backward import ForwardBackward
+from mimo_train.step.losses import StepLosses
+from mimo_train.step.result import StepResult
+from mimo_train.step.schedule import Pipeline
 from mimo_train.step.state import GlobalState
 
 MOST_IN_A_ROW = 10
 """Bad steps in a row after which `train.on_nan=skip` ends the run: what comes back every step is not in the samples."""
 
 
-class NonFiniteStep(ValueError):
+class NonFiniteStep(UserError):
     """A gradient was not finite, and `train.on_nan` ends the run. The same on every rank."""
 
 
@@ -28,17 +37,21 @@ class NanPolicy:
     def __init__(
         self,
         state: GlobalState,
-        step_func: ForwardStepCallable,
-        model: list,
-        optimizer: Any,
-        scheduler: Any,
-        checkpointing_context: dict[str, Any],
+        pipeline: Pipeline,
+        optimizer: ModuleOptimizer,
+        losses: StepLosses,
+        forward_backward: ForwardBackward,
+        save: Callable[[Path, str], Path],
     ):
-        self._state, self._step_func, self._model, self._optimizer = state, step_func, model, optimizer
-        self._scheduler, self._context = scheduler, checkpointing_context
+        """
+        Args:
+            save: saves the run as it is, in a folder, for a reason; gives the checkpoint's folder. Collective.
+        """
+        self._state, self._pipeline, self._optimizer, self._losses = state, pipeline, optimizer, losses
+        self._forward_backward, self._save = forward_backward, save
         self._in_a_row = 0
         self._generators: dict[str, Any] = {}
-        self._scale: Any = None
+        self._scale: torch.Tensor | None = None
 
     def start_step(self) -> None:
         """Note what a step changes that a replay needs: the generators, and the loss scale."""
@@ -47,44 +60,38 @@ class NanPolicy:
             # An update puts a new tensor in its place.
             self._scale = self._optimizer.grad_scaler.scale
 
-    def end_step(self, result: tuple, data_iterator: Any) -> None:
+    def end_step(self, result: StepResult, data: StepIterator) -> None:
         """Do what `train.on_nan` says if the step was bad. Collective then.
-
-        Args:
-            result: of `train_step`.
-            data_iterator: the step's `StepIterator`.
 
         Raises:
             NonFiniteStep: by raise and bisect; by skip at the tenth bad step in a row.
         """
-        _, skipped, _, should_exit, _, norm, _ = result
-        if not skipped:
+        if not result.skipped_iter:
             self._in_a_row = 0
-        elif not should_exit and not self._scale_was_lowered():
-            self._bad_step(norm, data_iterator)
+        elif not result.should_exit and not self._scale_was_lowered():
+            self._bad_step(result.grad_norm, data)
 
     def _scale_was_lowered(self) -> bool:
         """Whether this is how fp16 finds its loss scale; at the smallest scale it is a fault."""
         scaler = self._optimizer.grad_scaler
         return isinstance(scaler, DynamicGradScaler) and bool(self._scale > scaler.min_scale)
 
-    def _bad_step(self, norm: float | None, data_iterator: Any) -> None:
+    def _bad_step(self, norm: float | None, data: StepIterator) -> None:
         state, policy = self._state, self._state.cfg.train.on_nan
         step = state.train_state.step + 1
         self._in_a_row += 1
-        found = gather(state, self._model, data_iterator)
+        found = gather(self._pipeline, self._losses, data)
         nothing = f"step {step}: a gradient is not finite (norm {norm}), nothing was updated"
         if policy == "skip" and self._in_a_row < MOST_IN_A_ROW:
-            if state.is_logging_rank:
-                state.console.message("\n  ".join([f"train.on_nan=skip: {nothing}", *found.lines()]))
+            state.console.message("\n  ".join([f"train.on_nan=skip: {nothing}", *found.lines()]))
             return
         if policy == "skip":
             nothing += f", as in the {MOST_IN_A_ROW - 1} steps before it"
         norms = self._optimizer.module_grad_norms
         device.set_rng_state(self._generators)
-        checkpoint = save_state_before(state, self._model, self._optimizer, self._scheduler, self._context)
-        origin = self._bisect(data_iterator) if policy == "bisect" else None
-        file, command = write_replay(state, data_iterator, norms, found, origin, checkpoint)
+        checkpoint = self._save(state.run_dir / FOLDER, f"before step {step}, whose gradient is not finite")
+        origin = self._bisect(data) if policy == "bisect" else None
+        file, command = write_replay(state, data, norms, found, origin, checkpoint)
         lines = [
             f"train.on_nan={policy}: {nothing}",
             *found.lines(),
@@ -94,9 +101,9 @@ class NanPolicy:
         ]
         raise NonFiniteStep("\n".join(lines))
 
-    def _bisect(self, data_iterator: Any) -> Origin | None:
+    def _bisect(self, data: StepIterator) -> Origin | None:
         device.set_rng_state(self._generators)
-        return bisect(self._step_func, data_iterator, self._model, self._optimizer, self._state)
+        return bisect(self._forward_backward, self._pipeline, self._losses, data)
 
 
 def _told(origin: Origin | None) -> str:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from megatron.core.utils import configure_nvtx_profiling
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from mimo_train.config.schema import ConfigContainer, ConfigError
+from mimo_train.config.fault import ConfigError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_log import ProfilingConfig
 from mimo_train.metrics.memory_stats import start_memory_history_recording
-from mimo_train.plan.profiling_limits import profiling_faults
+from mimo_train.parallel import device
 
 
 class NsysCapture:
@@ -24,7 +26,7 @@ class NsysCapture:
         self.is_open = False
 
     def __enter__(self) -> "NsysCapture":
-        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+        device.start_cuda_profiler()
         self._ranges.__enter__()
         configure_nvtx_profiling(True)
         self.is_open = True
@@ -34,7 +36,7 @@ class NsysCapture:
         self.is_open = False
         configure_nvtx_profiling(False)
         self._ranges.__exit__(*exception)
-        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+        device.stop_cuda_profiler()
 
 
 class StepProfiler:
@@ -54,11 +56,11 @@ class StepProfiler:
         Raises:
             ConfigError: a profiler needs CUDA and the run has none.
         """
-        faults = list(profiling_faults(cfg, kind))
+        faults = list(cfg.profiling.faults(kind, cfg.train.iters))
         if faults:
             raise ConfigError(faults)
         self._cfg, self._folder = cfg.profiling, folder_of_rank(run_dir)
-        self._records = dist.get_rank() in cfg.profiling.ranks
+        self._records = records(cfg.profiling)
         # On a CPU run the profiler would complain that there is no GPU to record.
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
         self._first_step = self._step = 0
@@ -99,15 +101,25 @@ class StepProfiler:
             self._nvtx = NsysCapture(self._cfg.record_shapes)
             self._nvtx.__enter__()
 
+    def after_step(self, step: int) -> None:
+        """End what records after `profiling.step_end`."""
+        if step == self._cfg.step_end:
+            self._end()
+            if self._has_history:
+                write_memory_snapshot(self._folder, step)
+
     def close(self) -> None:
         """End what still records: the run has ended, or failed, before `profiling.step_end`."""
+        self._end()
+        if self._has_history and 0 < self._step < self._cfg.step_end:
+            write_memory_snapshot(self._folder, self._step)
+        self._has_history = False
+
+    def _end(self) -> None:
         if self.torch is not None:
             self.torch.stop()
         if self.nvtx is not None:
             self.nvtx.__exit__(None, None, None)
-        if self._has_history and 0 < self._step < self._cfg.step_end:
-            write_memory_snapshot(self._folder, self._step)
-        self._has_history = False
 
     def _write_trace(self, recorded: profile) -> None:
         self.torch = None
@@ -115,25 +127,15 @@ class StepProfiler:
         recorded.export_chrome_trace(str(self._folder / f"steps_{self._first_step}_{self._step}.pt.trace.json.gz"))
 
 
-def end_after_last_step(
-    cfg: ConfigContainer, step: int, prof: profile | None = None, nsys_nvtx_context: NsysCapture | None = None
-) -> None:
-    """End what records after `profiling.step_end`."""
-    if step != cfg.profiling.step_end:
-        return
-    if prof is not None:
-        prof.stop()
-    if nsys_nvtx_context is not None:
-        nsys_nvtx_context.__exit__(None, None, None)
-    if cfg.profiling.memory_history and dist.get_rank() in cfg.profiling.ranks:
-        write_memory_snapshot(folder_of_rank(Path(cfg.run.dir)), step)
+def records(profiling: ProfilingConfig) -> bool:
+    """Whether this rank is one of `profiling.ranks`."""
+    return dist.get_rank() in profiling.ranks
 
 
 def write_memory_snapshot(folder: Path, step: int) -> None:
     """Write what the CUDA allocator did up to `step`, for https://pytorch.org/memory_viz, and record no more."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(folder / f"memory_step_{step}.pickle"))
-    torch.cuda.memory._record_memory_history(enabled=None)
+    device.write_memory_history(folder / f"memory_step_{step}.pickle")
 
 
 def folder_of_rank(run_dir: Path) -> Path:

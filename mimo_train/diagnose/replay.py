@@ -1,6 +1,6 @@
 """What is left of a bad step: the state before it, and a file that says how to make it again.
 
-Both stand in `run.dir`/replay: a checkpoint there is none that `checkpoint.resume=auto` finds or `checkpoint.keep`
+Both are in `run.dir`/replay: a checkpoint there is none that `checkpoint.resume=auto` finds or `checkpoint.keep`
 removes. A run that is started again continues from its own newest checkpoint, and meets the same samples again.
 """
 
@@ -8,40 +8,22 @@ import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from mimo_train.checkpoint.folders import final_folder
 from mimo_train.config.compose import to_dict, to_yaml
 from mimo_train.diagnose.bisect import Origin
 from mimo_train.diagnose.nan_findings import Findings
-from mimo_train.step.saving import save_checkpoint_and_time
+from mimo_train.step.batches import StepIterator
 from mimo_train.step.state import GlobalState
 
 FOLDER = "replay"
 """Folder in `run.dir`."""
 
 
-def save_state_before(state: GlobalState, model: list, optimizer: Any, scheduler: Any, context: dict[str, Any]) -> Path:
-    """Save the run as it stood before the step that has just failed; returns the checkpoint's folder. Collective."""
-    progress, run_dir = state.train_state, state.run_dir / FOLDER
-    save_checkpoint_and_time(
-        state,
-        model,
-        optimizer,
-        scheduler,
-        progress.floating_point_operations_so_far,
-        context,
-        reason=f"before step {progress.step + 1}, whose gradient is not finite",
-        run_dir=run_dir,
-    )
-    return final_folder(run_dir, progress.step)
-
-
 def write_replay(
     state: GlobalState,
-    data_iterator: Any,
+    data: StepIterator,
     norms: dict[str, float],
     findings: Findings,
     origin: Origin | None,
@@ -58,7 +40,7 @@ def write_replay(
         The file, and the command that makes the step again and bisects it. Its run stands in a folder of its own, keeps
         the learning rates, and ends after this one step.
     """
-    step, folder, current = state.train_state.step + 1, state.run_dir / FOLDER, data_iterator.current
+    step, folder, current = state.train_state.step + 1, state.run_dir / FOLDER, data.current
     file, config = folder / f"step_{step:08d}.json", folder / f"step_{step:08d}.yaml"
     overrides = [
         f"run.dir={folder / f'step_{step:08d}'}",

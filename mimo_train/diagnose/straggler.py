@@ -30,22 +30,24 @@ class StragglerTimer:
     A rank is slow by itself when it computes for longer: the time that it waits for others is not counted.
     """
 
-    def __init__(self, layout: RunLayout, console: Console | None):
-        """`console` is None on ranks that do not log; they hand in no times."""
+    def __init__(self, layout: RunLayout, console: Console):
+        """`console` is silent on ranks that do not log; they hand in no times."""
         self._layout, self._console = layout, console
         self._spreads: dict[str, Spread] = {}
-        self._seconds = 0.0
+        self._seconds, self._flops, self._steps = 0.0, 0.0, 1
 
-    def observe(self, seconds: Mapping[int, float]) -> dict[str, float]:
+    def observe(self, seconds: Mapping[int, float], steps: int, flops: float = 0.0) -> dict[str, float]:
         """Take the compute times of a logging interval.
 
         Args:
             seconds: {rank: seconds of forward and backward computation in the interval}, all ranks of the run.
+            steps: of the interval.
+            flops: of all ranks, over the interval.
 
         Returns:
             {`straggler/<module>/slowest_rank`, `straggler/<module>/slowest_over_median`} of every module.
         """
-        self._seconds = sum(float(seconds[rank]) for rank in range(self._layout.world_size))
+        self._seconds, self._flops, self._steps = sum(map(float, seconds.values())), flops, steps
         self._spreads = {
             name: _spread({rank: float(seconds[rank]) for rank in module.ranks})
             for name, module in self._layout.modules.items()
@@ -56,19 +58,13 @@ class StragglerTimer:
             values[f"straggler/{name}/slowest_over_median"] = spread.slowest_over_median
         return values
 
-    def report(self, num_floating_point_operations: float, steps: int) -> None:
-        """Print the times last observed, and the rate that the devices compute at while they compute.
-
-        Args:
-            num_floating_point_operations: of all ranks, over the interval.
-            steps: of the interval.
-        """
-        if self._console is None or not self._spreads:
+    def report(self) -> None:
+        """Print the times last observed, once, and the rate at which the devices compute while they do."""
+        if not self._spreads:
             return
-        parts = [f"{name} {_described(spread, steps)}" for name, spread in self._spreads.items()]
-        if self._seconds > 0 and num_floating_point_operations > 0:
-            rate = num_floating_point_operations / self._seconds / 1e12
-            parts.append(f"{rate:.3g} TFLOP/s per device while it computes")
+        parts = [f"{name} {_described(spread, self._steps)}" for name, spread in self._spreads.items()]
+        if self._seconds > 0 and self._flops > 0:
+            parts.append(f"{self._flops / self._seconds / 1e12:.3g} TFLOP/s per device while it computes")
         self._console.message("  ".join(["stragglers:", *parts]))
         self._spreads = {}
 

@@ -12,28 +12,34 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from mimo_train.config.schema import LANGUAGE
+from data.tokens import Tokenizer
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel.context import gather_sequence, own_part
+from mimo_train.step.batches import StepIterator
 from mimo_train.step.mimo_step import MODEL_INPUTS
-from mimo_train.step.state import GlobalState
+from mimo_train.step.schedule import Pipeline
 
 
-def predict_step(state: GlobalState, data_iterator, model):
+class PredictStep:
     """Forward step that gives predictions instead of a loss; run with forward_only and collect_non_loss_data.
 
     The loss function's result for a microbatch: see `_predictions`.
     """
-    batch = next(data_iterator)
-    inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
-    language = state.pipeline.groups.collections.get(LANGUAGE)
-    if not state.cfg.encoders:
-        output = model(**own_part(inputs, language.cp), attention_mask=None)
-    else:
-        inputs.setdefault("input_ids", None)
-        output, _ = model(**inputs, labels=None, loss_mask=None)
-    if not state.pipeline.is_last_stage:
-        return output, None
-    return output, partial(_predictions, batch, language)
+
+    def __init__(self, pipeline: Pipeline):
+        self._language = pipeline.groups.collections.get(LANGUAGE)
+        self._is_last_stage, self._is_alone = pipeline.is_last_stage, not pipeline.layout.edges
+
+    def __call__(self, data_iterator, model):
+        """One forward pass of this rank's modules over the next microbatch."""
+        batch = next(data_iterator)
+        inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
+        if self._is_alone:
+            output = model(**own_part(inputs, self._language.cp), attention_mask=None)
+        else:
+            inputs.setdefault("input_ids", None)
+            output, _ = model(**inputs, labels=None, loss_mask=None)
+        return output, partial(_predictions, batch, self._language) if self._is_last_stage else None
 
 
 def _predictions(
@@ -67,45 +73,36 @@ def _parallel_argmax(logits_SBV: torch.Tensor, tp_group) -> torch.Tensor:
 
 
 def greedy_answers(
-    state: GlobalState, step_func, model: list, data_iterator, max_new_tokens: int
+    pipeline: Pipeline, tokenizer: Tokenizer, data_iterator: StepIterator, max_new_tokens: int
 ) -> list[tuple[int, list[int]]]:
     """Answers of the current step's samples by greedy decoding, one forward pass of the whole pipeline per token.
 
     Every sample is cut before its last answer; the tokens that the model adds replace it. Collective over all ranks.
 
     Args:
-        data_iterator: a `StepIterator` on a step of samples with `loss_mask` on answers.
+        data_iterator: on a step of samples with `loss_mask` on answers.
         max_new_tokens: passes, and the longest answer.
 
     Returns:
         (sample number, tokens of the answer) of this rank's samples, on ranks of the language model; else empty.
     """
-    step = data_iterator.current
-    answers = [
-        _OpenAnswers(microbatch, state.tokenizer) for microbatch in step.microbatches if "input_ids" in microbatch
-    ]
+    step, predict = data_iterator.current, PredictStep(pipeline)
+    answers = [_OpenAnswers(microbatch, tokenizer) for microbatch in step.microbatches if "input_ids" in microbatch]
     for _ in range(max_new_tokens):
         data_iterator.rewind()
-        collected = state.pipeline.run(
-            step_func,
-            data_iterator,
-            model,
-            sequence_length=state.cfg.data.sequence_length,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
+        collected = pipeline.run(predict, data_iterator, forward_only=True, collect_non_loss_data=True)
         for index, microbatch in enumerate(answers):
-            microbatch.append(_from_last_stage(state, collected, index, microbatch))
+            microbatch.append(_from_last_stage(pipeline, collected, index, microbatch))
     return [pair for microbatch in answers for pair in microbatch.finished()]
 
 
-def _from_last_stage(state: GlobalState, collected: list, index: int, answers: "_OpenAnswers") -> torch.Tensor:
+def _from_last_stage(pipeline: Pipeline, collected: list, index: int, answers: "_OpenAnswers") -> torch.Tensor:
     """Next token of every sample of a microbatch, from the stage that computed it to all stages of the module."""
-    pp_group = state.pipeline.groups.collections[LANGUAGE].pp
-    if state.pipeline.is_last_stage:
+    pp_group = pipeline.groups.collections[LANGUAGE].pp
+    if pipeline.is_last_stage:
         tokens = answers.next_tokens(collected[index]["predicted"])
     else:
-        tokens = torch.empty(len(answers.lengths), dtype=torch.int64, device=state.device)
+        tokens = torch.empty(len(answers.lengths), dtype=torch.int64, device=pipeline.device)
     last = dist.get_process_group_ranks(pp_group)[-1]
     dist.broadcast(tokens, src=last, group=pp_group)
     return tokens
@@ -114,7 +111,7 @@ def _from_last_stage(state: GlobalState, collected: list, index: int, answers: "
 class _OpenAnswers:
     """Samples of one microbatch that are being answered; writes the tokens into the microbatch in place."""
 
-    def __init__(self, microbatch: dict[str, Any], tokenizer):
+    def __init__(self, microbatch: dict[str, Any], tokenizer: Tokenizer):
         self.numbers = microbatch["sample_numbers"].tolist()
         self.ids, self._end, self._as_text = microbatch["input_ids"], tokenizer.end_of_turn_id, tokenizer.as_text
         self.lengths = [_prompt_length(row) for row in microbatch["loss_mask"]]

@@ -10,6 +10,8 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
+from mimo_train.config.fault import UserError
+
 NAMES = ("encoders", "data")
 HOME = Path(__file__).resolve().parents[2]
 """The folder that our packages lie in, side by side: a checkout, or the site-packages of an environment."""
@@ -33,12 +35,12 @@ def working_directory_last() -> None:
 def require_own_packages() -> None:
     """
     Raises:
-        ValueError: Python would import a package from elsewhere in the place of one of ours; with both places and the
+        UserError: Python would import a package from elsewhere in the place of one of ours; with both places and the
             remedy, one line for each.
     """
     faults = [fault for name in NAMES if (fault := _fault(name))]
     if faults:
-        raise ValueError("\n".join(faults))
+        raise UserError("\n".join(faults))
 
 
 def _fault(name: str) -> str:

@@ -9,23 +9,29 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, Fault
-from mimo_train.plan import layout as layouts
+from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import RunLayout
-from mimo_train.plan.placement import launched_per_node, node_faults
+from mimo_train.plan.placement import node_faults
+from mimo_train.plan.run import Run, config_faults, resolve
 
 
-def start_faults(cfg: ConfigContainer, layout: RunLayout) -> list[Fault]:
-    """Why the processes that were started cannot run this layout."""
-    started, needed = int(os.environ.get("WORLD_SIZE", "1")), layout.processes[-1] + 1
-    if started < needed or (started > needed and not cfg.placement.allow_idle):
-        return [Fault("WORLD_SIZE", _another_number(cfg, layout, started))]
-    # What the config says of nodes has been looked at already; the launcher may have started others.
-    return list(node_faults(cfg, launched_per_node()))
+def started_run(cfg: ConfigContainer) -> Run:
+    """The run of a config on the processes that were started.
+
+    Raises:
+        ConfigError: the config has faults, or the layout needs other processes.
+    """
+    run = resolve(cfg, _started_per_node())
+    found = _process_faults(run)
+    if found:
+        raise ConfigError(found)
+    return run
 
 
 def is_idle(layout: RunLayout) -> bool:
-    """Whether no module stands on this process, which then has nothing to do in the run."""
+    """Whether this process has no module, and so nothing to do in the run."""
     return _process() not in layout.processes
 
 
@@ -57,18 +63,34 @@ def is_first_of_node(layout: RunLayout, rank: int) -> bool:
     return rank == 0 or layout.processes[rank - 1] < first_here
 
 
+def _started_per_node() -> int:
+    """Processes that the launcher has started on each node; 0 where there is one node, or no launcher."""
+    started, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return here if 0 < here < started else 0
+
+
+def _process_faults(run: Run) -> list[Fault]:
+    """Why the processes that were started cannot run this layout."""
+    started, needed = int(os.environ.get("WORLD_SIZE", "1")), run.layout.processes[-1] + 1
+    if started < needed or (started > needed and not run.cfg.placement.allow_idle):
+        return [Fault("WORLD_SIZE", _another_number(run, started))]
+    # What the config says of nodes has been looked at already; the launcher may have started others.
+    return list(node_faults(run.cfg, _started_per_node()))
+
+
 def _process() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _another_number(cfg: ConfigContainer, layout: RunLayout, started: int) -> str:
+def _another_number(run: Run, started: int) -> str:
+    layout = run.layout
     needed = layout.processes[-1] + 1
     sizes = ", ".join(
         f"{module.name} {module.size}" + (f" ({module})" if module.size > 1 else "")
         for module in layout.modules.values()
     )
     keys = " and ".join(f"modules.{name}.layout" for name in layout.modules)
-    use = _replicas(cfg, layout, started) or f"change {keys} (ranks are tp * pp * dp * cp)"
+    use = _replicas(run, started) or f"change {keys} (ranks are tp * pp * dp * cp)"
     idle = f", or let {started - needed} be idle with placement.allow_idle=true" if started > needed else ""
     return (
         f"{started} {'process was' if started == 1 else 'processes were'} started, the layout needs {needed}: {sizes}. "
@@ -76,18 +98,21 @@ def _another_number(cfg: ConfigContainer, layout: RunLayout, started: int) -> st
     )
 
 
-def _replicas(cfg: ConfigContainer, layout: RunLayout, started: int) -> str:
+def _replicas(run: Run, started: int) -> str:
     """Data-parallel sizes at which the layout needs `started` processes; "" if changing them alone does not do it."""
-    together = [[LANGUAGE, *layout.local_encoders]]
-    for first in sorted({layout.modules[name].first_rank for name in layout.apart_encoders}):
-        together.append([name for name in layout.apart_encoders if layout.modules[name].first_rank == first])
-    for names in (*together, list(layout.modules)):
+    layout = run.layout
+    together: dict[tuple[int, ...], list[str]] = {}
+    for name in layout.modules:
+        # Modules that share ranks change together: those inside another's first stage with it, others by their ranks.
+        inside = next((edge.taker for edge in layout.edges_from(name) if edge.is_shared), name)
+        together.setdefault(tuple(layout.modules[inside].ranks), []).append(name)
+    for names in (*sorted(together.values(), key=lambda names: LANGUAGE not in names), list(layout.modules)):
         ranks = len({rank for name in names for rank in layout.modules[name].ranks})
-        changed = copy.deepcopy(cfg)
+        changed = copy.deepcopy(run.cfg)
         for name in names:
             dp, rest = divmod(layout.modules[name].dp * (ranks + started - layout.processes[-1] - 1), ranks)
             # Below 1 where there is no such size: that is a fault.
             changed.modules[name].layout.dp = 0 if rest else dp
-        if not list(layouts.faults(changed)) and layouts.plan(changed).processes[-1] + 1 == started:
+        if not config_faults(changed) and resolve(changed).layout.processes[-1] + 1 == started:
             return "set " + " ".join(f"modules.{name}.layout.dp={changed.modules[name].layout.dp}" for name in names)
     return ""

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from typing import Any
 
+from mimo_train.config.fault import UserError
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
 
 FAILURE_SECONDS = 5
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         first, 1 if a signal ended it.
 
     Raises:
-        ValueError: MIMO_GRACE_SECONDS is not a positive number, or packages of others are in the place of ours.
+        UserError: MIMO_GRACE_SECONDS is not a positive number, or packages of others are in the place of ours.
     """
     working_directory_last()
     require_own_packages()
@@ -172,7 +173,7 @@ def _grace_seconds() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"MIMO_GRACE_SECONDS is {text!r}: give a positive number of seconds")
+        raise UserError(f"MIMO_GRACE_SECONDS is {text!r}: give a positive number of seconds")
     return seconds
 
 

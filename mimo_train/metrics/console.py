@@ -29,13 +29,22 @@ class Console:
         done_steps: int,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        view: "_View | None" = None,
     ):
-        """Show `total_steps` optimizer steps, of which `done_steps` are done, on `stream` (standard output)."""
+        """Show `total_steps` optimizer steps, of which `done_steps` are done, on `stream` (standard output), or by
+        `view` if it is given."""
         stream = sys.stdout if stream is None else stream
         on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._total = total_steps
         self._step_seconds: deque[float] = deque(maxlen=50)
-        self._view: _View = _Bar(stream, total_steps, done_steps) if on_terminal else _Lines(stream, clock)
+        if view is None:
+            view = _Bar(stream, total_steps, done_steps) if on_terminal else _Lines(stream, clock)
+        self._view: _View = view
+
+    @classmethod
+    def silent(cls) -> "Console":
+        """A console that shows nothing, for ranks that do not log."""
+        return cls(0, 0, view=_Nothing())
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """Show `values` of a step: `lm loss`, `grad_norm`, `learning_rate/<module>`, `tokens_per_second`,
@@ -68,6 +77,19 @@ class _View(Protocol):
     def print(self, text: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class _Nothing:
+    """Shows nothing."""
+
+    def step(self, step: int, total: int, parts: dict[str, str]) -> None:
+        pass
+
+    def print(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class _Lines:

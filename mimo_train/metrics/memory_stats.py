@@ -4,7 +4,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from mimo_train.config.schema import ProfilingConfig
+from mimo_train.config.schema_log import ProfilingConfig
+from mimo_train.parallel import device
 
 MEMORY_KEYS: dict[str, str] = {
     "allocated_bytes.all.current": "current_allocated_mem",
@@ -36,10 +37,9 @@ def report_memory(memory_keys: dict[str, str] | None) -> dict[str, float]:
     Returns:
         Sizes in gigabytes (10^9 bytes), counts as whole numbers; what this torch or device does not count is left out.
     """
-    # A CPU run on a machine with a GPU has CUDA, and does not use it.
-    if not torch.cuda.is_initialized():
+    statistics = device.memory_statistics()
+    if statistics is None:
         return {RESIDENT_KEY: psutil.Process().memory_info().rss / 1e9} if memory_keys is None else {}
-    statistics = torch.cuda.memory_stats()
     return {
         name: statistics[key] / 1e9 if "bytes" in key else statistics[key]
         for key, name in (MEMORY_KEYS if memory_keys is None else memory_keys).items()
@@ -47,28 +47,24 @@ def report_memory(memory_keys: dict[str, str] | None) -> dict[str, float]:
     }
 
 
-def reduce_max_memory_across_pp_group(
-    memory_report: dict[str, int | float], pp_group: dist.ProcessGroup
-) -> dict[str, int | float]:
-    """The largest of each value over the stages of a pipeline. Collective: one maximum, and one copy to the host.
+def largest_over(report: dict[str, int | float], group: dist.ProcessGroup | None) -> dict[str, int | float]:
+    """The largest of each value over the ranks of a group. Collective: one maximum, and one copy to the host.
 
-    The first stage holds the activations of most microbatches, and the rank that writes the log is on the last one.
+    The first stage of a pipeline holds the activations of most microbatches, and the rank that writes the log is on the
+    last one.
 
     Args:
-        memory_report: of this rank; every rank of the group has the same keys.
-        pp_group: the stages.
+        report: of this rank; every rank of the group has the same keys.
 
     Returns:
         A new dict on every rank, counts still whole numbers; the report itself where there is nothing to reduce: no
-        process group, one stage, or an empty report.
+        process group, one rank, or an empty report.
     """
-    if not memory_report or not dist.is_initialized() or pp_group.size() == 1:
-        return memory_report
-    values = torch.tensor(list(memory_report.values()), dtype=torch.float64, device=torch.cuda.current_device())
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=pp_group)
-    return {
-        name: type(own)(largest) for (name, own), largest in zip(memory_report.items(), values.tolist(), strict=True)
-    }
+    if not report or group is None or not dist.is_initialized() or group.size() == 1:
+        return report
+    values = torch.tensor(list(report.values()), dtype=torch.float64, device=device.current())
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return {name: type(own)(largest) for (name, own), largest in zip(report.items(), values.tolist(), strict=True)}
 
 
 def start_memory_history_recording(profiling: ProfilingConfig | None) -> None:
@@ -79,4 +75,4 @@ def start_memory_history_recording(profiling: ProfilingConfig | None) -> None:
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if profiling is not None and profiling.memory_history and rank in profiling.ranks:
-        torch.cuda.memory._record_memory_history(max_entries=HISTORY_LENGTH)
+        device.record_memory_history(HISTORY_LENGTH)

@@ -5,7 +5,7 @@ reported once and left alone, and training goes on.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,9 +75,11 @@ SINKS: dict[str, SinkKind] = {
 class MetricsLog:
     """Writes values to every sink."""
 
-    def __init__(self, sinks: dict[str, Sink], required: frozenset[str] = frozenset({"metrics.jsonl"})):
-        """Log to `sinks`, by name; those in `required` stop the run when they fail."""
-        self._sinks = dict(sinks)
+    def __init__(
+        self, sinks: Mapping[str, Sink] | None = None, required: frozenset[str] = frozenset({"metrics.jsonl"})
+    ):
+        """Log to `sinks`, by name, none on ranks that do not log; those in `required` stop the run when they fail."""
+        self._sinks = dict(sinks or {})
         self._required = required
         self._failed: set[str] = set()
 
@@ -101,6 +103,11 @@ class MetricsLog:
     def sink(self, name: str) -> Sink | None:
         """The sink of that name, a key of `SINKS`; None if the run does not use it, or it has failed."""
         return None if name in self._failed else self._sinks.get(name)
+
+    def handle(self, name: str) -> Any:
+        """What the sink of that name writes with (see `Sink.handle`); None where there is none."""
+        found = self.sink(name)
+        return None if found is None else found.handle
 
     def close(self) -> None:
         """Close every sink, also when one raises.
@@ -131,7 +138,7 @@ def build_metrics_log(cfg: ConfigContainer, run_dir: Path, *, resumed_step: int)
         resumed_step: optimizer steps already done, 0 for a new run; what the sinks hold of later steps is dropped.
 
     Raises:
-        OSError, ValueError: metrics.jsonl cannot be written or continued.
+        OSError, UserError: metrics.jsonl cannot be written or continued.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     sinks: dict[str, Sink] = {}

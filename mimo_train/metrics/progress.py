@@ -12,10 +12,9 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.layout import plan
+from mimo_train.config.fault import UserError
 
 PROGRESS_FILE = "progress.txt"
 
@@ -59,54 +58,53 @@ def job_exited(run_dir: Path, *, step: int, reason: str) -> None:
     append_to_progress_log(run_dir, f"exit\tstep={step}\treason={reason}")
 
 
-def get_start_time_from_progress_log(cfg: ConfigContainer) -> tuple[datetime, float]:
+def start_of_jobs(run_dir: Path, world_size: int) -> tuple[datetime, float]:
     """Since when the run has had as many processes as it has now.
 
     Returns:
-        When the first of the latest jobs that all had the processes of `cfg` started, and the FLOPs that the run had
+        When the first of the latest jobs that all had `world_size` processes started, and the FLOPs that the run had
         taken by then: those of the checkpoint that it went on from. A job that starts at step 0 begins a new run.
 
     Raises:
-        OSError: there is no progress.txt in `run.dir`.
-        ValueError: the last job in it had another number of processes.
+        OSError: there is no progress.txt.
+        UserError: the last job in it had another number of processes.
     """
-    path, world_size = Path(cfg.run.dir) / PROGRESS_FILE, plan(cfg).world_size
+    path = run_dir / PROGRESS_FILE
     first: _Job | None = None
     for job in _jobs(path):
         if first is None or job.world_size != first.world_size or job.step == 0:
             first = job
     if first is None or first.world_size != world_size:
         last = f"its last job had {first.world_size}" if first else "it has no job"
-        raise ValueError(f"run.dir: {path} is not of a run on {world_size} processes: {last}")
+        raise UserError(f"run.dir: {path} is not of a run on {world_size} processes: {last}")
     return first.start, first.flops
 
 
-def compute_throughputs_and_append_to_progress_log(state: Any, num_floating_point_operations_so_far: float) -> None:
+def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops: float, job_start: float) -> None:
     """Note FLOPs, tokens and throughput of the run so far. Called on one rank, after `job_started`.
 
     Throughputs are in TFLOP/s of one device, model FLOPs: `job_tflops` of this job, and `cumulative_tflops` of all jobs
-    since `get_start_time_from_progress_log`, in which time between jobs and steps trained again count as lost.
+    since `start_of_jobs`, in which time between jobs and steps trained again count as lost.
 
     Args:
-        state: has `cfg`, `layout`, `run_dir`, `train_state` and `start_time` of a `GlobalState`.
-        num_floating_point_operations_so_far: model FLOPs of all modules since the first step of the run.
+        tokens: trained since the first step of the run.
+        flops: model FLOPs of all modules since the first step of the run.
+        job_start: when this job started, in seconds since the epoch.
     """
-    flops, now = num_floating_point_operations_so_far, time.time()
-    began, flops_before = get_start_time_from_progress_log(state.cfg)
-    *_, job = _jobs(state.run_dir / PROGRESS_FILE)
+    now = time.time()
+    began, flops_before = start_of_jobs(run_dir, world_size)
+    *_, job = _jobs(run_dir / PROGRESS_FILE)
     # The log has whole seconds, and a job begins before it is noted.
-    elapsed = now - min(began.timestamp(), state.start_time)
-    teraflops = 1e12 * state.layout.world_size
+    elapsed = now - min(began.timestamp(), job_start)
+    teraflops = 1e12 * world_size
     facts = {
-        "step": state.train_state.step,
+        "step": step,
         "flops": f"{flops:.3g}",
-        "tokens": state.train_state.consumed_train_samples * state.cfg.data.sequence_length,
-        "job_tflops": f"{(flops - job.flops) / (now - state.start_time) / teraflops:.3g}",
+        "tokens": tokens,
+        "job_tflops": f"{(flops - job.flops) / (now - job_start) / teraflops:.3g}",
         "cumulative_tflops": f"{(flops - flops_before) / elapsed / teraflops:.3g}",
     }
-    append_to_progress_log(
-        state.run_dir, "\t".join(["throughput", *(f"{key}={value}" for key, value in facts.items())])
-    )
+    append_to_progress_log(run_dir, "\t".join(["throughput", *(f"{key}={value}" for key, value in facts.items())]))
 
 
 class _Job(NamedTuple):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mimo_train.config.schema import TrainConfig
+from mimo_train.config.fault import UserError
+from mimo_train.config.schema_train import TrainConfig
 
 SECONDS = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}
 """Seconds of each unit of `log.runtime_unit`."""
@@ -37,10 +38,10 @@ def report_runtime(
         step), `time/tokens`, `time/samples` and `time/batches` (of the whole run).
 
     Raises:
-        ValueError: `time_unit` is none of the four.
+        UserError: `time_unit` is none of the four.
     """
     if time_unit not in SECONDS:
-        raise ValueError(f"log.runtime_unit: must be {', '.join(SECONDS)} or empty, is {time_unit!r}")
+        raise UserError(f"log.runtime_unit: must be {', '.join(SECONDS)} or empty, is {time_unit!r}")
     elapsed = (time.time() - start_time) / SECONDS[time_unit]
     steps = train_state.step - loaded_iteration
     return {
@@ -73,16 +74,18 @@ def report_throughput(
 
     Returns:
         `throughput/{batches,samples,tokens}_per_sec`, and `throughput/device/...`, which is per process of the run;
-        nothing until `window_size` steps are done.
+        nothing until `window_size` steps are done, or where they took no time.
 
     Raises:
-        ValueError: `window_size` is less than 1.
+        UserError: `window_size` is less than 1.
     """
     if window_size < 1:
-        raise ValueError(f"log.throughput_window: a window needs at least 1 step, has {window_size}")
+        raise UserError(f"log.throughput_window: a window needs at least 1 step, has {window_size}")
     if min(iteration, len(history_wct)) < window_size:
         return {}
     seconds = sum(history_wct[-window_size:])
+    if seconds <= 0:
+        return {}  # a clock that has not moved says nothing
     samples = train_config.global_batch_size * window_size
     if history_samples is not None:
         samples = sum(history_samples[-window_size:])

@@ -88,9 +88,9 @@ class Stopwatch:
         if self._events:
             event = self._events.pop()
         else:
-            import torch
+            from mimo_train.parallel import device
 
-            event = torch.cuda.Event(enable_timing=True)
+            event = device.timing_event()
         event.record()
         return event
 

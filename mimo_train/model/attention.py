@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 
+from mimo_train.config.fault import UserError
 from mimo_train.parallel.context import chunks_of, gather_sequence
 
 
@@ -23,7 +24,7 @@ class SdpaAttention(MegatronModule):
     attend to what stands before them (see `context`).
 
     Raises:
-        ValueError: for a mask type other than causal and no_mask, or context parallelism without a causal mask.
+        UserError: for a mask type other than causal and no_mask, or context parallelism without a causal mask.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class SdpaAttention(MegatronModule):
     ):
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-            raise ValueError(f"SdpaAttention masks causally or not at all, mask type is {attn_mask_type}")
+            raise UserError(f"SdpaAttention masks causally or not at all, mask type is {attn_mask_type}")
         self.is_causal = attn_mask_type is AttnMaskType.causal
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         if self.cp_group and not self.is_causal:
-            raise ValueError(f"SdpaAttention cuts causal sequences only, cp is {config.context_parallel_size}")
+            raise UserError(f"SdpaAttention cuts causal sequences only, cp is {config.context_parallel_size}")
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
-from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -16,17 +15,20 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from encoders.registry import FAMILIES
 from encoders.spec import joined_width
-from mimo_train.config.schema import LANGUAGE, ConfigContainer
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import LANGUAGE, PARTS
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
 from mimo_train.model.freeze import freeze, let_recomputed_layers_learn
 from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import layer_spec, norm_class, projector_submodules
 from mimo_train.model.lora import freeze_base
 from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
+from mimo_train.model.names import modules_of
 from mimo_train.model.transformer_config import encoder_config, language_config, projector_config
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.plan.layout import RunLayout
-from mimo_train.plan.memory import PARTS, padded_vocab_size
+from mimo_train.plan.parameters import padded_vocab_size
 
 
 class SeededGPTModel(GPTModel):
@@ -40,11 +42,11 @@ class SeededGPTModel(GPTModel):
         """As Megatron-Core's.
 
         Raises:
-            ValueError: with context parallelism, more tokens than this rank's part of a sequence.
+            UserError: with context parallelism, more tokens than this rank's part of a sequence.
         """
         cp, length = self.config.context_parallel_size, self.max_sequence_length
         if cp > 1 and input_ids is not None and input_ids.size(1) > length // cp:
-            raise ValueError(
+            raise UserError(
                 f"the forward step gives {input_ids.size(1)} tokens of a sequence to each of modules.{LANGUAGE}.layout."
                 f"cp {cp} ranks, and data.sequence_length {length} is {length // cp} for each: cut the microbatch by "
                 "mimo_train.parallel.context.own_part"
@@ -93,7 +95,7 @@ def build_model(
             freeze(chunks, cfg.language.freeze, f"modules.{LANGUAGE}.freeze", groups.collections[LANGUAGE].pp)
             return [_wrap(chunk, groups, LANGUAGE, cfg) for chunk in chunks]
         (language_spec,) = language_specs
-        kind = PlacedMimoModel if cfg.placement.bridge == "planned" else MegatronMimoModel
+        kind = PlacedMimoModel if cfg.placement.bridge == "native" else MegatronMimoModel
         model = kind(
             MimoModelConfig(
                 language_model_spec=language_spec,
@@ -135,17 +137,6 @@ def _tell_tensor_parallel_group(module: torch.nn.Module, tp_group: dist.ProcessG
     for child in module.modules():
         if isinstance(child, MegatronModule) and not hasattr(child, "tp_group"):
             child.tp_group = tp_group
-
-
-def modules_of(chunks: list[MegatronModule]) -> dict[str, list[MegatronModule]]:
-    """The chunks of every module that this rank holds: those of a `MimoModel`, or of the plain GPT as `language`."""
-    if not isinstance(chunks[0], MimoModel):
-        return {LANGUAGE: list(chunks)}
-    (model,) = chunks
-    modules = {name: [module] for name, module in model.modality_submodules.items()}
-    if model.language_model is not None:
-        modules[LANGUAGE] = [model.language_model]
-    return modules
 
 
 def _partition_groups(groups: RunGroups) -> dict:

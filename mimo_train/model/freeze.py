@@ -5,10 +5,10 @@ from fnmatch import fnmatchcase
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import unwrap_model
 
-from mimo_train.plan.memory import PARTS
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import PARTS
+from mimo_train.model.names import global_names
 
 
 def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup) -> None:
@@ -21,7 +21,7 @@ def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages:
         stages: the pipeline group of the module.
 
     Raises:
-        ValueError: a pattern matches no parameter of any stage.
+        UserError: a pattern matches no parameter of any stage.
     """
     for parameters in _matches(chunks, patterns, key, stages).values():
         for parameter in parameters:
@@ -42,7 +42,7 @@ def release_steps(
         stages: the pipeline group of the module.
 
     Raises:
-        ValueError: a pattern matches no parameter of any stage.
+        UserError: a pattern matches no parameter of any stage.
     """
     steps: dict[torch.nn.Parameter, int] = {}
     for pattern, parameters in _matches(chunks, list(until), key, stages).items():
@@ -50,24 +50,6 @@ def release_steps(
             if parameter.requires_grad and until[pattern] > 0:
                 steps[parameter] = max(until[pattern], steps.get(parameter, 0))
     return steps
-
-
-def global_names(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a chunk by names that mean the same at every layout: layers are counted from 0 over the
-    whole model, and the last stage's copy of weights that it shares with the embedding is named as the embedding."""
-    module = unwrap_model(module)
-    layers = {
-        f"{path}.": f"{path.rpartition('.')[0]}.{layer.layer_number - 1}."
-        for path, layer in module.named_modules()
-        if isinstance(layer, TransformerLayer)
-    }
-    names = {}
-    for name, parameter in module.named_parameters():
-        prefix = next((path for path in layers if name.startswith(path)), "")
-        names[layers.get(prefix, "") + name.removeprefix(prefix)] = parameter
-    if getattr(module, "share_embeddings_and_output_weights", False) and "output_layer.weight" in names:
-        names["embedding.word_embeddings.weight"] = names.pop("output_layer.weight")
-    return names
 
 
 def let_recomputed_layers_learn(chunks: list[torch.nn.Module]) -> None:
@@ -110,5 +92,5 @@ def _matches(
         missing = set.intersection(*found)
     if missing:
         examples = ", ".join(name for name, _ in named[:3])
-        raise ValueError(f"{key}: {sorted(missing)[0]!r} matches no parameter; names look like {examples}")
+        raise UserError(f"{key}: {sorted(missing)[0]!r} matches no parameter; names look like {examples}")
     return matched

@@ -35,7 +35,8 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from mimo_train.config.schema_frozen import ADAPTERS, LoraConfig, is_adapter
+from mimo_train.config.parts import ADAPTERS, is_adapter
+from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.model.seeds import seed_for
 
 

@@ -1,4 +1,4 @@
-"""Several modules as one model: Megatron-Core's `MimoModel`, wherever its modules stand."""
+"""Several modules as one model: Megatron-Core's `MimoModel`, at any placement of its modules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,21 +9,21 @@ from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
-from mimo_train.config.schema import LANGUAGE
-from mimo_train.parallel.bridge.exchange import LocalBridge
-from mimo_train.parallel.bridge.shapes import TokenPlan
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.parallel.bridge.exchange import SharedBridge
+from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.context import sum_gradients
 
 
 class PlacedMimoModel(MimoModel):
-    """`MimoModel` in which an encoder may stand on the language model's first stage while others stand apart.
+    """`MimoModel` in which an encoder may share the ranks of the language model's first stage while others do not.
 
     Megatron-Core 0.19.2 knows two ways, all modules on the same ranks or every rank with encoders or the language model
     alone (mimo/model/base.py:441-463), and takes a mix of both for the second, without the language model.
 
     Attributes:
-        plan: of the current step; set by the pipeline.
-        local_bridges: by encoder, from its layout to the language model's on the same ranks; set by the pipeline. An
+        shapes: of the current step; set by the pipeline.
+        shared_bridges: by encoder, from its layout to the language model's on the same ranks; set by the pipeline. An
             encoder without one hands over what it has: its samples are the language model's.
     """
 
@@ -34,12 +34,12 @@ class PlacedMimoModel(MimoModel):
         tp_group: dist.ProcessGroup | None = None,
     ):
         super().__init__(mimo_config, cp_group, tp_group)
-        self.plan = TokenPlan()
-        self.local_bridges: dict[str, LocalBridge] = {}
+        self.shapes = StepShapes()
+        self.shared_bridges: dict[str, SharedBridge] = {}
         self._cp_group = cp_group
 
     def _build_colocated_communicators(self) -> None:
-        """None of Megatron-Core's: they need equal counts in every sample. See `local_bridges`."""
+        """None of Megatron-Core's: they need equal counts in every sample. See `shared_bridges`."""
 
     def forward(
         self,
@@ -104,27 +104,27 @@ class PlacedMimoModel(MimoModel):
         What needs no gradient keeps nothing for a backward pass: weights that are not trained ask for none, and what
         came from the stage before is cut off.
         """
-        outputs, plan = {}, self.plan
+        outputs, shapes = {}, self.shapes
         for name, submodule in self.modality_submodules.items():
             stage, hidden_states = unwrap_model(submodule).pg_collection.pp.rank(), received.get(name)
-            if stage and hidden_states is not None and not plan.stage_needs_gradient(name, stage - 1):
+            if stage and hidden_states is not None and not shapes.stage_needs_gradient(name, stage - 1):
                 hidden_states = hidden_states.detach()
             output = submodule(encoder_inputs=inputs.get(name), hidden_states=hidden_states)
             output = self._empty_encoder_output(name) if output is None else output
             last = self.role.is_last_stage(name)
-            needed = plan.features_need_gradient(name) if last else plan.stage_needs_gradient(name, stage)
+            needed = shapes.features_need_gradient(name) if last else shapes.stage_needs_gradient(name, stage)
             outputs[name] = output if needed else output.detach()
         return outputs
 
     def _joined(self, name: str, features: torch.Tensor) -> torch.Tensor:
         """Features as the language model takes them: cut off where nothing needs their gradient, which is otherwise
         summed over the ranks that have a part of the sequence."""
-        if not self.plan.features_need_gradient(name):
+        if not self.shapes.features_need_gradient(name):
             return features.detach()
         return features if self._cp_group is None else sum_gradients(features, self._cp_group)
 
     def _to_language(self, name: str, features: torch.Tensor) -> torch.Tensor:
-        bridge = self.local_bridges.get(name)
+        bridge = self.shared_bridges.get(name)
         return features if bridge is None else bridge(features)
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 
+from mimo_train.parallel import device
+
 
 class StagedModality(VisionModalitySubmodules):
     """`VisionModalitySubmodules` whose encoder runs on every one of its pipeline stages.
@@ -37,6 +39,4 @@ class StagedModality(VisionModalitySubmodules):
 
 def _no_rows(config) -> torch.Tensor:
     """What a stage hands on where there is nothing to compute; nothing is sent."""
-    return torch.empty(
-        0, config.hidden_size, dtype=config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
-    )
+    return torch.empty(0, config.hidden_size, dtype=config.pipeline_dtype, device=device.current(), requires_grad=True)

@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.model.seeds import seed_for
-from mimo_train.parallel.step_sum import StepSum
 
 
 def expert_layer(linears: MLPSubmodules, te: bool) -> partial:
@@ -126,32 +125,35 @@ class Balancing:
 
     NAME = "load_balancing_loss"
 
-    def __init__(self, config: TransformerConfig, replicas: int, step_sum: StepSum, device: torch.device):
+    def __init__(self, config: TransformerConfig, replicas: int, device: torch.device):
         """`replicas`: data-parallel ranks of the language model. Sets what the schedule reads from `config`."""
         kind = config.moe_router_load_balancing_type
         self.active = bool(config.num_moe_experts) and kind != "none" and config.moe_aux_loss_coeff > 0
         self.learned_share = torch.ones((), device=device)
-        self._config, self._step_sum, self._microbatches = config, step_sum, 1
+        self._config, self._microbatches = config, 1
         if not self.active:
             return
         self._tracked = TRACKED[kind]
         # Each data-parallel rank has a part of one loss, or a loss of its own.
         self._parts = replicas if kind == "global_aux_loss" else 1
         self._losses = config.num_layers * replicas // self._parts
-        step_sum.open(self.NAME, 1, self._take)
         config.moe_grad_scale_func = self._scale
 
     def begin(self, num_microbatches: int) -> None:
         """Start a step of that many microbatches."""
         self._microbatches = num_microbatches
 
-    def reduced(self) -> dict[str, torch.Tensor]:
+    def reduced(self, total: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """{"load_balancing_loss": mean over layers and microbatches of the last step, without its weight}, 0-d float64
-        on the device, on every rank; 1 when all experts get as many tokens. Empty if there is no such loss."""
-        total = self._step_sum.total(self.NAME)
+        on the device, on every rank; 1 when all experts get as many tokens. Empty if there is no such loss.
+
+        Args:
+            total: [1], sum over ranks of what `own` gave.
+        """
         return {} if total is None else {self.NAME: total[0] / (self._losses * self._microbatches)}
 
-    def _take(self) -> torch.Tensor | None:
+    def own(self) -> torch.Tensor | None:
+        """What this rank has recorded in the step, for the step's sum; starts the next one."""
         entry = get_moe_metrics_tracker().metrics.get(self._tracked)
         if entry is None:
             return None

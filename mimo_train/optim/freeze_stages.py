@@ -7,10 +7,11 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from mimo_train.config.schema import LANGUAGE, ConfigContainer
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel.bridge.shapes import Needs
 from mimo_train.parallel.groups import RunGroups
+from mimo_train.plan.layout import RunLayout
 
 
 class FreezeStages:
@@ -51,10 +52,11 @@ class FreezeStages:
 
 
 class GradientNeeds:
-    """From which step on each stage of each encoder needs gradients; the same on every rank."""
+    """From which step on each stage of each module that gives features needs gradients; the same on every rank."""
 
     def __init__(
         self,
+        layout: RunLayout,
         modules: dict[str, list[MegatronModule]],
         releases: dict[torch.nn.Parameter, int],
         groups: RunGroups,
@@ -65,9 +67,9 @@ class GradientNeeds:
             modules: the chunks of the modules of this rank.
             releases: the step from which parameters are trained that are not from the first on.
         """
-        own = {}
+        own, givers = {}, {edge.giver for edge in layout.edges}
         for name, chunks in modules.items():
-            for chunk in chunks if name != LANGUAGE else ():
+            for chunk in chunks if name in givers else ():
                 for parameter_name, parameter in unwrap_model(chunk).named_parameters():
                     if parameter.requires_grad:
                         place = name, groups.collections[name].pp.rank(), parameter_name.startswith("encoders.")
@@ -79,10 +81,10 @@ class GradientNeeds:
         for found in everyone:
             for place, step in found.items():
                 self._first_steps[place] = min(step, self._first_steps.get(place, step))
-        self._stages = {name: grid.shape[-1] for name, grid in groups.grids.items() if name != LANGUAGE}
+        self._stages = {name: layout.modules[name].pp for name in layout.modules if name in givers}
 
     def at(self, step: int) -> dict[str, Needs]:
-        """Which encoder modules need gradients after `step` steps."""
+        """Which givers need gradients after `step` steps."""
         trained = {place for place, first in self._first_steps.items() if first <= step}
         return {
             name: Needs(

@@ -19,6 +19,8 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradS
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mimo_train.config.fault import UserError
+
 RELEASE = "release"
 """Key of a parameter group: the step from which it is trained (`modules.NAME.freeze_until`)."""
 
@@ -143,12 +145,12 @@ class ModuleOptimizer(MimoOptimizer):
         """Take over the state of a checkpoint. Learning rate, decay and other settings stay those of the config.
 
         Raises:
-            ValueError: the checkpoint was made with other `modules.NAME.freeze_until`.
+            UserError: the checkpoint was made with other `modules.NAME.freeze_until`.
         """
         was, now = state_dict["freeze_until"], self._freeze_until
         for name in sorted(now.keys() | was.keys()):
             if was.get(name, {}) != now.get(name, {}):
-                raise ValueError(
+                raise UserError(
                     f"modules.{name}.freeze_until: is {now.get(name, {})}, but the checkpoint was made with "
                     f"{was.get(name, {})}: set it to that, or begin a new run with checkpoint.weights"
                 )

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
 
-from mimo_train.config.schema import LANGUAGE
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.plan.layout import ModuleLayout, RunLayout
 
 EXPERT_VIEW = "expert"

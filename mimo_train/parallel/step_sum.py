@@ -33,11 +33,8 @@ class StepSum:
         """Sums made so far."""
 
     def open(self, name: str, length: int, source: Source) -> None:
-        """Add a section of `length` numbers, or give an existing one a new source."""
-        if name in self._sections:
-            assert self._sections[name].length == length, (name, length)
-            self._sections[name].source = source
-            return
+        """Add a section of `length` numbers."""
+        assert name not in self._sections, name
         self._sections[name] = _Section(self._length, length, source)
         self._length += length
 

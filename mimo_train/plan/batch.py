@@ -1,4 +1,4 @@
-"""Samples of a step: what divides them, and how they grow (`train.rampup_batch_size`). Imports no torch.
+"""The batch of a run: what divides it, and how it grows (`train.rampup_batch_size`). Imports no torch.
 
 The rule of growth is Megatron's: [first, increment, samples] takes (global_batch_size - first) / increment steps up,
 at equal distances in consumed samples, and is at the full size once more than `samples` are consumed.
@@ -7,50 +7,70 @@ at equal distances in consumed samples, and is at the full size once more than `
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, Fault, LayoutConfig
+from mimo_train.config.fault import Fault
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import LayoutConfig
 
 KEY = "train.rampup_batch_size"
 
 
 @dataclass(frozen=True)
-class BatchSizes:
-    """Size of the global batch, as a function of the samples consumed before it."""
+class Batch:
+    """Samples of a step and of a microbatch, and how the steps grow."""
 
-    full: int
-    """Size at the end."""
+    global_batch_size: int
+    """Samples of a step at full size."""
+    micro_batch_size: int
+    """Samples of a microbatch on one data-parallel rank of the language model."""
+    replicas: int
+    """Data-parallel ranks of the language model."""
     first: int = 0
-    """Size at the start; 0 means that there is no ramp-up."""
+    """Samples of the first step; 0 means that there is no ramp-up."""
     increment: int = 0
-    samples: int = 0
+    ramp_samples: int = 0
     """Consumed samples at which the ramp ends."""
 
     @classmethod
-    def of(cls, cfg: ConfigContainer) -> "BatchSizes":
-        """The sizes of a run whose values have no `faults`."""
-        return cls(cfg.train.global_batch_size, *cfg.train.rampup_batch_size)
+    def of(cls, cfg: ConfigContainer) -> "Batch":
+        """The batch of a config that has no `batch_faults`."""
+        train = cfg.train
+        replicas = cfg.language.layout.dp
+        return cls(train.global_batch_size, train.micro_batch_size, replicas, *train.rampup_batch_size)
 
-    def at(self, consumed: int) -> int:
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch over all data-parallel ranks."""
+        return self.micro_batch_size * self.replicas
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step at full size."""
+        return self.global_batch_size // self.microbatch_samples
+
+    def size_at(self, consumed: int) -> int:
         """Samples of the step that begins after `consumed` samples."""
-        if not self.first or consumed > self.samples:
-            return self.full
-        steps_up = (self.full - self.first) // self.increment
-        if not steps_up or not self.samples:
-            return self.full
-        return min(self.full, self.first + int(consumed / (self.samples / steps_up)) * self.increment)
+        if not self.first or consumed > self.ramp_samples:
+            return self.global_batch_size
+        steps_up = (self.global_batch_size - self.first) // self.increment
+        if not steps_up or not self.ramp_samples:
+            return self.global_batch_size
+        grown = self.first + int(consumed / (self.ramp_samples / steps_up)) * self.increment
+        return min(self.global_batch_size, grown)
 
-    def all(self) -> Iterator[int]:
-        """Every size, in order."""
+    def sizes(self) -> Iterator[int]:
+        """Every size of a step, in order."""
         if self.first:
-            yield from range(self.first, self.full, self.increment)
-        yield self.full
+            yield from range(self.first, self.global_batch_size, self.increment)
+        yield self.global_batch_size
 
     def samples_of(self, steps: int) -> int:
         """Samples of the first `steps` steps."""
         consumed = 0
         for done in range(steps):
-            if not self.first or consumed > self.samples:
-                return consumed + (steps - done) * self.full
-            consumed += self.at(consumed)
+            if not self.first or consumed > self.ramp_samples:
+                return consumed + (steps - done) * self.global_batch_size
+            consumed += self.size_at(consumed)
         return consumed
 
 
@@ -76,7 +96,7 @@ def rampup_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         return
     microbatch = train.micro_batch_size * language.dp
     unit = microbatch * (language.pp if language.vpp > 1 else 1)
-    wrong = [size for size in BatchSizes.of(cfg).all() if size % unit]
+    wrong = [size for size in Batch.of(cfg).sizes() if size % unit]
     if wrong:
         interleaved = f" x modules.{LANGUAGE}.layout.pp {language.pp}" if language.vpp > 1 else ""
         yield Fault(
@@ -90,10 +110,8 @@ def rampup_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """What is wrong with batch sizes and sequence length over the modules' parallel sizes."""
     train, language = cfg.train, cfg.language.layout
-    for field in ("iters", "global_batch_size", "micro_batch_size"):
-        if getattr(train, field) < 1:
-            yield Fault(f"train.{field}", f"must be at least 1, is {getattr(train, field)}")
-            return
+    if min(train.global_batch_size, train.micro_batch_size, cfg.data.sequence_length) < 1:
+        return  # their own keys say so
     microbatch = train.micro_batch_size * language.dp
     if train.global_batch_size % microbatch:
         yield Fault(

@@ -1,26 +1,21 @@
-"""What Megatron-Core 0.19.2's own bridges cannot do, told before a run starts. Imports no torch."""
+"""What Megatron-Core 0.19.2's own bridges cannot carry (`placement.bridge=megatron`). Imports no torch."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, Fault
+from mimo_train.config.fault import Fault
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.layout import RunLayout
 
-BRIDGES = ("planned", "megatron")
-"""How features reach the language model."""
 
-
-def bridge_faults(cfg: ConfigContainer, apart: Collection[str]) -> Iterator[Fault]:
-    """Why `placement.bridge` cannot carry these layouts.
-
-    Args:
-        apart: encoders on other ranks than the language model's.
-    """
-    bridge, language = cfg.placement.bridge, cfg.language.layout
-    if bridge not in BRIDGES:
-        yield Fault("placement.bridge", f"must be {' or '.join(BRIDGES)}, is {bridge!r}")
-    if bridge != "megatron":
+def bridge_faults(cfg: ConfigContainer, layout: RunLayout) -> Iterator[Fault]:
+    """Why `placement.bridge` cannot carry this layout."""
+    language = layout.language
+    if cfg.placement.bridge != "megatron":
         return
-    instead = "use placement.bridge=planned"
-    local = [name for name in cfg.encoders if name not in apart]
+    instead = "use placement.bridge=native"
+    local = [edge.giver for edge in layout.shared_edges]
+    apart = [edge.giver for edge in layout.disjoint_edges]
     if language.cp > 1 and cfg.encoders:
         # bridge_communicator.py:105-116, colocated_communicator.py:118-154
         yield Fault(
@@ -30,8 +25,8 @@ def bridge_faults(cfg: ConfigContainer, apart: Collection[str]) -> Iterator[Faul
         # mimo/config/role.py:76-89
         yield Fault(
             "placement.bridge",
-            f"Megatron-Core's model has all encoders on the ranks of {LANGUAGE} or none; {', '.join(local)} stands "
-            f"there and {', '.join(apart)} apart: {instead}",
+            f"Megatron-Core's model has all encoders on the ranks of {LANGUAGE} or none; {', '.join(local)} shares "
+            f"them and {', '.join(apart)} does not: {instead}",
         )
     if local and language.pp > 1:
         yield Fault(

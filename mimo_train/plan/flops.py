@@ -18,8 +18,9 @@ from fnmatch import fnmatchcase
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import EncoderSpec, joined_width
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, ModuleConfig
-from mimo_train.plan.memory import PARTS
+from mimo_train.config.parts import LANGUAGE, PARTS
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
 
 
 @dataclass(frozen=True)

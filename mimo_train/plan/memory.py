@@ -1,4 +1,4 @@
-"""Estimates of parameters and memory per rank, from sizes alone. Imports no torch.
+"""Estimates of memory per rank, from sizes alone. Imports no torch.
 
 Counted: weights, gradients, optimizer states, and the activations that the backward pass needs. Not counted: the CUDA
 context, communication buffers, temporary workspaces, fragmentation, and pictures as they are read.
@@ -14,25 +14,18 @@ with its projector.
 import math
 from dataclasses import dataclass
 
-from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import EncoderSpec, joined_width, layer_parameters
+from encoders.spec import joined_width
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, ModuleConfig
-from mimo_train.plan.layout import RunLayout, layers_of_stage
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.plan.layout import layers_of_stage
+from mimo_train.plan.parameters import ParameterCount, module_parameters
+from mimo_train.plan.run import Run
+from mimo_train.plan.schedule import in_flight
 
 GIB = 1024**3
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one weight or activation, by `train.precision`."""
-
-
-VOCAB_MULTIPLE = 128
-"""Vocabularies are padded to a multiple of this, whatever the layout: padding with tp would change the softmax."""
-
-
-def padded_vocab_size(vocab_size: int) -> int:
-    """Rows of the embedding for a tokenizer of `vocab_size` tokens."""
-    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -56,17 +49,6 @@ class Memory:
             self.optimizer + other.optimizer,
             self.activations + other.activations,
         )
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """Parameters of a part, by whether they are trained."""
-
-    total: int
-    trainable: int
-
-    def __add__(self, other: "ParameterCount") -> "ParameterCount":
-        return ParameterCount(self.total + other.total, self.trainable + other.trainable)
 
 
 @dataclass(frozen=True)
@@ -163,149 +145,14 @@ def output_activations(tokens: int, hidden: int, vocab: int, precision: str, tp:
     return tokens * 2 * hidden * size // (tp if sp else 1) + tokens * math.ceil(vocab / tp) * (size + 4)
 
 
-def language_parameters(
-    llm: LlmSpec, vocab: int, sequence_length: int, *, tp: int = 1, stage: int = 0, stages: int = 1
-) -> int:
-    """Parameters of a language model on one rank of pipeline stage `stage` (from 0) of `stages`, without its experts.
-
-    Attention and feed-forward matrices are divided over tp; norms, routers and the biases behind row-parallel layers
-    are not.
-    The first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both
-    when these are two stages.
-    """
-    hidden, head = llm.hidden_size, llm.hidden_size // llm.num_attention_heads
-    qkv = head * (llm.num_attention_heads + 2 * (llm.num_query_groups or llm.num_attention_heads))
-    ffn = llm.shared_expert_ffn_hidden_size if llm.num_experts else llm.ffn_hidden_size
-    up = (2 if llm.activation == "swiglu" else 1) * ffn
-    norm = 2 if llm.normalization == "LayerNorm" else 1
-    split = hidden * qkv + hidden * hidden + hidden * up + ffn * hidden
-    whole = 2 * hidden * norm + (2 * head * norm if llm.qk_norm else 0)
-    whole += hidden * (llm.num_experts + llm.shared_expert_gate)
-    if llm.bias:
-        split, whole = split + qkv + up, whole + 2 * hidden
-    count = layers_of_stage(llm.num_layers, stage, stages) * (split // tp + whole)
-    first, last = stage == 0, stage == stages - 1
-    if first:
-        count += sequence_length * hidden if llm.position == "learned" else 0
-    if last:
-        count += hidden * norm
-    tables = 1 if llm.tie_embeddings else first + last
-    return count + (tables if first or last else 0) * math.ceil(vocab / tp) * hidden
-
-
-def expert_parameters(llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0, stages: int = 1) -> int:
-    """Parameters of the experts on one rank of a pipeline stage: dealt to ep ranks, each cut over etp."""
-    matrices = 3 if llm.activation == "swiglu" else 2
-    expert = matrices * llm.hidden_size * (llm.expert_ffn_hidden_size or llm.ffn_hidden_size)
-    return layers_of_stage(llm.num_layers, stage, stages) * llm.num_experts // ep * expert // etp
-
-
-def encoder_parameters(encoder: EncoderSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
-    """Parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`.
-
-    The matrices of its layers are divided over tp, the rest is not. The first stage has the embeddings, the last one
-    the final norm.
-    """
-    hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
-    layer, norm = layer_parameters(encoder)
-    split = 4 * hidden * hidden + 3 * hidden + 2 * hidden * ffn + ffn
-    count = layers_of_stage(encoder.num_layers, stage, stages) * (layer - split + split // tp)
-    if stage == 0:
-        count += encoder.num_parameters() - encoder.num_layers * layer - norm
-    return count + (norm if stage == stages - 1 else 0)
-
-
-def projector_parameters(projector: ProjectorSpec, width: int, language_width: int, *, tp: int = 1) -> int:
-    """Parameters on one rank of a projector of features of `width`: all but the last bias of an mlp are divided over
-    tp."""
-    total = projector.num_parameters(width, language_width)
-    whole = language_width if projector.kind == "mlp" else 0
-    return whole + (total - whole) // tp
-
-
-PARTS = {"encoder": "encoders.*", "projector": "input_projections.*", "llm": "*"}
-"""What `freeze` names as a whole, with the pattern of parameter names it stands for; anything else in it is a shell
-pattern itself."""
-
-
-def freeze_patterns(module: ModuleConfig) -> list[str]:
-    """The entries of `freeze` that are shell patterns of parameter names. Counts here take them as trained."""
-    return [entry for entry in module.freeze if entry not in PARTS]
-
-
-def module_parameters(
-    cfg: ConfigContainer,
-    name: str,
-    vocab: int,
-    *,
-    tp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    stage: int = 0,
-    stages: int = 1,
-) -> dict[str, ParameterCount]:
-    """Parameters on one rank by part: encoder and projector, or llm and its experts. With the defaults, those of the
-    whole module."""
-    module, place = cfg.modules[name], {"stage": stage, "stages": stages}
-    if name == LANGUAGE:
-        counts = {"llm": language_parameters(module.llm, vocab, cfg.data.sequence_length, tp=tp, **place)}
-        if module.llm.num_experts:
-            counts["experts"] = expert_parameters(module.llm, ep=ep, etp=etp, **place)
-    else:
-        width = cfg.language.llm.hidden_size
-        counts = {"encoder": encoder_parameters(module.encoder, tp=tp, **place)}
-        if stage == stages - 1:
-            counts["projector"] = projector_parameters(
-                module.projector, joined_width(module.encoder, module.projector), width, tp=tp
-            )
-    frozen = [*module.freeze, *(["experts"] if "llm" in module.freeze else [])]
-    if module.lora.rank:
-        frozen += ["llm", "experts", "encoder"]
-    parts = {part: ParameterCount(count, 0 if part in frozen else count) for part, count in counts.items()}
-    if module.lora.rank:
-        spec = module.llm or module.encoder
-        adapters = layers_of_stage(spec.num_layers, stage, stages) * module.lora.num_parameters(spec, tp)
-        parts["adapters"] = ParameterCount(adapters, adapters)
-    return parts
-
-
-def pipeline_stages(layout: RunLayout) -> int:
-    """Stages that a microbatch passes: the longest encoder that stands apart, then the language model."""
-    return max((layout.modules[name].pp for name in layout.apart_encoders), default=0) + layout.language.pp
-
-
-def bubble(layout: RunLayout) -> float:
-    """Share of a step in which a rank waits for the pipeline to fill and drain: (p - 1) / (v m + p - 1) for p stages of
-    equal duration, v chunks a stage and m microbatches. Narayanan et al. 2021 (arXiv 2104.04473) give (p - 1) / (v m),
-    of the time without the bubble."""
-    stages, chunks = pipeline_stages(layout), layout.language.vpp * layout.num_microbatches
-    return (stages - 1) / (chunks + stages - 1)
-
-
-def in_flight(layout: RunLayout, name: str, stage: int) -> int:
-    """Microbatches between forward and backward on a stage: as many as stages are left, at most m, under the 1F1B
-    schedule. Interleaved in v chunks a stage, those of one chunk each: min(v m, 2 (stages - stage - 1) + (v - 1) stages
-    + 1), the warm-up of Megatron-Core 0.19.2 (schedules.py:902) and one more."""
-    stages, chunks = pipeline_stages(layout), layout.language.vpp
-    if chunks > 1:
-        return min(chunks * layout.num_microbatches, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
-    left = layout.modules[name].pp - stage
-    if name != LANGUAGE:
-        left = layout.language.pp if name in layout.local_encoders else left + layout.language.pp
-    return min(layout.num_microbatches, left)
-
-
-def stage_memory(
-    cfg: ConfigContainer, layout: RunLayout, name: str, vocab: int, media_per_sample: float = 1.0
-) -> list[StageMemory]:
+def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0) -> list[StageMemory]:
     """Memory of each pipeline stage of one module.
 
     Args:
         vocab: rows of the embedding (see `padded_vocab_size`).
         media_per_sample: pictures of this module in one sample, on average.
     """
-    module = layout.modules[name]
-    per_stage, stages = module.size // module.pp, []
+    cfg, module, stages = run.cfg, run.layout.modules[name], []
     for stage in range(module.pp):
         sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "stage": stage, "stages": module.pp}
         counts = module_parameters(cfg, name, vocab, **sizes)
@@ -314,12 +161,12 @@ def stage_memory(
         memory = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1)
         memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
         if name == LANGUAGE:
-            activations = _language_activations(cfg, layout, stage, vocab)
+            activations = _language_activations(run, stage, vocab)
         else:
-            activations = _encoder_activations(cfg, layout, name, stage, media_per_sample)
-        first = module.first_rank + stage * per_stage
-        ranks = tuple(range(first, first + per_stage))
-        stages.append(StageMemory(name, stage, ranks, memory + Memory(activations=activations)))
+            activations = _encoder_activations(run, name, stage, media_per_sample)
+        stages.append(
+            StageMemory(name, stage, tuple(module.stage_ranks(stage)), memory + Memory(activations=activations))
+        )
     return stages
 
 
@@ -332,8 +179,9 @@ def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
     return dict(sorted(total.items()))
 
 
-def _language_activations(cfg: ConfigContainer, layout: RunLayout, stage: int, vocab: int) -> int:
-    llm, sizes, train = cfg.language.llm, layout.language, cfg.train
+def _language_activations(run: Run, stage: int, vocab: int) -> int:
+    cfg, sizes = run.cfg, run.layout.language
+    llm, train = cfg.language.llm, cfg.train
     tokens = cfg.data.sequence_length * train.micro_batch_size // sizes.cp
     key_width = llm.hidden_size // llm.num_attention_heads * (llm.num_query_groups or llm.num_attention_heads)
     layer = layer_activations(
@@ -352,20 +200,19 @@ def _language_activations(cfg: ConfigContainer, layout: RunLayout, stage: int, v
         layer += expert_activations(tokens, llm, train.precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
     boundary = tokens * llm.hidden_size * BYTES[train.precision] // (sizes.tp if sizes.sp else 1)
     layers = layers_of_stage(llm.num_layers, stage, sizes.pp) // sizes.vpp
-    kept = stack_activations(layers, layer, boundary, in_flight(layout, LANGUAGE, stage), cfg.recompute_of(LANGUAGE))
+    kept = stack_activations(layers, layer, boundary, in_flight(run, LANGUAGE, stage), cfg.recompute_of(LANGUAGE))
     if stage == sizes.pp - 1:
         kept += output_activations(tokens, llm.hidden_size, vocab, train.precision, sizes.tp, sizes.sp)
     return kept
 
 
-def _encoder_activations(
-    cfg: ConfigContainer, layout: RunLayout, name: str, stage: int, media_per_sample: float
-) -> int:
+def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> int:
     """A frozen encoder keeps nothing for a backward pass; one layer is there while it computes. Media of different
     sizes count as the largest."""
-    module, sizes, train = cfg.modules[name], layout.modules[name], cfg.train
+    cfg, sizes = run.cfg, run.layout.modules[name]
+    module, train = cfg.modules[name], cfg.train
     encoder, projector, size = module.encoder, module.projector, BYTES[train.precision]
-    media = math.ceil(layout.microbatch_samples / sizes.dp * media_per_sample)
+    media = math.ceil(run.batch.microbatch_samples / sizes.dp * media_per_sample)
     tokens = media * encoder.most_inner_tokens(projector.merge)
     layer = layer_activations(
         tokens,
@@ -376,7 +223,7 @@ def _encoder_activations(
         tp=sizes.tp,
         sp=sizes.sp,
     )
-    flying, layers = in_flight(layout, name, stage), layers_of_stage(encoder.num_layers, stage, sizes.pp)
+    flying, layers = in_flight(run, name, stage), layers_of_stage(encoder.num_layers, stage, sizes.pp)
     if "encoder" in module.freeze:
         kept = layer if layers else 0
     else:

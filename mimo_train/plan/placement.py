@@ -4,13 +4,15 @@ An encoder stands apart from the language model, on other ranks, or on exactly t
 that stand apart may share their ranks, stage by stage.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, Fault, LayoutConfig
-
-MODES = ("disjoint", "shared")
+from mimo_train.config.fault import Fault
+from mimo_train.config.keys import value_faults
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.plan.graph import connections
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,6 @@ def place(cfg: ConfigContainer) -> Placement:
     processes = sorted({process for span in spans.values() for process in span})
     rank_of = {process: rank for rank, process in enumerate(processes)}
     return Placement({name: rank_of[span[0]] for name, span in spans.items()}, tuple(processes))
-
-
-def note_nodes(cfg: ConfigContainer) -> None:
-    """Fill in `placement.ranks_per_node` from what the launcher has started, if there is one and several nodes."""
-    if not cfg.placement.ranks_per_node:
-        cfg.placement.ranks_per_node = launched_per_node()
-
-
-def launched_per_node() -> int:
-    """Processes that the launcher has started on each node; 0 where there is one node, or no launcher."""
-    started, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    return here if 0 < here < started else 0
 
 
 def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
@@ -143,10 +133,7 @@ def _crossing(cfg: ConfigContainer, name: str, first: int, node: int) -> range |
 
 def _key_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     placement = cfg.placement
-    if placement.mode not in MODES:
-        yield Fault("placement.mode", f"must be {' or '.join(MODES)}, is {placement.mode!r}")
-    if placement.ranks_per_node < 0:
-        yield Fault("placement.ranks_per_node", f"must be at least 0, is {placement.ranks_per_node}")
+    yield from value_faults(placement, "placement")
     for name, rank in placement.first_rank.items():
         if name not in cfg.modules:
             yield Fault(f"placement.first_rank.{name}", f"no such module; modules are {', '.join(cfg.modules)}")
@@ -162,38 +149,46 @@ def _key_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def _overlap_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
-    language, sizes = spans[LANGUAGE], cfg.language.layout
-    first_stage = language[: len(language) // sizes.pp]
-    shared, apart = cfg.placement.mode == "shared", []
-    for name in cfg.encoders:
-        span, pp = spans[name], cfg.modules[name].layout.pp
-        if shared or span == first_stage or set(span) & set(language):
-            if span != first_stage:
-                same_start = shared or span[0] == language[0]
-                yield Fault(
-                    f"modules.{name}.layout" if same_start else f"placement.first_rank.{name}",
-                    f"{name} stands on {len(span)} ranks ({span_text(span)}), the first stage of {LANGUAGE} on "
-                    f"{len(first_stage)} ({span_text(first_stage)}): make them the same, with tp x dp "
-                    f"{len(first_stage)} and first rank {first_stage[0]}, or put {name} on ranks that {LANGUAGE} "
-                    f"({span_text(language)}) does not have",
-                )
-            elif pp > 1:
-                yield Fault(
-                    f"modules.{name}.layout.pp",
-                    f"an encoder on the ranks of {LANGUAGE} has one stage, pp is {pp}: set it to 1, or put {name} on "
-                    "other ranks",
-                )
+    """Modules that share some ranks: a giver has exactly those of its taker's first stage, others all or none."""
+    shared: set[str] = set()
+    for giver, taker in connections(cfg):
+        span, of_taker, sizes = spans[giver], spans[taker], cfg.modules[taker].layout
+        first_stage = of_taker[: len(of_taker) // sizes.pp]
+        if not (cfg.placement.mode == "shared" or set(span) & set(of_taker)):
             continue
-        for other in apart:
-            same = spans[other] == span and cfg.modules[other].layout.pp == pp
-            if set(spans[other]) & set(span) and not same:
-                yield Fault(
-                    f"placement.first_rank.{name}",
-                    f"{name} (ranks {span_text(span)}, pp {pp}) and {other} (ranks {span_text(spans[other])}, pp "
-                    f"{cfg.modules[other].layout.pp}) share some ranks: give both the same first rank, number of ranks "
-                    "and pp, or no rank in common",
-                )
-        apart.append(name)
+        shared.add(giver)
+        if span != first_stage:
+            same_start = cfg.placement.mode == "shared" or span[0] == of_taker[0]
+            yield Fault(
+                f"modules.{giver}.layout" if same_start else f"placement.first_rank.{giver}",
+                f"{giver} has {len(span)} ranks ({span_text(span)}), the first stage of {taker} "
+                f"{len(first_stage)} ({span_text(first_stage)}): make them the same, with tp x dp "
+                f"{len(first_stage)} and first rank {first_stage[0]}, or put {giver} on ranks that {taker} "
+                f"({span_text(of_taker)}) does not have",
+            )
+        elif (pp := cfg.modules[giver].layout.pp) > 1:
+            yield Fault(
+                f"modules.{giver}.layout.pp",
+                f"an encoder on the ranks of {taker} has one stage, pp is {pp}: set it to 1, or put {giver} on other "
+                "ranks",
+            )
+    apart = [name for name in cfg.encoders if name not in shared]
+    for index, name in enumerate(apart):
+        for other in apart[:index]:
+            yield from _partial_overlap(cfg, spans, name, other)
+
+
+def _partial_overlap(cfg: ConfigContainer, spans: dict[str, range], name: str, other: str) -> Iterator[Fault]:
+    """Modules beside each other share all their ranks, stage by stage, or none."""
+    pp, pp_of_other = cfg.modules[name].layout.pp, cfg.modules[other].layout.pp
+    same = spans[other] == spans[name] and pp_of_other == pp
+    if set(spans[other]) & set(spans[name]) and not same:
+        yield Fault(
+            f"placement.first_rank.{name}",
+            f"{name} (ranks {span_text(spans[name])}, pp {pp}) and {other} (ranks {span_text(spans[other])}, pp "
+            f"{pp_of_other}) share some ranks: give both the same first rank, number of ranks and pp, or no rank in "
+            "common",
+        )
 
 
 def _idle_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:

@@ -47,7 +47,7 @@ def tokenizer_of(cfg: ConfigContainer) -> Any:
     """The run's tokenizer, with a placeholder for every encoder module.
 
     Raises:
-        ValueError: `data.tokenizer` cannot be loaded.
+        DataError: `data.tokenizer` cannot be loaded.
     """
     from data.tokens import build_tokenizer
 
@@ -69,7 +69,7 @@ def build_dataset(
         max_bad_samples: instead of the config's.
 
     Raises:
-        ValueError: no shards, or one that cannot be used.
+        DataError: no shards, or one that cannot be used.
     """
     from data.pipeline import Dataset
 

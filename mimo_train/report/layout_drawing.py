@@ -5,8 +5,9 @@ templates/layout.html.j2 places it. Imports no torch.
 
 from dataclasses import dataclass
 
-from mimo_train.config.schema import LANGUAGE
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.plan.layout import ModuleLayout, RunLayout
+from mimo_train.plan.run import Run
 
 _MAX_BOXES = 64
 """Ranks drawn of a module; the rest is a number, because nobody reads a thousand boxes."""
@@ -14,7 +15,7 @@ _MAX_BOXES = 64
 
 @dataclass(frozen=True)
 class Part:
-    """The part of one module that stands on a rank; `coordinates` such as "tp 0 · pp 1 · dp 0"."""
+    """The part of one module on a rank; `coordinates` such as "tp 0 · pp 1 · dp 0"."""
 
     module: str
     coordinates: str
@@ -25,7 +26,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RankBox:
-    """A rank of the launcher, its node where there are several, and the parts that stand on it."""
+    """A rank of the launcher, its node where there are several, and the parts on it."""
 
     rank: int
     node: int | None
@@ -34,7 +35,7 @@ class RankBox:
 
 @dataclass(frozen=True)
 class Block:
-    """Modules that stand on the same ranks."""
+    """Modules on the same ranks."""
 
     modules: list[ModuleLayout]
     color: int | None
@@ -54,7 +55,7 @@ class LayoutDrawing:
 
 
 def coordinates(module: ModuleLayout, rank: int) -> dict[str, int]:
-    """Where `rank` stands in the grid of `module`: tp changes fastest, then cp, dp, pp (the order of `layout`)."""
+    """Place of `rank` in the grid of `module`: tp changes fastest, then cp, dp, pp (the order of `layout`)."""
     assert rank in module.ranks, f"rank {rank} is not on {module.name} ({module.ranks})"
     rest, found = rank - module.first_rank, {}
     for axis in ("tp", "cp", "dp", "pp"):
@@ -68,29 +69,31 @@ def module_colors(layout: RunLayout) -> dict[str, int]:
     return {LANGUAGE: 0} | {name: 1 + index % 5 for index, name in enumerate(others)}
 
 
-def layout_drawing(layout: RunLayout) -> LayoutDrawing:
+def layout_drawing(run: Run) -> LayoutDrawing:
     """The drawing of a run's layout. Ranks are the launcher's."""
-    apart = _sharing(layout, layout.apart_encoders)
+    layout = run.layout
+    inside = [edge.giver for edge in layout.shared_edges if edge.taker == LANGUAGE]
+    apart = _sharing(layout, [name for name in layout.modules if name not in (*inside, LANGUAGE)])
     return LayoutDrawing(
         encoders=[_block(layout, names) for names in apart],
-        language=_block(layout, [*layout.local_encoders, LANGUAGE]),
-        summary=_summary(layout, apart),
+        language=_block(layout, [*inside, LANGUAGE]),
+        summary=_summary(run, shares_ranks=bool(inside) or any(len(names) > 1 for names in apart)),
     )
 
 
-def _summary(layout: RunLayout, apart: list[list[str]]) -> str:
+def _summary(run: Run, shares_ranks: bool) -> str:
+    layout, batch = run.layout, run.batch
     said = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
     if len(layout.modules) > 1:
-        shares = layout.local_encoders or any(len(names) > 1 for names in apart)
-        said += ", modules share ranks" if shares else ", each module on ranks of its own"
+        said += ", modules share ranks" if shares_ranks else ", each module on ranks of its own"
     idle = sorted(set(range(layout.processes[-1])) - set(layout.processes))
     if idle:
         said += f"; idle: {', '.join(map(str, idle[:_MAX_BOXES]))}{' ...' if len(idle) > _MAX_BOXES else ''}"
     if _has_nodes(layout):
         said += f"; {layout.ranks_per_node} a node"
-    count = layout.num_microbatches
+    count = batch.num_microbatches
     microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
-    return f"{said}. A step is {layout.global_batch_size:,} samples: {microbatches} of {layout.microbatch_samples:,}."
+    return f"{said}. A step is {batch.global_batch_size:,} samples: {microbatches} of {batch.microbatch_samples:,}."
 
 
 def _has_nodes(layout: RunLayout) -> bool:
@@ -98,7 +101,7 @@ def _has_nodes(layout: RunLayout) -> bool:
 
 
 def _sharing(layout: RunLayout, names: list[str]) -> list[list[str]]:
-    """Modules by the ranks they stand on: those of one list stand on the same."""
+    """Modules by their ranks: those of one list have the same."""
     blocks: dict[int, list[str]] = {}
     for name in names:
         blocks.setdefault(layout.modules[name].first_rank, []).append(name)
@@ -106,7 +109,7 @@ def _sharing(layout: RunLayout, names: list[str]) -> list[list[str]]:
 
 
 def _block(layout: RunLayout, names: list[str]) -> Block:
-    """Ranks on which these modules stand, each with its part of every module, encoders above the language model."""
+    """The ranks of these modules, each with its part of every module, encoders above the language model."""
     colors, modules = module_colors(layout), [layout.modules[name] for name in names]
     ranks = max((module.ranks for module in modules), key=len)
     boxes = []

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from data.storage.replace import replacing
 from mimo_train.config.compose import to_yaml
-from mimo_train.config.schema import LANGUAGE, ConfigContainer
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.metrics.sinks.jsonl import iter_metrics
-from mimo_train.plan.layout import RunLayout
+from mimo_train.plan.run import Run
 from mimo_train.report.charts import Chart
 from mimo_train.report.curves import columns
 from mimo_train.report.evaluation_table import EvaluationTable, evaluation_table
@@ -40,25 +40,26 @@ class Page:
     written: str
 
 
-def write_report(run_dir: Path, cfg: ConfigContainer, layout: RunLayout) -> Path:
-    """Write report.html of the run in `run_dir`, from its metrics.jsonl and samples.json, as far as they exist.
+def write_report(run_dir: Path, run: Run) -> Path:
+    """Write report.html of `run` into `run_dir`, from its metrics.jsonl and samples.json, as far as they exist.
 
     Returns:
         the path of the report; an older one is replaced in one step.
 
     Raises:
-        ValueError: a broken line in metrics.jsonl.
+        UserError: a broken line in metrics.jsonl.
         OSError: the folder cannot be read or written.
     """
     path = run_dir / "report.html"
     # A name of undecodable bytes, or half of a character that a model wrote, must not cost the report.
-    content = render(_gather(run_dir, cfg, layout)).encode(errors="replace")
+    content = render(_gather(run_dir, run)).encode(errors="replace")
     with replacing(path) as file:
         file.write(content)
     return path
 
 
-def _gather(run_dir: Path, cfg: ConfigContainer, layout: RunLayout) -> Page:
+def _gather(run_dir: Path, run: Run) -> Page:
+    cfg = run.cfg
     metrics = run_dir / "metrics.jsonl"
     data = columns(iter_metrics(metrics)) if metrics.exists() else {}
     encoders = {name: module.encoder.name for name, module in cfg.encoders.items()}
@@ -67,10 +68,10 @@ def _gather(run_dir: Path, cfg: ConfigContainer, layout: RunLayout) -> Page:
         models=encoders | {LANGUAGE: cfg.language.llm.name},
         blind=cfg.data.blind,
         headline=headline(data, cfg.train.iters),
-        charts=run_charts(data, layout),
+        charts=run_charts(data, run.layout),
         samples=shown_samples(run_dir / "samples.json"),
         evaluations=evaluation_table(data),
-        layout=layout_drawing(layout),
+        layout=layout_drawing(run),
         config=to_yaml(cfg),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from data.pipeline import Batching, Dataset, Reader, StepBatch, StepLoader
-from mimo_train.config.schema import LANGUAGE, ConfigContainer
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel.device import to_device
 from mimo_train.parallel.groups import RunGroups
+from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.layout import RunLayout
+from mimo_train.plan.run import Run
 from mimo_train.step.schedule import Pipeline
 
 
@@ -32,8 +34,7 @@ def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
 
 
 def open_loader(
-    cfg: ConfigContainer,
-    layout: RunLayout,
+    run: Run,
     groups: RunGroups,
     dataset: Dataset,
     *,
@@ -45,10 +46,10 @@ def open_loader(
     the full batch."""
     return StepLoader(
         dataset,
-        Batching(layout.global_batch_size, layout.microbatch_samples, size_at),
-        readers_of(layout, groups),
+        Batching(run.batch.global_batch_size, run.batch.microbatch_samples, size_at),
+        readers_of(run.layout, groups),
         consumed_samples=consumed,
-        workers=cfg.data.workers,
+        workers=run.cfg.data.workers,
         limit=steps,
     )
 
@@ -61,21 +62,22 @@ class StepIterator:
     load-balancing loss, how much of each sample counts.
     """
 
-    def __init__(self, loader: StepLoader, pipeline: Pipeline, *, forward_only: bool = False):
-        self._loader, self._pipeline, self._forward_only = loader, pipeline, forward_only
+    def __init__(self, loader: StepLoader, pipeline: Pipeline, step_sum: StepSum | None = None):
+        """
+        Args:
+            step_sum: has the sections `bad samples` of `own_bad_samples` and, where `weighs`, `learned` of
+                `own_learned`; None for an evaluation, whose flags are exchanged at every step.
+        """
+        self._loader, self._pipeline, self._step_sum = loader, pipeline, step_sum
         self._language = pipeline.groups.collections.get(LANGUAGE)
         self._upcoming: StepBatch | None = next(loader, None)
         self.current: StepBatch | None = None
         self.bad: torch.Tensor | None = None
         """[global_batch_size], of which a smaller step uses the first: above 0 where any rank found the sample of the
         current step bad."""
-        if not forward_only:
-            size = pipeline.layout.global_batch_size
-            pipeline.step_sum.open("bad samples", size, lambda: _flags_of(self._upcoming))
-        self._weighs = pipeline.balancing.active and not forward_only
-        if self._weighs:
-            pipeline.step_sum.open("learned", size, lambda: self._learned_of(self._upcoming))
-        self._sums_seen = pipeline.step_sum.count
+        self.weighs = pipeline.balancing.active and step_sum is not None
+        """Whether ranks need to know how much of each sample counts."""
+        self._sums_seen = step_sum.count if step_sum else 0
         self._waiting: deque[int] = deque()
 
     def advance(self) -> StepBatch | None:
@@ -84,18 +86,18 @@ class StepIterator:
         self.current = self._upcoming
         if self.current is None:
             return None
-        flags, learned, step_sum = None, None, self._pipeline.step_sum
-        if not self._forward_only and step_sum.count != self._sums_seen:
+        flags, learned, step_sum = None, None, self._step_sum
+        if step_sum and step_sum.count != self._sums_seen:
             flags, learned = step_sum.total("bad samples"), step_sum.total("learned")
-        self._sums_seen = step_sum.count
+            self._sums_seen = step_sum.count
         if flags is None:
             flags, learned = self._all_flags_of(self.current), self._learned_of(self.current)
             dist.all_reduce(flags)
-            if self._weighs:
+            if self.weighs:
                 dist.all_reduce(learned)
         self.bad = flags
         self._good = (flags == 0).float()[:, None]
-        if self._weighs:
+        if self.weighs:
             share = (learned * (flags == 0)).sum() / self.current.size
             self._pipeline.balancing.learned_share = share.to(torch.float32)
         with self._pipeline.stopwatch("data_wait"):
@@ -117,7 +119,7 @@ class StepIterator:
         """Start the current step's microbatches again: all, or those with the numbers in `chosen`."""
         step, microbatches = self.current, self.current.microbatches
         chosen = range(len(microbatches)) if chosen is None else chosen
-        self._pipeline.plan.begin(
+        self._pipeline.shapes.begin(
             *(
                 {module: [numbers[number] for number in chosen] for module, numbers in of.items()}
                 for of in (step.token_counts, step.loads)
@@ -136,7 +138,7 @@ class StepIterator:
             batch = to_device(self.current.microbatches[index], self._pipeline.device)
             if "loss_mask" in batch:
                 # What no rank found bad counts.
-                first, count = self._first(index), self._pipeline.layout.micro_batch_size
+                first, count = self._first(index), self._pipeline.batch.micro_batch_size
                 batch["loss_mask"] = batch["loss_mask"] * self._good[first : first + count]
             return batch
 
@@ -151,19 +153,27 @@ class StepIterator:
         """Iterators over the current step's microbatches, one for each model chunk; they share the tensors."""
         return [map(dict, view) for view in itertools.tee(self, number)]
 
+    def own_bad_samples(self) -> list[int]:
+        """1 for each sample of the next step that this rank could not read, for the step's sum."""
+        return [] if self._upcoming is None else self._upcoming.bad.tolist()
+
+    def own_learned(self) -> torch.Tensor:
+        """How much of each sample of the next step counts, for the step's sum."""
+        return self._learned_of(self._upcoming)
+
     def close(self) -> None:
         """End the reading threads."""
         self._loader.close()
 
     def _all_flags_of(self, step: StepBatch) -> torch.Tensor:
-        flags = torch.zeros(self._pipeline.layout.global_batch_size, dtype=torch.int64)
+        flags = torch.zeros(self._pipeline.batch.global_batch_size, dtype=torch.int64)
         flags[: step.size] = torch.from_numpy(step.bad)
         return flags.to(self._pipeline.device)
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
         """[global_batch_size]: share of positions that count, of the samples whose text no other rank adds."""
         pipeline, language = self._pipeline, self._language
-        shares = torch.zeros(pipeline.layout.global_batch_size, dtype=torch.float64)
+        shares = torch.zeros(pipeline.batch.global_batch_size, dtype=torch.float64)
         reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
         if step is not None and reads:
             for index, microbatch in enumerate(step.microbatches):
@@ -174,10 +184,5 @@ class StepIterator:
 
     def _first(self, microbatch: int) -> int:
         """Place in the step of this language rank's first sample of a microbatch."""
-        layout = self._pipeline.layout
-        return microbatch * layout.microbatch_samples + self._language.dp.rank() * layout.micro_batch_size
-
-
-def _flags_of(step: StepBatch | None) -> list[int]:
-    """1 for each sample of a step that this rank could not read."""
-    return [] if step is None else step.bad.tolist()
+        batch = self._pipeline.batch
+        return microbatch * batch.microbatch_samples + self._language.dp.rank() * batch.micro_batch_size

@@ -12,10 +12,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from data.pipeline import MEDIA, Dataset, Lookup
-from mimo_train.config.schema import LANGUAGE, ConfigContainer
-from mimo_train.model.build import modules_of
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
 from mimo_train.model.feature_files import FeatureCache
+from mimo_train.model.names import modules_of
 from mimo_train.parallel.device import to_device
 from mimo_train.step.batches import StepIterator
 

@@ -1,34 +1,36 @@
 """Forward and backward over microbatches of the current step, from gradients of zero."""
 
-from typing import Any
-
-from megatron.core.transformer.module import MegatronModule
-
-from mimo_train.step.forward_hooks import _handle_mxfp8_param_buffer_copy
+from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.step.batches import StepIterator
 from mimo_train.step.forward_step import ForwardStepCallable, record_losses
-from mimo_train.step.state import GlobalState
+from mimo_train.step.losses import StepLosses
+from mimo_train.step.schedule import Pipeline
 
 
-def forward_backward(
-    forward_step_func: ForwardStepCallable,
-    data_iterator: Any,
-    model: list[MegatronModule],
-    optimizer: Any,
-    state: GlobalState,
-    num_microbatches: int,
-) -> None:
-    """Run the next `num_microbatches` of `data_iterator`; gradients stand summed over ranks and divided by tokens
-    afterwards, and `state.losses` holds the losses of these microbatches alone. Collective."""
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    _handle_mxfp8_param_buffer_copy(optimizer, False, state.cfg.optim.overlap_param_gather)
-    state.losses.begin()
-    with state.stopwatch("forward_backward"):
-        state.pipeline.run(
-            record_losses(forward_step_func, state.losses),
-            data_iterator,
-            model,
-            sequence_length=state.cfg.data.sequence_length,
-            num_microbatches=num_microbatches,
-        )
+class ForwardBackward:
+    """Runs microbatches of a `StepIterator` through the pipeline."""
+
+    def __init__(
+        self,
+        forward_step: ForwardStepCallable,
+        pipeline: Pipeline,
+        optimizer: ModuleOptimizer,
+        losses: StepLosses,
+    ):
+        """
+        Args:
+            forward_step: as the schedule calls it (see `prepare_forward_step_func`).
+            losses: takes the losses of the microbatches.
+        """
+        self._forward_step = record_losses(forward_step, losses)
+        self._pipeline, self._optimizer, self._losses = pipeline, optimizer, losses
+
+    def __call__(self, data: StepIterator, num_microbatches: int) -> None:
+        """Run the next `num_microbatches`; gradients are summed over ranks and divided by tokens afterwards, and the
+        losses are those of these microbatches alone. Collective."""
+        for chunk in self._pipeline.model:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._losses.begin()
+        with self._pipeline.stopwatch("forward_backward"):
+            self._pipeline.run(self._forward_step, data, num_microbatches=num_microbatches)

@@ -28,28 +28,17 @@ def prepare_forward_step_func(forward_step_func: ForwardStepCallable, state: Glo
 
     Called once per loop: the signature is read once, and the bound state is the object itself, so later changes of it
     are seen. A functor keeps its own attributes.
-
-    Raises:
-        TypeError: the signature is none of `ACCEPTED_FORMS`.
     """
     return maybe_inject_state(forward_step_func, state, needs_global_state_injection(forward_step_func))
 
 
 def needs_global_state_injection(forward_step_func: ForwardStepCallable) -> bool:
-    """Whether the forward step takes the state: by a `GlobalState` annotation, or by its first parameter's name.
-
-    Raises:
-        TypeError: the signature is none of `ACCEPTED_FORMS`.
-    """
-    parameters = _parameters(forward_step_func)
-    hints = _hints(forward_step_func)
-    annotated = any(_is_state(hints.get(parameter.name, parameter.annotation)) for parameter in parameters)
-    takes_state = annotated or (bool(parameters) and parameters[0].name in _STATE_NAMES)
-    own = len(parameters) - takes_state
-    if own not in (2, 3) or (own == 3 and parameters[-1].name != "return_schedule_plan"):
-        given = f"({', '.join(parameter.name for parameter in parameters)})"
-        raise TypeError(f"forward step {_name(forward_step_func)}{given}: write one of {'; '.join(ACCEPTED_FORMS)}")
-    return takes_state
+    """Whether the forward step takes the state: by a `GlobalState` annotation, or by its first parameter's name. Any
+    other signature is called without it."""
+    parameters, hints = _parameters(forward_step_func), _hints(forward_step_func)
+    if any(_is_state(hints.get(parameter.name, parameter.annotation)) for parameter in parameters):
+        return True
+    return bool(parameters) and parameters[0].name in _STATE_NAMES
 
 
 def maybe_inject_state(
@@ -108,7 +97,7 @@ def _hints(function: ForwardStepCallable) -> dict[str, Any]:
 def _is_state(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return annotation.rsplit(".", 1)[-1].strip("'\"") == GlobalState.__name__
-    return annotation is GlobalState
+    return isinstance(annotation, type) and issubclass(annotation, GlobalState)
 
 
 def _name(function: Any) -> str:

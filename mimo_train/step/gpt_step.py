@@ -6,7 +6,7 @@ from functools import partial
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from mimo_train.config.schema import LANGUAGE
+from mimo_train.config.fault import UserError
 from mimo_train.parallel.context import own_part
 from mimo_train.step.losses import masked_token_loss
 from mimo_train.step.state import GlobalState
@@ -27,9 +27,9 @@ def forward_step(
     """
     batch = next(data_iterator, None)
     if batch is None:
-        raise ValueError("the data ended before train.iters: data_iterator gave no microbatch")
+        raise UserError("the data ended before train.iters: data_iterator gave no microbatch")
     texts = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "loss_mask")}
-    inputs = own_part(texts, state.pipeline.groups.collections[LANGUAGE].cp)
+    inputs = own_part(texts, unwrap_model(model).pg_collection.cp)
     loss_mask = inputs.pop("loss_mask")
     inputs["attention_mask"] = None
     output = unwrap_model(model).build_schedule_plan(**inputs) if return_schedule_plan else model(**inputs)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo_train.config.schema import LANGUAGE
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
 
@@ -81,8 +82,9 @@ def weighted_sum(
 class StepLosses:
     """Named losses of a step: normalises what loss functions return, keeps the reports, and sums them over ranks.
 
-    The sums travel in the step's `StepSum`, so that a step's losses cost no message of their own. Context-parallel and
-    data-parallel ranks of the language model's last stage add to them, one of each tensor-parallel group.
+    The sums travel in the step's `StepSum` as section `losses`, so that a step's losses cost no message of their own.
+    Context-parallel and data-parallel ranks of the language model's last stage add to them, one of each tensor-parallel
+    group.
 
     Attributes:
         reports: {name: [sum, count]} of every microbatch of the current step, on ranks of the last stage.
@@ -108,7 +110,6 @@ class StepLosses:
         self._counts_mean = int(language is not None and language.cp.rank() == 0)
         self._cp_group = language.cp if language is not None and language.cp.size() > 1 else None
         self._checked: tuple[str, ...] | None = None
-        step_sum.open("losses", 2 * MAX_LOSSES, self._message)
 
     def begin(self) -> None:
         """Start a step."""
@@ -142,7 +143,7 @@ class StepLosses:
             return weighted_sum(result, self._weights, self._cp_group)
         if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[-1], dict):
             if self._weights:
-                raise ValueError(
+                raise UserError(
                     f"train.loss_weights: names {', '.join(self._weights)}, but the loss function returns its total "
                     "itself: let it return {name: loss}, or remove the weights"
                 )
@@ -161,20 +162,20 @@ class StepLosses:
             return
         unknown = sorted(self._weights.keys() - report.keys())
         if unknown:
-            raise ValueError(
+            raise UserError(
                 f"train.loss_weights.{unknown[0]}: no such loss; the forward step gives {', '.join(report)}"
             )
         if len(report) > MAX_LOSSES:
-            raise ValueError(f"the loss function reports {len(report)} losses, at most {MAX_LOSSES} are summed")
+            raise UserError(f"the loss function reports {len(report)} losses, at most {MAX_LOSSES} are summed")
         self._checked = tuple(report)
 
-    def _message(self) -> torch.Tensor | None:
-        """[sum, count, sum, count, ...], names in sorted order."""
+    def own(self) -> torch.Tensor | None:
+        """This rank's part of the section: [sum, count, sum, count, ...], names in sorted order."""
         if not self.reports or not self._adds:
             return None
         names = sorted(self.reports[0])
         if any(sorted(report) != names for report in self.reports):
-            raise ValueError("the loss function reports other names for other microbatches: report all, with count 0")
+            raise UserError("the loss function reports other names for other microbatches: report all, with count 0")
         sums = torch.cat([report[name] for report in self.reports for name in names])
         return sums.view(len(self.reports), -1).sum(0, dtype=torch.float64)
 

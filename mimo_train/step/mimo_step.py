@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
+from mimo_train.config.fault import UserError
 from mimo_train.step.losses import masked_token_loss
 from mimo_train.step.state import GlobalState
 
@@ -28,14 +29,14 @@ def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor):
     return masked_token_loss(loss_mask, output_tensor)
 
 
-def get_batch(data_iterator: Iterable) -> dict[str, Any] | None:
-    """The next microbatch of this rank, or None when there is no more.
+def get_batch(data_iterator: Iterable | None) -> dict[str, Any] | None:
+    """The next microbatch of this rank, or None when there is no more, or no iterator.
 
     Returns:
         On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence]; on encoder ranks:
         modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank.
     """
-    batch = next(data_iterator, None)
+    batch = next(data_iterator, None) if data_iterator is not None else None
     return None if batch is None else {key: batch[key] for key in MODEL_INPUTS if key in batch}
 
 
@@ -50,7 +51,7 @@ def forward_step(state: GlobalState, data_iterator: Iterable, model: MimoModel):
     """
     batch = get_batch(data_iterator)
     if batch is None:
-        raise ValueError("the data ended before train.iters: data_iterator gave no microbatch")
+        raise UserError("the data ended before train.iters: data_iterator gave no microbatch")
     batch.setdefault("input_ids", None)
     output, loss_mask = model(**batch)
     mimo_model = unwrap_model(model)

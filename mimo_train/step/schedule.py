@@ -1,16 +1,15 @@
 """Communicator, schedule and gradient finalisation for a set of modules: one or many.
 
-Where an encoder stands apart from the language model, or the language model has several stages besides encoders,
-Megatron-Core's 1F1B runs over `PlannedCommunicator`. Encoders on the ranks of a language model of one stage, and one
-module in one stage, run without pipelining; one module in several stages runs 1F1B over Megatron-Core's
-`P2PCommunicator`, interleaved if each stage has several model chunks.
+Where modules are on ranks of their own, or a taker has several stages, Megatron-Core's 1F1B runs over
+`ModuleCommunicator`. Givers on the ranks of a taker of one stage, and one module in one stage, run without pipelining;
+one module in several stages runs 1F1B over Megatron-Core's `P2PCommunicator`, interleaved if each stage has several
+model chunks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.pipeline_parallel import schedules
@@ -18,30 +17,24 @@ from megatron.core.pipeline_parallel.multimodule_communicator import MultiModule
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from mimo_train.config.schema import LANGUAGE
-from mimo_train.model.build import modules_of
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.model.mimo import MegatronMimoModel
 from mimo_train.model.moe import Balancing
-from mimo_train.parallel.bridge.communicator import MegatronCommunicator, PlannedCommunicator, TimedP2PCommunicator
-from mimo_train.parallel.bridge.exchange import LocalBridge, Watch, not_timed
+from mimo_train.model.names import modules_of
+from mimo_train.parallel.bridge.communicator import MegatronCommunicator, ModuleCommunicator, TimedP2PCommunicator
+from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed
 from mimo_train.parallel.bridge.megatron import MegatronSizes
-from mimo_train.parallel.bridge.shapes import TokenPlan
+from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
-from mimo_train.plan.layout import RunLayout
-
-VOTES = 2
-"""Booleans that a rank votes on at the end of each step: it received a signal; its time is over."""
+from mimo_train.plan.run import Run
 
 
 class Pipeline:
     """Runs forward and backward of all modules over the microbatches of a step.
 
     Attributes:
-        plan: rows that encoders send per sample; the data sets it before each step.
-        step_sum: what ranks sum at the end of backward, in one message: tokens, votes and what others open there.
-        votes: asked at the end of a step for `VOTES` booleans of this rank.
-        votes_on_host: gives the sum of the votes over ranks, from where it comes to the host with other numbers.
+        shapes: rows that givers send per sample; the data sets it before each step.
         is_last_stage: whether this rank computes the loss: the language model's last stage.
         balancing: weight and value of the load-balancing loss of experts.
         stopwatch: takes the time that this rank waits for others.
@@ -49,49 +42,43 @@ class Pipeline:
 
     def __init__(
         self,
-        layout: RunLayout,
+        run: Run,
         groups: RunGroups,
         model: list[MegatronModule],
-        config,
         device: torch.device,
+        step_sum: StepSum,
         stopwatch: Watch = not_timed,
     ):
-        self.layout, self.groups, self.device = layout, groups, device
-        self.stopwatch = stopwatch
-        self.plan = TokenPlan()
-        self.votes_on_host: Callable[[], Sequence[float]] = lambda: ()
-        self.votes: Callable[[], Sequence[bool]] = lambda: (False,) * VOTES
+        """
+        Args:
+            step_sum: what ranks sum at the end of backward; it has a section `tokens` of `own_tokens`.
+        """
+        self.layout, self.batch, self.groups, self.model, self.device = run.layout, run.batch, groups, model, device
+        self.stopwatch, self.shapes = stopwatch, StepShapes()
+        self._run, self._step_sum = run, step_sum
         language = groups.collections.get(LANGUAGE)
         self.is_last_stage = language is not None and language.pp.rank() == language.pp.size() - 1
         self._counts_tokens = self.is_last_stage and language.tp.rank() == 0
         self._num_tokens: torch.Tensor | None = None
         self._when_done: Callable[[], None] = lambda: None
         self._megatron_sizes: MegatronSizes | None = None
-        self.step_sum = StepSum(device)
-        self.step_sum.open("tokens", 1, self._own_tokens)
-        self.step_sum.open("votes", VOTES, lambda: self.votes())
-        self.balancing = Balancing(config, layout.language.dp, self.step_sum, device)
+        # The schedule reads the language model's config, which a MimoModel has on every rank.
+        config = model[0].config
+        self.balancing = Balancing(config, run.layout.language.dp, device)
         self._modules = modules_of(model)
         self._choose_schedule(model[0], config)
         config.finalize_model_grads_func = self._finalize
-
-    @property
-    def is_logging_rank(self) -> bool:
-        """Whether this is the one rank that writes the log."""
-        return dist.get_rank() == self.layout.logging_rank
 
     def run(
         self,
         forward_step: Callable,
         data_iterator: Any,
-        model: list[MegatronModule],
         *,
-        sequence_length: int,
         num_microbatches: int | None = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
     ) -> list[Any]:
-        """Run one step's microbatches; gradients stand summed over ranks and divided by tokens afterwards.
+        """Run one step's microbatches; gradients are summed over ranks and divided by tokens afterwards.
 
         Args:
             num_microbatches: that `data_iterator` gives; default: those of a full batch.
@@ -99,9 +86,9 @@ class Pipeline:
         Returns:
             What the loss function reported for each microbatch, on ranks of the last stage; else an empty list.
         """
-        if len(model) > 1:
-            data_iterator = data_iterator.views(len(model))
-        num_microbatches = num_microbatches or self.layout.num_microbatches
+        if len(self.model) > 1:
+            data_iterator = data_iterator.views(len(self.model))
+        num_microbatches = num_microbatches or self.batch.num_microbatches
         if self._megatron_sizes:
             self._megatron_sizes.require_possible()
         if not forward_only:
@@ -109,10 +96,10 @@ class Pipeline:
         return self._schedule(
             forward_step_func=forward_step,
             data_iterator=data_iterator,
-            model=model,
+            model=self.model,
             num_microbatches=num_microbatches,
-            seq_length=sequence_length,
-            micro_batch_size=self.layout.micro_batch_size,
+            seq_length=self._run.cfg.data.sequence_length,
+            micro_batch_size=self.batch.micro_batch_size,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             p2p_communicator=self._communicator,
@@ -120,19 +107,19 @@ class Pipeline:
         )
 
     def work_ahead(self, while_waiting: Callable[[], None], when_done: Callable[[], None]) -> None:
-        """Use the time in which this rank waits for the language model on other ranks.
+        """Use the time in which this rank waits for modules on other ranks.
 
         Args:
-            while_waiting: called in every exchange with it.
+            while_waiting: called in every exchange with them.
             when_done: called when this rank has done its part of a step.
         """
-        for bridge in self._communicator.bridge_comms if self.layout.apart_encoders else ():
+        for bridge in self._communicator.bridge_comms if self.layout.disjoint_edges else ():
             bridge.while_waiting = while_waiting
         self._when_done = when_done
 
-    def agreed_votes(self) -> tuple[bool, ...]:
-        """Which votes any rank has cast, as of the last step; the same answer on every rank."""
-        return tuple(bool(vote) for vote in self.votes_on_host()) or (False,) * VOTES
+    def own_tokens(self) -> torch.Tensor | None:
+        """Tokens that this rank counted in the current step; one rank of each tensor-parallel group counts."""
+        return self._num_tokens if self._counts_tokens else None
 
     def _choose_schedule(self, model: MegatronModule, config) -> None:
         layout, groups = self.layout, self.groups
@@ -140,7 +127,8 @@ class Pipeline:
         self._schedule_groups = groups.collections.get(LANGUAGE)
         if isinstance(model, MimoModel):
             self._connect(model, config)
-        if layout.apart_encoders or (layout.local_encoders and layout.language.pp > 1):
+        piped = layout.piped_modules
+        if len(piped) > 1 or (layout.shared_edges and layout.modules[piped[0]].pp > 1):
             self._communicator = self._communicator_of(model, config)
             self._schedule = schedules.forward_backward_pipelining_without_interleaving
             self._schedule_groups = groups.multi_module
@@ -153,33 +141,43 @@ class Pipeline:
             )
 
     def _connect(self, model: MimoModel, config) -> None:
-        """Give the model its bridges from encoders on the language model's ranks, or what Megatron-Core's need."""
-        layout, plan = self.layout, self.plan
+        """Give the model the bridges of its shared edges, or what Megatron-Core's need."""
         if isinstance(model, MegatronMimoModel):
-            self._megatron_sizes = model.sizes = MegatronSizes(layout, plan)
+            self._megatron_sizes = model.sizes = MegatronSizes(self.layout, self.shapes)
             return
-        model.plan = plan
-        model.local_bridges = {
-            name: LocalBridge(
-                name, layout, plan, config.hidden_size, config.pipeline_dtype, self.device, self.stopwatch
+        widths = self._hidden_sizes(model, config)
+        model.shapes = self.shapes
+        model.shared_bridges = {
+            edge.giver: SharedBridge(
+                edge, self._run, self.shapes, widths[edge.taker], config.pipeline_dtype, self.device, self.stopwatch
             )
-            for name in layout.local_encoders
-            if name in self._modules
+            for edge in self.layout.shared_edges
+            if edge.giver in self._modules
         }
 
     def _communicator_of(self, model: MimoModel, config) -> MultiModulePipelineCommunicator:
         """What carries features and activations between the steps of the schedule."""
-        layout, grids = self.layout, self.groups.grids
+        grids = self.groups.grids
         if self._megatron_sizes:
-            return MegatronCommunicator(layout, grids, config, self.stopwatch)
-        hidden_sizes = {LANGUAGE: config.hidden_size} | {
+            return MegatronCommunicator(self.layout, grids, config, self.stopwatch)
+        sequence_length = self._run.cfg.data.sequence_length
+        return ModuleCommunicator(
+            self._run,
+            grids,
+            config,
+            self._hidden_sizes(model, config),
+            sequence_length,
+            self.shapes,
+            self.device,
+            self.stopwatch,
+        )
+
+    def _hidden_sizes(self, model: MimoModel, config) -> dict[str, int]:
+        """Width of the layers of the modules of this rank, and of the language model."""
+        return {LANGUAGE: config.hidden_size} | {
             name: unwrap_model(submodule).encoders[name].config.hidden_size
             for name, submodule in model.modality_submodules.items()
         }
-        sequence_length = model.mimo_config.language_model_spec.params["max_sequence_length"]
-        return PlannedCommunicator(
-            layout, grids, config, hidden_sizes, sequence_length, self.plan, self.device, self.stopwatch
-        )
 
     def _finalize(self, _model, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
         """Reduce every module's gradients over its own groups, then divide by the tokens of the global batch.
@@ -192,12 +190,8 @@ class Pipeline:
         with self.stopwatch("reduce"):
             for name, chunks in self._modules.items():
                 finalize_model_grads(chunks, None, self.groups.collections[name], force_all_reduce)
-            self.step_sum.reduce()
-        tokens = self.step_sum.total("tokens").clamp(min=1).to(torch.float32)
+            self._step_sum.reduce()
+        tokens = self._step_sum.total("tokens").clamp(min=1).to(torch.float32)
         for chunks in self._modules.values():
             for chunk in chunks:
                 chunk.scale_gradients(1.0 / tokens)
-
-    def _own_tokens(self) -> torch.Tensor | None:
-        """Tokens that this rank counted; one rank of each tensor-parallel group counts."""
-        return self._num_tokens if self._counts_tokens else None

@@ -1,23 +1,24 @@
-"""What a run is while it runs: one object, handed around."""
+"""What forward steps, callbacks and the log know of a run: its config, its progress, its loggers."""
 
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from megatron.core.timers import Timers
 
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.layout import RunLayout, plan
-from mimo_train.step.callbacks import Callbacks
-from mimo_train.step.exit import ExitSignal
-from mimo_train.step.schedule import Pipeline
+from mimo_train.metrics.console import Console
+from mimo_train.metrics.metrics_log import MetricsLog
+from mimo_train.plan.layout import RunLayout
+from mimo_train.plan.run import Run
+from mimo_train.step.result import StepResult
 
 
 @dataclass
 class TrainState:
-    """Where the run stands. Saved in checkpoints."""
+    """The progress of a run. Saved in checkpoints."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -25,14 +26,19 @@ class TrainState:
     """Samples passed; the whole state of the data, since their order is a function of the seed."""
     skipped_train_samples: int = 0
     """Of these, samples of `train.skip_iters`."""
-    consumed_valid_samples: int = 0
-    """Held-out samples evaluated."""
     skipped_iters: int = 0
     """Steps whose update was skipped because a gradient was not finite."""
     bad_samples: int = 0
     """Samples so far that could not be read."""
     floating_point_operations_so_far: float = 0.0
     """Model FLOPs of all modules."""
+
+    def count(self, samples: int, result: StepResult, passed_over: bool = False) -> None:
+        """Count a step of so many samples; `passed_over`: it is one of `train.skip_iters`."""
+        self.step += 1
+        self.consumed_train_samples += samples
+        self.skipped_train_samples += samples if passed_over else 0
+        self.skipped_iters += result.skipped_iter
 
     def state_dict(self) -> dict[str, float]:
         """Plain numbers."""
@@ -48,74 +54,53 @@ class TrainState:
 class GlobalState:
     """Configuration, progress, timers and loggers of a run; forward steps receive it on request.
 
-    Made from a config alone; `setup` fills in the rest.
+    Complete when it is made; on ranks that do not log, console and metrics lead nowhere.
     """
 
-    cfg: ConfigContainer
+    run: Run
     train_state: TrainState = field(default_factory=TrainState)
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    exit_signal: ExitSignal = field(default_factory=ExitSignal)
+    timers: Timers = field(default_factory=lambda: Timers(log_level=0, log_option="minmax"))
     start_time: float = field(default_factory=time.time)
     """When this job started, in seconds since the epoch."""
-    timers: Timers = field(default_factory=lambda: Timers(log_level=0, log_option="minmax"))
-    kind: str = ""
-    """cuda or cpu."""
-    device: torch.device | None = None
-    tokenizer: Any = None
-    pipeline: Pipeline | None = None
-    losses: Any = None
-    """`StepLosses` of the current step."""
-    pre_wrap_hook: Any = None
-    """Called with the model chunks before they are wrapped for data parallelism; gives those to be used."""
-    freeze_stages: Any = None
-    """`FreezeStages`: holds parameters back until their step."""
-    rerun: Any = None
-    """`Rerun`: repeats a step whose loss is suspect."""
-    stopwatch: Any = None
-    """`Stopwatch` of this rank."""
-    interval: Any = None
-    """`Interval`: numbers since the last logging step."""
-    profiler: Any = None
-    """`StepProfiler` of this rank."""
-    metrics: Any = None
-    """`MetricsLog` on the logging rank, else None."""
-    console: Any = None
-    """`Console` on the logging rank, else None."""
-    layout: RunLayout = field(init=False)
-    run_dir: Path = field(init=False)
+    metrics: MetricsLog = field(default_factory=MetricsLog)
+    console: Console = field(default_factory=Console.silent)
 
-    def __post_init__(self) -> None:
-        """
-        Raises:
-            ConfigError: modules, layout or batch are impossible.
-        """
-        self.layout, self.run_dir = plan(self.cfg), Path(self.cfg.run.dir)
+    @property
+    def cfg(self) -> ConfigContainer:
+        """The run's config."""
+        return self.run.cfg
+
+    @property
+    def layout(self) -> RunLayout:
+        """The run's layout."""
+        return self.run.layout
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder that the run writes into."""
+        return self.run.dir
 
     @property
     def is_logging_rank(self) -> bool:
         """Whether this rank writes the log."""
-        return self.pipeline is not None and self.pipeline.is_logging_rank
+        return dist.is_initialized() and dist.get_rank() == self.layout.logging_rank
 
     @property
     def tensorboard_logger(self) -> Any:
         """TensorBoard's `SummaryWriter`, where one is open on this rank, else None."""
-        return self._handle("tensorboard")
+        return self.metrics.handle("tensorboard")
 
     @property
     def wandb_logger(self) -> Any:
         """The Weights & Biases run, where one is open on this rank, else None."""
-        return self._handle("wandb")
+        return self.metrics.handle("wandb")
 
     @property
     def mlflow_logger(self) -> Any:
         """MLflow's client and run, where they are open on this rank, else None."""
-        return self._handle("mlflow")
+        return self.metrics.handle("mlflow")
 
     @property
     def comet_logger(self) -> Any:
         """Comet's experiment, where one is open on this rank, else None."""
-        return self._handle("comet")
-
-    def _handle(self, sink: str) -> Any:
-        found = self.metrics.sink(sink) if self.metrics is not None else None
-        return None if found is None else found.handle
+        return self.metrics.handle("comet")

@@ -10,26 +10,28 @@ import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 
-from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema import RunConfig
+from mimo_train.parallel import device
 
 
-def maybe_wrap_for_inprocess_restart(pretrain_fn: Callable[..., int], cfg: ConfigContainer) -> Callable[..., int]:
-    """`pretrain_fn(state, forward_step_func, store, call_wrapper)` as a function of its first two arguments.
+def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> Callable[[], int]:
+    """A function that calls `life`, which makes a run from its newest checkpoint to its end, as often as it takes.
 
-    With `run.inprocess_restarts` above 0 it starts again that often: when it raises on any rank, or when a rank's
-    interpreter stands still for `run.timeout_minutes`. A process that has died cannot be restarted from inside; then
-    all end, as they do after the last restart.
+    `life` is given where the processes of this life meet; None is the address in the environment. With
+    `run.inprocess_restarts` above 0 it starts again that often: when it raises on any rank, or when the interpreter of
+    a rank is stuck for `run.timeout_minutes`. A process that has died cannot be restarted from inside; then all end, as
+    they do after the last restart.
     """
-    restarts = cfg.run.inprocess_restarts
+    restarts = run.inprocess_restarts
     if restarts == 0:
-        return pretrain_fn
+        return partial(life, None)
     from nvidia_resiliency_ext import inprocess
 
     class Finalize(inprocess.finalize.Finalize):
@@ -49,16 +51,15 @@ def maybe_wrap_for_inprocess_restart(pretrain_fn: Callable[..., int], cfg: Confi
 
     last_error: list[Exception] = []
 
-    def life(state, forward_step_func, call_wrapper: inprocess.CallWrapper = None):
+    def one_life(call_wrapper: inprocess.CallWrapper = None):
         # Only now has the wrapper let go of the error that ended the last life, and of what its frames held.
         gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        device.release_cached_memory()
         # The wrapper's own connection waits for news of the other ranks all the time.
         meeting = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(f"mimo_train/life_{call_wrapper.iteration}", meeting)
         try:
-            return pretrain_fn(state, forward_step_func, store, call_wrapper)
+            return life(store)
         except Exception as error:
             if call_wrapper.iteration == restarts:
                 last_error.append(error)
@@ -66,9 +67,9 @@ def maybe_wrap_for_inprocess_restart(pretrain_fn: Callable[..., int], cfg: Confi
                 traceback.print_exc()
             raise
 
-    def lives(state, forward_step_func):
+    def lives():
         _be_reachable()
-        patience = timedelta(minutes=cfg.run.timeout_minutes)
+        patience = timedelta(minutes=run.timeout_minutes)
         wrapper = inprocess.Wrapper(
             initialize=inprocess.initialize.RetryController(
                 max_iterations=restarts + 1, min_world_size=int(os.environ["WORLD_SIZE"])
@@ -80,7 +81,7 @@ def maybe_wrap_for_inprocess_restart(pretrain_fn: Callable[..., int], cfg: Confi
             completion_timeout=2 * patience,
         )
         try:
-            return wrapper(life)(state, forward_step_func)
+            return wrapper(one_life)()
         except inprocess.exception.RestartAbort:
             if last_error:
                 raise last_error[0] from None

@@ -1,18 +1,54 @@
 """Numbers of a logging interval: gathered where they arise, brought to the host by one message and one copy."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from data.pipeline import BadSample
-from mimo_train.diagnose.straggler import StragglerTimer
 from mimo_train.metrics.memory_stats import report_memory
-from mimo_train.metrics.stopwatch import INTERVALS
+from mimo_train.metrics.stopwatch import INTERVALS, Stopwatch
 from mimo_train.plan.flops import Flops
-from mimo_train.step.batches import StepIterator
 from mimo_train.step.state import GlobalState
+from mimo_train.training.bad_samples import BadSampleCount
+
+ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan iterations"
+"""Counters of steps among the sums of an interval: with an update, without, and of these with a loss that is not
+finite."""
+
+
+def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped_iter: int) -> None:
+    """Add a step to the sums of an interval; nothing leaves the device.
+
+    Args:
+        totals: sums by loss, and the three counters; starts empty, changed in place.
+        losses: of the step; those of a skipped step are counted and not added.
+        skipped_iter: 1 if the update was skipped.
+    """
+    totals[ADVANCED] = totals.get(ADVANCED, 0) + 1 - skipped_iter
+    totals[SKIPPED] = totals.get(SKIPPED, 0) + skipped_iter
+    totals.setdefault(NAN, 0)
+    if not skipped_iter:
+        for name, value in losses.items():
+            totals[name] = totals.get(name, 0.0) + value
+    elif losses:
+        finite = torch.stack([value.isfinite().all() for value in losses.values()]).all()
+        totals[NAN] = totals[NAN] + (~finite).double()
+
+
+def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Mean of every loss over the updates of an interval, and the number of steps whose loss was not finite; all sums
+    start again at zero."""
+    updates, nan_steps = max(totals.get(ADVANCED, 0), 1), totals.get(NAN, 0)
+    counters = (ADVANCED, SKIPPED, NAN)
+    means = {name: total / updates for name, total in totals.items() if name not in counters}
+    if isinstance(nan_steps, torch.Tensor):
+        means[NAN] = nan_steps
+    totals.clear()
+    totals |= dict.fromkeys(counters, 0)
+    return means
 
 
 @dataclass(frozen=True)
@@ -29,35 +65,27 @@ class IntervalNumbers:
     """[rank][`INTERVALS`], seconds per step."""
     memory: dict[str, float]
     """Largest over ranks, by the names of `report_memory`; empty unless `log.memory`."""
-    bad_samples: int
-    """Samples that could not be read."""
     losses: dict[str, float]
     """Means over the interval; empty on ranks without losses."""
+
+    @property
+    def model_flops(self) -> float:
+        """Of all modules, over the interval."""
+        return sum(flops.model for flops in self.flops.values())
 
 
 class Interval:
     """Gathers during the interval what costs no message; `collect` does the rest, and starts the next one.
 
     Attributes:
-        model_flops: of all modules, so far.
-        stragglers: takes the compute times of the ranks, or None.
-        bad_sample: the one that this rank found last, if any.
         step_samples: samples of the latest steps of this job, as many as `log.throughput_window` looks at.
     """
 
-    def __init__(self, state: GlobalState, stragglers: StragglerTimer | None = None):
-        self._state, self.stragglers = state, stragglers
+    def __init__(self, state: GlobalState, stopwatch: Stopwatch, device: torch.device, bad_samples: BadSampleCount):
+        self._state, self._stopwatch, self._device, self._bad_samples = state, stopwatch, device, bad_samples
         self._memory_names = list(report_memory(None)) if state.cfg.log.memory else []
-        self._bad = torch.zeros((), dtype=torch.float64, device=state.device)
-        self.bad_sample: BadSample | None = None
         self.step_samples: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
         self._reset()
-
-    def _reset(self) -> None:
-        self._steps, self._samples, self._seconds = 0, 0, 0.0
-        self._flops: dict[str, Flops] = dict.fromkeys(self._state.layout.modules, Flops())
-        self._bad.zero_()
-        self.model_flops = 0.0
 
     def note_step(self, flops: dict[str, Flops], samples: int, seconds: float) -> None:
         """Count a step.
@@ -72,20 +100,7 @@ class Interval:
         self._seconds += seconds
         for name, count in flops.items():
             self._flops[name] += count
-        model_flops = sum(count.model for count in flops.values())
-        self.model_flops += model_flops
-        self._state.train_state.floating_point_operations_so_far += model_flops
-
-    def note_bad_samples(self, iterator: StepIterator) -> None:
-        """Count the bad samples of a step, found by any rank, on the device; also of a step that was passed over."""
-        self._bad += torch.count_nonzero(iterator.bad)
-        self.bad_sample = iterator.dataset.bad_samples.latest
-
-    def take_bad_samples(self) -> int:
-        """How many there were since they were last taken, over all ranks. Waits for the device."""
-        found = int(self._bad)
-        self._bad.zero_()
-        return found
+        self._state.train_state.floating_point_operations_so_far += sum(count.model for count in flops.values())
 
     def collect(self, losses: dict[str, torch.Tensor]) -> IntervalNumbers:
         """The numbers of all ranks. Collective: one sum over the world and one copy to the host.
@@ -93,19 +108,19 @@ class Interval:
         Args:
             losses: mean of every loss over the interval, 0-d on the device.
         """
-        state = self._state
-        seconds = state.stopwatch.read_and_reset()
+        seconds = self._stopwatch.read_and_reset()
         report = report_memory(None) if self._memory_names else {}
         own = [seconds[name] for name in INTERVALS] + [float(report.get(name, 0)) for name in self._memory_names]
-        world, columns, names = state.layout.world_size, len(own), sorted(losses)
+        world, columns, names = self._state.layout.world_size, len(own), sorted(losses)
         rank = dist.get_rank()
         before, after = [0.0] * (rank * columns), [0.0] * ((world - 1 - rank) * columns)
-        rows = torch.tensor(before + own + after, dtype=torch.float64).to(state.device)
+        rows = torch.tensor(before + own + after, dtype=torch.float64).to(self._device)
         if world > 1:
             dist.all_reduce(rows)
-        host = torch.cat([rows, torch.stack([self._bad, *(losses[name].double() for name in names)])]).tolist()
+        means = torch.stack([self._bad_samples.new, *(losses[name].double() for name in names)])
+        host = torch.cat([rows, means]).tolist()
         table = [host[rank * columns : (rank + 1) * columns] for rank in range(world)]
-        bad, *means = host[world * columns :]
+        bad, *values = host[world * columns :]
         times = len(INTERVALS)
         numbers = IntervalNumbers(
             steps=self._steps,
@@ -114,8 +129,12 @@ class Interval:
             flops=self._flops,
             times=[row[:times] for row in table],
             memory={name: max(row[times + i] for row in table) for i, name in enumerate(self._memory_names)},
-            bad_samples=int(bad),
-            losses=dict(zip(names, means, strict=True)),
+            losses=dict(zip(names, values, strict=True)),
         )
+        self._bad_samples.settle(int(bad))
         self._reset()
         return numbers
+
+    def _reset(self) -> None:
+        self._steps, self._samples, self._seconds = 0, 0, 0.0
+        self._flops: dict[str, Flops] = dict.fromkeys(self._state.layout.modules, Flops())

@@ -1,59 +1,179 @@
-"""From a config to everything the loop needs: processes, groups, model, optimizer, data, loggers, resume."""
+"""From a run to everything the loop needs: processes, groups, model, optimizer, data, loggers, resume."""
 
 import logging
 import os
 import random
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.store import load_checkpoint
+from data.tokens import Tokenizer
+from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.config.compose import to_yaml
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.profiling import StepProfiler
 from mimo_train.diagnose.rerun import Rerun
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.launch.processes import is_first_of_node
-from mimo_train.metrics import progress as progress_log
+from mimo_train.metrics import progress
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.metrics_log import build_metrics_log
 from mimo_train.metrics.stopwatch import Stopwatch
-from mimo_train.model.build import build_model, modules_of
+from mimo_train.model.build import build_model
+from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import use_transformer_engine
+from mimo_train.model.names import modules_of
 from mimo_train.model.seeds import seed_for
-from mimo_train.optim.factory import ModuleSchedulers, build_optimizer
+from mimo_train.optim.factory import build_optimizer
 from mimo_train.optim.freeze_stages import FreezeStages, GradientNeeds
+from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel import device as devices
-from mimo_train.parallel.bridge.shapes import TokenPlan
+from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
-from mimo_train.plan.batch import BatchSizes
-from mimo_train.plan.layout import RunLayout
+from mimo_train.parallel.step_sum import StepSum
+from mimo_train.plan.run import Run
 from mimo_train.plan.samples import build_dataset, placeholders_of, tokenizer_of
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.feature_cache import Features
-from mimo_train.step.losses import StepLosses
+from mimo_train.step.losses import MAX_LOSSES, StepLosses
 from mimo_train.step.schedule import Pipeline
-from mimo_train.step.state import GlobalState
+from mimo_train.step.state import GlobalState, TrainState
+from mimo_train.training.bad_samples import BadSampleCount
+from mimo_train.training.exit import ExitVotes
 
 
-@dataclass
-class SetupOutput:
-    """What `setup` hands to the loop."""
+@dataclass(frozen=True)
+class Parts:
+    """What is made of a run before there is an optimizer: enough for a forward pass."""
 
-    model: list
-    optimizer: Any
-    scheduler: ModuleSchedulers
-    train_data_iterator: StepIterator
+    kind: str
+    """The run's device, cuda or cpu."""
+    tokenizer: Tokenizer
+    pipeline: Pipeline
+    """With the model, the process groups and the device."""
+    step_sum: StepSum
+    stopwatch: Stopwatch
+    profiler: StepProfiler
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything that a loop runs on, on this rank."""
+
+    state: GlobalState
+    parts: Parts
+    optimizer: ModuleOptimizer
+    schedulers: ModuleSchedulers
+    losses: StepLosses
+    rerun: Rerun
+    freeze_stages: FreezeStages
+    data: StepIterator
     held_out: HeldOut | None
-    checkpointing_context: dict[str, Any] = field(default_factory=dict)
+    checkpointer: Checkpointer
+    bad_samples: BadSampleCount
+
+    @property
+    def model(self) -> list[MegatronModule]:
+        """The model chunks of this rank."""
+        return self.parts.pipeline.model
+
+    def close(self) -> None:
+        """End threads, profilers and writers, also after a failure."""
+        self.data.close()
+        self.parts.profiler.close()
+        self.checkpointer.close()
+        self.state.console.close()
+        self.state.metrics.close()
+
+
+def setup(
+    run: Run,
+    votes: ExitVotes,
+    *,
+    start_time: float,
+    store: dist.Store | None = None,
+    pre_wrap_hook: ModelHook | None = None,
+) -> Session:
+    """Build a run, or continue it from its newest checkpoint. Collective over all ranks.
+
+    Args:
+        votes: this rank's reasons to end.
+        start_time: of this job, in seconds since the epoch.
+        store: where the processes meet, instead of the address in the environment.
+        pre_wrap_hook: changes the model chunks before they are wrapped for data parallelism.
+
+    Raises:
+        UserError, DataError: data, tokenizer or checkpoint cannot be used; with the config key.
+    """
+    cfg, train_state = run.cfg, TrainState()
+    kind, device = start_processes(cfg, store)
+    make_demo_shards(run)
+    parts = build_parts(run, kind, device, pre_wrap_hook)
+    pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
+    optimizer = build_optimizer(cfg, pipeline.model, groups)
+    optimizer.attach(pipeline.model[0].config)
+    needs = GradientNeeds(run.layout, modules_of(pipeline.model), optimizer.releases, groups)
+    freeze_stages = FreezeStages(cfg, optimizer, partial(_announce_needs, pipeline.shapes, needs))
+    schedulers = ModuleSchedulers(cfg, optimizer)
+    rerun = Rerun(cfg.train.rerun, cfg.train.log_interval)
+    losses = StepLosses(cfg.train.loss_weights, groups, step_sum, rerun.validate)
+    dataset = build_dataset(cfg, parts.tokenizer)
+    saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
+    checkpointer = Checkpointer(run, *saved, dataset.fingerprint)
+    resumed_from = checkpointer.resume()
+    features = Features(cfg, pipeline.model, use_transformer_engine(kind))
+    features.serve(dataset)
+    loader = open_loader(
+        run,
+        groups,
+        dataset,
+        consumed=train_state.consumed_train_samples,
+        steps=cfg.train.iters - train_state.step,
+        size_at=run.batch.size_at,
+    )
+    data = StepIterator(loader, pipeline, step_sum)
+    _open_sections(run, step_sum, pipeline, losses, votes, data)
+    optimizer.passengers = partial(step_sum.total, "votes")
+    prefetcher = features.prefetcher(data)
+    if prefetcher is not None:
+        pipeline.work_ahead(prefetcher.one, prefetcher.all)
+    return Session(
+        state=_open_state(run, train_state, start_time, resumed_from),
+        parts=parts,
+        optimizer=optimizer,
+        schedulers=schedulers,
+        losses=losses,
+        rerun=rerun,
+        freeze_stages=freeze_stages,
+        data=data,
+        held_out=HeldOut(run, pipeline, parts.tokenizer, features) if cfg.data.validation_shards else None,
+        checkpointer=checkpointer,
+        bad_samples=BadSampleCount(train_state, cfg.data.max_bad_samples, device),
+    )
+
+
+def _open_sections(
+    run: Run, step_sum: StepSum, pipeline: Pipeline, losses: StepLosses, votes: ExitVotes, data: StepIterator
+) -> None:
+    """What ranks sum at the end of every backward pass, in one message. The same sections in the same order on every
+    rank; who needs a sum asks for it by its name."""
+    samples = run.batch.global_batch_size
+    step_sum.open("tokens", 1, pipeline.own_tokens)
+    step_sum.open("votes", votes.NUMBER, votes.own)
+    step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
+    step_sum.open("bad samples", samples, data.own_bad_samples)
+    if pipeline.balancing.active:
+        step_sum.open(pipeline.balancing.NAME, 1, pipeline.balancing.own)
+    if data.weighs:
+        step_sum.open("learned", samples, data.own_learned)
 
 
 def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
@@ -71,111 +191,42 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
     return kind, device
 
 
-def build_state(state: GlobalState, kind: str, device: torch.device) -> list:
-    """Fill in device, tokenizer, model and pipeline; weights are initial. Collective over all ranks.
-
-    Returns:
-        The model chunks of this rank.
-    """
+def build_parts(run: Run, kind: str, device: torch.device, pre_wrap_hook: ModelHook | None = None) -> Parts:
+    """Groups, model and pipeline of a run; weights are initial. Collective over all ranks."""
     _quieten()
-    cfg, layout = state.cfg, state.layout
-    groups = build_groups(layout)
-    state.kind, state.device, state.tokenizer = kind, device, tokenizer_of(cfg)
-    tokenizer = state.tokenizer
-    state.stopwatch = Stopwatch(cuda=kind == "cuda")
-    state.profiler = StepProfiler(cfg, state.run_dir, kind)
+    cfg, groups, tokenizer = run.cfg, build_groups(run.layout), tokenizer_of(run.cfg)
+    profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
     _seed(cfg, groups)
     model = build_model(
         cfg,
-        layout,
+        run.layout,
         groups,
         vocab_size=tokenizer.vocab_size,
         special_token_ids={name: tokenizer.placeholder_id(token) for name, token in placeholders_of(cfg).items()},
         device=device,
         te=use_transformer_engine(kind),
-        pre_wrap_hook=state.pre_wrap_hook,
+        pre_wrap_hook=pre_wrap_hook,
     )
     _seed(cfg, groups)
-    # The schedule reads the language model's config, which a MimoModel has on every rank.
-    state.pipeline = Pipeline(layout, groups, model, model[0].config, device, state.stopwatch)
-    state.rerun = Rerun(cfg.train.rerun, cfg.train.log_interval)
-    state.losses = StepLosses(cfg.train.loss_weights, groups, state.pipeline.step_sum, state.rerun.validate)
-    return model
+    step_sum, stopwatch = StepSum(device), Stopwatch(cuda=kind == "cuda")
+    pipeline = Pipeline(run, groups, model, device, step_sum, stopwatch)
+    return Parts(kind, tokenizer, pipeline, step_sum, stopwatch, profiler)
 
 
-def setup(state: GlobalState, store: dist.Store | None = None) -> SetupOutput:
-    """Build a run, or continue it from its newest checkpoint. Collective over all ranks.
-
-    Args:
-        state: made from a valid config; filled in here.
-        store: where the processes meet, instead of the address in the environment.
-
-    Raises:
-        ValueError: data, tokenizer or checkpoint cannot be used; with the config key.
-    """
-    cfg, layout = state.cfg, state.layout
-    kind, device = start_processes(cfg, store)
-    make_demo_shards(cfg, layout)
-    model = build_state(state, kind, device)
-    optimizer = build_optimizer(cfg, model, state.pipeline.groups)
-    optimizer.attach(model[0].config)
-    needs = GradientNeeds(modules_of(model), optimizer.releases, state.pipeline.groups)
-    state.freeze_stages = FreezeStages(cfg, optimizer, partial(_announce_needs, state.pipeline.plan, needs))
-    optimizer.passengers = lambda: state.pipeline.step_sum.total("votes")
-    state.pipeline.votes_on_host = lambda: optimizer.arrived
-    scheduler = ModuleSchedulers(cfg, optimizer)
-    dataset = build_dataset(cfg, state.tokenizer)
-    context = {"data_fingerprint": dataset.fingerprint}
-    folder = folders.chosen(state.run_dir, cfg.checkpoint.resume)
-    if folder is not None:
-        record = load_checkpoint(folder, layout, model, optimizer, scheduler, state.train_state)
-        _require_same_data(record, dataset.fingerprint, folder)
-        if record["rerun"] is not None and state.train_state.step + 1 not in cfg.train.skip_iters:
-            state.rerun.load_state_dict(record["rerun"])
-    elif cfg.checkpoint.weights:
-        load_checkpoint(folders.chosen(state.run_dir, cfg.checkpoint.weights, "checkpoint.weights"), layout, model)
-        # The optimizer keeps master copies of the weights that it was built with.
-        optimizer.reload_model_params()
-    _open_logs(state, folder)
-    progress = state.train_state
-    features = Features(cfg, model, use_transformer_engine(kind))
-    features.serve(dataset)
-    loader = open_loader(
-        cfg,
-        layout,
-        state.pipeline.groups,
-        dataset,
-        consumed=progress.consumed_train_samples,
-        steps=cfg.train.iters - progress.step,
-        size_at=BatchSizes.of(cfg).at,
-    )
-    iterator = StepIterator(loader, state.pipeline)
-    prefetcher = features.prefetcher(iterator)
-    if prefetcher is not None:
-        state.pipeline.work_ahead(prefetcher.one, prefetcher.all)
-    return SetupOutput(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        train_data_iterator=iterator,
-        held_out=HeldOut(state, features) if cfg.data.validation_shards else None,
-        checkpointing_context=context,
-    )
-
-
-def _announce_needs(plan: TokenPlan, needs: GradientNeeds, step: int) -> None:
-    plan.needs = needs.at(step)
-
-
-def make_demo_shards(cfg: ConfigContainer, layout: RunLayout) -> None:
+def make_demo_shards(run: Run) -> None:
     """Make the demo shards of `data.demo` if they are not there; the first rank of each node does, the others wait."""
-    if not cfg.data.demo:
+    data = run.cfg.data
+    if not data.demo:
         return
     from data.demo.make import ensure_demo
 
-    if is_first_of_node(layout, dist.get_rank()):
-        ensure_demo(Path(cfg.data.shards).parent, cfg.data.demo)
+    if is_first_of_node(run.layout, dist.get_rank()):
+        ensure_demo(Path(data.shards).parent, data.demo)
     dist.barrier()
+
+
+def _announce_needs(shapes: StepShapes, needs: GradientNeeds, step: int) -> None:
+    shapes.needs = needs.at(step)
 
 
 def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
@@ -195,31 +246,20 @@ def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
     )
 
 
-def _require_same_data(record: dict, fingerprint: str, folder: Path) -> None:
-    if record["data_fingerprint"] != fingerprint:
-        raise ValueError(
-            f"data.shards: the shards are not those of checkpoint {folder} (fingerprint {fingerprint}, was "
-            f"{record['data_fingerprint']}), so the order of samples would not continue: give the same shards, or "
-            "another run.dir"
-        )
-
-
-def _open_logs(state: GlobalState, resumed_from: Path | None) -> None:
-    if not state.is_logging_rank:
-        return
-    cfg, step = state.cfg, state.train_state.step
-    state.run_dir.mkdir(parents=True, exist_ok=True)
-    (state.run_dir / "config.yaml").write_text(to_yaml(cfg))
-    state.metrics = build_metrics_log(cfg, state.run_dir, resumed_step=step)
-    state.console = Console(cfg.train.iters, step)
-    progress_log.job_started(
-        state.run_dir,
-        world_size=state.layout.world_size,
-        step=step,
-        flops=state.train_state.floating_point_operations_so_far,
-    )
+def _open_state(run: Run, train_state: TrainState, start_time: float, resumed_from: Path | None) -> GlobalState:
+    """The state of the run, with the log open on the rank that writes it."""
+    if dist.get_rank() != run.layout.logging_rank:
+        return GlobalState(run, train_state, start_time=start_time)
+    step = train_state.step
+    run.dir.mkdir(parents=True, exist_ok=True)
+    (run.dir / "config.yaml").write_text(to_yaml(run.cfg))
+    metrics = build_metrics_log(run.cfg, run.dir, resumed_step=step)
+    console = Console(run.cfg.train.iters, step)
+    flops = train_state.floating_point_operations_so_far
+    progress.job_started(run.dir, world_size=run.layout.world_size, step=step, flops=flops)
     if resumed_from is not None:
-        state.console.message(f"continues from {resumed_from}, step {step}")
+        console.message(f"continues from {resumed_from}, step {step}")
+    return GlobalState(run, train_state, start_time=start_time, metrics=metrics, console=console)
 
 
 def _quieten() -> None:

@@ -2,7 +2,7 @@
 
 import os
 
-from mimo_train.step.callbacks import Callback
+from mimo_train.training.callbacks import Callback
 
 
 class At(Callback):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mimo_train.config.compose import load
 from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 
 TINY = (
@@ -35,7 +35,7 @@ def config(name: str, run_dir: Path, demo: Path, *overrides: str):
 
 def train_on_ranks(cfg, timeout: float = 240) -> list[dict]:
     """Train `cfg` on as many processes as its layout needs; returns the lines of metrics.jsonl."""
-    run_ranks(train_rank, plan(cfg).processes[-1] + 1, cfg, timeout=timeout)
+    run_ranks(train_rank, resolve(cfg).layout.processes[-1] + 1, cfg, timeout=timeout)
     return read_metrics(Path(cfg.run.dir) / "metrics.jsonl")
 
 

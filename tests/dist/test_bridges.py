@@ -4,8 +4,8 @@ import pytest
 
 from data.demo.make import make_demo
 from mimo_train.config.compose import load
-from mimo_train.config.schema import ConfigError
-from mimo_train.plan.layout import plan
+from mimo_train.config.fault import ConfigError
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import RankFailure
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
 
@@ -29,7 +29,7 @@ def digits(tmp_path_factory):
 def test_megatron_cores_bridge_gives_our_numbers(digits, tmp_path, layout):
     ours, theirs = (
         curve(train_on_ranks(config("vlm_digits", tmp_path / bridge, digits, *LAYOUTS[layout], *changes(bridge))))
-        for bridge in ("planned", "megatron")
+        for bridge in ("native", "megatron")
     )
     assert max(largest_difference(ours, theirs)) < 1e-6
 
@@ -51,7 +51,7 @@ def test_uneven_counts_that_it_cannot_carry_are_refused_on_every_rank(digits, tm
 def test_a_layout_that_it_cannot_carry_is_refused_before_start():
     cfg = load("vlm_digits", ("placement.bridge=megatron", "placement.mode=shared", "modules.language.layout.pp=2"))
     with pytest.raises(ConfigError, match="needs pp 1, language has pp 2"):
-        plan(cfg)
+        resolve(cfg)
 
 
 def changes(bridge: str) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ import pytest
 
 from mimo_train.checkpoint import folders
 from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.layout import plan
-from mimo_train.step.callbacks import Callback
+from mimo_train.plan.run import resolve
+from mimo_train.training.callbacks import Callback
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve
 
@@ -27,12 +27,16 @@ class Saves(Callback):
 class DriveApart(Callback):
     """Changes the weights of the last rank only."""
 
+    def on_train_start(self, state, model):
+        from mimo_train.model.names import modules_of
+
+        self.chunks = modules_of(model).get("language")
+
     def on_step_end(self, state, result):
         import torch.distributed as dist
 
         if state.train_state.step == 4 and dist.get_rank() == dist.get_world_size() - 1:
-            (chunk,) = state.pipeline._modules["language"]
-            next(chunk.parameters()).data.add_(1e-3)
+            next(self.chunks[0].parameters()).data.add_(1e-3)
 
 
 def train_with(cfg, kind: type[Callback]) -> Callback:
@@ -46,7 +50,9 @@ def train_with(cfg, kind: type[Callback]) -> Callback:
 
 def saves(cfg) -> list[str]:
     """Folders of the checkpoints, as every rank was told."""
-    first, *others = [saved.folders for saved in run_ranks(train_with, plan(cfg).world_size, cfg, Saves, timeout=90)]
+    first, *others = [
+        saved.folders for saved in run_ranks(train_with, resolve(cfg).layout.world_size, cfg, Saves, timeout=90)
+    ]
     assert all(other == first for other in others)
     return first
 
@@ -121,26 +127,22 @@ def test_replicas_are_compared_by_the_layout_of_their_module(digits, tmp_path):
 
 def _asked_for_and_due(cfg) -> list[str]:
     """Folders saved where a step asks for a checkpoint that is due at the same step."""
-    from mimo_train.step.callbacks import Callbacks
+    from mimo_train.compat.setup import setup
+    from mimo_train.compat.train import checkpoint_and_decide_exit, save_checkpoint_and_time, train_step
     from mimo_train.step.forward_step import prepare_forward_step_func
     from mimo_train.step.mimo_step import forward_step
-    from mimo_train.step.state import GlobalState
-    from mimo_train.training import saving as checkpointing
-    from mimo_train.training.loop import train_step
-    from mimo_train.training.setup import setup
 
     callback = Saves()
-    state = GlobalState(cfg, callbacks=Callbacks([callback]))
-    run = setup(state)
-    saved = (state, run.model, run.optimizer, run.scheduler, 0.0, run.checkpointing_context)
+    run = setup(cfg, callbacks=[callback])
+    state, saved = run.state, (run.state, run.model, run.optimizer, run.scheduler, 0.0, run.checkpointing_context)
     run.train_data_iterator.advance()
     step_func = prepare_forward_step_func(forward_step, state)
     train_step(step_func, run.train_data_iterator, run.model, run.optimizer, run.scheduler, state)
     for state.train_state.step in (1, 2):
-        checkpointing.save_checkpoint_and_time(*saved, train_data_iterator=run.train_data_iterator)
-        ends = checkpointing.checkpoint_and_decide_exit(*saved, run.train_data_iterator)
+        save_checkpoint_and_time(*saved, train_data_iterator=run.train_data_iterator)
+        ends = checkpoint_and_decide_exit(*saved, run.train_data_iterator)
         assert ends == (state.train_state.step == 2)
-    run.train_data_iterator.close()
+    run.close()
     return callback.folders
 
 

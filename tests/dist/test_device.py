@@ -5,6 +5,7 @@ from importlib.metadata import requires
 
 import pytest
 
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 
 
@@ -50,12 +51,12 @@ def test_cuda_names_mean_the_cpu():
 def _call_without_stand_in() -> str:
     import torch
 
-    from mimo_train.parallel import device
+    from mimo_train.parallel import cuda_stand_in, device
 
     device.install("cpu")
     try:
         torch.cuda.mem_get_info()
-    except device.MissingStandIn as error:
+    except cuda_stand_in.MissingStandIn as error:
         return str(error)
     return "no error"
 
@@ -103,9 +104,8 @@ def _without_our_adam() -> str:
 
     from mimo_train.config.compose import load
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.plan.layout import plan
 
-    groups = build_groups(plan(load("gpt_tiny"))).collections["language"]
+    groups = build_groups(resolve(load("gpt_tiny")).layout).collections["language"]
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = DistributedDataParallel(config, ddp_config, torch.nn.Linear(4, 4), pg_collection=groups)

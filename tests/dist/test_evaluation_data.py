@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mimo_train.step.callbacks import Callback
+from mimo_train.training.callbacks import Callback
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -33,14 +33,11 @@ def _forward_step(state, data_iterator, model):
 
 def _train(cfg, given: bool) -> tuple[list, list, list, bool]:
     """(steps with values, data that was processed, calls of the function that gives data, trained after) of a rank."""
-    from mimo_train.step.callbacks import Callbacks
-    from mimo_train.step.state import GlobalState
-    from mimo_train.training.loop import train
-    from mimo_train.training.setup import setup
+    from mimo_train.compat.setup import setup
+    from mimo_train.compat.train import train
 
     evaluations, processed, asked = Evaluations(), [], []
-    state = GlobalState(cfg, callbacks=Callbacks([evaluations]))
-    run = setup(state)
+    run = setup(cfg, callbacks=[evaluations])
 
     def give(model):
         asked.append(any(chunk.training for chunk in model))
@@ -56,15 +53,14 @@ def _train(cfg, given: bool) -> tuple[list, list, list, bool]:
         run.optimizer,
         run.scheduler,
         run.train_data_iterator,
-        run.held_out,
-        state,
+        run.valid_data_iterator,
+        run.state,
         run.checkpointing_context,
         process,
         give if given else None,
     )
     assert code == 0
-    if state.metrics is not None:
-        state.metrics.close()
+    run.close()
     return evaluations.seen, processed, asked, all(chunk.training for chunk in run.model)
 
 

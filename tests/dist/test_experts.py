@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.steps import Steps
 
 EXPERTS = (
     "llm@modules.language.llm=gpt_tiny_moe",
@@ -33,32 +35,29 @@ def build(cfg):
     from mimo_train.model.build import build_model
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.plan.layout import plan
+    from mimo_train.parallel.step_sum import StepSum
     from mimo_train.step.schedule import Pipeline
 
     device = devices.install("cpu")
     devices.init_process_group("cpu", 1.0, device)
-    layout = plan(cfg)
-    groups = build_groups(layout)
+    run = resolve(cfg)
+    groups = build_groups(run.layout)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)
-    model = build_model(cfg, layout, groups, vocab_size=260, special_token_ids={}, device=device, te=False)
-    return Pipeline(layout, groups, model, model[0].config, device), model
+    model = build_model(cfg, run.layout, groups, vocab_size=260, special_token_ids={}, device=device, te=False)
+    step_sum = StepSum(device)
+    pipeline = Pipeline(run, groups, model, device, step_sum)
+    step_sum.open("tokens", 1, pipeline.own_tokens)
+    return pipeline, model
 
 
 def initial_weights(cfg) -> dict[str, list]:
     """The weights of this rank by their names in the whole model, as (sum, sum of squares, elements)."""
-    from mimo_train.model.freeze import global_names
+    from mimo_train.model.names import global_names
 
-    pipeline, model = build(cfg)
-    pgs = pipeline.groups.collections["language"]
+    _, model = build(cfg)
     found = {}
     for chunk in model:
         for name, weight in global_names(chunk).items():
-            if ".local_experts." in name:
-                before, _, after = name.partition(".local_experts.")
-                index, _, rest = after.partition(".")
-                local = cfg.language.llm.num_experts // pgs.ep.size()
-                name = f"{before}.{pgs.ep.rank() * local + int(index)}.{rest}"
             values = weight.double()
             found[name] = [values.sum().item(), values.pow(2).sum().item(), weight.numel()]
     return found
@@ -145,7 +144,7 @@ def compare_gradients(cfg, learned: int) -> dict[str, float]:
     (chunk,), llm, length = model, cfg.language.llm, cfg.data.sequence_length
     torch.manual_seed(5)
     batches = []
-    for _ in range(pipeline.layout.num_microbatches):
+    for _ in range(pipeline.batch.num_microbatches):
         ids = torch.randint(0, 250, (cfg.train.micro_batch_size, length + 1))
         mask = (torch.arange(length) % learned == 0).float().expand(len(ids), -1)
         batches.append({"input_ids": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask})
@@ -160,7 +159,8 @@ def compare_gradients(cfg, learned: int) -> dict[str, float]:
 
     pipeline.balancing.learned_share = torch.tensor(1 / learned)
     chunk.zero_grad_buffer()
-    pipeline.run(step, iter(batches), model, sequence_length=length)
+    pipeline.run(step, iter(batches))
+    value = pipeline.balancing.reduced(pipeline.balancing.own().reshape(1))["load_balancing_loss"].item()
     routers = [layer.mlp.router.weight for layer in chunk.module.decoder.layers]
     by_pipeline = [weight.main_grad.clone() for weight in routers]
 
@@ -186,7 +186,7 @@ def compare_gradients(cfg, learned: int) -> dict[str, float]:
     total.backward()
     differences = [(ours - weight.main_grad).abs().max() for ours, weight in zip(by_pipeline, routers, strict=True)]
     return {
-        "value": pipeline.balancing.reduced()["load_balancing_loss"].item(),
+        "value": value,
         "expected value": torch.stack(balancing).mean().item(),
         "difference": max(differences).item(),
         "largest": max(weight.main_grad.abs().max() for weight in routers).item(),
@@ -219,15 +219,11 @@ def test_balancing_over_all_ranks_weighs_alike_at_every_number_of_ranks(prose, t
 
 def values_of_balancing_loss(cfg) -> list[float]:
     """The loss of two steps, as every rank knows it."""
-    from mimo_train.step.callbacks import Callback
-    from mimo_train.training.pretrain import pretrain
-
-    class Reader(Callback):
-        values: list[float] = []
-
-        def on_step_end(self, state, result):
-            self.values.append(state.pipeline.balancing.reduced()["load_balancing_loss"].item())
-
-    cfg.train.iters, reader = 2, Reader()
-    pretrain(cfg, callbacks=[reader])
-    return reader.values
+    cfg.train.iters, values = 2, []
+    steps = Steps(cfg)
+    for _ in range(2):
+        steps.train(1)
+        balancing = steps.pipeline.balancing
+        total = steps.session.parts.step_sum.total(balancing.NAME)
+        values.append(balancing.reduced(total)["load_balancing_loss"].item())
+    return values

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -57,7 +57,7 @@ def _watched(cfg, steps: int) -> tuple[list[tuple], list[int], list[int]]:
         seen.append(0)
         read.append(0)
         curve += run.train(1)
-    run.run.train_data_iterator.close()
+    run.session.data.close()
     return curve, seen[1:], read
 
 
@@ -67,7 +67,7 @@ def differ(one: list[tuple], other: list[tuple]) -> float:
 
 
 def watched(cfg, steps: int = 2 * EPOCH):
-    ranks = run_ranks(_watched, plan(cfg).world_size, cfg, steps)
+    ranks = run_ranks(_watched, resolve(cfg).layout.world_size, cfg, steps)
     return whole([curve for curve, _, _ in ranks]), [seen for _, seen, _ in ranks], [read for _, _, read in ranks]
 
 
@@ -164,13 +164,13 @@ def test_prefetching_changes_no_bit(layout, frozen, few, tmp_path):
         cfg = vlm(
             few, tmp_path / f"{bound}", f"layout={layout}", frozen, f"modules.images.prefetch_microbatches={bound}"
         )
-        world = run_ranks(_order, plan(cfg).world_size, cfg, 3)
+        world = run_ranks(_order, resolve(cfg).layout.world_size, cfg, 3)
         curves[bound] = whole([curve for curve, _ in world])
         if bound == 0:
             assert not any("ahead" in done for _, done in world)
     assert curves[0] == curves[2]
     encoders = [done for _, done in world if done]
-    microbatches = plan(cfg).num_microbatches
+    microbatches = resolve(cfg).batch.num_microbatches
     for done in encoders:
         # Nothing is there for the first microbatch; later ones and those of the next steps are ahead of their turn.
         assert done[0] == "now" and done.count("ahead") >= 2 * microbatches
@@ -188,7 +188,6 @@ def test_prefetched_features_come_from_the_cache_too(few, tmp_path):
 def _evaluated_twice(cfg) -> tuple[dict, dict, list[int]]:
     """Two evaluations, and the pictures that the encoder saw in each."""
     from encoders.vit.model import VisionTransformer
-    from mimo_train.evaluation.held_out import evaluate
 
     seen, forward = [], VisionTransformer.forward
 
@@ -200,7 +199,7 @@ def _evaluated_twice(cfg) -> tuple[dict, dict, list[int]]:
     run, values = Steps(cfg), []
     for _ in range(2):
         seen.append(0)
-        values.append(evaluate(run.model, run.run.held_out, run.state))
+        values.append(run.session.held_out.evaluate())
     return *values, seen
 
 

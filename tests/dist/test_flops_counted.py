@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mimo_train.plan.flops import Media, count, encoder_products, frozen_patterns, language_products
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -51,7 +51,7 @@ def test_every_matrix_product_is_counted_forward_and_backward(tmp_path):
 def products_of(cfg):
     """The products of one sample and of one picture, with attention counted over all pairs of tokens: the kernel that
     can be counted does not leave out what the causal mask hides."""
-    from mimo_train.plan.memory import padded_vocab_size
+    from mimo_train.plan.parameters import padded_vocab_size
     from mimo_train.plan.samples import tokenizer_of
 
     length, module = cfg.data.sequence_length, cfg.modules["images"]
@@ -80,12 +80,13 @@ def count_products(cfg):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from mimo_train.model.build import build_model, modules_of
+    from mimo_train.model.build import build_model
+    from mimo_train.model.names import modules_of
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
     from mimo_train.plan.samples import tokenizer_of
 
-    layout, tokenizer, device = plan(cfg), tokenizer_of(cfg), devices.install("cpu", 0)
+    layout, tokenizer, device = resolve(cfg).layout, tokenizer_of(cfg), devices.install("cpu", 0)
     devices.init_process_group("cpu", 1.0, device)
     token = tokenizer.placeholder_id(cfg.modules["images"].encoder.placeholder)
     special = {"images": token}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -17,7 +17,7 @@ def _curve(cfg, steps: int = 3) -> list[tuple]:
 
 
 def curve(cfg, steps: int = 3) -> list[tuple]:
-    return whole(run_ranks(_curve, plan(cfg).world_size, cfg, steps))
+    return whole(run_ranks(_curve, resolve(cfg).layout.world_size, cfg, steps))
 
 
 @pytest.mark.parametrize(
@@ -60,24 +60,24 @@ def _costs(cfg, steps: int) -> dict:
     of a step had a graph, and messages of every step by way."""
     import torch.distributed as dist
 
-    from mimo_train.model.build import modules_of
     from mimo_train.model.mimo import PlacedMimoModel
-    from mimo_train.parallel.bridge import bridge
+    from mimo_train.model.names import modules_of
+    from mimo_train.parallel.bridge import exchange
 
     messages, graphs = [], []
-    exchange, encode = bridge.Bridge._exchange, PlacedMimoModel._encode
+    original, encode = exchange.Bridge._exchange, PlacedMimoModel._encode
 
     def counted(self, given, taken=None, parts=()):
         messages[-1]["sent"] += sum(part.peer != dist.get_rank() for _, part in given)
         messages[-1]["received"] += sum(part.peer != dist.get_rank() for part in parts)
-        return exchange(self, given, taken, parts)
+        return original(self, given, taken, parts)
 
     def looked_at(self, inputs, received):
         outputs = encode(self, inputs, received)
         graphs[-1].update(bool(output.grad_fn) or output.requires_grad for output in outputs.values())
         return outputs
 
-    bridge.Bridge._exchange, PlacedMimoModel._encode = counted, looked_at
+    exchange.Bridge._exchange, PlacedMimoModel._encode = counted, looked_at
     run = Steps(cfg)
     for _ in range(steps):
         messages.append({"sent": 0, "received": 0})
@@ -107,7 +107,7 @@ WHOLLY = "modules.images.freeze=[encoder, projector]"
 @pytest.mark.parametrize("layout", ["two_processes", "images_dp2_language_dp1"])
 def test_a_wholly_frozen_encoder_module_has_no_buffers_no_graph_and_no_gradient_messages(layout, digits, tmp_path):
     cfg = vlm(digits, tmp_path, f"layout={layout}", *MICROBATCHES, WHOLLY)
-    *encoders, language = run_ranks(_costs, plan(cfg).world_size, cfg, 2)
+    *encoders, language = run_ranks(_costs, resolve(cfg).layout.world_size, cfg, 2)
     for rank in encoders:
         assert rank["buffers"] == {"images": 0} and rank["states"]["images"] == 0
         assert rank["graphs"] == [[False], [False]]
@@ -174,11 +174,11 @@ def _saved_by_encoder(cfg) -> dict[str, int]:
     """Tensors that a forward pass of the encoder, without its projector, keeps for a backward pass."""
     import torch
 
-    from mimo_train.model.build import modules_of
+    from mimo_train.model.names import modules_of
 
     run = Steps(cfg)
-    run.run.train_data_iterator.advance()
-    pixels = next(run.run.train_data_iterator)["modality_inputs"]["images"]["images"]["pixels"]
+    run.session.data.advance()
+    pixels = next(run.session.data)["modality_inputs"]["images"]["images"]["pixels"]
     (module,) = modules_of(run.model)["images"]
     encoder, kept = module.module.encoders["images"], {}
     for state in ("frozen", "trained"):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.plan.batch import BatchSizes
+from mimo_train.plan.batch import Batch
 from tests.dist.runs import config, curve, largest_difference, train_on_ranks
 
 RAMP = ("train.global_batch_size=16", "train.micro_batch_size=2", "train.rampup_batch_size=[4, 4, 40]")
@@ -22,7 +22,7 @@ def one_process(digits, tmp_path_factory) -> list[dict]:
 
 
 def test_consumed_samples_follow_the_ramp(one_process):
-    sizes = BatchSizes(16, 4, 4, 40)
+    sizes = Batch(16, 2, 2, first=4, increment=4, ramp_samples=40)
     assert [line["consumed_samples"] for line in one_process] == [sizes.samples_of(step) for step in range(1, 11)]
     assert one_process[-1]["consumed_samples"] < 10 * 16
 
@@ -36,7 +36,9 @@ def test_a_growing_batch_gives_the_numbers_of_one_process(layout, one_process, d
 def test_a_growing_batch_is_the_batch_of_its_size(one_process, digits, tmp_path):
     """The first steps are those of a run of 4 samples a step."""
     small = run(digits, tmp_path, "layout=one_process", "train.global_batch_size=4", "train.micro_batch_size=2")
-    first = [BatchSizes(16, 4, 4, 40).at(line["consumed_samples"]) for line in one_process]
+    first = [
+        Batch(16, 2, 2, first=4, increment=4, ramp_samples=40).size_at(line["consumed_samples"]) for line in one_process
+    ]
     same = 1 + first.index(8)
     assert same >= 3 and curve(one_process)[:same] == curve(small)[:same]
 

@@ -31,9 +31,11 @@ def value_loss(labels, loss_mask, values):
 
 def value_step(state, data_iterator, model):
     """A user's forward step: without labels the model gives its head's output."""
+    from megatron.core.utils import unwrap_model
+
     from mimo_train.parallel.context import own_part
 
-    batch = own_part(next(data_iterator), state.pipeline.groups.collections["language"].cp)
+    batch = own_part(next(data_iterator), unwrap_model(model).pg_collection.cp)
     output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=None)
     return output, partial(value_loss, batch["labels"], batch["loss_mask"])
 

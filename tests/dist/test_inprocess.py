@@ -15,21 +15,21 @@ pytest.importorskip("nvidia_resiliency_ext.inprocess")
 
 
 def _train_with_failures(cfg, failing_rank: int, failures: int, torchrun: bool = True) -> tuple[int, int, int]:
-    """(exit code, lives, lives whose pipeline is still in memory) of a rank of a run, of which one rank fails after
+    """(exit code, lives, lives whose model is still in memory) of a rank of a run, of which one rank fails after
     step 5 in its first lives."""
     import torch.distributed as dist
 
-    from mimo_train.step.callbacks import Callback
+    from mimo_train.training.callbacks import Callback
     from mimo_train.training.pretrain import pretrain
 
     class Fails(Callback):
         lives = left = 0
         previous = None
 
-        def on_train_start(self, state):
+        def on_train_start(self, state, model):
             self.lives += 1
             self.left += self.previous is not None and self.previous() is not None
-            self.previous = weakref.ref(state.pipeline)
+            self.previous = weakref.ref(model[0])
 
         def on_step_end(self, state, result):
             if state.train_state.step == 5 and self.lives <= failures and dist.get_rank() == failing_rank:

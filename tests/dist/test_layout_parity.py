@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from mimo_train.plan.run import resolve
 from tests.dist.layout_tables import CASES, MODELS
 from tests.dist.parity import PARAMETERS, STEPS, Trained, config_of, difference, make_demos, trained, within
 
@@ -51,19 +52,18 @@ def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
     """Uneven counts between replicas in both directions, and microbatches of text alone on one or on all ranks of an
     encoder; counted from the plan of the samples that these rows train on."""
     from data.pipeline import Batching, StepLoader
-    from mimo_train.plan.layout import plan
     from mimo_train.plan.samples import build_dataset, tokenizer_of
 
     for row in MODELS["vlm, few pictures"].rows:
         cfg = config_of("vlm, few pictures", demos, tmp_path, row)
-        layout = plan(cfg)
-        batching = Batching(layout.global_batch_size, layout.microbatch_samples)
+        run = resolve(cfg)
+        batching = Batching(run.batch.global_batch_size, run.batch.microbatch_samples)
         with StepLoader(build_dataset(cfg, tokenizer_of(cfg)), batching, [], workers=0, limit=STEPS) as steps:
             microbatches = [counts for step in steps for counts in step.token_counts["images"]]
         assert 0 < sum(not any(counts) for counts in microbatches) < len(microbatches), "all of it text, on all ranks"
-        for module in layout.modules.values():
+        for module in run.layout.modules.values():
             if module.dp > 1:
-                part = layout.microbatch_samples // module.dp
+                part = run.batch.microbatch_samples // module.dp
                 sums = [[sum(counts[first : first + part]) for first in range(0, len(counts), part)]
                         for counts in microbatches]  # fmt: skip
                 assert any(any(each) and not all(each) for each in sums), "text alone, on some ranks"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.plan.layout import plan
-from mimo_train.plan.memory import module_parameters
+from mimo_train.plan.parameters import module_parameters
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -65,7 +65,7 @@ def _curve_and_changes(cfg) -> tuple[list[tuple], dict[str, bool], dict[str, int
     """Curve, which parameters changed, and how many numbers the adapters and the gradient buffers have."""
     import torch
 
-    from mimo_train.model.build import modules_of
+    from mimo_train.model.names import modules_of
 
     run = Steps(cfg)
     before = run.parameters()
@@ -85,7 +85,7 @@ def _curve_and_changes(cfg) -> tuple[list[tuple], dict[str, bool], dict[str, int
 
 
 def _run(cfg) -> list[tuple]:
-    return run_ranks(_curve_and_changes, plan(cfg).world_size, cfg)
+    return run_ranks(_curve_and_changes, resolve(cfg).layout.world_size, cfg)
 
 
 @pytest.fixture(scope="module")

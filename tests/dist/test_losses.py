@@ -16,12 +16,12 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
 
     import torch
 
-    from mimo_train.config.schema import LANGUAGE
+    from mimo_train.config.parts import LANGUAGE
     from mimo_train.parallel import device
     from mimo_train.parallel.groups import build_groups
     from mimo_train.parallel.step_sum import StepSum
     from mimo_train.plan.layout import ModuleLayout, RunLayout
-    from mimo_train.step.losses import StepLosses, masked_token_loss
+    from mimo_train.step.losses import MAX_LOSSES, StepLosses, masked_token_loss
 
     device.install("cpu")
     device.init_process_group("cpu", 1, device.CPU)
@@ -42,6 +42,7 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
             return {"lm loss": (total, count), "small": output.mean()}
         return total
 
+    step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
     losses.begin()
     totals, counts = [], []
     for mask, value in zip(MASKS[rank], VALUES[rank], strict=True):
@@ -59,12 +60,12 @@ def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
     import torch
     import torch.distributed as dist
 
-    from mimo_train.config.schema import LANGUAGE
+    from mimo_train.config.parts import LANGUAGE
     from mimo_train.parallel import device
     from mimo_train.parallel.groups import build_groups
     from mimo_train.parallel.step_sum import StepSum
     from mimo_train.plan.layout import ModuleLayout, RunLayout
-    from mimo_train.step.losses import StepLosses
+    from mimo_train.step.losses import MAX_LOSSES, StepLosses
 
     device.install("cpu")
     device.init_process_group("cpu", 1, device.CPU)
@@ -79,6 +80,7 @@ def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
         loss_func = lambda output: (loss, {"a": loss})  # noqa: E731
     else:
         loss_func = lambda output: {"a": (torch.tensor(a), of_a), "b": (torch.tensor(b), of_b)}  # noqa: E731
+    step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
     losses.begin()
     total, tokens, _ = losses.wrap(loss_func)(None)
     step_sum.reduce()
@@ -137,10 +139,10 @@ def _train_two_tasks(cfg, pattern: str) -> list[float] | None:
     """Gradient norms of three steps of a run whose forward step gives the token loss in another pattern."""
     from functools import partial
 
-    from mimo_train.step.callbacks import Callback
     from mimo_train.step.gpt_step import forward_step as gpt_step
     from mimo_train.step.losses import masked_token_loss
     from mimo_train.step.state import GlobalState
+    from mimo_train.training.callbacks import Callback
     from mimo_train.training.pretrain import pretrain
 
     norms = []

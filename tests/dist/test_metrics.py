@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 from tests.dist.steps import Steps
@@ -46,7 +47,7 @@ MOE = (*QUICK, "llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.ex
 
 def norms_of_a_step(cfg) -> dict:
     """What the functions say on this rank: gradients of a first step, and parameters before and after it."""
-    from mimo_train.model.norms import calc_params_l2_norm, report_l2_norm_grad
+    from mimo_train.compat.norms import calc_params_l2_norm, report_l2_norm_grad
 
     steps, found = Steps(cfg), {}
     optimizer_step = steps.optimizer.step
@@ -66,7 +67,7 @@ def norms_of_a_step(cfg) -> dict:
 
 def read_directly(model) -> tuple[dict[str, float], float]:
     """Norms of every gradient and of all parameters of a model that stands on one process, in float64."""
-    from mimo_train.model.build import modules_of
+    from mimo_train.model.names import modules_of
 
     grads, squares = {}, 0.0
     for name, (chunk,) in modules_of(model).items():
@@ -109,9 +110,8 @@ def one_moe(prose, tmp_path_factory) -> dict:
 
 
 def require_equal(one: dict, cfg) -> None:
-    from mimo_train.plan.layout import plan
 
-    for found in run_ranks(norms_of_a_step, plan(cfg).world_size, cfg):
+    for found in run_ranks(norms_of_a_step, resolve(cfg).layout.world_size, cfg):
         assert found["grads"] == pytest.approx(one["grads"], rel=1e-4, abs=1e-7)
         assert found["grads"]["l2_norm/grad/global"] == pytest.approx(one["grads"]["l2_norm/grad/global"], rel=1e-5)
         assert found["params"] == pytest.approx(one["params"], rel=1e-6)
@@ -137,7 +137,7 @@ def test_norms_of_experts_are_those_of_one_process(overrides, one_moe, prose, tm
 
 
 def _norms_of_16_bits(cfg) -> dict:
-    from mimo_train.model.norms import calc_params_l2_norm
+    from mimo_train.compat.norms import calc_params_l2_norm
 
     steps = Steps(cfg)
     steps.train()
@@ -167,7 +167,7 @@ def _dtensor_norms() -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-    from mimo_train.model.norms import calc_dtensor_params_l2_norm, calc_params_l2_norm
+    from mimo_train.compat.norms import calc_dtensor_params_l2_norm, calc_params_l2_norm
     from mimo_train.parallel import device
 
     device.install("cpu")
@@ -201,12 +201,12 @@ def _reduced(values: list) -> dict:
 
     import torch.distributed as dist
 
-    from mimo_train.metrics.memory_stats import reduce_max_memory_across_pp_group
-    from mimo_train.parallel import device
-    from mimo_train.parallel.reduce import (
+    from mimo_train.compat.reductions import (
         logical_and_across_model_parallel_group,
         reduce_max_stat_across_model_parallel_group,
     )
+    from mimo_train.compat.train_utils import reduce_max_memory_across_pp_group
+    from mimo_train.parallel import device
 
     device.install("cpu")
     device.init_process_group("cpu", 1, device.CPU)
@@ -246,7 +246,7 @@ def _written_by_megatron_core() -> list:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 
-    from mimo_train.metrics.moe import _build_moe_metric_writer
+    from mimo_train.compat.moe_metrics import _build_moe_metric_writer
     from mimo_train.parallel import device
 
     device.install("cpu")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.check import faults
+from mimo_train.config import installed
 from mimo_train.config.compose import load
 from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import config_faults, resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve
 
@@ -45,7 +45,7 @@ def _spoil_a_weight(model, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from mimo_train.model.build import modules_of
+    from mimo_train.model.names import modules_of
 
     if dist.get_rank() == rank:
         with torch.no_grad():
@@ -77,7 +77,7 @@ def _spoil_backward(model) -> None:
 
 def _after_first_mlp(model, spoiled) -> None:
     """Passes what the first language layer's MLP gives through a function."""
-    from mimo_train.model.build import modules_of
+    from mimo_train.model.names import modules_of
 
     for chunk in modules_of(model).get("language", ()):
         mlp = chunk.module.decoder.layers[0].mlp
@@ -95,11 +95,9 @@ def _run(cfg, fault: str = "", rank: int = 0) -> dict:
     import torch
 
     from mimo_train.diagnose.nan_policy import NonFiniteStep
-    from mimo_train.step.callbacks import Callback, Callbacks
-    from mimo_train.step.state import GlobalState
+    from mimo_train.training.callbacks import Callback, Callbacks
     from mimo_train.training.loop import train
-    from mimo_train.training.pretrain import close, default_forward_step
-    from mimo_train.training.setup import setup
+    from tests.dist.steps import Steps
 
     def weights() -> list:
         return [parameter.detach().clone() for chunk in run.model for parameter in chunk.parameters()]
@@ -117,16 +115,14 @@ def _run(cfg, fault: str = "", rank: int = 0) -> dict:
     if fault in ("pixel", "float"):
         _spoil_a_picture(bad=fault == "pixel")
     before, message = [], ""
-    state = GlobalState(cfg, callbacks=Callbacks([Spoil()]))
-    run = setup(state)
-    iterator = run.train_data_iterator
+    run = Steps(cfg)
+    state, iterator = run.state, run.session.data
     try:
-        arguments = (run.model, run.optimizer, run.scheduler, iterator, None, state, run.checkpointing_context)
-        train(default_forward_step(cfg), *arguments)
+        train(run.session, run.step_func, Callbacks([Spoil()]))
     except NonFiniteStep as error:
         message = str(error)
     finally:
-        close(state, run)
+        run.session.close()
     same = [torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(before, weights(), strict=True)]
     number = next(number for number in SUSPECTS if iterator.dataset.outline(number).tokens.get("images", True))
     return {
@@ -139,7 +135,7 @@ def _run(cfg, fault: str = "", rank: int = 0) -> dict:
 
 def failed(cfg, *fault, step: int = 2) -> tuple[list[str], dict, tuple]:
     """(lines of the error, the replay file, (number, shard, key) of the spoiled sample) of a run that must fail."""
-    results = run_ranks(_run, plan(cfg).world_size, cfg, *fault)
+    results = run_ranks(_run, resolve(cfg).layout.world_size, cfg, *fault)
     (message,) = {result["message"] for result in results}
     assert f"step {step}: a gradient is not finite" in message, results
     assert all(result["unchanged"] for result in results)
@@ -275,21 +271,25 @@ def test_bisect_runs_microbatches_alone_in_any_schedule(layout, prose, tmp_path)
     """Every microbatch alone is finite, since the fault is gone when it is looked for."""
     sizes = ("modules.language.llm.num_layers=4", "train.iters=4", "train.on_nan=bisect")
     cfg = config("gpt_tiny", tmp_path, prose, f"layout={layout}", *sizes)
-    for message in run_ranks(_transient, plan(cfg).world_size, cfg):
+    for message in run_ranks(_transient, resolve(cfg).layout.world_size, cfg):
         assert "bisect: every microbatch alone is finite" in message
 
 
 def _transient(cfg) -> str:
     from mimo_train.diagnose.nan_policy import NanPolicy, NonFiniteStep
+    from mimo_train.step.forward_backward import ForwardBackward
+    from mimo_train.step.result import StepResult
     from tests.dist.steps import Steps
 
     steps = Steps(cfg)
-    state, context = steps.state, steps.run.checkpointing_context
-    policy = NanPolicy(state, steps._step, steps.model, steps.optimizer, steps.scheduler, context)
+    session, pipeline = steps.session, steps.pipeline
+    forward_backward = ForwardBackward(steps.step_func, pipeline, steps.optimizer, session.losses)
+    watched = (steps.state, pipeline, steps.optimizer, session.losses, forward_backward)
+    policy = NanPolicy(*watched, lambda folder, reason: session.checkpointer.save(session.data, run_dir=folder))
     policy.start_step()
     steps.train(1)
     try:
-        policy.end_step((None, 1, False, False, 0, float("nan"), None), steps.run.train_data_iterator)
+        policy.end_step(StepResult(skipped_iter=1, grad_norm=float("nan")), session.data)
     except NonFiniteStep as error:
         return str(error)
     return ""
@@ -312,10 +312,10 @@ def test_the_replay_file_makes_the_step_again(digits, tmp_path):
 
 
 def test_the_replay_of_a_run_that_restarts_in_its_processes_is_no_fault(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(faults, "LIBRARIES", {})
+    monkeypatch.setattr(installed, "is_installed", lambda name: True)
     cfg = vlm(digits, tmp_path / "run", "one_process", "run.inprocess_restarts=2")
     _, record, _ = failed(cfg, "pixel")
-    assert not faults.config_faults(load(record["config_file"], record["overrides"]))
+    assert not config_faults(load(record["config_file"], record["overrides"]))
 
 
 def test_a_run_started_again_does_not_continue_from_the_replays_checkpoint(digits, tmp_path):

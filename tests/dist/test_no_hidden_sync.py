@@ -22,12 +22,10 @@ def _count_steps(cfg) -> tuple[Counter, Counter]:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from mimo_train.step.callbacks import Callback, Callbacks
-    from mimo_train.step.forward_step import prepare_forward_step_func, record_losses
-    from mimo_train.step.state import GlobalState
+    from mimo_train.step.forward_step import record_losses
+    from mimo_train.training.callbacks import Callback, Callbacks
     from mimo_train.training.loop import train
-    from mimo_train.training.pretrain import default_forward_step
-    from mimo_train.training.setup import setup
+    from tests.dist.steps import Steps
 
     copies = {getattr(torch.Tensor, name): name for name in HOST_COPIES}
 
@@ -56,24 +54,22 @@ def _count_steps(cfg) -> tuple[Counter, Counter]:
                 found.update(counts)
 
     counts, found = Counter(), Counter()
-    state = GlobalState(cfg, callbacks=Callbacks([Between()]))
-    run = setup(state)
+    run = Steps(cfg)
+    data, losses = run.session.data, run.session.losses
     # The first step opens groups and buffers.
-    step_func = default_forward_step(cfg)
     with Messages(), Copies():
         counts.clear()
-        arguments = (run.model, run.optimizer, run.scheduler, run.train_data_iterator, None, state)
-        train(step_func, *arguments, run.checkpointing_context)
+        train(run.session, run.step_func, Callbacks([Between()]))
         counts.clear()
-        bare_step = record_losses(prepare_forward_step_func(step_func, state), state.losses)
+        bare_step = record_losses(run.step_func, losses)
         for _ in range(STEPS):
             for chunk in run.model:
                 chunk.zero_grad_buffer()
             run.optimizer.zero_grad()
-            run.train_data_iterator.rewind()
-            state.losses.begin()
+            data.rewind()
+            losses.begin()
             before = counts["waits"], counts["host copies"]
-            state.pipeline.run(bare_step, run.train_data_iterator, run.model, sequence_length=cfg.data.sequence_length)
+            run.pipeline.run(bare_step, data)
             counts["waits of microbatches"] += counts["waits"] - before[0] + counts["host copies"] - before[1]
             run.optimizer.step()
         bare = Counter(counts)

@@ -67,7 +67,7 @@ def _curve_from(cfg, weights: list[dict] | None, steps: int = 6) -> tuple[list[t
     import torch
     import torch.distributed as dist
 
-    from mimo_train.model.build import modules_of
+    from mimo_train.model.names import modules_of
 
     run = Steps(cfg)
     if weights is not None:
@@ -161,7 +161,7 @@ def test_overlap_beside_an_encoder_gives_the_same_numbers(layout, digits, tmp_pa
 
 
 def _overlapping(cfg) -> dict[str, tuple[bool, bool]]:
-    from mimo_train.model.build import modules_of
+    from mimo_train.model.names import modules_of
 
     run = Steps(cfg)
     return {
@@ -180,7 +180,7 @@ def test_only_what_takes_part_in_every_microbatch_overlaps(digits, tmp_path):
 
 def _zeros(cfg) -> tuple[int | None, int]:
     """Zeros that a step counts whose encoder module has no gradient, and this rank's parameters of that module."""
-    from mimo_train.model.build import modules_of
+    from mimo_train.model.names import modules_of
 
     run = Steps(cfg)
     encoders, config = modules_of(run.model).get("images", []), run.model[0].config

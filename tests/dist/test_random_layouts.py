@@ -14,8 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 
 from data.demo.make import make_demo, make_text_demo
-from mimo_train.check.faults import config_faults
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import config_faults, resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.random_layouts import Layout, illegal_layouts, legal_layouts, one_process
@@ -29,8 +28,6 @@ def drawn(default: int) -> settings:
     return settings(
         max_examples=EXAMPLES or default,
         derandomize=not EXAMPLES,
-        database=None,
-        deadline=None,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
@@ -67,7 +64,7 @@ def test_a_legal_layout_trains_to_the_numbers_of_one_process(layout, config_of, 
     note(" ".join(layout.overrides))
     cfg = config_of(layout)
     assert config_faults(cfg) == []
-    assert plan(cfg).world_size <= MOST_RANKS
+    assert resolve(cfg).layout.world_size <= MOST_RANKS
     one = one_process_curve(tuple(layout.sizes))
     assert max(largest_difference(one, curve(train_on_ranks(cfg)))) < TOLERANCE
 
@@ -88,7 +85,7 @@ def _refused(cfg) -> tuple[list[str], ...]:
     """The faults that `check`, `train` and `pretrain` name."""
     from mimo_train.cli import main
     from mimo_train.config.compose import to_yaml
-    from mimo_train.config.schema import ConfigError
+    from mimo_train.config.fault import ConfigError
     from mimo_train.training.pretrain import pretrain
 
     path, printed = Path(cfg.run.dir).with_suffix(".yaml"), []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -57,7 +57,7 @@ def _train(cfg, save: bool = False) -> dict:
 
 
 def train(cfg, save: bool = False) -> tuple[list[tuple], list[dict]]:
-    found = run_ranks(_train, plan(cfg).world_size, cfg, save)
+    found = run_ranks(_train, resolve(cfg).layout.world_size, cfg, save)
     return whole([rank["points"] for rank in found]), found
 
 

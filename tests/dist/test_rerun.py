@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import config_faults, resolve
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import config, curve, train_on_ranks
 
@@ -33,7 +33,7 @@ def _train_with_fault(cfg, value: float, step: int, transient: bool, node: str) 
         def wrong_loss(output):
             nonlocal calls
             calls += 1
-            microbatches = state.layout.num_microbatches
+            microbatches = state.run.batch.num_microbatches
             # The last microbatch of the step; of its first run only, if the fault is transient.
             wrong = calls == microbatches or (not transient and calls % microbatches == 0)
             return loss_func(output * value if wrong else output)
@@ -42,21 +42,23 @@ def _train_with_fault(cfg, value: float, step: int, transient: bool, node: str) 
         return output, wrong_loss if now else loss_func
 
     original = pretrain.pretrain
-    pretrain.pretrain = lambda cfg, **options: original(cfg, forward_step, **options)
+    pretrain.pretrain = lambda run, **options: original(run, forward_step, **options)
     name = os.uname()
     os.uname = lambda: os.uname_result((name[0], node, *name[2:]))
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("megatron.core.rerun_state_machine").addHandler(handler)
-    return main(cfg, plan(cfg)), said
+    return main(resolve(cfg)), said
 
 
 def train(
     cfg, value: float, *, step: int = 4, transient: bool = True, node: str = "first"
 ) -> tuple[list[int], list[str]]:
     """Exit codes of all ranks, and what their state machines say."""
-    results = run_ranks(_train_with_fault, plan(cfg).world_size, cfg, value, step, transient, node, timeout=120)
+    results = run_ranks(
+        _train_with_fault, resolve(cfg).layout.world_size, cfg, value, step, transient, node, timeout=120
+    )
     return [code for code, _ in results], [text for _, said in results for text in said]
 
 
@@ -82,7 +84,7 @@ def test_a_run_without_faults_is_the_run_without_validation(cfg):
     run = cfg("stats", "train.rerun=report_determinism_stats")
     codes, said = train(run, 1.0)
     assert codes == [0, 0] and curve_of(run) == plain
-    assert f"    {6 * plan(run).num_microbatches} samples, all identical" in said
+    assert f"    {6 * resolve(run).batch.num_microbatches} samples, all identical" in said
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,6 @@ def test_a_step_that_is_not_validated_can_be_bisected(cfg, tmp_path):
 
 
 def test_a_wrong_mode_is_a_fault():
-    from mimo_train.check.faults import config_faults
     from tests.unit.configs import load
 
     (fault,) = config_faults(load("vlm_digits", "train.rerun=sometimes"))

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -24,24 +24,24 @@ def one_microbatch_forward(cfg):
     """Names of the intervals of this rank."""
     from mimo_train.model.transformer_config import language_config
     from mimo_train.parallel import device as devices
-    from mimo_train.parallel.bridge.communicator import PlannedCommunicator
-    from mimo_train.parallel.bridge.shapes import TokenPlan
+    from mimo_train.parallel.bridge.communicator import ModuleCommunicator
+    from mimo_train.parallel.bridge.shapes import StepShapes
     from mimo_train.parallel.groups import build_groups
 
-    layout, device = plan(cfg), devices.install("cpu", 0)
+    run, device = resolve(cfg), devices.install("cpu", 0)
     devices.init_process_group("cpu", 1.0, device)
-    transformer, names, counts = language_config(cfg, layout), [], TokenPlan()
-    counts.begin({"images": [[3, 0]]}, {"images": [[3, 0]]})
+    transformer, names, shapes = language_config(cfg, run.layout), [], StepShapes()
+    shapes.begin({"images": [[3, 0]]}, {"images": [[3, 0]]})
 
     @contextmanager
     def watch(name):
         names.append(name)
         yield
 
-    grids = build_groups(layout).grids
+    grids = build_groups(run.layout).grids
     width = transformer.hidden_size
     widths, length = {"images": 32, "language": width}, cfg.data.sequence_length
-    communicator = PlannedCommunicator(layout, grids, transformer, widths, length, counts, device, watch)
+    communicator = ModuleCommunicator(run, grids, transformer, widths, length, shapes, device, watch)
     here = communicator.rank_module_map
     if "images" in here:
         communicator.send_forward({"images": torch.ones(3, width)})

@@ -50,25 +50,23 @@ def test_held_out_samples_count_once_whatever_the_batch(digits, tmp_path):
 
 def _train_frozen(cfg) -> dict[str, float]:
     """Largest change of the parameters of each part over a run."""
-    from mimo_train.model.build import modules_of
+    from mimo_train.compat.setup import setup
+    from mimo_train.compat.train import train_step
+    from mimo_train.model.names import modules_of
     from mimo_train.step.forward_step import prepare_forward_step_func
     from mimo_train.step.mimo_step import forward_step
-    from mimo_train.step.state import GlobalState
-    from mimo_train.training.loop import train_step
-    from mimo_train.training.setup import setup
 
-    state = GlobalState(cfg)
-    run = setup(state)
+    run = setup(cfg)
     named = {
         name: (parameter, parameter.detach().clone())
         for chunks in modules_of(run.model).values()
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
     }
-    step = prepare_forward_step_func(forward_step, state)
+    step = prepare_forward_step_func(forward_step, run.state)
     for _ in range(3):
         run.train_data_iterator.advance()
-        train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, state)
+        train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
     parts = {"encoders": 0.0, "input_projections": 0.0, "language": 0.0}
     for name, (parameter, before) in named.items():
         part = next((part for part in parts if part in name), "language")
@@ -113,7 +111,7 @@ def test_bf16_follows_fp32_and_layouts_agree(digits, tmp_path):
 
 def test_finetune_without_weights_is_a_fault():
     from mimo_train.config.compose import load
-    from mimo_train.config.schema import ConfigError
+    from mimo_train.config.fault import ConfigError
     from mimo_train.training.pretrain import finetune
 
     with pytest.raises(ConfigError, match=r"checkpoint\.weights"):

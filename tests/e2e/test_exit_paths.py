@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mimo_train.checkpoint import folders
 from mimo_train.metrics.sinks.jsonl import read_metrics
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve
@@ -32,8 +32,8 @@ def _rank(cfg, callback: At | None, late_rank: int | None) -> int:
     if int(os.environ["RANK"]) == late_rank:
         cfg.train.exit_duration_minutes = 1e-6
     original = pretrain.pretrain
-    pretrain.pretrain = lambda cfg, **options: original(cfg, callbacks=[callback] if callback else [], **options)
-    return main(cfg, plan(cfg))
+    pretrain.pretrain = lambda run, **options: original(run, callbacks=[callback] if callback else [], **options)
+    return main(resolve(cfg))
 
 
 def test_a_run_ends_for_every_reason_in_turn_and_goes_on(digits, tmp_path):  # noqa: F811

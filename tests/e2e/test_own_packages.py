@@ -12,7 +12,7 @@ from tests.e2e.test_train import finish, start
 
 BIN = Path(sys.executable).parent
 CALLBACK = """
-from mimo_train.step.callbacks import Callback
+from mimo_train.training.callbacks import Callback
 from notes import write
 
 class Note(Callback):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mimo_train.plan.batch import BatchSizes, rampup_faults
+from mimo_train.plan.batch import Batch, rampup_faults
 from tests.unit.configs import load
 
 
@@ -18,20 +18,20 @@ def test_sizes_are_those_of_megatron_core(first, increment, samples, full):
     table = [f"{math.ceil(step * samples / steps_up)}:{first + step * increment}" for step in range(steps_up + 1)]
     schedule = " ".join(table) if samples else f"0:{full}"
     oracle = StepBatchsizeNumMicroBatchesCalculator(2, 1, False, 0, schedule)
-    sizes = BatchSizes(full, first, increment, samples)
+    sizes = Batch(full, 2, 1, first, increment, samples)
     seen = set()
     for consumed in range(1, 2 * samples + 5):
         oracle.update(consumed, consistency_check=False)
-        assert sizes.at(consumed) == oracle.get_current_global_batch_size(), consumed
-        seen.add(sizes.at(consumed))
-    assert seen <= set(sizes.all()) and full in seen
+        assert sizes.size_at(consumed) == oracle.get_current_global_batch_size(), consumed
+        seen.add(sizes.size_at(consumed))
+    assert seen <= set(sizes.sizes()) and full in seen
 
 
 def test_samples_of_a_run():
-    sizes = BatchSizes(16, 8, 8, 20)
+    sizes = Batch(16, 2, 1, 8, 8, 20)
     # 0 -> 8, 8 -> 8, 16 -> 8 (up to 20), 24 -> 16, ...
     assert [sizes.samples_of(steps) for steps in range(6)] == [0, 8, 16, 24, 40, 56]
-    assert BatchSizes(16).samples_of(3) == 48
+    assert Batch(16, 2, 1).samples_of(3) == 48
 
 
 @pytest.mark.parametrize(

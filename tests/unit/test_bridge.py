@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimo_train.parallel.bridge.shapes import TokenPlan, Turns, boundary, parts_of, routes
+from mimo_train.parallel.bridge.shapes import StepShapes, Turns, giving_replicas, parts_of, routes, taking_replicas
 from mimo_train.plan.layout import ModuleLayout
 
 
@@ -38,7 +38,7 @@ def test_samples_without_rows_cause_no_message():
     st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (4, 2), (1, 6), (6, 4)]),
     st.lists(st.integers(0, 5), min_size=12, max_size=12),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_row_arrives_once_and_in_order(sizes, counts):
     """What the senders cut fits what the receivers expect, for any pair of sizes, and nothing is lost."""
     source_dp, dest_dp = sizes
@@ -58,8 +58,8 @@ def test_every_row_arrives_once_and_in_order(sizes, counts):
 def test_every_taking_rank_has_one_giver_in_each_replica(source_tp, dest_tp):
     source = module("images", source_tp, 2, 0)
     dest = module("language", dest_tp, 3, source.size)
-    for giver, taker in ((source, dest), (dest, source)):
-        pairs = routes(boundary(giver, dest), boundary(taker, dest))
+    giving, taking = giving_replicas(source), taking_replicas(dest)
+    for giver, taker, pairs in ((source, dest, routes(giving, taking)), (dest, source, routes(taking, giving))):
         for rank in taker.ranks:
             givers = [giving for giving, taking in pairs if taking == rank]
             assert len(givers) == giver.dp
@@ -67,10 +67,10 @@ def test_every_taking_rank_has_one_giver_in_each_replica(source_tp, dest_tp):
 
 
 def test_every_step_starts_with_its_first_microbatch():
-    plan = TokenPlan()
-    turns = Turns(plan)
-    plan.begin({"images": [[3], [4]]}, {"images": [[3], [4]]})
+    shapes = StepShapes()
+    turns = Turns(shapes)
+    shapes.begin({"images": [[3], [4]]}, {"images": [[3], [4]]})
     assert [turns.forward(), turns.forward(), turns.backward()] == [0, 1, 0]
-    plan.begin({"images": [[1]]}, {"images": [[5]]})
-    assert plan.counts == {"images": [[1]]} and plan.loads == {"images": [[5]]}
+    shapes.begin({"images": [[1]]}, {"images": [[5]]})
+    assert shapes.counts == {"images": [[1]]} and shapes.loads == {"images": [[5]]}
     assert [turns.forward(), turns.backward()] == [0, 0]

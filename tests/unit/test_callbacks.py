@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from mimo_train.config.schema import ConfigError
-from mimo_train.step.callbacks import EVENTS, Callback, Callbacks, load_callbacks
+from mimo_train.config.fault import ConfigError
+from mimo_train.training.callbacks import EVENTS, Callback, Callbacks, load_callbacks
 
 ARGUMENTS = {
     "on_step_end": ("a result",),
@@ -127,14 +127,14 @@ def project(tmp_path, monkeypatch):
     """A working directory with callbacks of a user's own."""
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "mine.py").write_text(
-        "from mimo_train.step.callbacks import Callback\n"
+        "from mimo_train.training.callbacks import Callback\n"
         "class Good(Callback):\n    pass\n"
         "class Wants(Callback):\n    def __init__(self, path):\n        pass\n"
         "class Other:\n    pass\n"
         "def function():\n    pass\n"
     )
     (tmp_path / "wrong.py").write_text(
-        "from mimo_train.step.callbacks import Callback\nclass Wrong(Callback):\n    def on_end(self): pass\n"
+        "from mimo_train.training.callbacks import Callback\nclass Wrong(Callback):\n    def on_end(self): pass\n"
     )
     monkeypatch.chdir(tmp_path)
     # As the `mimo-train` command has it: without the working directory.
@@ -156,7 +156,7 @@ def test_callbacks_of_the_working_directory_are_found(project):
     [
         ("my_package.nothing:Good", "No module named 'my_package.nothing'"),
         ("my_package.mine:Bad", "has no attribute 'Bad'"),
-        ("my_package.mine:Other", "Other is no subclass of mimo_train.step.callbacks.Callback"),
+        ("my_package.mine:Other", "Other is no subclass of mimo_train.training.callbacks.Callback"),
         ("my_package.mine:function", "function is no subclass"),
         ("my_package.mine:Wants", "missing 1 required positional argument: 'path'"),
         ("wrong:Wrong", "Wrong.on_end is no event of a callback"),

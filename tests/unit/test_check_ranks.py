@@ -2,13 +2,13 @@
 
 from mimo_train.check.ranks import add_ranks
 from mimo_train.check.report import Report
-from mimo_train.plan import layout
+from mimo_train.plan.run import resolve
 from tests.unit.test_layout import arranged
 
 
 def table(cfg):
     report = Report()
-    add_ranks(report, cfg, layout.plan(cfg))
+    add_ranks(report, cfg, resolve(cfg).layout)
     (found,) = report.tables
     return found
 
@@ -26,7 +26,7 @@ def test_stages_idle_ranks_and_the_way_of_features():
         ("6-7", "language, stage 2 of 2"),
     ]
     assert found.notes[:3] == [
-        "features of images are dealt again, from tp2 to dp2: it stands on the first ranks of language (4-5)",
+        "features of images are dealt again, from tp2 to dp2: it is on the first ranks of language (4-5)",
         "features of sounds are sent from ranks 0-1 to 4-5",
         "features of photos are sent from ranks 0-1 to 4-5",
     ]
@@ -44,4 +44,4 @@ def test_nodes_and_an_order_that_is_not_the_config_s():
 def test_equal_sizes_on_the_same_ranks_move_nothing():
     found = table(arranged({"dp": 2}, mode="shared", images={"dp": 2}))
     assert found.rows == [("0-1", "images + language")]
-    assert found.notes == ["features of images stay where they are: it stands on the first ranks of language (0-1)"]
+    assert found.notes == ["features of images stay where they are: it is on the first ranks of language (0-1)"]

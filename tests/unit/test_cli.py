@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import types
 from importlib.metadata import version
 
 import pytest
 import yaml
 
 from mimo_train.cli import main
+from mimo_train.commands import generate, train
 from mimo_train.config import compose
 
 HEAVY = ("torch", "megatron", "transformers", "numpy", "hydra", "omegaconf")
@@ -25,14 +25,13 @@ def alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """Stands in for `mimo_train.commands.train`; its `body` is what `main(cfg, layout)` does."""
+    """Replaces `main` of a command; `body` is what it does."""
 
-    def install(body: str, name: str = "mimo_train.commands.train", arguments: str = "cfg, layout") -> list:
-        module = types.ModuleType(name)
-        module.calls = []
-        exec(f"def main({arguments}):\n    {body}\n", module.__dict__)
-        monkeypatch.setitem(sys.modules, name, module)
-        return module.calls
+    def install(body: str, command=train, arguments: str = "run") -> list:
+        names = {"calls": []}
+        exec(f"def main({arguments}):\n    {body}\n", names)
+        monkeypatch.setattr(command, "main", names["main"])
+        return names["calls"]
 
     return install
 
@@ -128,13 +127,13 @@ def test_a_reader_that_stops_early_is_no_traceback():
 
 
 def test_train_hands_config_and_layout_on_and_returns_the_exit_code(trainer):
-    calls = trainer("calls.append((cfg.train.iters, layout.world_size)); return 7")
+    calls = trainer("calls.append((run.cfg.train.iters, run.layout.world_size)); return 7")
     assert main(["train", "gpt_tiny", "train.iters=3"]) == 7
     assert calls == [(3, 1)]
 
 
 def test_train_starts_when_torchrun_started_what_the_layout_needs(trainer, monkeypatch):
-    calls = trainer("calls.append(layout.world_size)")
+    calls = trainer("calls.append(run.layout.world_size)")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["train", "vlm_digits", "layout=images_tp2_language_pp2"]) == 0
     assert calls == [4]
@@ -169,7 +168,7 @@ def test_only_rank_0_prints_what_is_wrong_before_the_start(overrides, monkeypatc
 
 
 def test_a_users_fault_in_training_is_a_line_that_names_the_rank(trainer, monkeypatch, capsys):
-    trainer("raise ValueError('data.shards: two things\\nare wrong')")
+    trainer("from mimo_train.config.fault import UserError; raise UserError('data.shards: two things\\nare wrong')")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "vlm_digits"]) == 1
@@ -182,7 +181,9 @@ def test_a_shard_error_is_a_users_fault(trainer, capsys):
     assert capsys.readouterr().err == "error: a.tar: the file is empty\n"
 
 
-@pytest.mark.parametrize("body", ["int('x')", "raise KeyError('x')", "assert False", "import json; json.loads('{')"])
+@pytest.mark.parametrize(
+    "body", ["int('x')", "raise ValueError('x')", "raise KeyError('x')", "assert False", "import json; json.loads('{')"]
+)
 def test_anything_unexpected_keeps_its_traceback(trainer, body):
     trainer(body)
     with pytest.raises((ValueError, KeyError, AssertionError)):
@@ -197,7 +198,7 @@ def test_an_interrupt_exits_130(trainer):
 def test_generate_hands_its_arguments_on(trainer):
     calls = trainer(
         "calls.append((checkpoint, prompt, media, max_new_tokens))",
-        "mimo_train.commands.generate",
+        generate,
         "checkpoint, *, prompt, media, max_new_tokens",
     )
     assert main(["generate", "runs/x", "--prompt", "What?", "--image", "a.png", "--image", "b.png"]) == 0

@@ -11,9 +11,11 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 from mimo_train.config import compose
+from mimo_train.config.fault import ConfigError
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, ConfigError
-from mimo_train.plan import layout
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.run import layout_faults, resolve
 
 CONFIGS = compose.shipped_configs()
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
@@ -44,11 +46,11 @@ def test_every_shipped_config_plans_with_every_layout_of_its_modules(run, choice
     if language["vpp"] > 1 and cfg.encoders:
         refused.add(f"modules.{LANGUAGE}.layout.vpp")
     if refused:
-        assert refused <= {fault.key for fault in layout.faults(cfg)}
+        assert refused <= {fault.key for fault in layout_faults(cfg)}
         return
-    plan = layout.plan(cfg)
-    assert plan.world_size >= 1
-    assert plan.num_microbatches * plan.microbatch_samples == cfg.train.global_batch_size
+    found = resolve(cfg)
+    assert found.layout.world_size >= 1
+    assert found.batch.num_microbatches * found.batch.microbatch_samples == cfg.train.global_batch_size
     assert compose.from_dict(yaml.safe_load(compose.to_yaml(cfg))) == cfg
 
 
@@ -77,7 +79,7 @@ def test_projector_files_make_sound_specs(name):
     patches = "modules.images.encoder.patch_size=12"
     cfg = compose.load("vlm_digits", [patches, f"projector@modules.images.projector={name}"])
     assert isinstance(cfg.modules["images"].projector, ProjectorSpec)
-    assert layout.plan(cfg).world_size == 2
+    assert resolve(cfg).layout.world_size == 2
 
 
 @pytest.mark.parametrize("name", group("llm"))
@@ -85,7 +87,7 @@ def test_llm_files_make_sound_specs(name):
     cfg = compose.load("gpt_tiny", [f"llm@modules.language.llm={name}"])
     assert isinstance(cfg.language.llm, LlmSpec)
     assert cfg.language.llm.name == name
-    assert layout.plan(cfg).world_size == 1
+    assert resolve(cfg).layout.world_size == 1
 
 
 @pytest.mark.parametrize("name", group("data"))

@@ -9,7 +9,8 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema import ConfigContainer, FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleOptimConfig
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleOptimConfig
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SECTIONS = {

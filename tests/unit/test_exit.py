@@ -8,24 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.check.faults import config_faults
-from mimo_train.step.exit import ExitConditions, ExitSignal
+from mimo_train.plan.run import config_faults
+from mimo_train.training.exit import AgreedVotes, ExitSignal, ExitVotes, agreed_votes
 from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
 from tests.unit.configs import changed
-
-
-def state(minutes: float, started: float):
-    return SimpleNamespace(cfg=changed({"train.exit_duration_minutes": minutes}), start_time=time.time() - started)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_a_vote_and_ends_nothing_by_itself(number):
     before = signal.getsignal(number)
     with ExitSignal() as exit_signal:
-        conditions = ExitConditions(state(0, 0), exit_signal)
-        assert conditions.votes() == (False, False)
+        votes = ExitVotes(exit_signal, 0, time.time())
+        assert votes.own() == (False, False)
         os.kill(os.getpid(), number)
-        assert conditions.votes() == (True, False)
+        assert votes.own() == (True, False)
     assert signal.getsignal(number) is before
 
 
@@ -33,7 +29,14 @@ def test_a_signal_is_a_vote_and_ends_nothing_by_itself(number):
     ("minutes", "started", "vote"), [(0, 1e9, False), (2, 110, False), (2, 130, True), (0.01, 0.7, True)]
 )
 def test_time_is_a_vote_after_its_minutes(minutes, started, vote):
-    assert ExitConditions(state(minutes, started), ExitSignal()).votes() == (False, vote)
+    assert ExitVotes(ExitSignal(), minutes, time.time() - started).own() == (False, vote)
+
+
+@pytest.mark.parametrize(
+    ("sums", "signalled", "late"), [([], False, False), ([1.0, 0.0], True, False), ([0.0, 3.0], False, True)]
+)
+def test_one_vote_on_any_rank_is_agreed_on(sums, signalled, late):
+    assert agreed_votes(SimpleNamespace(arrived=sums)) == AgreedVotes(signalled, late)
 
 
 class Cycle:

@@ -5,6 +5,7 @@ from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.plan.flops import Flops, Media, Product, StepFlops, count, encoder_products, language_products
+from mimo_train.plan.parameters import language_parameters
 from tests.unit.configs import changed, load
 
 DENSE = LlmSpec(
@@ -56,7 +57,7 @@ def test_experts_count_as_often_as_a_token_passes_one():
 def test_a_large_model_trains_for_about_six_flops_per_weight_and_token():
     spec = LlmSpec(num_layers=16, hidden_size=2048, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=8192)
     vocab = 128256
-    weights = spec.num_parameters(vocab, 128) - (2 * 16 + 1) * 2048
+    weights = language_parameters(spec, vocab, 128) - (2 * 16 + 1) * 2048
     per_token = count(language_products(spec, 128, vocab), upstream=False).model / 128
     assert per_token == pytest.approx(6 * weights, rel=0.01)
     assert per_token > 6 * weights

@@ -2,12 +2,12 @@
 
 import pytest
 
-from mimo_train.check.faults import config_faults
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema import ModuleConfig
-from mimo_train.config.schema_frozen import LoraConfig, is_adapter
+from mimo_train.config.parts import is_adapter
+from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 from mimo_train.plan.flops import StepFlops
-from mimo_train.plan.memory import ParameterCount, module_parameters
+from mimo_train.plan.parameters import ParameterCount, module_parameters
+from mimo_train.plan.run import config_faults
 from tests.unit.configs import changed, load
 
 FROZEN = {"modules.images.freeze": ["encoder"]}
@@ -90,7 +90,7 @@ def test_impossible_values_of_cache_and_prefetch_are_refused():
     assert "above 0" in faults(FROZEN | {bounds: 0.0})[bounds]
     ahead = "modules.images.prefetch_microbatches"
     assert "at least 0" in faults(FROZEN | {ahead: -1})[ahead]
-    assert "planned" in faults(FROZEN | {ahead: 1, "placement.bridge": "megatron"})[ahead]
+    assert "bridge=native" in faults(FROZEN | {ahead: 1, "placement.bridge": "megatron"})[ahead]
     assert (
         "only encoders"
         in faults({"modules.language.prefetch_microbatches": 1})["modules.language.prefetch_microbatches"]

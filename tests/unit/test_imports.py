@@ -16,7 +16,8 @@ LEVELS = (
     {"plan"},
     {"launch", "parallel"},
     {"model", "metrics"},
-    {"optim", "checkpoint"},
+    {"optim"},
+    {"checkpoint"},
     {"step"},
     {"evaluation", "diagnose", "check", "report"},
     {"training"},
@@ -116,6 +117,10 @@ def test_a_circle_is_found(tmp_path):
         (tmp_path / "data" / f"{name}.py").write_text(line + "\n")
     (tmp_path / "data" / "d.py").write_text("import data.a\n")
     assert circles(tmp_path) == ["data.a -> data.b", "data.b -> data.c", "data.c -> data.a"]
+
+
+def test_there_is_no_circle():
+    assert not circles(ROOT)
 
 
 def test_each_part_has_a_level():

@@ -2,19 +2,19 @@
 
 import pytest
 
-from mimo_train.check import faults
-from mimo_train.check.faults import config_faults
+from mimo_train.config import installed
+from mimo_train.plan.run import config_faults
 from tests.unit.configs import load
 
 
 def test_without_restarts_nothing_is_wrapped():
-    from mimo_train.training.inprocess import maybe_wrap_for_inprocess_restart
+    from mimo_train.training.inprocess import with_restarts
 
-    assert maybe_wrap_for_inprocess_restart(print, load("vlm_digits")) is print
+    assert with_restarts(lambda store: ("lived", store), load("vlm_digits").run)() == ("lived", None)
 
 
 def test_without_the_package_it_is_a_fault(monkeypatch):
-    monkeypatch.setattr(faults, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed, "is_installed", lambda name: False)
     (fault,) = config_faults(load("vlm_digits", "run.inprocess_restarts=2"))
     assert fault.key == "run.inprocess_restarts" and "pip install 'mimo-train[resiliency]'" in fault.message
     assert not config_faults(load("vlm_digits"))
@@ -29,6 +29,6 @@ def test_without_the_package_it_is_a_fault(monkeypatch):
     ],
 )
 def test_impossible_values_are_faults(overrides, words, monkeypatch):
-    monkeypatch.setattr(faults, "LIBRARIES", {})
+    monkeypatch.setattr(installed, "is_installed", lambda name: True)
     (fault,) = config_faults(load("vlm_digits", *overrides))
     assert overrides[0].startswith(f"{fault.key}=") and words in fault.message

@@ -4,18 +4,20 @@ import copy
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from encoders.vit.spec import VisionSpec
+from mimo_train.config.fault import ConfigError
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema import ConfigError, LayoutConfig, ModuleConfig
+from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
 from mimo_train.plan import layout
+from mimo_train.plan.run import config_faults, layout_faults, resolve
 from tests.unit.configs import changed, load
 
 
 def faults(cfg) -> list[tuple[str, str]]:
-    return [(fault.key, fault.message) for fault in layout.faults(cfg)]
+    return [(fault.key, fault.message) for fault in config_faults(cfg)]
 
 
 def arranged(language: dict, batch: tuple[int, int] = (32, 8), mode: str = "disjoint", first=None, **encoders: dict):
@@ -31,7 +33,7 @@ def arranged(language: dict, batch: tuple[int, int] = (32, 8), mode: str = "disj
 
 
 def test_disjoint_modules_stand_one_after_the_other():
-    plan = layout.plan(arranged({"tp": 2, "pp": 2}, images={"dp": 2}, sounds={"tp": 2}))
+    plan = resolve(arranged({"tp": 2, "pp": 2}, images={"dp": 2}, sounds={"tp": 2})).layout
     assert {name: list(sizes.ranks) for name, sizes in plan.modules.items()} == {
         "images": [0, 1],
         "sounds": [2, 3],
@@ -42,25 +44,25 @@ def test_disjoint_modules_stand_one_after_the_other():
 
 
 def test_first_ranks_place_modules_in_any_order():
-    plan = layout.plan(arranged({"dp": 2}, first={"images": 2, "language": 0}, images={}))
+    plan = resolve(arranged({"dp": 2}, first={"images": 2, "language": 0}, images={})).layout
     assert list(plan.modules["images"].ranks) == [2]
     assert list(plan.language.ranks) == [0, 1]
     assert plan.world_size == 3
 
 
 def test_shared_modules_stand_on_all_ranks():
-    plan = layout.plan(arranged({"tp": 2, "dp": 2}, mode="shared", images={"tp": 2, "dp": 2}))
+    plan = resolve(arranged({"tp": 2, "dp": 2}, mode="shared", images={"tp": 2, "dp": 2})).layout
     assert plan.world_size == 4
     assert [plan.on_rank(rank) for rank in range(4)] == [["images", "language"]] * 4
 
 
 def test_one_microbatch_is_the_micro_batch_of_every_language_replica():
-    plan = layout.plan(arranged({"dp": 2}, batch=(48, 4), images={"dp": 4}))
-    assert (plan.microbatch_samples, plan.num_microbatches) == (8, 6)
+    batch = resolve(arranged({"dp": 2}, batch=(48, 4), images={"dp": 4})).batch
+    assert (batch.microbatch_samples, batch.num_microbatches) == (8, 6)
 
 
 def test_layouts_describe_themselves():
-    plan = layout.plan(arranged({"tp": 2, "pp": 2, "sp": True}, images={}))
+    plan = resolve(arranged({"tp": 2, "pp": 2, "sp": True}, images={})).layout
     assert str(plan.language) == "tp2 pp2 sp"
     assert str(plan.modules["images"]) == "one rank"
 
@@ -153,7 +155,7 @@ MEGATRON = {"placement.bridge": "megatron"}
         (
             {f"{IMAGES}.layout.dp": 2, FIRST: {"images": 0, "language": 1}},
             f"{FIRST}.images",
-            ["images stands on 2 ranks (0-1)", "on 1 (1)", "tp x dp 1"],
+            ["images has 2 ranks (0-1)", "of language 1 (1)", "tp x dp 1"],
         ),
         ({FIRST: {"images": 0, "language": 3}}, FIRST, ["rank 1", "2 idle of 4", "language from rank 3 to 1"]),
         ({"placement.ranks_per_node": -1}, "placement.ranks_per_node", ["-1"]),
@@ -172,11 +174,15 @@ MEGATRON = {"placement.bridge": "megatron"}
             f"{LANGUAGE}.layout",
             ["dropout", "images (tp 2, dp 1)", "language 0.1"],
         ),
-        ({**SHARED, f"{IMAGES}.layout.tp": 2}, f"{IMAGES}.layout", ["2 ranks (0-1)", "on 1 (0)", "tp x dp 1"]),
-        ({**SHARED, f"{LANGUAGE}.layout.dp": 2}, f"{IMAGES}.layout", ["1 ranks (0)", "on 2 (0-1)", "tp x dp 2"]),
+        ({**SHARED, f"{IMAGES}.layout.tp": 2}, f"{IMAGES}.layout", ["2 ranks (0-1)", "of language 1 (0)", "tp x dp 1"]),
+        (
+            {**SHARED, f"{LANGUAGE}.layout.dp": 2},
+            f"{IMAGES}.layout",
+            ["1 ranks (0)", "of language 2 (0-1)", "tp x dp 2"],
+        ),
         ({**SHARED, FIRST: {"images": 0, "language": 0}}, FIRST, ["shared"]),
         ({f"{IMAGES}.balance": "pixels"}, f"{IMAGES}.balance", ["samples or patches", "'pixels'"]),
-        ({"placement.bridge": "wooden"}, "placement.bridge", ["planned or megatron", "'wooden'"]),
+        ({"placement.bridge": "wooden"}, "placement.bridge", ["native or megatron", "'wooden'"]),
         (
             {
                 **MEGATRON,
@@ -265,13 +271,13 @@ def test_legal_layouts_of_a_language_model_alone(values):
 def test_a_stage_replicates_experts_over_what_they_do_not_divide():
     cfg = changed({**EXPERTS, f"{LANGUAGE}.layout.dp": 4, f"{LANGUAGE}.layout.ep": 2}, "gpt_tiny")
     cfg.train.micro_batch_size = 4
-    assert layout.plan(cfg).language.expert_dp == 2
-    assert str(layout.plan(cfg).language) == "dp4 ep2"
+    assert resolve(cfg).layout.language.expert_dp == 2
+    assert str(resolve(cfg).layout.language) == "dp4 ep2"
 
 
 def test_plan_raises_every_fault_at_once():
     with pytest.raises(ConfigError) as raised:
-        layout.plan(changed({f"{LANGUAGE}.layout.tp": 3, f"{IMAGES}.encoder.patch_size": 7}))
+        resolve(changed({f"{LANGUAGE}.layout.tp": 3, f"{IMAGES}.encoder.patch_size": 7}))
     keys = {fault.key for fault in raised.value.faults}
     assert keys == {f"{LANGUAGE}.layout.tp", f"{IMAGES}.encoder.patch_size"}
 
@@ -282,7 +288,6 @@ LANGUAGE_LAYOUTS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(language=LANGUAGE_LAYOUTS, encoders=st.lists(LAYOUTS, max_size=3), order=st.randoms(), explicit=st.booleans())
 def test_ranks_of_a_legal_disjoint_layout_partition_the_world(language, encoders, order, explicit):
     names = [f"images{at}" for at in range(len(encoders))]
@@ -296,31 +301,30 @@ def test_ranks_of_a_legal_disjoint_layout_partition_the_world(language, encoders
         for name in shuffled:
             first[name], rank = rank, rank + math.prod(sizes[name].values())
     cfg = arranged(language, batch, first=first, **dict(zip(names, encoders, strict=True)))
-    plan = layout.plan(cfg)
-    stood_on = sorted(rank for module in plan.modules.values() for rank in module.ranks)
-    assert stood_on == list(range(plan.world_size))
-    assert [len(plan.on_rank(rank)) for rank in range(plan.world_size)] == [1] * plan.world_size
-    for module in plan.modules.values():
-        assert plan.microbatch_samples % module.dp == 0
-    assert plan.num_microbatches == 2
+    run = resolve(cfg)
+    found = run.layout
+    taken = sorted(rank for module in found.modules.values() for rank in module.ranks)
+    assert taken == list(range(found.world_size))
+    assert [len(found.on_rank(rank)) for rank in range(found.world_size)] == [1] * found.world_size
+    for module in found.modules.values():
+        assert run.batch.microbatch_samples % module.dp == 0
+    assert run.batch.num_microbatches == 2
 
 
-@settings(deadline=None)
 @given(tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 6), encoders=st.integers(0, 3))
 def test_every_module_of_a_legal_shared_layout_stands_on_every_rank(tp, dp, encoders):
     sizes = {"tp": tp, "dp": dp}
     names = {f"images{at}": dict(sizes) for at in range(encoders)}
-    plan = layout.plan(arranged(sizes, (4 * dp, 2), mode="shared", **names))
+    plan = resolve(arranged(sizes, (4 * dp, 2), mode="shared", **names)).layout
     assert plan.world_size == tp * dp
     assert all(plan.on_rank(rank) == [*names, "language"] for rank in range(plan.world_size))
 
 
-@settings(deadline=None)
 @given(dp=st.integers(1, 8), encoder_dp=st.integers(1, 8), micro=st.integers(1, 12), total=st.integers(1, 200))
 def test_a_batch_is_legal_exactly_when_every_rank_gets_whole_samples(dp, encoder_dp, micro, total):
     cfg = arranged({"dp": dp}, (total, micro), images={"dp": encoder_dp})
     whole = total % (micro * dp) == 0 and micro * dp % encoder_dp == 0
-    assert (not list(layout.faults(cfg))) == whole
+    assert (not list(layout_faults(cfg))) == whole
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from encoders.spec import joined_width
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.plan import layout, memory
-from mimo_train.plan.memory import Memory, ParameterCount
+from mimo_train.plan import memory, parameters, schedule
+from mimo_train.plan.memory import Memory
+from mimo_train.plan.parameters import ParameterCount
+from mimo_train.plan.run import Run, resolve
 from mimo_train.plan.samples import tokenizer_of
 from tests.unit.configs import load
 
@@ -20,9 +22,8 @@ SMALL = LlmSpec(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_s
 SMALL_LAYER = 192 + 64 + 256 + 128 + 16
 
 
-def planned(*overrides: str, config: str = "vlm_digits"):
-    cfg = load(config, *overrides)
-    return cfg, layout.plan(cfg)
+def planned(*overrides: str, config: str = "vlm_digits") -> Run:
+    return resolve(load(config, *overrides))
 
 
 def test_bytes_of_parameters_in_fp32():
@@ -74,24 +75,24 @@ def test_logits_count_in_their_precision_and_as_fp32_softmax():
 
 
 def test_parameters_of_a_language_model_by_hand():
-    assert memory.language_parameters(SMALL, 10, 4) == 2 * SMALL_LAYER + 8 + 10 * 8
+    assert parameters.language_parameters(SMALL, 10, 4) == 2 * SMALL_LAYER + 8 + 10 * 8
     untied = dataclasses.replace(SMALL, tie_embeddings=False)
-    assert memory.language_parameters(untied, 10, 4) == 2 * SMALL_LAYER + 8 + 2 * 10 * 8
+    assert parameters.language_parameters(untied, 10, 4) == 2 * SMALL_LAYER + 8 + 2 * 10 * 8
 
 
 def test_stages_of_a_language_model_have_embeddings_first_and_output_last():
-    first, last = (memory.language_parameters(SMALL, 10, 4, stage=stage, stages=2) for stage in (0, 1))
+    first, last = (parameters.language_parameters(SMALL, 10, 4, stage=stage, stages=2) for stage in (0, 1))
     assert first == SMALL_LAYER + 10 * 8
     assert last == SMALL_LAYER + 8 + 10 * 8  # tied: a copy of the embeddings, to multiply with
     learned = dataclasses.replace(SMALL, position="learned")
-    assert memory.language_parameters(learned, 10, 4, stage=0, stages=2) == SMALL_LAYER + 10 * 8 + 4 * 8
+    assert parameters.language_parameters(learned, 10, 4, stage=0, stages=2) == SMALL_LAYER + 10 * 8 + 4 * 8
     middle = dataclasses.replace(SMALL, num_layers=3)
-    assert memory.language_parameters(middle, 10, 4, stage=1, stages=3) == SMALL_LAYER
+    assert parameters.language_parameters(middle, 10, 4, stage=1, stages=3) == SMALL_LAYER
 
 
 def test_tensor_parallel_divides_matrices_and_tables_but_no_norms():
     # Matrices 640 / 2 and norms 16 per layer; a table of ceil(11 / 2) rows.
-    assert memory.language_parameters(SMALL, 11, 4, tp=2) == 2 * (320 + 16) + 8 + 6 * 8
+    assert parameters.language_parameters(SMALL, 11, 4, tp=2) == 2 * (320 + 16) + 8 + 6 * 8
 
 
 EXPERTS = dataclasses.replace(
@@ -103,16 +104,15 @@ ONE_EXPERT = 8 * 24 + 12 * 8
 def test_parameters_of_experts_by_hand():
     # Attention and norms as in SMALL; router, shared expert (gate, up, down) and the vector of its gate.
     layer = 192 + 64 + 16 + 4 * 8 + 3 * 6 * 8 + 8
-    assert memory.language_parameters(EXPERTS, 10, 4) == 2 * layer + 8 + 10 * 8
-    assert memory.expert_parameters(EXPERTS) == 2 * 4 * ONE_EXPERT
-    assert EXPERTS.num_parameters(10, 4) == 2 * (layer + 4 * ONE_EXPERT) + 8 + 80
+    assert parameters.language_parameters(EXPERTS, 10, 4) == 2 * layer + 8 + 10 * 8
+    assert parameters.expert_parameters(EXPERTS) == 2 * 4 * ONE_EXPERT
 
 
 def test_experts_are_dealt_and_cut_over_ranks():
-    assert memory.expert_parameters(EXPERTS, ep=2) == 2 * 2 * ONE_EXPERT
-    assert memory.expert_parameters(EXPERTS, ep=2, etp=2) == 2 * ONE_EXPERT * 2 // 2
-    assert memory.expert_parameters(EXPERTS, stage=1, stages=2) == 4 * ONE_EXPERT
-    assert memory.expert_parameters(SMALL) == 0
+    assert parameters.expert_parameters(EXPERTS, ep=2) == 2 * 2 * ONE_EXPERT
+    assert parameters.expert_parameters(EXPERTS, ep=2, etp=2) == 2 * ONE_EXPERT * 2 // 2
+    assert parameters.expert_parameters(EXPERTS, stage=1, stages=2) == 4 * ONE_EXPERT
+    assert parameters.expert_parameters(SMALL) == 0
 
 
 def test_activations_of_experts_by_hand():
@@ -126,45 +126,45 @@ def test_activations_of_experts_by_hand():
 
 
 def test_states_of_experts_are_sharded_over_their_replicas():
-    cfg, one = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_dp2", config="gpt_tiny")
-    _, two = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
-    ((replicated,), (dealt,)) = (memory.stage_memory(cfg, plan, "language", 384) for plan in (one, two))
-    half = memory.expert_parameters(cfg.language.llm) // 2
+    one = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_dp2", config="gpt_tiny")
+    two = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
+    ((replicated,), (dealt,)) = (memory.stage_memory(run, "language", 384) for run in (one, two))
+    half = parameters.expert_parameters(one.cfg.language.llm) // 2
     assert replicated.memory.weights - dealt.memory.weights == 4 * half
     assert replicated.memory.optimizer == dealt.memory.optimizer
     assert replicated.memory.activations == dealt.memory.activations
 
 
 def test_without_the_distributed_optimizer_every_replica_keeps_all_states():
-    cfg, plan = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
-    (divided,) = memory.stage_memory(cfg, plan, "language", 384)
-    cfg.optim.distributed_optimizer = False
-    (whole,) = memory.stage_memory(cfg, plan, "language", 384)
+    run = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
+    (divided,) = memory.stage_memory(run, "language", 384)
+    run.cfg.optim.distributed_optimizer = False
+    (whole,) = memory.stage_memory(run, "language", 384)
     assert whole.memory.optimizer == 2 * whole.memory.weights > divided.memory.optimizer
 
 
 def test_one_module_keeps_less_by_its_own_recomputation():
-    cfg, plan = planned()
+    run = planned()
     kept = {}
     for own in ("none", "full"):
-        cfg.modules["language"].recompute = own
-        stages = [memory.stage_memory(cfg, plan, name, 384)[0].memory.activations for name in ("images", "language")]
+        run.cfg.modules["language"].recompute = own
+        stages = [memory.stage_memory(run, name, 384)[0].memory.activations for name in ("images", "language")]
         kept[own] = stages
     assert kept["full"][0] == kept["none"][0] and kept["full"][1] < kept["none"][1]
 
 
 def test_context_parallel_ranks_share_states_and_activations():
-    cfg, one = planned("layout=language_one", config="gpt_tiny")
-    _, two = planned("layout=language_cp2", config="gpt_tiny")
-    (whole,), (part,) = (memory.stage_memory(cfg, plan, "language", 384) for plan in (one, two))
+    one = planned("layout=language_one", config="gpt_tiny")
+    two = planned("layout=language_cp2", config="gpt_tiny")
+    (whole,), (part,) = (memory.stage_memory(run, "language", 384) for run in (one, two))
     assert part.memory.weights == whole.memory.weights and part.memory.gradients == whole.memory.gradients
     assert part.memory.optimizer * 2 == whole.memory.optimizer
     assert part.memory.activations * 2 == whole.memory.activations
 
 
 def test_a_frozen_model_trains_no_experts():
-    cfg, _ = planned("llm@modules.language.llm=gpt_tiny_moe", "modules.language.freeze=[llm]")
-    counts = memory.module_parameters(cfg, "language", 384)
+    run = planned("llm@modules.language.llm=gpt_tiny_moe", "modules.language.freeze=[llm]")
+    counts = parameters.module_parameters(run.cfg, "language", 384)
     assert set(counts) == {"llm", "experts"}
     assert all(count.trainable == 0 < count.total for count in counts.values())
 
@@ -182,7 +182,20 @@ def test_one_rank_has_all_parameters():
     }
     for values in itertools.product(*kinds.values()):
         llm = dataclasses.replace(SMALL, **dict(zip(kinds, values, strict=True)))
-        assert memory.language_parameters(llm, 10, 4) == llm.num_parameters(10, 4), llm
+        assert parameters.language_parameters(llm, 10, 4) == _by_hand(llm, 10, 4), llm
+
+
+def _by_hand(llm: LlmSpec, vocab: int, sequence_length: int) -> int:
+    """Parameters of a dense model, matrix by matrix."""
+    hidden, ffn, heads = llm.hidden_size, llm.ffn_hidden_size, llm.num_attention_heads
+    qkv = hidden // heads * (heads + 2 * (llm.num_query_groups or heads))
+    up = (2 if llm.activation == "swiglu" else 1) * ffn
+    norm = 2 if llm.normalization == "LayerNorm" else 1
+    biases = qkv + hidden + up + hidden if llm.bias else 0
+    head_norms = 2 * (hidden // heads) * norm if llm.qk_norm else 0
+    layer = hidden * (qkv + hidden + up + ffn) + biases + head_norms + 2 * norm * hidden
+    tables = vocab * (1 if llm.tie_embeddings else 2) + (sequence_length if llm.position == "learned" else 0)
+    return llm.num_layers * layer + norm * hidden + tables * hidden
 
 
 def test_parameters_of_an_encoder_over_tensor_parallel_ranks():
@@ -193,8 +206,8 @@ def test_parameters_of_an_encoder_over_tensor_parallel_ranks():
     divided = 2 * (192 + 24 + 64 + 128 + 16 + 128)
     # Whole: patches 48 x 8 + 8, positions 4 x 8, two biases and two norms per layer, the final norm.
     whole = 392 + 32 + 2 * (16 + 32) + 16
-    assert memory.encoder_parameters(encoder) == encoder.num_parameters() == divided + whole
-    assert memory.encoder_parameters(encoder, tp=2) == divided // 2 + whole
+    assert parameters.encoder_parameters(encoder) == encoder.num_parameters() == divided + whole
+    assert parameters.encoder_parameters(encoder, tp=2) == divided // 2 + whole
 
 
 @pytest.mark.parametrize(("tp", "stages"), [(1, 2), (2, 3), (1, 4)])
@@ -202,43 +215,43 @@ def test_stages_of_an_encoder_have_its_parameters_between_them(tp, stages):
     encoder = VisionSpec(
         image_size=8, patch_size=4, hidden_size=8, num_layers=4, num_attention_heads=2, ffn_hidden_size=16
     )
-    each = [memory.encoder_parameters(encoder, tp=tp, stage=stage, stages=stages) for stage in range(stages)]
-    assert sum(each) == memory.encoder_parameters(encoder, tp=tp)
+    each = [parameters.encoder_parameters(encoder, tp=tp, stage=stage, stages=stages) for stage in range(stages)]
+    assert sum(each) == parameters.encoder_parameters(encoder, tp=tp)
     # Patches and positions on the first, the final norm on the last.
-    layer = (memory.encoder_parameters(encoder, tp=tp) - 392 - 32 - 16) // 4
+    layer = (parameters.encoder_parameters(encoder, tp=tp) - 392 - 32 - 16) // 4
     first = 4 - (stages - 1) * (4 // stages)
     assert (each[0], each[-1]) == (392 + 32 + first * layer, 16 + 4 // stages * layer)
 
 
 def test_memory_of_an_encoder_in_stages():
     """Projector on the last; earlier ones keep the activations of their layers for more microbatches."""
-    cfg, plan = planned("layout=two_processes", "modules.images.layout.pp=2", "modules.images.encoder.num_layers=4")
-    whole_cfg, whole = planned("layout=two_processes", "modules.images.encoder.num_layers=4")
-    first, last = memory.stage_memory(cfg, plan, "images", 384)
-    (one,) = memory.stage_memory(whole_cfg, whole, "images", 384)
+    run = planned("layout=two_processes", "modules.images.layout.pp=2", "modules.images.encoder.num_layers=4")
+    whole = planned("layout=two_processes", "modules.images.encoder.num_layers=4")
+    first, last = memory.stage_memory(run, "images", 384)
+    (one,) = memory.stage_memory(whole, "images", 384)
     assert (first.ranks, last.ranks) == ((0,), (1,))
     assert first.memory.weights + last.memory.weights == one.memory.weights
-    assert memory.pipeline_stages(plan) == 3
-    assert [memory.in_flight(plan, "images", stage) for stage in (0, 1)] == [3, 2]
-    counts = memory.module_parameters(cfg, "images", 384, stage=0, stages=2)
+    assert schedule.pipeline_stages(run.layout) == 3
+    assert [schedule.in_flight(run, "images", stage) for stage in (0, 1)] == [3, 2]
+    counts = parameters.module_parameters(run.cfg, "images", 384, stage=0, stages=2)
     assert set(counts) == {"encoder"}
 
 
 def test_parameters_of_projectors_over_tensor_parallel_ranks():
     mlp = ProjectorSpec(ffn_hidden_size=6)
-    assert memory.projector_parameters(mlp, 8, 4) == mlp.num_parameters(8, 4) == 8 * 6 + 6 + 6 * 4 + 4
-    assert memory.projector_parameters(mlp, 8, 4, tp=2) == (8 * 6 + 6 + 6 * 4) // 2 + 4
+    assert parameters.projector_parameters(mlp, 8, 4) == mlp.num_parameters(8, 4) == 8 * 6 + 6 + 6 * 4 + 4
+    assert parameters.projector_parameters(mlp, 8, 4, tp=2) == (8 * 6 + 6 + 6 * 4) // 2 + 4
     linear = ProjectorSpec(kind="linear", merge=2)
-    assert memory.projector_parameters(linear, joined_width(VisionSpec(hidden_size=8), linear), 4) == 32 * 4 + 4
-    assert memory.projector_parameters(linear, joined_width(WhisperSpec(hidden_size=8), linear), 4) == 16 * 4 + 4
+    assert parameters.projector_parameters(linear, joined_width(VisionSpec(hidden_size=8), linear), 4) == 32 * 4 + 4
+    assert parameters.projector_parameters(linear, joined_width(WhisperSpec(hidden_size=8), linear), 4) == 16 * 4 + 4
 
 
 def test_freezing_takes_parts_and_leaves_patterns_uncounted():
-    cfg, _ = planned('modules.images.freeze=[encoder,"*.bias"]')
-    counts = memory.module_parameters(cfg, "images", 384)
+    run = planned('modules.images.freeze=[encoder,"*.bias"]')
+    counts = parameters.module_parameters(run.cfg, "images", 384)
     assert counts["encoder"].trainable == 0 < counts["encoder"].total
     assert counts["projector"].trainable == counts["projector"].total
-    assert memory.freeze_patterns(cfg.modules["images"]) == ["*.bias"]
+    assert parameters.freeze_patterns(run.cfg.modules["images"]) == ["*.bias"]
 
 
 @pytest.mark.parametrize(
@@ -251,27 +264,27 @@ def test_freezing_takes_parts_and_leaves_patterns_uncounted():
     ],
 )
 def test_bubble(overrides, stages, share):
-    _, plan = planned(*overrides)
-    assert memory.pipeline_stages(plan) == stages
-    assert memory.bubble(plan) == pytest.approx(share)
+    run = planned(*overrides)
+    assert schedule.pipeline_stages(run.layout) == stages
+    assert schedule.bubble(run) == pytest.approx(share)
 
 
 def test_microbatches_in_flight_fall_towards_the_last_stage():
-    _, plan = planned("layout=language_pp2")
-    assert memory.in_flight(plan, "images", 0) == 3
-    assert [memory.in_flight(plan, "language", stage) for stage in (0, 1)] == [2, 1]
-    _, few = planned("layout=language_pp2", "train.global_batch_size=16")
-    assert memory.in_flight(few, "images", 0) == 2  # no more than there are
-    _, shared = planned("layout=one_process")
-    assert memory.in_flight(shared, "images", 0) == memory.in_flight(shared, "language", 0) == 1
+    run = planned("layout=language_pp2")
+    assert schedule.in_flight(run, "images", 0) == 3
+    assert [schedule.in_flight(run, "language", stage) for stage in (0, 1)] == [2, 1]
+    few = planned("layout=language_pp2", "train.global_batch_size=16")
+    assert schedule.in_flight(few, "images", 0) == 2  # no more than there are
+    shared = planned("layout=one_process")
+    assert schedule.in_flight(shared, "images", 0) == schedule.in_flight(shared, "language", 0) == 1
 
 
 def test_interleaving_fills_the_bubble_and_keeps_more_chunks():
-    _, plan = planned("layout=language_pp2_vpp2", config="gpt_tiny")
-    assert plan.num_microbatches == 2
-    assert memory.bubble(plan) == pytest.approx(1 / 5)  # 2 x 2 chunks
+    run = planned("layout=language_pp2_vpp2", config="gpt_tiny")
+    assert run.batch.num_microbatches == 2
+    assert schedule.bubble(run) == pytest.approx(1 / 5)  # 2 x 2 chunks
     # Warm-up of stage 0: 2 x 1 + 1 x 2 of one chunk, and one more; there are no more than 2 x 2.
-    assert [memory.in_flight(plan, "language", stage) for stage in (0, 1)] == [4, 3]
+    assert [schedule.in_flight(run, "language", stage) for stage in (0, 1)] == [4, 3]
 
 
 def test_memory_of_a_language_rank_by_hand(tmp_path):
@@ -281,8 +294,8 @@ def test_memory_of_a_language_rank_by_hand(tmp_path):
         "data: {sequence_length: 4}\n"
         "train: {global_batch_size: 6, micro_batch_size: 3}\n"
     )
-    cfg, plan = planned(config=str(file))
-    (stage,) = memory.stage_memory(cfg, plan, "language", vocab=10)
+    run = planned(config=str(file))
+    (stage,) = memory.stage_memory(run, "language", vocab=10)
     parameters = 2 * SMALL_LAYER + 8 + 80
     tokens = 12
     layer = tokens * 4 * (4 * 8 + 4 * 8 + 2 * 8 + 5 * 16)
@@ -292,13 +305,13 @@ def test_memory_of_a_language_rank_by_hand(tmp_path):
 
 
 def test_memory_of_an_encoder_grows_with_pictures_and_shrinks_when_frozen():
-    cfg, plan = planned("layout=images_dp2_language_dp1")
-    (one,) = memory.stage_memory(cfg, plan, "images", 384, media_per_sample=1.0)
-    (two,) = memory.stage_memory(cfg, plan, "images", 384, media_per_sample=2.0)
+    run = planned("layout=images_dp2_language_dp1")
+    (one,) = memory.stage_memory(run, "images", 384, media_per_sample=1.0)
+    (two,) = memory.stage_memory(run, "images", 384, media_per_sample=2.0)
     assert two.memory.activations == 2 * one.memory.activations
     assert two.memory.weights == one.memory.weights
-    frozen_cfg, _ = planned("layout=images_dp2_language_dp1", "modules.images.freeze=[encoder]")
-    (frozen,) = memory.stage_memory(frozen_cfg, plan, "images", 384)
+    frozen_run = planned("layout=images_dp2_language_dp1", "modules.images.freeze=[encoder]")
+    (frozen,) = memory.stage_memory(frozen_run, "images", 384)
     assert frozen.memory.weights == one.memory.weights
     assert frozen.memory.gradients < one.memory.gradients
     assert frozen.memory.activations < one.memory.activations
@@ -306,8 +319,8 @@ def test_memory_of_an_encoder_grows_with_pictures_and_shrinks_when_frozen():
 
 def test_ranks_add_up_the_modules_that_share_them():
     for choice, ranks in (("one_process", 1), ("images_tp2_language_pp2", 4)):
-        cfg, plan = planned(f"layout={choice}")
-        stages = [stage for name in cfg.modules for stage in memory.stage_memory(cfg, plan, name, 384)]
+        run = planned(f"layout={choice}")
+        stages = [stage for name in run.cfg.modules for stage in memory.stage_memory(run, name, 384)]
         by_rank = memory.rank_memory(stages)
         assert list(by_rank) == list(range(ranks))
         total = sum(stage.memory.total * len(stage.ranks) for stage in stages)
@@ -315,11 +328,11 @@ def test_ranks_add_up_the_modules_that_share_them():
 
 
 def test_vocabularies_are_padded():
-    assert [memory.padded_vocab_size(size) for size in (1, 128, 129, 320)] == [128, 128, 256, 384]
+    assert [parameters.padded_vocab_size(size) for size in (1, 128, 129, 320)] == [128, 128, 256, 384]
 
 
 @pytest.mark.parametrize(("config", "ids"), [("gpt_tiny", 262), ("vlm_digits", 263), ("mixed_tiny", 264)])
 def test_shipped_runs_keep_the_rows_of_their_embedding(config, ids):
     """Another number of rows would be other initial weights and another softmax."""
     size = tokenizer_of(load(config)).vocab_size
-    assert (size, memory.padded_vocab_size(size)) == (ids, 384)
+    assert (size, parameters.padded_vocab_size(size)) == (ids, 384)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from mimo_train.config.schema import ConfigError
+from mimo_train.config.fault import ConfigError
 from mimo_train.launch import processes
-from mimo_train.plan import layout, placement
+from mimo_train.plan import placement
+from mimo_train.plan.run import layout_faults, resolve
 from tests.unit.configs import changed
 from tests.unit.test_layout import arranged
 
@@ -38,13 +39,18 @@ def on_nodes(ranks_per_node: int, language: dict, first=None, across: bool = Fal
 
 
 def started(cfg) -> list[str]:
-    return [str(fault) for fault in processes.start_faults(cfg, layout.plan(cfg))]
+    """What keeps the processes that were started from running this config."""
+    try:
+        processes.started_run(cfg)
+    except ConfigError as error:
+        return [str(fault) for fault in error.faults]
+    return []
 
 
 def test_ranks_count_the_processes_that_have_a_module():
     cfg = arranged({"dp": 2}, first={"images": 1, "language": 4}, images={"dp": 2})
     cfg.placement.allow_idle = True
-    plan = layout.plan(cfg)
+    plan = resolve(cfg).layout
     assert plan.processes == (1, 2, 4, 5) and plan.world_size == 4
     assert list(plan.modules["images"].ranks) == [0, 1] and list(plan.language.ranks) == [2, 3]
 
@@ -52,7 +58,7 @@ def test_ranks_count_the_processes_that_have_a_module():
 def test_a_process_takes_its_rank_for_the_run_and_gives_it_back(launcher, monkeypatch):
     cfg = arranged({}, first={"images": 0, "language": 2}, images={})
     cfg.placement.allow_idle = True
-    plan = layout.plan(cfg)
+    plan = resolve(cfg).layout
     launcher(2, 4)
     assert started(cfg) == []
     with processes.numbered(plan):
@@ -66,7 +72,7 @@ def test_a_process_takes_its_rank_for_the_run_and_gives_it_back(launcher, monkey
 
 
 def test_without_a_launcher_nothing_stays_behind():
-    with processes.numbered(layout.plan(arranged({}, mode="shared", images={}))):
+    with processes.numbered(resolve(arranged({}, mode="shared", images={})).layout):
         assert processes.os.environ["RANK"] == "0"
     assert "RANK" not in processes.os.environ
 
@@ -74,7 +80,7 @@ def test_without_a_launcher_nothing_stays_behind():
 def test_each_node_has_one_first_process_that_is_not_idle(launcher):
     cfg = arranged({"dp": 3}, (24, 8), first={"images": 1, "language": 5}, images={"dp": 2})
     cfg.placement.allow_idle = True
-    plan = layout.plan(cfg)  # processes 1 2 . . 5 6 7
+    plan = resolve(cfg).layout  # processes 1 2 . . 5 6 7
     first = []
     for rank, process in enumerate(plan.processes):
         launcher(process, 8, per_node=4)
@@ -84,7 +90,7 @@ def test_each_node_has_one_first_process_that_is_not_idle(launcher):
 
 
 def test_the_order_that_keeps_tensor_parallel_groups_on_a_node_is_taken():
-    plan = layout.plan(on_nodes(2, {"tp": 2}, images={}, sounds={"tp": 2}))
+    plan = resolve(on_nodes(2, {"tp": 2}, images={}, sounds={"tp": 2})).layout
     assert {name: module.first_rank for name, module in plan.modules.items()} == {
         "images": 4,
         "sounds": 0,
@@ -92,15 +98,15 @@ def test_the_order_that_keeps_tensor_parallel_groups_on_a_node_is_taken():
     }
     assert list(plan.modules) == ["images", "sounds", "language"]
     stays = on_nodes(4, {"tp": 2}, images={"dp": 2})
-    assert layout.plan(stays).language.first_rank == 2 and placement.moved_for_nodes(stays) == ""
+    assert resolve(stays).layout.language.first_rank == 2 and placement.moved_for_nodes(stays) == ""
     cfg = on_nodes(2, {"tp": 2}, images={})
-    assert layout.plan(cfg).modules["images"].first_rank == 2 and layout.plan(cfg).language.first_rank == 0
+    assert resolve(cfg).layout.modules["images"].first_rank == 2 and resolve(cfg).layout.language.first_rank == 0
     said = placement.moved_for_nodes(cfg)
     assert "order language, images" in said and "(images, language)" in said and "nodes of 2" in said
 
 
 def test_the_config_s_order_stands_where_groups_may_cross():
-    plan = layout.plan(on_nodes(2, {"tp": 2}, across=True, images={}))
+    plan = resolve(on_nodes(2, {"tp": 2}, across=True, images={})).layout
     assert plan.language.first_rank == 1
 
 
@@ -133,7 +139,7 @@ def test_a_first_rank_that_crosses_a_node_is_refused_with_one_that_does_not(firs
 
 def test_what_shares_ranks_moves_together():
     cfg = on_nodes(4, {"tp": 2, "pp": 2}, first={"images": 1, "language": 1, "sounds": 0}, images={"dp": 2}, sounds={})
-    (fault,) = layout.faults(cfg)
+    (fault,) = layout_faults(cfg)
     assert "{images: 2, sounds: 0, language: 2} with placement.allow_idle=true" in fault.message
 
 
@@ -150,20 +156,19 @@ def test_the_launcher_s_nodes_are_looked_at_too(launcher):
 def test_nodes_are_the_launcher_s_unless_the_config_says(launcher):
     cfg = arranged({"tp": 2}, images={"dp": 2})
     launcher(0, 4, per_node=2)
-    placement.note_nodes(cfg)
-    assert cfg.placement.ranks_per_node == 2
+    assert processes.started_run(cfg).layout.ranks_per_node == 2
+    assert cfg.placement.ranks_per_node == 0, "the config is the user's"
     launcher(0, 4)
-    placement.note_nodes(cfg)
-    assert cfg.placement.ranks_per_node == 2
-    cfg.placement.ranks_per_node = 0
-    placement.note_nodes(cfg)
-    assert cfg.placement.ranks_per_node == 0
+    assert processes.started_run(cfg).layout.ranks_per_node == 0
+    cfg.placement.ranks_per_node = 4
+    launcher(0, 4, per_node=2)
+    assert processes.started_run(cfg).layout.ranks_per_node == 4
 
 
 def test_the_first_node_has_a_module():
     cfg = on_nodes(2, {}, first={"images": 2, "language": 3}, images={})
     cfg.placement.allow_idle = True
-    (fault,) = layout.faults(cfg)
+    (fault,) = layout_faults(cfg)
     assert fault.key == "placement.first_rank" and "ranks 0-1" in fault.message and "below rank 2" in fault.message
 
 
@@ -176,7 +181,7 @@ def test_the_first_node_has_a_module():
         (
             arranged({"dp": 2, "pp": 2}, (32, 4), mode="shared", images={"tp": 2}),
             8,
-            ["set modules.language.layout.dp=4 modules.images.layout.dp=2"],
+            ["set modules.images.layout.dp=2 modules.language.layout.dp=4"],
         ),
         (arranged({"tp": 2, "pp": 2}, images={"tp": 2}), 5, ["change modules.images.layout and modules.language"]),
         (arranged({}, images={}), 1, ["1 process was started", "needs 2: images 1, language 1"]),
@@ -186,7 +191,7 @@ def test_another_number_of_processes_is_refused_with_what_would_use_them(cfg, co
     launcher(0, count)
     (said,) = started(cfg)
     assert said.startswith("WORLD_SIZE: ") and all(word in said for word in words), said
-    assert ("idle" in said) == (count > layout.plan(cfg).world_size)
+    assert ("idle" in said) == (count > resolve(cfg).layout.world_size)
 
 
 def test_more_processes_may_be_idle_and_fewer_may_not(launcher):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.check.faults import config_faults, profiling_faults
+from mimo_train.plan.run import config_faults
 from tests.unit.configs import changed, load
 
 
@@ -40,8 +40,8 @@ def test_what_needs_cuda_is_refused_on_a_cpu_run(name):
     # Whether `auto` is a GPU is known on the machine of the run only.
     cfg = changed({**values, "run.device": "auto"})
     assert not config_faults(cfg)
-    assert [fault.key for fault in profiling_faults(cfg, "cpu")] == [f"profiling.{name}"]
-    assert not [*profiling_faults(cfg, "cuda")]
+    assert [fault.key for fault in cfg.profiling.faults("cpu", cfg.train.iters)] == [f"profiling.{name}"]
+    assert not [*cfg.profiling.faults("cuda", cfg.train.iters)]
 
 
 def test_ranks_are_not_counted_in_a_layout_that_cannot_be():

@@ -2,13 +2,12 @@
 
 from hypothesis import HealthCheck, given, settings
 
-from mimo_train.check.faults import config_faults
 from mimo_train.config.compose import load
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import config_faults, resolve
 from mimo_train.report.layout_drawing import coordinates
 from tests.random_layouts import MICROBATCH, legal_layouts
 
-drawn = settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+drawn = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 @settings(drawn, max_examples=30)
@@ -16,7 +15,8 @@ drawn = settings(deadline=None, derandomize=True, database=None, suppress_health
 def test_a_legal_layout_divides_ranks_and_samples(drawn_layout):
     cfg = load(drawn_layout.config, drawn_layout.overrides)
     assert [str(fault) for fault in config_faults(cfg)] == []
-    layout = plan(cfg)
+    run = resolve(cfg)
+    layout = run.layout
     assert layout.world_size <= 6
     assert all(layout.on_rank(rank) for rank in range(layout.world_size))
     assert sorted(set(layout.processes)) == list(layout.processes)
@@ -25,13 +25,15 @@ def test_a_legal_layout_divides_ranks_and_samples(drawn_layout):
         assert len(set(grid)) == module.tp * module.cp * module.dp * module.pp
         assert module.ranks == range(module.first_rank, layout.modules[name].ranks[-1] + 1)
         assert [rank for stage in range(module.pp) for rank in module.stage_ranks(stage)] == list(module.ranks)
-        assert layout.microbatch_samples == MICROBATCH and MICROBATCH % module.dp == 0
-    language, local, apart = layout.language, layout.local_encoders, layout.apart_encoders
-    assert sorted([*local, *apart]) == sorted(cfg.encoders)
-    for name in local:
-        assert layout.modules[name].ranks == language.stage_ranks(0) and layout.modules[name].pp == 1
-    for name in apart:
-        assert not set(layout.modules[name].ranks) & set(language.ranks)
+        assert run.batch.microbatch_samples == MICROBATCH and MICROBATCH % module.dp == 0
+    assert sorted(edge.giver for edge in layout.edges) == sorted(cfg.encoders)
+    for edge in layout.shared_edges:
+        giver, taker = layout.modules[edge.giver], layout.modules[edge.taker]
+        assert giver.ranks == taker.stage_ranks(0) and giver.pp == 1
+    for edge in layout.disjoint_edges:
+        assert not set(layout.modules[edge.giver].ranks) & set(layout.modules[edge.taker].ranks)
+    givers = [edge.giver for edge in layout.disjoint_edges]
+    assert sorted(layout.piped_modules) == sorted([*givers, "language"]) and layout.piped_modules[-1] == "language"
     for name, first in drawn_layout.first.items():
         assert layout.processes_of(layout.modules[name].ranks)[0] == first
     node = cfg.placement.ranks_per_node

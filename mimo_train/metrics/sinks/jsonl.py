@@ -12,6 +12,7 @@ from numbers import Integral
 from pathlib import Path
 
 from data.storage.replace import replacing
+from mimo_train.config.fault import UserError
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -25,7 +26,7 @@ class JsonlSink:
         With `resumed_step` 0 the run is new, and the file starts empty.
 
         Raises:
-            ValueError: a line other than the last is no JSON object.
+            UserError: a line other than the last is no JSON object.
             OSError: the file cannot be written.
         """
         self.handle = path
@@ -60,7 +61,7 @@ def iter_metrics(path: Path) -> Iterator[dict[str, float]]:
     """The lines of a metrics.jsonl as dicts, one at a time; a torn last line is left out.
 
     Raises:
-        ValueError: a line other than the last is no JSON object.
+        UserError: a line other than the last is no JSON object.
         OSError: there is no such file.
     """
     for _, line in _lines(path):
@@ -82,14 +83,13 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict]]:
         for number, raw in enumerate(file, start=1):
             try:
                 line = json.loads(raw)
-                if not isinstance(line, dict) or "step" not in line:
-                    raise ValueError("not an object with a step")
+                why = "" if isinstance(line, dict) and "step" in line else "not an object with a step"
             except ValueError as error:
+                why = str(error)
+            if why:
                 if not raw.endswith(b"\n"):
                     return
-                raise ValueError(
-                    f"{path}, line {number}, is not a line of metrics ({error}): remove this line to go on"
-                ) from error
+                raise UserError(f"{path}, line {number}, is not a line of metrics ({why}): remove this line to go on")
             yield raw, line
 
 

@@ -1,4 +1,4 @@
-"""The communicators of the pipeline schedule: between stages of one module, and over all modules that stand apart."""
+"""The communicators of the pipeline schedule: between stages of one module, and over all modules in the pipeline."""
 
 import copy
 
@@ -8,10 +8,13 @@ from megatron.core.pipeline_parallel.multimodule_communicator import MultiModule
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo_train.config.schema import LANGUAGE
-from mimo_train.parallel.bridge.exchange import PlannedBridge, Watch, not_timed
-from mimo_train.parallel.bridge.shapes import TokenPlan, Turns
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.parallel import device
+from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
+from mimo_train.parallel.bridge.shapes import StepShapes, Turns
 from mimo_train.plan.layout import ModuleLayout, RunLayout
+from mimo_train.plan.run import Run
+from mimo_train.plan.schedule import stages_to_end
 
 
 class TimedP2PCommunicator(P2PCommunicator):
@@ -42,9 +45,9 @@ class _TimedHandle:
             self._handle.wait()
 
 
-class PlannedStages(TimedP2PCommunicator):
+class ModuleStages(TimedP2PCommunicator):
     """Between the stages of one of several modules. Schedules of several modules exchange shapes before every message
-    (`variable_seq_lengths`, p2p_communication.py:322 in Megatron-Core 0.19.2); here they come from the plan.
+    (`variable_seq_lengths`, p2p_communication.py:322 in Megatron-Core 0.19.2); here they are known.
 
     The language model's stages exchange [S / cp (/ tp with sequence parallel), B, H]; an encoder's [rows, H], where
     rows are the tokens inside the encoder of this rank's samples. What has no rows is not sent, and no gradient goes to
@@ -52,28 +55,28 @@ class PlannedStages(TimedP2PCommunicator):
     """
 
     def __init__(self, module: ModuleLayout, pp_group, config, hidden_size: int, sequence_length: int, batch: int,
-                 plan: TokenPlan, watch: Watch):  # fmt: skip
+                 shapes: StepShapes, watch: Watch):  # fmt: skip
         config = copy.copy(config)
         config.variable_seq_lengths = False
         super().__init__(pp_group, config, watch)
-        self._module, self._plan, self._hidden = module, plan, hidden_size
+        self._module, self._shapes, self._hidden = module, shapes, hidden_size
         self._replica = (dist.get_rank() - module.first_rank) // (module.tp * module.cp) % module.dp
         self._fixed = (sequence_length // module.cp // (module.tp if module.sp else 1), batch, hidden_size)
-        self._turns = Turns(plan)
+        self._turns = Turns(shapes)
 
     def _communicate(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, **options):
         assert not (recv_prev and recv_next), "1F1B without interleaving receives from one side at a time"
         if self._module.name != LANGUAGE:
             stage = self.pp_group.rank()
-            recv_next = recv_next and self._plan.stage_needs_gradient(self._module.name, stage)
-            if stage and not self._plan.stage_needs_gradient(self._module.name, stage - 1):
+            recv_next = recv_next and self._shapes.stage_needs_gradient(self._module.name, stage)
+            if stage and not self._shapes.stage_needs_gradient(self._module.name, stage - 1):
                 tensor_send_prev = None
         if recv_prev or recv_next:
             tensor_shape = self._next_shape(recv_prev)
         empty = None
         if (recv_prev or recv_next) and not tensor_shape[0]:
             empty = torch.empty(
-                tensor_shape, dtype=self.config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
+                tensor_shape, dtype=self.config.pipeline_dtype, device=device.current(), requires_grad=True
             )
         previous, following, handles = super()._communicate(
             tensor_send_next=_rows_or_none(tensor_send_next),
@@ -92,8 +95,8 @@ class PlannedStages(TimedP2PCommunicator):
         if self._module.name == LANGUAGE:
             return self._fixed
         microbatch = self._turns.forward() if forward else self._turns.backward()
-        first, last = self._plan.spans(self._module, microbatch)[self._replica]
-        rows = sum(self._plan.loads[self._module.name][microbatch][first:last])
+        first, last = self._shapes.spans(self._module, microbatch)[self._replica]
+        rows = sum(self._shapes.loads[self._module.name][microbatch][first:last])
         # Two dimensions travel as three, the last of size 1 (multimodule_communicator.py, _prepare_tensor_for_comm).
         return rows, self._hidden, 1
 
@@ -102,19 +105,19 @@ def _rows_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor is not None and tensor.size(0) else None
 
 
-class PlannedCommunicator(MultiModulePipelineCommunicator):
-    """Megatron-Core's communicator over `PlannedBridge` and `PlannedStages` instead of its own, for the language model
-    and the modules that are not on its ranks."""
+class ModuleCommunicator(MultiModulePipelineCommunicator):
+    """Megatron-Core's communicator over `DisjointBridge` and `ModuleStages` instead of its own, for the modules that
+    are stages of the pipeline."""
 
     def __init__(
         self,
-        layout: RunLayout,
+        run: Run,
         grids,
         config: TransformerConfig,
         hidden_sizes: dict[str, int],
         sequence_length: int,
-        plan: TokenPlan,
-        device: torch.device,
+        shapes: StepShapes,
+        on_device: torch.device,
         watch: Watch = not_timed,
     ):
         """
@@ -123,37 +126,45 @@ class PlannedCommunicator(MultiModulePipelineCommunicator):
             sequence_length: tokens of a sample.
             watch: times bridges as `bridge_wait` and stages as `pipeline_wait`.
         """
-        self._layout, self._plan, self._watch, self._hidden_sizes = layout, plan, watch, hidden_sizes
+        self._run, self._shapes, self._watch, self._hidden_sizes = run, shapes, watch, hidden_sizes
         self._sequence_length = sequence_length
-        self._bridge_arguments = (layout, plan, config.hidden_size, config.pipeline_dtype, device, watch)
-        super().__init__(*_piped(layout, grids, config))
+        self._device = on_device
+        super().__init__(*_piped(run.layout, grids, config))
 
     @property
     def current_stage(self) -> int:
-        """Stage of this rank, such that the language model's last one is the last: how many microbatches run ahead
-        follows from it. Megatron-Core 0.19.2 counts an encoder's stages from 0 (multimodule_communicator.py:246-277):
-        one of fewer stages than another would run further ahead than the language model takes in, and both wait."""
+        """Stage of this rank, counted from the end of the pipeline: how many microbatches run ahead follows from it.
+        Megatron-Core 0.19.2 counts a module's stages from 0 (multimodule_communicator.py:246-277): one of fewer stages
+        than another would run further ahead than the module behind both takes in, and both wait."""
         name, info = next(iter(self.rank_module_map.items()))
-        left = info.pp_size - info.pp_rank + (0 if name == LANGUAGE else self._layout.language.pp)
-        return self.total_stages - left
+        return self.total_stages - stages_to_end(self._run.layout, name, info.pp_rank)
 
     def _build_bridge_comms(self) -> None:
         self.bridge_comms = [
-            PlannedBridge(name, self.module_to_grid_map, *self._bridge_arguments)
-            for name in self._layout.apart_encoders
+            DisjointBridge(
+                edge,
+                self.module_to_grid_map,
+                self._run,
+                self._shapes,
+                self._hidden_sizes[edge.taker],
+                self.config.pipeline_dtype,
+                self._device,
+                self._watch,
+            )
+            for edge in self._run.layout.disjoint_edges
         ]
 
     def _build_rank_module_info_map(self) -> None:
         super()._build_rank_module_info_map()
         for name, info in self.rank_module_map.items():
-            info.p2p_communicator = PlannedStages(
-                self._layout.modules[name],
+            info.p2p_communicator = ModuleStages(
+                self._run.layout.modules[name],
                 info.p2p_communicator.pp_group,
                 self.config,
                 self._hidden_sizes[name],
                 self._sequence_length,
-                self._layout.micro_batch_size,
-                self._plan,
+                self._run.batch.micro_batch_size,
+                self._shapes,
                 self._watch,
             )
 
@@ -173,6 +184,8 @@ class MegatronCommunicator(MultiModulePipelineCommunicator):
 
 def _piped(layout: RunLayout, grids, config) -> tuple:
     """Grids, topology, config, dimension names, numbers of dimensions: what `MultiModulePipelineCommunicator` takes."""
-    names = [*layout.apart_encoders, LANGUAGE]
-    topology = {name: [] if name == LANGUAGE else [LANGUAGE] for name in names}
-    return {name: grids[name] for name in names}, topology, config, None, dict.fromkeys(layout.apart_encoders, 2)
+    topology: dict[str, list[str]] = {name: [] for name in layout.piped_modules}
+    for edge in layout.disjoint_edges:
+        topology[edge.giver].append(edge.taker)
+    dimensions = {edge.giver: 2 for edge in layout.disjoint_edges}
+    return {name: grids[name] for name in topology}, topology, config, None, dimensions

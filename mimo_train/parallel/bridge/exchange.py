@@ -1,15 +1,15 @@
-"""The bridge between an encoder's ranks and the language model's first stage, with shapes known in advance.
+"""Bridges: how features go along an edge from the giver's ranks to the taker's first stage, and gradients back.
 
 Megatron-Core 0.19.2's `BridgeCommunicator` exchanges shapes before every transfer (bridge_communicator.py:864-980),
 launches a reduction for each debug message even when it is not printed (:428, 434, 512, ...), needs data-parallel
 sizes that divide each other, no context parallelism (:105-116), and cannot return gradients of unequal parts to
 several encoder replicas (mimo/model/base.py:528-558); its `ColocatedBridgeCommunicator`, for modules on the same ranks,
 needs equal counts in every sample, one stage and no context parallelism (colocated_communicator.py:47-50, 118-154).
-These take the number of rows of every sample from the data plan: any pair of data-parallel sizes and any counts, none
+These take the number of rows of every sample from the data index: any pair of data-parallel sizes and any counts, none
 included, with one batch of sends and receives per transfer.
 
-Rows are features of one microbatch, [rows, hidden], in sample order. Every rank of a replica of the encoder's last
-stage holds all rows of the replica's samples, and so does every rank of a replica of the language model's first stage.
+Rows are features of one microbatch, [rows, hidden], in sample order. Every rank of a replica of the giver's last stage
+holds all rows of the replica's samples, and so does every rank of a replica of the taker's first stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,17 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
 from data.divide import Span, equal_parts
-from mimo_train.config.schema import LANGUAGE
-from mimo_train.parallel.bridge.shapes import Part, TokenPlan, Turns, boundary, parts_of, routes
-from mimo_train.plan.layout import RunLayout
+from mimo_train.parallel.bridge.shapes import (
+    Part,
+    StepShapes,
+    Turns,
+    giving_replicas,
+    parts_of,
+    routes,
+    taking_replicas,
+)
+from mimo_train.plan.graph import Edge
+from mimo_train.plan.run import Run
 
 Watch = Callable[[str], AbstractContextManager]
 """Times what happens in a `with` block, by name (see `mimo_train.metrics.stopwatch`)."""
@@ -34,11 +42,12 @@ def not_timed(name: str) -> AbstractContextManager:
 
 
 class Bridge:
-    """Who exchanges which rows of one encoder's features with whom, and the exchange itself.
+    """Who exchanges which rows of features with whom along one edge, and the exchange itself.
 
     Args:
-        name: the encoder module.
-        hidden_size: of the language model.
+        edge: from the module that gives features to the one that takes them.
+        shapes: rows of every sample of the current step.
+        hidden_size: width of a row, that of the taker.
         watch: times the exchange as `bridge_wait`.
 
     Attributes:
@@ -47,45 +56,46 @@ class Bridge:
 
     def __init__(
         self,
-        name: str,
-        layout: RunLayout,
-        plan: TokenPlan,
+        edge: Edge,
+        run: Run,
+        shapes: StepShapes,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
         watch: Watch = not_timed,
     ):
-        self.source, self._plan, self._watch = layout.modules[name], plan, watch
+        self.giver, self._shapes, self._watch = run.layout.modules[edge.giver], shapes, watch
         self._hidden, self._dtype, self._device = hidden_size, dtype, device
         self._rank = rank = dist.get_rank()
-        encoder, language = (boundary(layout.modules[side], layout.language) for side in (name, LANGUAGE))
-        self._encoder_replica, self._language_replica = _replicas(encoder), _replicas(language)
-        self._language_spans = equal_parts(layout.microbatch_samples, layout.language.dp)
-        forward, backward = routes(encoder, language), routes(language, encoder)
-        self._forward_to = [taker for giver, taker in forward if giver == rank]
-        self._forward_from = [giver for giver, taker in forward if taker == rank]
-        self._backward_to = [taker for giver, taker in backward if giver == rank]
-        self._backward_from = [giver for giver, taker in backward if taker == rank]
-        self._turns = Turns(plan)
+        taker = run.layout.modules[edge.taker]
+        giving, taking = giving_replicas(self.giver), taking_replicas(taker)
+        self._giver_replica, self._taker_replica = _replica_of(giving), _replica_of(taking)
+        self._taker_spans = equal_parts(run.batch.microbatch_samples, taker.dp)
+        forward, backward = routes(giving, taking), routes(taking, giving)
+        self._forward_to = [to for sender, to in forward if sender == rank]
+        self._forward_from = [sender for sender, to in forward if to == rank]
+        self._backward_to = [to for sender, to in backward if sender == rank]
+        self._backward_from = [sender for sender, to in backward if to == rank]
+        self._turns = Turns(shapes)
         self.while_waiting: Callable[[], None] | None = None
 
     def _give_forward(self, features: torch.Tensor, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
-        """What the encoder's side hands over."""
-        peers = self._spans_of_language(self._forward_to)
-        return self._give(features, self._encoder_span(microbatch), peers, microbatch)
+        """What the giver hands over."""
+        peers = self._spans_of_taker(self._forward_to)
+        return self._give(features, self._giver_span(microbatch), peers, microbatch)
 
     def _take_forward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
-        """Room for what the language model's side gets."""
-        peers = self._spans_of_encoder(self._forward_from, microbatch)
-        return self._take(self._language_span(), peers, microbatch)
+        """Room for what the taker gets."""
+        peers = self._spans_of_giver(self._forward_from, microbatch)
+        return self._take(self._taker_span(), peers, microbatch)
 
     def _give_backward(self, gradient: torch.Tensor | None, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
-        peers = self._spans_of_encoder(self._backward_to, microbatch)
-        return self._give(gradient, self._language_span(), peers, microbatch)
+        peers = self._spans_of_giver(self._backward_to, microbatch)
+        return self._give(gradient, self._taker_span(), peers, microbatch)
 
     def _take_backward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
-        peers = self._spans_of_language(self._backward_from)
-        return self._take(self._encoder_span(microbatch), peers, microbatch)
+        peers = self._spans_of_taker(self._backward_from)
+        return self._take(self._giver_span(microbatch), peers, microbatch)
 
     def _give(
         self, rows: torch.Tensor | None, own: Span, peers: Sequence[tuple[int, int, int]], microbatch: int
@@ -94,10 +104,10 @@ class Bridge:
         if not parts:
             return []
         if rows is None:
-            # Nothing in the language model depended on these features.
+            # Nothing in the taker depended on these features.
             rows = torch.zeros(count, self._hidden, dtype=self._dtype, device=self._device)
         assert rows.shape == (count, self._hidden), (
-            f"{self.source.name}: features are {tuple(rows.shape)}, the data plan says {(count, self._hidden)}"
+            f"{self.giver.name}: features are {tuple(rows.shape)}, the data index says {(count, self._hidden)}"
         )
         rows = rows.detach().to(self._dtype).contiguous()
         return [(rows[part.first : part.last], part) for part in parts]
@@ -130,35 +140,35 @@ class Bridge:
                     work.wait()
 
     def _counts(self, microbatch: int) -> list[int]:
-        return self._plan.counts[self.source.name][microbatch]
+        return self._shapes.counts[self.giver.name][microbatch]
 
-    def _encoder_span(self, microbatch: int) -> Span:
-        return self._plan.spans(self.source, microbatch)[self._encoder_replica[self._rank]]
+    def _giver_span(self, microbatch: int) -> Span:
+        return self._shapes.spans(self.giver, microbatch)[self._giver_replica[self._rank]]
 
-    def _language_span(self) -> Span:
-        return self._language_spans[self._language_replica[self._rank]]
+    def _taker_span(self) -> Span:
+        return self._taker_spans[self._taker_replica[self._rank]]
 
-    def _spans_of_encoder(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
-        spans = self._plan.spans(self.source, microbatch)
-        return [(rank, *spans[self._encoder_replica[rank]]) for rank in ranks]
+    def _spans_of_giver(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
+        spans = self._shapes.spans(self.giver, microbatch)
+        return [(rank, *spans[self._giver_replica[rank]]) for rank in ranks]
 
-    def _spans_of_language(self, ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-        return [(rank, *self._language_spans[self._language_replica[rank]]) for rank in ranks]
+    def _spans_of_taker(self, ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+        return [(rank, *self._taker_spans[self._taker_replica[rank]]) for rank in ranks]
 
 
-class PlannedBridge(Bridge):
-    """From an encoder on ranks of its own, by messages between the steps of a pipeline schedule.
+class DisjointBridge(Bridge):
+    """An edge between modules on different ranks: messages between the steps of a pipeline schedule.
 
-    Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`. Where nothing of the encoder
+    Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`. Where nothing of the giver
     needs a gradient, none is sent and none is waited for. The features it receives ask for one all the same: the
     schedule keeps the gradients of all inputs (schedules.py:619 in Megatron-Core 0.19.2).
     """
 
-    def __init__(self, name: str, grids: dict[str, HyperCommGrid], *arguments):
-        """`arguments`: those of `Bridge` after the name."""
-        super().__init__(name, *arguments)
-        self.src_module_name, self.dest_module_name = name, LANGUAGE
-        self.src_grid, self.dest_grid = grids[name], grids[LANGUAGE]
+    def __init__(self, edge: Edge, grids: dict[str, HyperCommGrid], *arguments):
+        """`arguments`: those of `Bridge` after the edge."""
+        super().__init__(edge, *arguments)
+        self.src_module_name, self.dest_module_name = edge.giver, edge.taker
+        self.src_grid, self.dest_grid = grids[edge.giver], grids[edge.taker]
 
     def is_current_rank_in_grid(self, grid: HyperCommGrid) -> bool:
         """Whether this rank belongs to `grid`."""
@@ -192,13 +202,13 @@ class PlannedBridge(Bridge):
         return gradient
 
     def _next_given_backward(self, gradient: torch.Tensor | None) -> list[tuple[torch.Tensor, Part]]:
-        if not self._plan.features_need_gradient(self.source.name):
+        if not self._shapes.features_need_gradient(self.giver.name):
             return []
         return self._give_backward(gradient, self._turns.backward())
 
     def _next_taken_backward(self) -> tuple[torch.Tensor | None, list[Part]]:
-        """None where nothing of the encoder needs a gradient: the schedule then has no backward pass for it."""
-        if not self._plan.features_need_gradient(self.source.name):
+        """None where nothing of the giver needs a gradient: the schedule then has no backward pass for it."""
+        if not self._shapes.features_need_gradient(self.giver.name):
             return None, []
         return self._take_backward(self._turns.backward())
 
@@ -210,23 +220,23 @@ class PlannedBridge(Bridge):
         return features.requires_grad_()
 
 
-class LocalBridge(Bridge):
-    """From an encoder on the ranks of the language model's first stage: redistributes features inside the forward pass,
+class SharedBridge(Bridge):
+    """An edge whose giver is on the ranks of the taker's first stage: redistributes features inside the forward pass,
     and their gradients in the backward pass. Collective over these ranks."""
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        """Features of the encoder replica's samples of the next microbatch, [rows, hidden] -> those of the language
+        """Features of the giving replica's samples of the next microbatch, [rows, hidden] -> those of the taking
         replica's samples."""
         return _Redistribute.apply(features, self, self._turns.forward())
 
-    def to_language(self, features: torch.Tensor, microbatch: int) -> torch.Tensor:
+    def to_taker(self, features: torch.Tensor, microbatch: int) -> torch.Tensor:
         """The exchange of the forward pass, without autograd."""
         given = self._give_forward(features, microbatch)
         taken, parts = self._take_forward(microbatch)
         self._exchange(given, taken, parts)
         return taken
 
-    def to_encoder(self, gradient: torch.Tensor, microbatch: int) -> torch.Tensor:
+    def to_giver(self, gradient: torch.Tensor, microbatch: int) -> torch.Tensor:
         """The exchange of the backward pass."""
         given = self._give_backward(gradient, microbatch)
         taken, parts = self._take_backward(microbatch)
@@ -236,15 +246,15 @@ class LocalBridge(Bridge):
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, features: torch.Tensor, bridge: LocalBridge, microbatch: int) -> torch.Tensor:
+    def forward(ctx, features: torch.Tensor, bridge: SharedBridge, microbatch: int) -> torch.Tensor:
         ctx.bridge, ctx.microbatch = bridge, microbatch
-        return bridge.to_language(features, microbatch)
+        return bridge.to_taker(features, microbatch)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return ctx.bridge.to_encoder(gradient, ctx.microbatch), None, None
+        return ctx.bridge.to_giver(gradient, ctx.microbatch), None, None
 
 
-def _replicas(ranks: Sequence[range]) -> dict[int, int]:
+def _replica_of(replicas: Sequence[range]) -> dict[int, int]:
     """Rank -> number of its replica."""
-    return {rank: replica for replica, members in enumerate(ranks) for rank in members}
+    return {rank: replica for replica, members in enumerate(replicas) for rank in members}

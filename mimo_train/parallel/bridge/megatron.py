@@ -2,40 +2,39 @@
 
 import torch.distributed as dist
 
-from mimo_train.parallel.bridge.shapes import TokenPlan, Turns, boundary
+from mimo_train.config.fault import UserError
+from mimo_train.parallel.bridge.shapes import StepShapes, Turns, giving_replicas
 from mimo_train.plan.layout import RunLayout
 
 
 class MegatronSizes:
-    """Rows of each sample of this rank in the microbatch that an encoder computes next."""
+    """Rows of each sample of this rank in the microbatch that a giver computes next."""
 
-    def __init__(self, layout: RunLayout, plan: TokenPlan):
-        self._layout, self._plan = layout, plan
-        self._turns = {name: Turns(plan) for name in layout.apart_encoders}
+    def __init__(self, layout: RunLayout, shapes: StepShapes):
+        self._layout, self._shapes = layout, shapes
+        self._turns = {edge.giver: Turns(shapes) for edge in layout.disjoint_edges}
 
     def __call__(self, name: str) -> list[int]:
-        """Rows of every sample of this rank, of encoder `name`."""
-        encoder, microbatch = self._layout.modules[name], self._turns[name].forward()
-        replicas = boundary(encoder, self._layout.language)
-        replica = next(index for index, ranks in enumerate(replicas) if dist.get_rank() in ranks)
-        first, last = self._plan.spans(encoder, microbatch)[replica]
-        return self._plan.counts[name][microbatch][first:last]
+        """Rows of every sample of this rank, of the giver `name`."""
+        giver, microbatch = self._layout.modules[name], self._turns[name].forward()
+        replica = next(index for index, ranks in enumerate(giving_replicas(giver)) if dist.get_rank() in ranks)
+        first, last = self._shapes.spans(giver, microbatch)[replica]
+        return self._shapes.counts[name][microbatch][first:last]
 
     def require_possible(self) -> None:
         """Every rank checks the whole step, so every rank stops.
 
         Raises:
-            ValueError: samples of a microbatch have different numbers of rows, which Megatron-Core's bridges carry only
-                from fewer encoder replicas to more on other ranks (mimo/model/base.py:528-558), or between equal ones.
+            UserError: samples of a microbatch have different numbers of rows, which Megatron-Core's bridges carry only
+                from fewer replicas to more on other ranks (mimo/model/base.py:528-558), or between equal ones.
         """
-        language = self._layout.language
-        for name, microbatches in self._plan.counts.items():
-            encoder = self._layout.modules[name]
-            carried = encoder.dp == language.dp or (name in self._layout.apart_encoders and encoder.dp < language.dp)
-            for number, counts in enumerate(microbatches):
+        for edge in self._layout.edges:
+            giver, taker = self._layout.modules[edge.giver], self._layout.modules[edge.taker]
+            carried = giver.dp == taker.dp or (not edge.is_shared and giver.dp < taker.dp)
+            for number, counts in enumerate(self._shapes.counts[edge.giver]):
                 if not carried and len(set(counts)) > 1:
-                    raise ValueError(
-                        f"placement.bridge: Megatron-Core's bridge cannot carry {name}, whose samples of microbatch "
-                        f"{number} take from {min(counts)} to {max(counts)} rows, from dp {encoder.dp} to dp "
-                        f"{language.dp}: use placement.bridge=planned"
+                    raise UserError(
+                        f"placement.bridge: Megatron-Core's bridge cannot carry {edge.giver}, whose samples of "
+                        f"microbatch {number} take from {min(counts)} to {max(counts)} rows, from dp {giver.dp} to dp "
+                        f"{taker.dp}: use placement.bridge=native"
                     )

@@ -1,4 +1,5 @@
-"""What is known of a step before it runs: rows and loads of every sample, and who computes it. Imports no torch."""
+"""What every rank knows of a step before it runs: rows and loads of every sample, and which replica has it, so that no
+message has to say how large the next one is. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,13 +23,13 @@ class Needs:
 
 
 @dataclass
-class TokenPlan:
+class StepShapes:
     """Rows of every sample of every microbatch of the current step, for each encoder module."""
 
     counts: Counts = field(default_factory=dict)
-    """Rows that a sample's media take in the language model's sequence."""
+    """Rows of features that a sample's media make, by giver."""
     loads: Counts = field(default_factory=dict)
-    """Tokens that a sample's media take inside the encoder's layers."""
+    """Tokens that a sample's media take inside the giver's layers."""
     step: int = 0
     """Counts the steps, so that bridges know when a new one began."""
     needs: dict[str, Needs] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class TokenPlan:
         self.step += 1
 
     def features_need_gradient(self, name: str) -> bool:
-        """Whether the language model's side sends a gradient to this encoder, which waits for it."""
+        """Whether the taker sends a gradient to this giver, which waits for it."""
         return name not in self.needs or self.needs[name].features
 
     def stage_needs_gradient(self, name: str, stage: int) -> bool:
@@ -57,8 +58,8 @@ class TokenPlan:
 class Turns:
     """Which microbatch is next, forward and backward: each in order, as in 1F1B, and from the first at every step."""
 
-    def __init__(self, plan: TokenPlan):
-        self._plan = plan
+    def __init__(self, shapes: StepShapes):
+        self._shapes = shapes
         self._step, self._forward, self._backward = -1, 0, 0
 
     def forward(self) -> int:
@@ -74,8 +75,8 @@ class Turns:
         return self._backward - 1
 
     def _restart_if_new_step(self) -> None:
-        if self._step != self._plan.step:
-            self._step, self._forward, self._backward = self._plan.step, 0, 0
+        if self._step != self._shapes.step:
+            self._step, self._forward, self._backward = self._shapes.step, 0, 0
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,19 @@ def parts_of(counts: Sequence[int], own: Span, others: Sequence[tuple[int, int, 
     return ends[own[1]] - offset, parts
 
 
-def boundary(module: ModuleLayout, language: ModuleLayout) -> list[range]:
-    """Ranks of each replica that face the other module: of the encoder's last stage, of the language model's first."""
-    stage = module.stage_ranks(0 if module is language else module.pp - 1)
-    width = module.tp * module.cp
-    return [stage[replica * width : (replica + 1) * width] for replica in range(module.dp)]
+def giving_replicas(module: ModuleLayout) -> list[range]:
+    """Ranks of each replica of a module's last stage, which has its features."""
+    return _replicas(module, module.pp - 1)
+
+
+def taking_replicas(module: ModuleLayout) -> list[range]:
+    """Ranks of each replica of a module's first stage, which takes the features of others."""
+    return _replicas(module, 0)
+
+
+def _replicas(module: ModuleLayout, stage: int) -> list[range]:
+    ranks, width = module.stage_ranks(stage), module.tp * module.cp
+    return [ranks[replica * width : (replica + 1) * width] for replica in range(module.dp)]
 
 
 def routes(givers: Sequence[range], takers: Sequence[range]) -> list[tuple[int, int]]:

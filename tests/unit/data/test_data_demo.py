@@ -1,4 +1,3 @@
-import argparse
 import json
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from data.index import open_index
 from data.pipeline import Batching, Dataset, Reader, StepLoader
 from data.shards import find_shards
 from data.tokens import build_tokenizer
-from mimo_train.commands.shards import add_subparser
+from mimo_train.cli import main
 from tests.unit.data.helpers import chat, images, write_tar
 
 SMALL = {"train_samples": 1500, "held_out_samples": 768, "shards": 3}
@@ -184,10 +183,7 @@ def test_text_demo(tmp_path):
 
 
 def run(*arguments):
-    parser = argparse.ArgumentParser()
-    add_subparser(parser.add_subparsers())
-    args = parser.parse_args(["shards", *map(str, arguments)])
-    return args.handler(args)
+    return main(["shards", *map(str, arguments)])
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_nothing_to_do_is_divided_too():
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_balanced_parts_are_contiguous_and_no_others_are_better(loads, parts):
     spans = balanced_parts(loads, parts)
     assert len(spans) == parts and spans[0][0] == 0 and spans[-1][1] == len(loads)

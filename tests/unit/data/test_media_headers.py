@@ -36,7 +36,7 @@ def damaged(draw) -> bytes:
 
 
 @given(raw=damaged())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_header_is_found_or_not_whatever_the_bytes_are(raw):
     reads = []
 
@@ -52,7 +52,7 @@ def test_a_header_is_found_or_not_whatever_the_bytes_are(raw):
 
 
 @given(raw=damaged())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_picture_has_the_size_that_its_header_promises_or_is_bad(raw):
     header = parse_header_bytes(raw)
     assume(header is None or header.height * header.width <= MOST_PIXELS)

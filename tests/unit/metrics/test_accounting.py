@@ -2,7 +2,8 @@ import pytest
 
 from mimo_train.metrics.utilisation import peak_tflops, utilisation
 from mimo_train.plan.flops import Flops
-from mimo_train.plan.layout import RunLayout, plan
+from mimo_train.plan.layout import RunLayout
+from mimo_train.plan.run import resolve
 from tests.unit.configs import changed
 
 
@@ -28,7 +29,7 @@ def test_peak_by_the_name_of_the_device(name, peak):
 
 def layout(images: int, language: int) -> RunLayout:
     sizes = {"modules.images.layout.dp": images, "modules.language.layout.dp": language}
-    return plan(changed({**sizes, "train.global_batch_size": 6, "train.micro_batch_size": 1}))
+    return resolve(changed({**sizes, "train.global_batch_size": 6, "train.micro_batch_size": 1})).layout
 
 
 FLOPS = {"images": Flops(2e12, 3e12), "language": Flops(12e12, 18e12)}

@@ -2,12 +2,13 @@ import logging
 
 import pytest
 
-from mimo_train.check import faults as faults_module
-from mimo_train.check.faults import LIBRARIES, config_faults
-from mimo_train.config.schema import ConfigContainer, LogConfig
+from mimo_train.config import installed
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_log import TRACKERS, LogConfig
 from mimo_train.metrics import metrics_log as log_module
 from mimo_train.metrics.metrics_log import SINKS, MetricsLog, SinkKind, build_metrics_log
 from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.plan.run import config_faults
 from tests.unit.configs import changed
 
 
@@ -118,12 +119,13 @@ def test_a_sink_is_found_by_name_as_long_as_it_works():
     assert log.sink("wandb") is None
 
 
-@pytest.mark.parametrize("key", LIBRARIES)
-def test_a_sink_without_its_library_is_refused_before_the_start(tmp_path, monkeypatch, key):
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_sink_without_its_library_is_refused_before_the_start(tmp_path, monkeypatch, name):
+    key = f"log.{name}"
     cfg = changed({key: True})
     assert not [fault for fault in config_faults(cfg) if fault.key == key]
-    module, install = LIBRARIES[key]
-    monkeypatch.setattr(faults_module, "find_spec", lambda name: None)
+    module, install = TRACKERS[name]
+    monkeypatch.setattr(installed, "is_installed", lambda name: False)
     (fault,) = [fault for fault in config_faults(cfg) if fault.key == key]
     assert module in fault.message and f"pip install {install}" in fault.message and f"{key}=false" in fault.message
 
@@ -131,5 +133,5 @@ def test_a_sink_without_its_library_is_refused_before_the_start(tmp_path, monkey
 def test_a_folder_of_the_name_of_a_library_is_not_the_library(tmp_path, monkeypatch):
     (tmp_path / "no_such_library").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(LIBRARIES, "log.comet", ("no_such_library", "it"))
+    monkeypatch.setitem(TRACKERS, "comet", ("no_such_library", "it"))
     assert "log.comet" in [fault.key for fault in config_faults(changed({"log.comet": True}))]

@@ -1,6 +1,6 @@
 import torch
 
-from mimo_train.config.schema import ProfilingConfig
+from mimo_train.config.schema_log import ProfilingConfig
 from mimo_train.metrics import memory_stats
 from mimo_train.metrics.memory_stats import MEMORY_KEYS, report_memory, start_memory_history_recording
 

@@ -3,19 +3,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from mimo_train.compat.train import compute_throughputs_and_append_to_progress_log, get_start_time_from_progress_log
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema import LANGUAGE, ConfigContainer, DataConfig, ModuleConfig, RunConfig
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer, DataConfig, RunConfig
+from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.metrics import progress
 from mimo_train.metrics.progress import (
     append_to_progress_log,
     checkpoint_saved,
-    compute_throughputs_and_append_to_progress_log,
     evaluated,
-    get_start_time_from_progress_log,
     job_exited,
     job_started,
 )
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 
 
 def test_events_are_appended_lines_of_tab_separated_columns(tmp_path):
@@ -96,7 +97,7 @@ def test_throughputs_of_the_job_and_of_all_jobs(tmp_path, monkeypatch):
     cfg = run_config(tmp_path, 2)
     state = SimpleNamespace(
         cfg=cfg,
-        layout=plan(cfg),
+        layout=resolve(cfg).layout,
         run_dir=tmp_path,
         train_state=SimpleNamespace(step=300, consumed_train_samples=2400),
         start_time=at(50).timestamp(),

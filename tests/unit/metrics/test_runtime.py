@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.config.schema import TrainConfig
+from mimo_train.config.schema_train import TrainConfig
 from mimo_train.metrics import runtime
 from mimo_train.metrics.runtime import report_runtime, report_throughput
 

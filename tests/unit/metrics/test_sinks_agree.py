@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mimo_train.config.schema import ConfigContainer, LogConfig
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_log import LogConfig
 from mimo_train.metrics.metrics_log import SINKS, build_metrics_log
 from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.unit.metrics.wandb_reader import read_offline

@@ -2,7 +2,7 @@ import pytest
 
 from mimo_train.metrics import stopwatch
 from mimo_train.metrics.stopwatch import INTERVALS, PARTS, Stopwatch, time_split
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 from tests.unit.configs import changed
 
 
@@ -114,7 +114,7 @@ def test_on_cuda_nothing_waits_before_the_reading_and_events_are_used_again(monk
 def layout(images, language, mode="disjoint"):
     """Modules on so many devices each."""
     sizes = {"modules.images.layout.dp": images, "modules.language.layout.dp": language, "placement.mode": mode}
-    return plan(changed({**sizes, "train.global_batch_size": 8, "train.micro_batch_size": 1}))
+    return resolve(changed({**sizes, "train.global_batch_size": 8, "train.micro_batch_size": 1})).layout
 
 
 def row(**seconds):

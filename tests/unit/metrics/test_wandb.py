@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from mimo_train.config.schema import ConfigContainer, LogConfig
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_log import LogConfig
 from mimo_train.metrics.metrics_log import build_metrics_log
 from mimo_train.metrics.sinks.jsonl import read_metrics
 from mimo_train.metrics.sinks.wandb import has_api_key

@@ -3,11 +3,11 @@
 import pytest
 
 from mimo_train.config.compose import load
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 
 
 @pytest.fixture(scope="module")
 def vlm():
-    """Config and layout of a short run on two processes."""
+    """A short run on two processes."""
     cfg = load("vlm_digits", ["train.iters=40", "train.global_batch_size=32"])
-    return cfg, plan(cfg)
+    return resolve(cfg)

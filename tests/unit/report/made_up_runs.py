@@ -25,8 +25,8 @@ def write_metrics(run_dir, steps=40, evaluations=True, loss=lambda step: 5 / ste
 
 
 def report(run_dir, run) -> ParsedPage:
-    """The report of `run` (config, layout), in one piece and with nothing left beside it."""
-    path = write_report(run_dir, *run)
+    """The report of `run`, in one piece and with nothing left beside it."""
+    path = write_report(run_dir, run)
     assert path == run_dir / "report.html"
     assert not list(run_dir.glob(".*.tmp"))
     page = ParsedPage(path.read_text(encoding="utf-8"))

@@ -3,15 +3,16 @@
 import copy
 
 from mimo_train.config.compose import load
-from mimo_train.config.schema import LayoutConfig
-from mimo_train.plan.layout import ModuleLayout, plan
+from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.plan.layout import ModuleLayout
+from mimo_train.plan.run import resolve
 from mimo_train.report.layout_drawing import coordinates, layout_drawing
 from mimo_train.report.render import environment
 from tests.unit.report.parsed_page import ParsedPage
 
 
-def drawn(layout) -> ParsedPage:
-    return ParsedPage(environment().get_template("layout.html.j2").module.layout_drawing(layout_drawing(layout)))
+def drawn(run) -> ParsedPage:
+    return ParsedPage(environment().get_template("layout.html.j2").module.layout_drawing(layout_drawing(run)))
 
 
 def test_coordinates_count_tp_first_then_cp_dp_pp():
@@ -25,15 +26,14 @@ def test_coordinates_count_tp_first_then_cp_dp_pp():
 
 
 def test_disjoint_modules_are_boxes_of_their_own_with_an_arrow():
-    layout = plan(load("vlm_digits", ["layout=images_tp2_language_pp2"]))
-    page = drawn(layout)
+    page = drawn(resolve(load("vlm_digits", ["layout=images_tp2_language_pp2"])))
     assert "rank 0 tp 0 · pp 0 · dp 0 rank 1 tp 1 · pp 0 · dp 0" in page.words
     assert "rank 2 tp 0 · pp 0 · dp 0 rank 3 tp 0 · pp 1 · dp 0" in page.words
     assert len(page.all("div", "arrow")) == 1
 
 
 def test_shared_modules_stand_in_one_box():
-    page = drawn(plan(load("vlm_digits", ["layout=one_process"])))
+    page = drawn(resolve(load("vlm_digits", ["layout=one_process"])))
     assert "rank 0 images tp 0 · pp 0 · dp 0 ↓ language tp 0 · pp 0 · dp 0" in page.words and "rank 1" not in page.words
 
 
@@ -49,7 +49,7 @@ def test_encoders_apart_and_on_the_first_stage_idle_ranks_and_nodes_are_drawn():
         cfg.modules[name].layout = LayoutConfig(**axes)
     cfg.placement.first_rank, cfg.placement.allow_idle, cfg.placement.ranks_per_node = names, True, 8
     cfg.placement.tp_across_nodes = True
-    page = drawn(plan(cfg))
+    page = drawn(resolve(cfg))
     assert "rank 3 · node 0 photos tp 0 · pp 0 · dp 3 sounds tp 3 · pp 0 · dp 0" in page.words
     assert "rank 5 · node 0 images tp 0 · pp 0 · dp 0 ↓ language tp 0 · pp 0 · dp 0" in page.words
     assert "rank 8 · node 1 language tp 0 · pp 1 · dp 1" in page.words
@@ -61,13 +61,13 @@ def test_encoders_apart_and_on_the_first_stage_idle_ranks_and_nodes_are_drawn():
 def test_a_large_layout_is_cut_and_counted():
     cfg = load("vlm_digits", ["train.global_batch_size=1024"])
     cfg.modules["language"].layout = LayoutConfig(dp=128)
-    page = drawn(plan(cfg))
+    page = drawn(resolve(cfg))
     assert len(page.all("span", "chip")) == 1 + 64 and "and 64 more" in page.text
 
 
 def test_only_the_language_model_takes_features():
     cfg = load("mixed_tiny")
-    page = drawn(plan(cfg))
+    page = drawn(resolve(cfg))
     assert "images tp 0 · pp 0 · dp 0 audio tp 0 · pp 0 · dp 0 ↓ language tp 0 · pp 0 · dp 0" in page.words
     assert "images one rank + audio one rank + language one rank" in page.words
     assert len(page.all("section", "shared")) == 1 and len(page.all("span", "down")) == 1

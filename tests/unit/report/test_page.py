@@ -12,7 +12,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from mimo_train.config.compose import load
-from mimo_train.plan.layout import plan
+from mimo_train.plan.run import resolve
 from mimo_train.report.render import environment
 from tests.unit.report.made_up_runs import PNG, report, write_metrics
 from tests.unit.report.parsed_page import ParsedPage
@@ -47,10 +47,10 @@ def test_headline_curves_table_layout_and_config(tmp_path, vlm):
 
 def test_models_are_named_and_a_blind_run_says_so(tmp_path):
     cfg = load("vlm_digits")
-    seeing = report(tmp_path, (cfg, plan(cfg))).words.replace(" ", "")
+    seeing = report(tmp_path, resolve(cfg)).words.replace(" ", "")
     assert "images:vit_tiny,language:gpt_mini." in seeing and "Blind" not in seeing
     cfg = load("vlm_digits", ["data.blind=true"])
-    assert "Blind: media are replaced by zeros" in report(tmp_path, (cfg, plan(cfg))).words
+    assert "Blind: media are replaced by zeros" in report(tmp_path, resolve(cfg)).words
 
 
 def test_equal_learning_rates_share_a_curve_and_different_ones_are_named(tmp_path, vlm):
@@ -91,9 +91,9 @@ def test_an_empty_folder_has_a_report_of_its_plan(tmp_path, vlm):
 def test_a_plain_gpt_has_no_arrow_and_a_report_can_be_written_again(tmp_path):
     cfg = load("gpt_tiny")
     write_metrics(tmp_path)
-    first = report(tmp_path, (cfg, plan(cfg)))
+    first = report(tmp_path, resolve(cfg))
     assert not first.all("div", "arrow") and "Steps 40 of 300" in first.words
-    report(tmp_path, (cfg, plan(cfg)))
+    report(tmp_path, resolve(cfg))
 
 
 def test_a_long_run_stays_a_small_page(tmp_path, vlm):
@@ -118,7 +118,7 @@ def test_no_name_and_no_text_becomes_markup(tmp_path):
     (run_dir / "metrics.jsonl").write_text(json.dumps(values) + "\n")
     sample = {"images": [evil, PNG], "clips": [evil], "question": evil, "answer": evil, "truth": evil, "correct": evil}
     (run_dir / "samples.json").write_text(json.dumps([sample]))
-    page = report(run_dir, (cfg, plan(cfg)))
+    page = report(run_dir, resolve(cfg))
     assert page.words.count("http://example.org/x.js") >= 9 and "&amp;" in page.words
     assert [image["alt"] for image in page.all("img")] == [f"held-out picture to the question: {evil}"]
     assert not page.all("audio")

@@ -12,31 +12,14 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.config.schema import ConfigError, Fault
-
-if TYPE_CHECKING:  # the state holds the callbacks
-    from mimo_train.step.state import GlobalState
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gave, before it is logged."""
-
-    losses: dict[str, torch.Tensor]
-    """Reduced losses by name, on ranks of the language model's last stage, else empty. They are on the device: to read
-    one waits for it."""
-    skipped_iter: int
-    """1 if the update was skipped, else 0."""
-    grad_norm: float | None
-    """Gradient norm over all modules before clipping; None if the update was skipped."""
-    num_zeros_in_grad: int | None
-    """Number of gradient elements that are zero; None unless they are counted."""
+from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.step.result import StepResult
+from mimo_train.step.state import GlobalState
 
 
 class Callback:
@@ -52,29 +35,33 @@ class Callback:
         if unknown:
             raise TypeError(f"{cls.__qualname__}.{unknown[0]} is no event of a callback: there are {', '.join(EVENTS)}")
 
-    def on_train_start(self, state: "GlobalState") -> None:
-        """The run is built, or continued from a checkpoint; no step has been made yet."""
+    def on_train_start(self, state: GlobalState, model: list[MegatronModule]) -> None:
+        """The run is built, or continued from a checkpoint; no step has been made yet.
 
-    def on_step_start(self, state: "GlobalState") -> None:
+        `model`: the model chunks of this rank, wrapped for data parallelism; `mimo_train.model.names.modules_of` names
+        the modules in them.
+        """
+
+    def on_step_start(self, state: GlobalState) -> None:
         """A step begins; `train_state.step` steps are done."""
 
-    def on_step_end(self, state: "GlobalState", result: StepResult) -> None:
+    def on_step_end(self, state: GlobalState, result: StepResult) -> None:
         """A step has ended and is counted."""
 
-    def on_log(self, state: "GlobalState", values: dict[str, float]) -> None:
+    def on_log(self, state: GlobalState, values: dict[str, float]) -> None:
         """`values` of a step have been written; at logging steps, on the logging rank only."""
 
-    def on_evaluation(self, state: "GlobalState", values: dict[str, float]) -> None:
+    def on_evaluation(self, state: GlobalState, values: dict[str, float]) -> None:
         """An evaluation has ended. `values` (`eval/...`) are there on ranks of the language model's last stage, the
         logging rank among them; elsewhere the dict is empty."""
 
-    def on_checkpoint(self, state: "GlobalState", folder: Path) -> None:
+    def on_checkpoint(self, state: GlobalState, folder: Path) -> None:
         """A checkpoint is complete in `folder`."""
 
-    def on_train_end(self, state: "GlobalState", exit_code: int) -> None:
+    def on_train_end(self, state: GlobalState, exit_code: int) -> None:
         """The loop has ended, after its last step or because an exit was asked for; not after a failure."""
 
-    def on_failure(self, state: "GlobalState", error: BaseException) -> None:
+    def on_failure(self, state: GlobalState, error: BaseException) -> None:
         """This rank fails with `error` and ends. Other ranks may not know it yet: call nothing collective here."""
 
 
@@ -99,7 +86,7 @@ class Callbacks:
             for event in EVENTS
         }
 
-    def fire(self, event: str, state: "GlobalState", *args: Any) -> None:
+    def fire(self, event: str, state: GlobalState, *args: Any) -> None:
         """Call every listener of `event`. What a listener raises goes on to the caller; but while a run fails, every
         listener is called, and what one raises is noted at the error of the run."""
         for listener in self._listeners[event]:

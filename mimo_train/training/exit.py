@@ -2,10 +2,9 @@
 
 import signal
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from mimo_train.step.state import GlobalState
+from mimo_train.optim.module_optimizer import ModuleOptimizer
 
 
 class ExitSignal:
@@ -39,15 +38,36 @@ class ExitSignal:
         self._received = number
 
 
-class ExitConditions:
-    """What this rank knows of reasons to end. Ranks see a signal, and their clocks, at different steps: the votes
-    travel in the step's one sum over the world, and `Pipeline.agreed_votes` says whether any rank had one."""
+class ExitVotes:
+    """Reasons to end that ranks meet at different steps: a signal, and their clocks. Every rank votes in the step's one
+    sum over the world, so that all end at the same step."""
 
-    def __init__(self, state: "GlobalState", exit_signal: ExitSignal):
+    NUMBER = 2
+    """Votes of a rank: it received a signal; its time is over."""
+
+    def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float):
+        """
+        Args:
+            minutes: `train.exit_duration_minutes`.
+            start_time: of the job, in seconds since the epoch.
+        """
         self._signal = exit_signal
-        minutes = state.cfg.train.exit_duration_minutes
-        self._deadline = state.start_time + 60 * minutes if minutes > 0 else float("inf")
+        self._deadline = start_time + 60 * minutes if minutes > 0 else float("inf")
 
-    def votes(self) -> tuple[bool, bool]:
-        """(a signal was received, `train.exit_duration_minutes` have passed since the job's start), on this rank."""
+    def own(self) -> tuple[bool, bool]:
+        """This rank's votes, for the step's sum."""
         return self._signal.requested(), time.time() >= self._deadline
+
+
+@dataclass(frozen=True)
+class AgreedVotes:
+    """What ranks have voted in the last step, the same on every rank."""
+
+    signalled: bool = False
+    out_of_time: bool = False
+
+
+def agreed_votes(optimizer: ModuleOptimizer) -> AgreedVotes:
+    """The votes of the last step, whose sums over ranks come to the host with the gradient norm; none before the first
+    step."""
+    return AgreedVotes(*(bool(votes) for votes in optimizer.arrived))

@@ -23,7 +23,8 @@ class _MoeMetricFanoutWriter:
         Args:
             tb_writer: `SummaryWriter`.
             comet_logger: Comet experiment.
-            mlflow_logger: `mimo_train.metrics.sinks.mlflow.MlflowHandle`.
+            mlflow_logger: what has `log_metric(name, value, step=...)`, as the module `mlflow` does, or a client with
+                the id of its run (`mimo_train.metrics.sinks.mlflow.MlflowHandle`).
         """
         self._targets: dict[str, Callable[[str, Any, int], Any]] = {}
         if tb_writer is not None:
@@ -31,8 +32,7 @@ class _MoeMetricFanoutWriter:
         if comet_logger is not None:
             self._targets["comet"] = lambda name, value, step: comet_logger.log_metrics({name: value}, step=step)
         if mlflow_logger is not None:
-            client, run_id = mlflow_logger
-            self._targets["mlflow"] = lambda name, value, step: client.log_metric(run_id, name, value, step=step)
+            self._targets["mlflow"] = _mlflow_writer(mlflow_logger)
 
     @staticmethod
     def _sanitize(value: Any) -> Any:
@@ -55,6 +55,13 @@ class _MoeMetricFanoutWriter:
                     type(error).__name__,
                     error,
                 )
+
+
+def _mlflow_writer(logger: Any) -> Callable[[str, Any, int], Any]:
+    if isinstance(logger, tuple):
+        client, run_id = logger
+        return lambda name, value, step: client.log_metric(run_id, name, value, step=step)
+    return lambda name, value, step: logger.log_metric(name, value, step=step)
 
 
 def _build_moe_metric_writer(tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None) -> Any | None:

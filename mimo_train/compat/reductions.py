@@ -5,6 +5,8 @@ import math
 import torch
 import torch.distributed as dist
 
+from mimo_train.parallel import device
+
 
 def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: dist.ProcessGroup) -> float | None:
     """The largest of the ranks' values, the same on every rank of the group. Collective; copies to the host.
@@ -20,7 +22,7 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: di
     is_nan = stat is not None and math.isnan(stat)
     value = -math.inf if stat is None or is_nan else stat
     # What a maximum makes of NaN and of no value, backends do not agree on: both travel beside it.
-    message = torch.tensor([value, stat is not None, is_nan], dtype=torch.float64, device=torch.cuda.current_device())
+    message = torch.tensor([value, stat is not None, is_nan], dtype=torch.float64, device=device.current())
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=mp_group)
     largest, found, any_nan = message.tolist()
     return (math.nan if any_nan else largest) if found else None
@@ -28,6 +30,6 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: di
 
 def logical_and_across_model_parallel_group(input: bool, mp_group: dist.ProcessGroup) -> bool:
     """Whether `input` is true on every rank of the group. Collective; copies to the host."""
-    message = torch.tensor(int(input), device=torch.cuda.current_device())
+    message = torch.tensor(int(input), device=device.current())
     dist.all_reduce(message, op=dist.ReduceOp.MIN, group=mp_group)
     return bool(message.item())

@@ -1,39 +1,24 @@
-"""What is wrong with a language model's sizes, and with its parallel sizes over them. Imports no torch."""
+"""What tensor, pipeline and expert parallelism cannot divide: sizes of models over parallel sizes. Imports no torch."""
 
 from collections.abc import Iterator
 
+from mimo_train.config.fault import Fault
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.schema import Fault, LayoutConfig
-
-CHOICES = {
-    "normalization": ("RMSNorm", "LayerNorm"),
-    "activation": ("swiglu", "gelu", "silu"),
-    "position": ("rope", "learned"),
-    "router_balancing": ("seq_aux_loss", "aux_loss", "global_aux_loss", "none"),
-}
-"""Values that a key takes."""
+from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
 
 
-def llm_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
-    """What is wrong with a language model and the parallel sizes it is given.
+def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
+    """What is wrong with the parallel sizes of a language model whose own sizes are right.
 
     Args:
         key: config key of its module.
     """
-    groups = llm.num_query_groups or llm.num_attention_heads
-    if llm.hidden_size % llm.num_attention_heads:
-        yield Fault(
-            f"{key}.llm.num_attention_heads", f"{llm.num_attention_heads} does not divide hidden_size {llm.hidden_size}"
-        )
-    if llm.num_attention_heads % groups:
-        yield Fault(
-            f"{key}.llm.num_query_groups", f"{groups} does not divide num_attention_heads {llm.num_attention_heads}"
-        )
+    heads = {"num_attention_heads": llm.num_attention_heads}
+    heads["num_query_groups"] = llm.num_query_groups or llm.num_attention_heads
     widths = {} if llm.num_experts else {"ffn_hidden_size": llm.ffn_hidden_size}
     if llm.num_experts and llm.shared_expert_ffn_hidden_size:
         widths["shared_expert_ffn_hidden_size"] = llm.shared_expert_ffn_hidden_size
-    heads = {"num_attention_heads": llm.num_attention_heads, "num_query_groups": groups}
-    yield from tp_faults(layout.tp, key, **heads, **widths)
+    yield from _tp_faults(layout.tp, key, **heads, **widths)
     if layout.vpp > 1:
         yield from _interleaving_faults(llm, layout, key)
     elif layout.pp > llm.num_layers:
@@ -41,17 +26,47 @@ def llm_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
             f"{key}.layout.pp",
             f"pp {layout.pp} is more than the {llm.num_layers} layers of {key}.llm.num_layers: each stage needs one",
         )
-    for field, choices in CHOICES.items():
-        if getattr(llm, field) not in choices:
-            yield Fault(f"{key}.llm.{field}", f"must be one of {', '.join(choices)}, is {getattr(llm, field)!r}")
     yield from _expert_faults(llm, layout, key)
 
 
+def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
+    """What is wrong with the parallel sizes of an encoder whose own sizes are right.
+
+    Args:
+        key: config key of its module.
+    """
+    layout, encoder = module.layout, module.encoder
+    yield from _tp_faults(
+        layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
+    )
+    if layout.pp > encoder.num_layers:
+        yield Fault(
+            f"{key}.layout.pp",
+            f"pp {layout.pp} is more than the {encoder.num_layers} layers of {key}.encoder.num_layers: each stage "
+            "needs one",
+        )
+    for axis, why in _ENCODER_AXES.items():
+        if getattr(layout, axis) > 1:
+            yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
+    if layout.sp and (tokens := encoder.token_unit(module.projector.merge)) % layout.tp:
+        medium = encoder.medium
+        have = f"{medium}s of any size have multiples of" if encoder.sizes_vary else f"a {medium} has"
+        yield Fault(
+            f"{key}.layout.sp",
+            f"{have} {tokens} tokens inside the encoder, which tp {layout.tp} does not divide into equal parts: set sp "
+            f"to false, or change tp, or {key}.{', '.join(encoder.token_unit_fields)}",
+        )
+
+
+_ENCODER_AXES = {
+    "cp": "an encoder reads whole pictures or clips, context parallel does not apply",
+    "ep": "an encoder has no experts, expert parallel does not apply",
+    "etp": "an encoder has no experts, expert tensor parallel does not apply",
+    "vpp": "encoders are not interleaved",
+}
+
+
 def _expert_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fault]:
-    for field in ("num_experts", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size", "router_aux_loss"):
-        if getattr(llm, field) < 0:
-            yield Fault(f"{key}.llm.{field}", f"must be at least 0, is {getattr(llm, field)}")
-            return
     if not llm.num_experts:
         for axis in ("ep", "etp"):
             if getattr(layout, axis) > 1:
@@ -62,19 +77,6 @@ def _expert_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fau
                 )
         return
     experts, width = llm.num_experts, llm.expert_ffn_hidden_size or llm.ffn_hidden_size
-    if not 1 <= llm.experts_per_token <= experts:
-        yield Fault(
-            f"{key}.llm.experts_per_token",
-            f"must be from 1 to {key}.llm.num_experts {experts}, is {llm.experts_per_token}",
-        )
-    if llm.bias:
-        yield Fault(f"{key}.llm.bias", f"the {experts} experts of a layer have no biases: set it to false")
-    if llm.shared_expert_gate and not llm.shared_expert_ffn_hidden_size:
-        yield Fault(
-            f"{key}.llm.shared_expert_gate",
-            f"there is no shared expert to scale, {key}.llm.shared_expert_ffn_hidden_size is 0: set it, or the gate to "
-            "false",
-        )
     if experts % layout.ep:
         yield Fault(
             f"{key}.layout.ep",
@@ -117,7 +119,7 @@ def _interleaving_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterat
         )
 
 
-def tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:
+def _tp_faults(tp: int, key: str, **sizes: int) -> Iterator[Fault]:
     """Sizes that tensor parallel does not divide."""
     for name, size in sizes.items():
         if size % tp:

@@ -1,0 +1,114 @@
+"""Saves and loads a run: one object, made when the run is set up, that knows everything a checkpoint holds."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core.transformer.module import MegatronModule
+
+from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.store import load_checkpoint, save_checkpoint
+from mimo_train.config.fault import UserError
+from mimo_train.model.param_gather import gathered
+from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.optim.schedules import ModuleSchedulers
+from mimo_train.plan.run import Run
+
+
+class Stateful(Protocol):
+    """Plain numbers that a checkpoint holds."""
+
+    step: int
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class Repeatable(Protocol):
+    """Knows whether a step is to be made again, for example `mimo_train.diagnose.rerun.Rerun`."""
+
+    def state_dict(self, data: Any) -> dict[str, Any] | None: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Checkpointer:
+    """Checkpoints of one run. Every method is collective over all ranks."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: list[MegatronModule],
+        optimizer: ModuleOptimizer,
+        schedulers: ModuleSchedulers,
+        train_state: Stateful,
+        rerun: Repeatable,
+        data_fingerprint: str,
+    ):
+        """
+        Args:
+            data_fingerprint: of the training shards; a checkpoint of other shards does not continue.
+        """
+        self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
+        self._train_state, self._rerun, self._data_fingerprint = train_state, rerun, data_fingerprint
+
+    def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Path | None = None) -> Path:
+        """Write a checkpoint of the run as it is; parameters that are on their way arrive first.
+
+        Args:
+            data: the step's iterator, where a step may have to be made again (`train.rerun`).
+            non_persistent: whether it is one of those of which only the newest stays.
+            run_dir: a folder where all checkpoints stay, instead of `run.dir` with its `checkpoint.keep`.
+
+        Returns:
+            The checkpoint's folder; it is complete.
+        """
+        with gathered(self._model):
+            return save_checkpoint(
+                run_dir or self._run.dir,
+                self._run,
+                self._model,
+                self._optimizer,
+                self._schedulers,
+                self._train_state,
+                self._data_fingerprint,
+                keep=0 if run_dir else self._run.cfg.checkpoint.keep,
+                non_persistent=non_persistent,
+                rerun=self._rerun.state_dict(data),
+            )
+
+    def resume(self) -> Path | None:
+        """Continue from the checkpoint that `checkpoint.resume` chooses, or begin with the weights of
+        `checkpoint.weights`.
+
+        Returns:
+            The folder that the run continues from; None for a new run.
+
+        Raises:
+            UserError: the checkpoint is damaged, or of other shards.
+        """
+        cfg, layout = self._run.cfg, self._run.layout
+        folder = folders.chosen(self._run.dir, cfg.checkpoint.resume)
+        if folder is not None:
+            whole = (self._model, self._optimizer, self._schedulers, self._train_state)
+            record = load_checkpoint(folder, layout, *whole)
+            self._require_same_data(record, folder)
+            if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
+                self._rerun.load_state_dict(record["rerun"])
+        elif cfg.checkpoint.weights:
+            weights = folders.chosen(self._run.dir, cfg.checkpoint.weights, "checkpoint.weights")
+            load_checkpoint(weights, layout, self._model)
+            # The optimizer keeps master copies of the weights that it was built with.
+            self._optimizer.reload_model_params()
+        return folder
+
+    def close(self) -> None:
+        """Wait until everything that was saved is on disk. Saving is synchronous: there is nothing to wait for."""
+
+    def _require_same_data(self, record: dict[str, Any], folder: Path) -> None:
+        was, now = record["data_fingerprint"], self._data_fingerprint
+        if was != now:
+            raise UserError(
+                f"data.shards: the shards are not those of checkpoint {folder} (fingerprint {now}, was {was}), so the "
+                "order of samples would not continue: give the same shards, or another run.dir"
+            )

@@ -1,0 +1,55 @@
+"""What commands have in common: arguments that name a config, and how faults are printed."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+CONFIG_HELP = "name of a shipped config, such as vlm_digits, or path to a YAML file"
+OVERRIDE_HELP = "changes to the config: train.iters=100, or a file of a group: layout=one_process"
+
+Handler = Callable[[argparse.Namespace], int | None]
+"""Runs a command; gives its exit code, None for 0."""
+
+
+def add_command(commands: Any, name: str, handler: Handler, summary: str, description: str) -> argparse.ArgumentParser:
+    """Add a command to the result of `ArgumentParser.add_subparsers()`.
+
+    Args:
+        summary: its line in `mimo-train --help`.
+        description: what its own help begins with, examples included.
+    """
+    command = commands.add_parser(
+        name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.set_defaults(handler=handler)
+    return command
+
+
+def add_config_command(commands: Any, name: str, handler: Handler, summary: str, description: str) -> None:
+    """Add a command that takes a config and changes to it."""
+    command = add_command(commands, name, handler, summary, description)
+    command.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    command.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDE_HELP)
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, is {text!r}")
+    return int(text)
+
+
+def users_faults() -> tuple[type[Exception], ...]:
+    """The errors of all packages that a user can cause and mend."""
+    from data.errors import DataError
+    from encoders.errors import EncoderError
+    from mimo_train.config.fault import UserError
+
+    return UserError, DataError, EncoderError
+
+
+def print_fault(error: Exception, prefix: str = "") -> None:
+    """A line for each fault, on standard error."""
+    for line in str(error).splitlines():
+        print(f"error: {prefix}{line}", file=sys.stderr)

@@ -1,0 +1,35 @@
+"""Entry points by the names that users of Megatron-Bridge know."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from mimo_train.launch.processes import numbered
+from mimo_train.step.forward_step import ForwardStepCallable
+from mimo_train.step.state import GlobalState
+from mimo_train.training.callbacks import Callbacks, load_callbacks
+from mimo_train.training.exit import ExitSignal
+from mimo_train.training.pretrain import finetune, one_life, pretrain
+
+__all__ = ["_pretrain", "finetune", "pretrain"]
+
+
+def _pretrain(
+    state: GlobalState,
+    forward_step_func: ForwardStepCallable,
+    store: dist.Store | None = None,
+    inprocess_call_wrapper: Any = None,
+) -> int:
+    """One life of a run inside its processes: set up, train, close.
+
+    Args:
+        state: made from a run alone, `GlobalState(resolve(config))`; each life has a state of its own.
+        store: where the processes meet, instead of the address in the environment.
+        inprocess_call_wrapper: not needed: a run that starts again continues from its newest checkpoint.
+
+    Returns:
+        The exit code.
+    """
+    callbacks = Callbacks(load_callbacks(state.cfg.train.callbacks))
+    with ExitSignal() as signal, numbered(state.layout):
+        return one_life(state.run, forward_step_func, callbacks, signal, state.start_time, store=store)

@@ -1,0 +1,68 @@
+"""`setup`: a run with the parts that the documented functions take."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+
+from mimo_train.compat.state import SessionState
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.evaluation.held_out import HeldOut
+from mimo_train.launch.processes import started_run
+from mimo_train.model.heads import ModelHook
+from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.optim.schedules import ModuleSchedulers
+from mimo_train.plan.run import Run
+from mimo_train.step.batches import StepIterator
+from mimo_train.training import setup as native
+from mimo_train.training.callbacks import Callback, Callbacks
+from mimo_train.training.exit import ExitSignal, ExitVotes
+
+
+@dataclass(frozen=True)
+class SetupOutput:
+    """What `setup` hands to `train`."""
+
+    state: SessionState
+    model: list[MegatronModule]
+    optimizer: ModuleOptimizer
+    scheduler: ModuleSchedulers
+    train_data_iterator: StepIterator
+    valid_data_iterator: HeldOut | None
+    checkpointing_context: dict[str, Any] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """End threads, profilers and writers."""
+        self.state.session.close()
+
+
+def setup(
+    config: ConfigContainer | Run,
+    *,
+    exit_signal: ExitSignal | None = None,
+    callbacks: Sequence[Callback] = (),
+    pre_wrap_hook: ModelHook | None = None,
+    store: dist.Store | None = None,
+) -> SetupOutput:
+    """Build a run, or continue it from its newest checkpoint. Collective over all ranks.
+
+    Args:
+        exit_signal: notes signals, if they are to end the run.
+        callbacks: called by the loop and by the documented functions.
+        pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
+        store: where the processes meet, instead of the address in the environment.
+    """
+    run, start_time = config if isinstance(config, Run) else started_run(config), time.time()
+    votes = ExitVotes(exit_signal or ExitSignal(), run.cfg.train.exit_duration_minutes, start_time)
+    session = native.setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
+    return SetupOutput(
+        state=SessionState.of(session, Callbacks(callbacks)),
+        model=session.model,
+        optimizer=session.optimizer,
+        scheduler=session.schedulers,
+        train_data_iterator=session.data,
+        valid_data_iterator=session.held_out,
+    )

@@ -1,0 +1,52 @@
+"""The state that the documented functions take: `GlobalState` with what they need beside their arguments."""
+
+from dataclasses import dataclass, field, replace
+
+from mimo_train.step.state import GlobalState
+from mimo_train.training.callbacks import Callbacks
+from mimo_train.training.log import StepLog
+from mimo_train.training.saving import Saver
+from mimo_train.training.setup import Session
+
+
+@dataclass
+class SessionState(GlobalState):
+    """`GlobalState` of a run that `mimo_train.compat.setup.setup` has set up."""
+
+    session: Session = field(kw_only=True)
+    callbacks: Callbacks = field(kw_only=True, default_factory=Callbacks)
+    saver: Saver = field(init=False)
+    log: StepLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.session = replace(self.session, state=self)
+        self.saver, self.log = Saver(self.session, self.callbacks), StepLog(self.session, self.callbacks)
+
+    @classmethod
+    def of(cls, session: Session, callbacks: Callbacks) -> "SessionState":
+        """The state of a session; it shares progress, timers and loggers with the session's own."""
+        own = session.state
+        return cls(
+            own.run,
+            own.train_state,
+            own.timers,
+            own.start_time,
+            own.metrics,
+            own.console,
+            session=session,
+            callbacks=callbacks,
+        )
+
+
+def session_of(state: GlobalState, function: str) -> Session:
+    """The session of a state.
+
+    Raises:
+        TypeError: the run of this state has not been set up by `mimo_train.compat.setup.setup`.
+    """
+    if not isinstance(state, SessionState):
+        raise TypeError(
+            f"{function} takes the state that mimo_train.compat.setup.setup gives, got a {type(state).__name__}: a run "
+            "that pretrain drives does this by itself"
+        )
+    return state.session

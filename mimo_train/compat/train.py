@@ -1,0 +1,268 @@
+"""The loop and what belongs to it, by the names and signatures that users of Megatron-Bridge know."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+from torch.profiler import profile
+
+from mimo_train.compat.state import SessionState, session_of
+from mimo_train.config.fault import UserError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.diagnose.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
+from mimo_train.diagnose.replicas import require_equal_replicas
+from mimo_train.diagnose.straggler import StragglerTimer
+from mimo_train.metrics import progress
+from mimo_train.model.param_gather import overlapping_chunks
+from mimo_train.plan.run import resolve
+from mimo_train.step.forward_step import ForwardStepCallable
+from mimo_train.training import loop
+from mimo_train.training.evaluating import EvaluationHooks
+from mimo_train.training.exit import agreed_votes
+from mimo_train.training.garbage import collect_when_due
+from mimo_train.training.log import is_logging_step
+from mimo_train.training.setup import Session
+from mimo_train.training.train_step import TrainStep
+
+
+def train(
+    forward_step_func: ForwardStepCallable,
+    model: list[MegatronModule],
+    optimizer: Any,
+    scheduler: Any,
+    train_data_iterator: Any,
+    valid_data_iterator: Callable | None,
+    global_state: SessionState,
+    checkpointing_context: dict[str, Any],
+    process_non_loss_data_func: Callable | None = None,
+    non_loss_data_func: Callable | None = None,
+) -> int:
+    """Train until `train.iters` or an exit condition.
+
+    Args:
+        forward_step_func: see `forward_step.ACCEPTED_FORMS`.
+        model, optimizer, scheduler, train_data_iterator: those of `setup`.
+        valid_data_iterator: that of `setup`, or None: no evaluation.
+        checkpointing_context: not needed: the session of the state has a `Checkpointer`.
+        process_non_loss_data_func: called at evaluations with (data, step, writer) on the logging rank.
+        non_loss_data_func: called at evaluations with the model; gives that data.
+
+    Returns:
+        The exit code.
+    """
+    session = session_of(global_state, "train")
+    _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=train_data_iterator)
+    session = replace(session, held_out=valid_data_iterator)
+    hooks = None
+    if process_non_loss_data_func is not None or non_loss_data_func is not None:
+        hooks = EvaluationHooks(process_non_loss_data_func, non_loss_data_func)
+    return loop.train(session, forward_step_func, global_state.callbacks, hooks)
+
+
+def train_step(
+    forward_step_func: ForwardStepCallable,
+    data_iterator: Any,
+    model: list[MegatronModule],
+    optimizer: Any,
+    scheduler: Any,
+    global_state: SessionState,
+) -> tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None]:
+    """Forward and backward over the microbatches of the current step, then one optimizer step.
+
+    Args:
+        forward_step_func: as the schedule calls it (see `prepare_forward_step_func`).
+        data_iterator, model, optimizer, scheduler: those of `setup`.
+
+    Returns:
+        The fields of `StepResult` in this order: (losses, skipped_iter, should_checkpoint, should_exit, exit_code,
+        grad_norm, num_zeros_in_grad).
+    """
+    session = session_of(global_state, "train_step")
+    _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=data_iterator)
+    result = TrainStep(session, forward_step_func)()
+    asked = (result.should_checkpoint, result.should_exit, result.exit_code)
+    return result.losses, result.skipped_iter, *asked, result.grad_norm, result.num_zeros_in_grad
+
+
+def post_training_step_callbacks(
+    model: list[MegatronModule],
+    num_floating_point_operations_since_last_log_event: float,
+    straggler_timer: StragglerTimer | None,
+    iteration: int,
+    prof: profile | None,
+    config: ConfigContainer,
+    should_toggle_forward_pre_hook: bool,
+    nsys_nvtx_context: NsysCapture | None = None,
+) -> None:
+    """Do what is due after a step; called by every rank after every step.
+
+    - `log.straggler`: the report of `straggler_timer`, at logging steps;
+    - `train.rerun`, unless disabled: before a step that `checkpoint.save_interval` saves, the weights of data-parallel
+      replicas are compared;
+    - `profiling`: the end of the recording, after its last step;
+    - `train.manual_gc_interval`: garbage collection.
+
+    Args:
+        num_floating_point_operations_since_last_log_event: not needed: the timer has those of the interval.
+        iteration: steps done.
+        prof: torch's profiler, while it records.
+        should_toggle_forward_pre_hook: not needed: the comparison waits for parameters that are on their way.
+        nsys_nvtx_context: the capture of nsys, while it records.
+
+    Raises:
+        RuntimeError: replicas hold different weights.
+    """
+    if straggler_timer is not None and is_logging_step(config, iteration):
+        straggler_timer.report()
+    interval = config.checkpoint.save_interval
+    if config.train.rerun != "disabled" and interval > 0 and iteration % interval == 0:
+        require_equal_replicas(model, iteration)
+    if iteration == config.profiling.step_end:
+        if prof is not None:
+            prof.stop()
+        if nsys_nvtx_context is not None:
+            nsys_nvtx_context.__exit__(None, None, None)
+        if config.profiling.memory_history and records(config.profiling):
+            write_memory_snapshot(folder_of_rank(Path(config.run.dir)), iteration)
+    collect_when_due(config.train.manual_gc_interval, iteration)
+
+
+def should_disable_forward_pre_hook(
+    use_megatron_fsdp: bool, use_distributed_optimizer: bool, overlap_param_gather: bool
+) -> bool:
+    """Whether forward pre-hooks must be off while a checkpoint is written: with the distributed optimizer and
+    overlapped gathering, except under Megatron-FSDP, which gathers in another way."""
+    return not use_megatron_fsdp and use_distributed_optimizer and overlap_param_gather
+
+
+def enable_forward_pre_hook(model: list[DistributedDataParallel]) -> None:
+    """Put the hooks back that wait for parameters.
+
+    Args:
+        model: the model chunks of this rank: wrapped modules, or a `MimoModel` of them.
+    """
+    for chunk in overlapping_chunks(model):
+        chunk.enable_forward_pre_hook()
+
+
+def disable_forward_pre_hook(model: list[DistributedDataParallel], param_sync: bool = True) -> None:
+    """Take the hooks off that wait for parameters.
+
+    Args:
+        model: the model chunks of this rank: wrapped modules, or a `MimoModel` of them.
+        param_sync: gather at once what the last step has updated. Collective then.
+    """
+    for chunk in overlapping_chunks(model):
+        chunk.disable_forward_pre_hook(param_sync=param_sync)
+
+
+def save_checkpoint_and_time(
+    state: SessionState,
+    model: list,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: dict[str, Any],
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+) -> None:
+    """Save everything, note it in progress.txt and on the console, and tell the callbacks. Collective.
+
+    Args:
+        model, optimizer, opt_param_scheduler: those of `setup`.
+        num_floating_point_operations_so_far: of the whole run, noted in progress.txt.
+        checkpointing_context: not needed: the session of the state has a `Checkpointer`.
+        non_persistent_ckpt: whether it is one of those of which only the newest stays.
+        train_data_iterator: that of `setup`; its place is a number in the train state.
+    """
+    session = session_of(state, "save_checkpoint_and_time")
+    _require_own(session, model=model, optimizer=optimizer, scheduler=opt_param_scheduler)
+    state.train_state.floating_point_operations_so_far = num_floating_point_operations_so_far
+    state.saver.save(session.data, "asked", non_persistent=non_persistent_ckpt)
+
+
+def checkpoint_and_decide_exit(
+    state: SessionState,
+    model: list,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: dict[str, Any],
+    train_data_iterator: Any,
+) -> bool:
+    """Save once if the step is due, and return whether the loop should end; see `Saver.save_and_decide_exit`.
+
+    Args: as those of `save_checkpoint_and_time`.
+    """
+    session = session_of(state, "checkpoint_and_decide_exit")
+    _require_own(session, model=model, optimizer=optimizer, scheduler=opt_param_scheduler)
+    state.train_state.floating_point_operations_so_far = num_floating_point_operations_so_far
+    return state.saver.save_and_decide_exit(session.data, agreed_votes(session.optimizer))
+
+
+def _finish_train(global_state: SessionState) -> None:
+    """End a loop that has not failed: end the profilers, show what the console holds back, note why in progress.txt."""
+    loop.finish(session_of(global_state, "_finish_train"))
+
+
+def get_start_time_from_progress_log(cfg: ConfigContainer) -> tuple[datetime, float]:
+    """Since when the run has had as many processes as it has now, and the FLOPs it had taken by then; see
+    `mimo_train.metrics.progress.start_of_jobs`."""
+    run = resolve(cfg)
+    return progress.start_of_jobs(run.dir, run.layout.world_size)
+
+
+def compute_throughputs_and_append_to_progress_log(
+    state: SessionState, num_floating_point_operations_so_far: float
+) -> None:
+    """Note FLOPs, tokens and throughput of the run so far in progress.txt. Called on one rank."""
+    progress.throughput(
+        state.run_dir,
+        world_size=state.layout.world_size,
+        step=state.train_state.step,
+        tokens=state.train_state.consumed_train_samples * state.cfg.data.sequence_length,
+        flops=num_floating_point_operations_so_far,
+        job_start=state.start_time,
+    )
+
+
+def _handle_mxfp8_param_buffer_copy(
+    optimizer: MegatronOptimizer, reuse_grad_buf_for_mxfp8_param_ag: bool, overlap_param_gather: bool
+) -> None:
+    """Copy main parameters to the buffer that is gathered, where that buffer is the one of the gradients.
+
+    MXFP8 parameters may be gathered through the gradient buffer. With overlap the gathering begins in the next forward
+    pass, after the buffer has been zeroed for its gradients, so the copy is made behind the zeroing.
+
+    Args:
+        optimizer: of one module, of several (a `MimoOptimizer`), or a chain of optimizers.
+        reuse_grad_buf_for_mxfp8_param_ag: whether the two share a buffer.
+        overlap_param_gather: whether gathering overlaps the forward pass.
+    """
+    if not (reuse_grad_buf_for_mxfp8_param_ag and overlap_param_gather):
+        return
+    if hasattr(optimizer, "module_infos"):
+        parts = [info.optimizer for info in optimizer.module_infos.values() if info.optimizer is not None]
+    else:
+        parts = getattr(optimizer, "chained_optimizers", [])
+    for part in parts:
+        _handle_mxfp8_param_buffer_copy(part, True, True)
+    if not parts and hasattr(optimizer, "_copy_main_params_to_param_buffer"):
+        optimizer._copy_main_params_to_param_buffer()
+
+
+def _require_own(session: Session, model: list, optimizer: Any, scheduler: Any, data: Any = None) -> None:
+    """These functions work on the parts of one session: other objects would be ignored without a word."""
+    own = {"model": session.model, "optimizer": session.optimizer, "scheduler": session.schedulers}
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    if data is not None:
+        own["train_data_iterator"], given["train_data_iterator"] = session.data, data
+    foreign = [name for name, value in given.items() if value is not own[name]]
+    if foreign:
+        raise UserError(f"{' and '.join(foreign)} must be what mimo_train.compat.setup.setup gave with this state")

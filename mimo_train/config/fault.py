@@ -1,0 +1,31 @@
+"""Errors that a user can cause and mend, and faults of a config by their key. Imports no torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class UserError(ValueError):
+    """Base of the errors of this package that a user can cause and mend; the message says how.
+
+    Commands print it as `error: ` lines without a traceback. `data.errors` and `encoders.errors` have bases of their
+    own.
+    """
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a run: the config key to change, and a sentence with the numbers."""
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" if self.key else self.message
+
+
+class ConfigError(UserError):
+    """A run that cannot start, with every fault that was found."""
+
+    def __init__(self, faults: Iterable[Fault]):
+        self.faults = list(faults)
+        super().__init__("\n".join(str(fault) for fault in self.faults))

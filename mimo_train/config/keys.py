@@ -1,0 +1,68 @@
+"""Config keys that carry their own checks: the values that a field takes stand beside its default. Imports no torch."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mimo_train.config.fault import Fault
+
+_RULES = "rules"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which values a key takes. None and unset bounds allow everything; a key whose value is None is not checked."""
+
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    zero_means: str = ""
+    """What 0 stands for, where that is not a number like the others; for the message."""
+
+    def complaint(self, value: Any) -> str:
+        """What is wrong with a value; empty if nothing is."""
+        if value is None:
+            return ""
+        if self.choices and value not in self.choices:
+            return f"must be {' or '.join(choice or 'empty' for choice in self.choices)}, is {value!r}"
+        low = self.at_least is not None and value < self.at_least
+        if low or (self.above is not None and value <= self.above) or (self.below is not None and value >= self.below):
+            return f"must be {self._range()}, is {shown(value)}"
+        return ""
+
+    def _range(self) -> str:
+        bounds = {"at least": self.at_least, "above": self.above, "below": self.below}
+        words = " and ".join(f"{name} {shown(bound)}" for name, bound in bounds.items() if bound is not None)
+        return f"{words} (0: {self.zero_means})" if self.zero_means else words
+
+
+def key(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rules: Any) -> Any:
+    """A dataclass field with its default (or the `factory` of one) and the `Rules` of its values."""
+    metadata = {_RULES: Rules(**rules)}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def rules_of(field: dataclasses.Field) -> Rules:
+    """The rules of a field; one that has none allows everything."""
+    return field.metadata.get(_RULES, Rules())
+
+
+def value_faults(section: Any, prefix: str) -> Iterator[Fault]:
+    """Values of a section that their own keys do not take.
+
+    Args:
+        section: a dataclass; sections inside it are not looked at.
+        prefix: the section's key.
+    """
+    for field in dataclasses.fields(section):
+        complaint = rules_of(field).complaint(getattr(section, field.name))
+        if complaint:
+            yield Fault(f"{prefix}.{field.name}", complaint)
+
+
+def shown(value: Any) -> str:
+    """A number as people write it."""
+    return f"{value:g}" if isinstance(value, float) else f"{value}"

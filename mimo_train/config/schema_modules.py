@@ -1,0 +1,251 @@
+"""Keys of one module: what it is made of, what of it is trained and how, its layout. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mimo_train.config.fault import Fault
+from mimo_train.config.keys import key, value_faults
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
+from mimo_train.config.schema_train import DECAYS, RECOMPUTE, OptimConfig
+
+
+@dataclass
+class LayoutConfig:
+    """Parallel sizes of one module. Its ranks are tp * cp * dp * pp."""
+
+    tp: int = key(1, at_least=1)
+    """Tensor parallel size."""
+    pp: int = key(1, at_least=1)
+    """Pipeline parallel size (stages)."""
+    dp: int = key(1, at_least=1)
+    """Data parallel size (replicas)."""
+    cp: int = key(1, at_least=1)
+    """Context parallel size (parts of one sequence)."""
+    ep: int = key(1, at_least=1)
+    """Expert parallel size: ranks that the experts are dealt to, taken from tp * cp * dp."""
+    etp: int = key(1, at_least=1)
+    """Expert tensor parallel size: ranks that each expert is cut over."""
+    vpp: int = key(1, at_least=1)
+    """Virtual pipeline size: model chunks of each stage, for the interleaved schedule. Needs pp > 1."""
+    sp: bool = False
+    """Sequence parallel: activations between tensor-parallel regions are split along the sequence. Needs tp > 1."""
+
+    def faults(self, prefix: str) -> Iterator[Fault]:
+        """Values that cannot be."""
+        yield from value_faults(self, prefix)
+        if self.sp and self.tp == 1:
+            yield Fault(f"{prefix}.sp", "sequence parallel needs tp > 1, tp is 1: set sp to false or raise tp")
+
+
+@dataclass
+class ModuleOptimConfig:
+    """What one module does differently from `optim`; a value that is not set is the run's."""
+
+    lr: float | None = key(None, at_least=0)
+    """Peak learning rate."""
+    min_lr: float | None = key(None, at_least=0)
+    """Learning rate at the last step."""
+    warmup_iters: int | None = key(None, at_least=0)
+    """Steps of linear warm-up from 0."""
+    decay: str | None = key(None, choices=DECAYS)
+    """cosine, linear or constant."""
+    weight_decay: float | None = key(None, at_least=0)
+    """Decoupled weight decay, on matrices only."""
+    clip_grad: float | None = key(None, at_least=0)
+    """Largest gradient norm of this module alone: set, the module is a clip group of its own; 0 does not clip."""
+    projector_lr: float | None = key(None, at_least=0)
+    """Peak learning rate of the module's projector, if it differs from its encoder's."""
+
+    def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
+        """Values that cannot be, alone and together with those of the run.
+
+        Args:
+            name: of the module.
+            optim: the run's values, which hold where this module sets none.
+        """
+        prefix = f"modules.{name}.optim"
+        yield from value_faults(self, prefix)
+        if self.projector_lr is not None and name == LANGUAGE:
+            yield Fault(f"{prefix}.projector_lr", "the language model has no projector: set it at the encoder's module")
+        if (self.decay or optim.decay) == "constant":
+            return
+        least_key = f"{prefix}.min_lr" if self.min_lr is not None else "optim.min_lr"
+        least = optim.min_lr if self.min_lr is None else self.min_lr
+        peaks = {"lr": optim.lr if self.lr is None else self.lr, "projector_lr": self.projector_lr}
+        for field_name, peak in peaks.items():
+            own = getattr(self, field_name) is not None
+            if (own or self.min_lr is not None) and peak is not None and 0 <= peak < least:
+                yield Fault(
+                    f"{prefix}.{field_name if own else 'min_lr'}",
+                    f"a rate of {peak:g} would rise to {least_key} {least:g} at the end: set {prefix}.min_lr to at "
+                    f"most {peak:g}",
+                )
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: int = key(0, at_least=0, zero_means="no adapters")
+    """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector."""
+    alpha: float = 16.0
+    """The adapters' output is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout probability of the adapters' input."""
+    targets: list[str] = field(default_factory=lambda: list(ADAPTED))
+    """Linear layers that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2."""
+
+    def num_parameters(self, spec: Any, tp: int = 1) -> int:
+        """Parameters of the adapters of one layer on one rank: rank * (inputs + outputs) of every target.
+
+        Tensor parallelism divides the outputs of column-parallel layers and the inputs of row-parallel ones.
+
+        Args:
+            spec: sizes of the encoder or the language model.
+        """
+        hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+        heads = spec.num_attention_heads
+        groups = getattr(spec, "num_query_groups", 0) or heads
+        split = {
+            "linear_qkv": hidden // heads * (heads + 2 * groups),
+            "linear_proj": hidden,
+            "linear_fc1": ffn * (2 if spec.activation == "swiglu" else 1),
+            "linear_fc2": ffn,
+        }
+        return self.rank * sum(hidden + split[target] // tp for target in self.targets)
+
+    def faults(self, prefix: str) -> Iterator[Fault]:
+        """Values that cannot be."""
+        yield from value_faults(self, prefix)
+        if self.rank <= 0:
+            return
+        if self.alpha <= 0:
+            yield Fault(f"{prefix}.alpha", f"must be above 0, is {self.alpha:g}")
+        if not 0 <= self.dropout < 1:
+            yield Fault(f"{prefix}.dropout", f"must be at least 0 and below 1, is {self.dropout:g}")
+        if not self.targets or set(self.targets) - set(ADAPTED):
+            yield Fault(f"{prefix}.targets", f"must name some of {', '.join(ADAPTED)}, is {self.targets}")
+
+
+@dataclass
+class FeatureCacheConfig:
+    """Features of a frozen encoder, kept on disk from one epoch to the next."""
+
+    dir: str = ""
+    """Folder, which several runs may share; empty: no cache."""
+    max_gigabytes: float = key(10.0, above=0)
+    """Size of the folder, in 10^9 bytes, at which the features that were not used for longest go."""
+
+
+@dataclass
+class ModuleConfig:
+    """One module: an encoder with its projector, or the language model; what of it is frozen; its layout."""
+
+    encoder: Any = None
+    """Spec of an encoder (see `encoders.registry`); unset for the language module."""
+    projector: Any = None
+    """Spec of the projector behind the encoder; unset for the language module."""
+    llm: LlmSpec | None = None
+    """Spec of the language model; only in the module named `language`."""
+    freeze: list[str] = field(default_factory=list)
+    """What is not trained: encoder, projector, llm, or shell patterns of parameter names."""
+    freeze_until: dict[str, int] = field(default_factory=dict)
+    """What is not trained before a step, for example {encoder: 1000}; same names as in `freeze`."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters beside the frozen layers of the encoder or the language model."""
+    feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
+    """Features of a frozen encoder on disk."""
+    prefetch_microbatches: int = key(0, at_least=0)
+    """Microbatches whose features a frozen encoder on ranks of its own computes ahead, while it waits; 0: none."""
+    optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
+    """Learning rate, schedule, weight decay and clipping of this module, where they differ from `optim`."""
+    recompute: str = key("", choices=("", *RECOMPUTE))
+    """none, selective or full: activations of this module computed again in backward; empty: as `train.recompute`."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """Parallel sizes of this module."""
+    balance: str = key("samples", choices=("samples", "patches"))
+    """How an encoder's work is divided over its data-parallel ranks: samples (equal numbers of them) or patches (equal
+    numbers of tokens inside the encoder, as nearly as whole samples in order allow)."""
+
+    def faults(self, name: str, optim: OptimConfig, bridge: str) -> Iterator[Fault]:
+        """What is wrong with what is trained and how; sizes and layout are looked at by `mimo_train.plan`.
+
+        Args:
+            name: of this module.
+            optim: the run's optimizer.
+            bridge: `placement.bridge`.
+        """
+        prefix = f"modules.{name}"
+        yield from value_faults(self, prefix)
+        if name == LANGUAGE and self.balance != "samples":
+            yield Fault(f"{prefix}.balance", f"is {self.balance!r}, and divides the work of encoders only: remove it")
+        yield from self.optim.faults(name, optim)
+        yield from self._freeze_faults(name)
+        yield from self.lora.faults(f"{prefix}.lora")
+        if self.lora.rank > 0:
+            yield from self._lora_faults(name)
+        yield from value_faults(self.feature_cache, f"{prefix}.feature_cache")
+        unfixed = self._why_features_change(name)
+        if self.feature_cache.dir and unfixed:
+            yield Fault(f"{prefix}.feature_cache.dir", f"{unfixed}, or leave it empty")
+        if self.prefetch_microbatches > 0 and unfixed:
+            yield Fault(f"{prefix}.prefetch_microbatches", f"{unfixed}, or set it to 0")
+        elif self.prefetch_microbatches > 0 and bridge != "native":
+            yield Fault(
+                f"{prefix}.prefetch_microbatches",
+                f"needs placement.bridge=native, which is {bridge}; or set it to 0",
+            )
+
+    def _freeze_faults(self, name: str) -> Iterator[Fault]:
+        parts, prefix = parts_of(name), f"modules.{name}"
+        for entry in self.freeze:
+            if entry in PARTS and entry not in parts:
+                yield Fault(f"{prefix}.freeze", f"{entry!r} is no part of this module, it has {' and '.join(parts)}")
+        for entry, step in self.freeze_until.items():
+            if entry in PARTS and entry not in parts:
+                yield Fault(
+                    f"{prefix}.freeze_until", f"{entry!r} is no part of this module, it has {' and '.join(parts)}"
+                )
+            if step < 0:
+                yield Fault(
+                    f"{prefix}.freeze_until",
+                    f"{entry}: {step} is no step: give the number of steps without training it, 0 or more",
+                )
+            if entry in self.freeze:
+                yield Fault(
+                    f"{prefix}.freeze_until",
+                    f"{entry!r} is in {prefix}.freeze too, which holds for the whole run: remove it from one of them",
+                )
+
+    def _lora_faults(self, name: str) -> Iterator[Fault]:
+        """What adapters and the rest of the module do not allow together."""
+        prefix = f"modules.{name}"
+        whole = next((entry for entry in self.freeze if entry in (parts_of(name)[0], "*")), None)
+        if whole:
+            yield Fault(
+                f"{prefix}.freeze",
+                f"{whole!r} freezes the adapters of {prefix}.lora.rank {self.lora.rank} too: remove it, the other "
+                "weights are frozen as it is",
+            )
+        experts = self.llm.num_experts if self.llm else 0
+        of_experts = [target for target in self.lora.targets if target in ("linear_fc1", "linear_fc2")]
+        if experts and of_experts:
+            yield Fault(
+                f"{prefix}.lora.targets",
+                f"{' and '.join(of_experts)} belong to the {experts} experts, which get no adapters: use "
+                f"{prefix}.lora.targets=[linear_qkv, linear_proj]",
+            )
+
+    def _why_features_change(self, name: str) -> str:
+        """Why features of a sample are not the same throughout the run, and what to change; empty if they are."""
+        if name == LANGUAGE:
+            return "only encoders have features: remove it"
+        if "encoder" not in self.freeze:
+            return f"features change while the encoder is trained: set modules.{name}.freeze=[encoder]"
+        if self.encoder.dropout > 0:
+            return f"dropout changes features: set modules.{name}.encoder.dropout=0 (is {self.encoder.dropout:g})"
+        if self.layout.pp > 1:
+            return f"an encoder in one stage is needed: set modules.{name}.layout.pp=1 (is {self.layout.pp})"
+        return ""

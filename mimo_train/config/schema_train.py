@@ -1,0 +1,145 @@
+"""Keys of the loop and of the optimizer: `train` and `optim`. Imports no torch."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mimo_train.config.fault import Fault
+from mimo_train.config.keys import key, value_faults
+
+RECOMPUTE = ("none", "selective", "full")
+"""Values of `train.recompute`."""
+
+DECAYS = ("cosine", "linear", "constant")
+"""Values of `optim.decay`."""
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    iters: int = key(1000, at_least=1)
+    """Optimizer steps in all."""
+    global_batch_size: int = key(32, at_least=1)
+    """Samples of one optimizer step."""
+    micro_batch_size: int = key(8, at_least=1)
+    """Samples of one microbatch on one data-parallel rank of the language module."""
+    precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
+    """fp32, bf16 or fp16 (weights and activations; master weights stay fp32; fp16 scales the loss)."""
+    recompute: str = key("none", choices=RECOMPUTE)
+    """none, selective (core attention) or full (every layer): activations computed again in backward."""
+    eval_interval: int = key(0, at_least=0)
+    """Steps between evaluations; 0 means at the end only."""
+    eval_samples: int = key(0, at_least=0)
+    """Held-out samples of an evaluation; 0 means all of them."""
+    report_samples: int = key(24, at_least=0)
+    """Held-out pictures with question, answer and truth in the report."""
+    log_interval: int = key(1, at_least=1)
+    """Steps between lines of the log."""
+    rampup_batch_size: list[int] = field(default_factory=list)
+    """[first size, increment, samples]: the global batch grows from the first size to `global_batch_size` in equal
+    steps over that many samples; empty: no ramp-up."""
+    skip_iters: list[int] = field(default_factory=list)
+    """Steps (counted from 1) whose samples are passed over without training."""
+    loss_weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the named losses that the forward step gives; 1 where a name is missing."""
+    on_nan: str = key("raise", choices=("raise", "skip", "bisect"))
+    """What a loss or gradient that is not finite does: raise (name module, rank, microbatch and samples, and write a
+    replay file), skip (the update) or bisect (raise, after finding the microbatch and layer where it begins)."""
+    rerun: str = key("disabled", choices=("disabled", "validate_results", "report_determinism_stats"))
+    """Megatron-Core's rerun state machine: disabled, validate_results (repeat a step with a suspect loss, to tell
+    transient faults of the hardware from wrong data) or report_determinism_stats."""
+    exit_interval: int = key(0, at_least=0)
+    """The run saves and ends at a step that is a multiple of this; 0: never."""
+    exit_duration_minutes: float = key(0.0, at_least=0)
+    """The run saves and ends after this many minutes; 0: never."""
+    manual_gc_interval: int = key(0, at_least=0)
+    """Steps between garbage collections, on all ranks at once, with Python's own collector off; 0: Python decides."""
+    callbacks: list[str] = field(default_factory=list)
+    """Classes `package.module:Class` of callbacks (see `mimo_train.training.callbacks`)."""
+
+    def faults(self) -> Iterator[Fault]:
+        """Values that cannot be."""
+        yield from value_faults(self, "train")
+        if any(step < 1 for step in self.skip_iters):
+            yield Fault("train.skip_iters", f"steps are counted from 1, has {min(self.skip_iters)}")
+        for entry in self.callbacks:
+            if not re.fullmatch(r"\w+(\.\w+)*:\w+", entry):
+                yield Fault("train.callbacks", f"must be entries package.module:Class, one is {entry!r}")
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its schedule, the same for every module."""
+
+    name: str = key("adamw", choices=("adamw",))
+    """adamw."""
+    lr: float = key(1e-3, at_least=0)
+    """Peak learning rate."""
+    min_lr: float = key(1e-5, at_least=0)
+    """Learning rate at the last step."""
+    warmup_iters: int = key(0, at_least=0)
+    """Steps of linear warm-up from 0."""
+    decay: str = key("cosine", choices=DECAYS)
+    """cosine, linear or constant, from the end of warm-up to `train.iters`."""
+    weight_decay: float = key(0.01, at_least=0)
+    """Decoupled weight decay, on matrices only."""
+    beta1: float = key(0.9, at_least=0, below=1)
+    """Decay rate of the first moment."""
+    beta2: float = key(0.95, at_least=0, below=1)
+    """Decay rate of the second moment."""
+    eps: float = key(1e-8, above=0)
+    """Added to the denominator of the update."""
+    clip_grad: float = key(1.0, at_least=0)
+    """Largest gradient norm over all modules that have no clip_grad of their own; 0 does not clip."""
+    loss_scale: float = key(0.0, at_least=0, zero_means="dynamic")
+    """Fixed loss scale of fp16; 0: dynamic."""
+    initial_loss_scale: float = key(65536.0, above=0)
+    """First dynamic loss scale."""
+    min_loss_scale: float = key(1.0, above=0)
+    """Least dynamic loss scale."""
+    loss_scale_window: int = key(1000, at_least=1)
+    """Steps without overflow after which the dynamic loss scale doubles."""
+    distributed_optimizer: bool = True
+    """Whether data-parallel replicas divide master weights and moments among them; false: each keeps them whole."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while backward runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward runs. Needs overlap_grad_reduce and distributed_optimizer."""
+
+    def faults(self, precision: str) -> Iterator[Fault]:
+        """Values that cannot be, alone and together.
+
+        Args:
+            precision: `train.precision`.
+        """
+        yield from value_faults(self, "optim")
+        if 0 <= self.lr < self.min_lr:
+            yield Fault("optim.min_lr", f"must be at most optim.lr {self.lr}, is {self.min_lr}")
+        if 0 < self.initial_loss_scale < self.min_loss_scale:
+            yield Fault(
+                "optim.initial_loss_scale",
+                f"must be at least optim.min_loss_scale {self.min_loss_scale:g}, is {self.initial_loss_scale:g}",
+            )
+        if self.loss_scale > 0 and precision != "fp16":
+            yield Fault(
+                "optim.loss_scale",
+                f"is {self.loss_scale:g}, but only fp16 scales losses and train.precision is {precision}: leave it "
+                "at 0",
+            )
+        yield from self._overlap_faults()
+
+    def _overlap_faults(self) -> Iterator[Fault]:
+        if not self.overlap_param_gather:
+            return
+        if not self.distributed_optimizer:
+            yield Fault(
+                "optim.overlap_param_gather",
+                "without optim.distributed_optimizer no parameters are gathered: set it to true, or "
+                "optim.overlap_param_gather=false",
+            )
+        elif not self.overlap_grad_reduce:
+            yield Fault(
+                "optim.overlap_param_gather",
+                "needs optim.overlap_grad_reduce, which is false: set it to true, or optim.overlap_param_gather=false",
+            )

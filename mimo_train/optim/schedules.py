@@ -1,0 +1,86 @@
+"""The settings of each module's optimizer, and a learning-rate schedule per module."""
+
+from dataclasses import fields, replace
+
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mimo_train.config.parts import parts_of
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_train import OptimConfig
+from mimo_train.optim.module_optimizer import ModuleOptimizer
+
+
+def module_optim(cfg: ConfigContainer, name: str) -> OptimConfig:
+    """The settings of one module: those of `optim`, and over them what `modules.NAME.optim` sets."""
+    own = cfg.modules[name].optim
+    known = {field.name for field in fields(OptimConfig)}
+    changed = {field.name: getattr(own, field.name) for field in fields(own) if field.name in known}
+    return replace(cfg.optim, **{key: value for key, value in changed.items() if value is not None})
+
+
+def is_frozen(name: str, cfg: ConfigContainer) -> bool:
+    """Whether `modules.<name>.freeze` names all parts of a module."""
+    return set(parts_of(name)) <= set(cfg.modules[name].freeze)
+
+
+class ModuleSchedulers:
+    """The learning-rate schedules of all trained modules, stepped together.
+
+    A schedule is a function of the steps done and the config, so every rank follows every module's, also of modules
+    that stand elsewhere: the logging rank can log them without a message.
+    """
+
+    def __init__(self, cfg: ConfigContainer, optimizer: ModuleOptimizer):
+        self.num_steps = 0
+        self._by_module, self._logged = {}, {}
+        for name, info in optimizer.module_infos.items():
+            if is_frozen(name, cfg):
+                continue
+            optim, projector_lr = module_optim(cfg, name), cfg.modules[name].optim.projector_lr
+            self._by_module[name] = _scheduler(cfg, optim, info.optimizer or _NoParameters())
+            # Of a group that sets neither, Megatron-Core takes both rates from the schedule.
+            self._logged[name] = (name, {})
+            if projector_lr is not None:
+                self._logged[f"{name}.projector"] = (name, {"max_lr": projector_lr})
+
+    def step(self, increment: int = 1) -> None:
+        """Move on by `increment` optimizer steps."""
+        self.num_steps += increment
+        for scheduler in self._by_module.values():
+            scheduler.step(increment=increment)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Learning rate of the next optimizer step, by module, and by NAME.projector where that has its own."""
+        return {key: self._by_module[name].get_lr(group) for key, (name, group) in self._logged.items()}
+
+    def state_dict(self) -> dict[str, int]:
+        """Steps done."""
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Move every schedule to where a checkpoint stood."""
+        self.step(state["num_steps"] - self.num_steps)
+
+
+class _NoParameters:
+    """What a schedule steps when the module's parameters are on other ranks."""
+
+    param_groups = ()
+
+
+def _scheduler(cfg: ConfigContainer, optim: OptimConfig, optimizer) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.lr if optim.decay == "constant" else optim.min_lr,
+        lr_warmup_steps=optim.warmup_iters,
+        lr_decay_steps=max(cfg.train.iters, optim.warmup_iters + 1),
+        lr_decay_style=optim.decay,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=cfg.train.iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,251 @@
+"""A stand-in for CUDA that lets unmodified Megatron-Core 0.19.2 run on CPU processes over gloo.
+
+Megatron-Core names CUDA devices, streams and the NCCL backend in its code (schedules.py:749, mimo/optimizer.py:65,
+clip_grads.py:174, bridge_communicator.py:199, ...). `StandIn` answers those calls on the CPU. A CUDA call that has no
+stand-in raises `MissingStandIn` with its name and caller.
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class MissingStandIn(RuntimeError):
+    """A torch.cuda function was called on a CPU run and there is no stand-in for it."""
+
+
+class StandIn:
+    """Every replacement, in one place; made once per process, before Megatron-Core is used."""
+
+    def __init__(self):
+        self.device_mode = _CudaNamesToCpu()
+        self.device_mode.__enter__()
+        self._replace_cuda_functions()
+        self._replace_rng()
+        self._replace_groups()
+        self._replace_moe_split_sizes()
+        # mappings.py:154: ranks that share an expert have unequal parts of its rows; gloo gathers equal parts only.
+        torch.distributed.all_gather = _of_unequal_parts(torch.distributed.all_gather)
+        # Megatron-Core compiles small fusions for the GPU; on the CPU each would start a C++ compiler.
+        torch.compiler.set_stance("force_eager")
+
+    @staticmethod
+    def _replace_cuda_functions() -> None:
+        known = {
+            "current_device": lambda: CPU,
+            "set_device": _nothing,
+            "synchronize": _nothing,
+            "current_stream": lambda device=None: _Stream(),
+            "default_stream": lambda device=None: _Stream(),
+            "set_stream": _nothing,
+            "stream": lambda stream=None: contextlib.nullcontext(),
+            "Stream": _Stream,
+            "Event": _Event,
+            "device": lambda device=None: contextlib.nullcontext(),
+            "empty_cache": _nothing,
+            "reset_peak_memory_stats": _nothing,
+            "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+            "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
+            "manual_seed": torch.default_generator.manual_seed,
+            # torch.manual_seed, which has seeded the CPU already, calls it.
+            "manual_seed_all": _nothing,
+            "FloatTensor": torch.FloatTensor,
+            "HalfTensor": torch.HalfTensor,
+            "BFloat16Tensor": torch.BFloat16Tensor,
+            "IntTensor": torch.IntTensor,
+            "LongTensor": torch.LongTensor,
+        }
+        for name in torch.cuda.__all__:
+            original = getattr(torch.cuda, name, None)
+            if name in known:
+                setattr(torch.cuda, name, known[name])
+            elif name not in _HARMLESS and inspect.isfunction(original):
+                setattr(torch.cuda, name, _missing(name))
+
+    @staticmethod
+    def _replace_rng() -> None:
+        from megatron.core.tensor_parallel import random as parallel_random
+
+        parallel_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        parallel_random._set_cuda_rng_state = lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)
+
+    @staticmethod
+    def _replace_groups() -> None:
+        # bridge_communicator.py:199, 209 and colocated_communicator.py:92 name the NCCL backend.
+        for name in ("new_group", "new_subgroups_by_enumeration"):
+            original = getattr(torch.distributed, name)
+            setattr(torch.distributed, name, _without_nccl(original))
+
+    @staticmethod
+    def _replace_moe_split_sizes() -> None:
+        # token_dispatcher.py:927-943: all-to-all wants lists of numbers; CPU tensors were passed through as tensors.
+        from megatron.core.transformer.moe import token_dispatcher
+
+        original = token_dispatcher.maybe_move_tensor_to_cpu
+
+        def move(tensor, as_numpy=False, record_stream=False):
+            moved = original(tensor, as_numpy=as_numpy, record_stream=record_stream)
+            return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+        token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+_TAKE_DEVICES = {torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to}
+"""Functions that take a device, or what names one, without a keyword."""
+
+
+class _CudaNamesToCpu(TorchFunctionMode):
+    """Sends whatever names a CUDA device to the CPU, and lets `Tensor.type()` answer with CUDA's names."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not kwargs and func not in _TAKE_DEVICES:
+            return func(*args)  # nearly all calls; every microsecond here is paid thousands of times a step
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # clip_grads.py:174 and distrib_optimizer.py:401 compare with the names of CUDA's tensor types.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs.get("pin_memory"):
+            # rope_utils.py:62: pinned, so that the copy to the GPU need not be waited for.
+            kwargs = {**kwargs, "pin_memory": False}
+        device = kwargs.get("device")
+        if device is not None and _is_cuda(device):
+            kwargs = {**kwargs, "device": CPU}
+        elif func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        elif func is torch.Tensor.type and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    """Whether `device` names a CUDA device: 'cuda', 'cuda:1', torch.device('cuda'), or an index."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class _Stream:
+    """A stream of a device that runs everything at once, in order."""
+
+    cuda_stream = 0
+    device = CPU
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        return None
+
+    def wait_stream(self, stream) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event=None):
+        """An event that has happened."""
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Event:
+    """An event on such a stream: it has always happened."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, stream=None) -> None:
+        """Has happened."""
+
+    def wait(self, stream=None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Has happened."""
+        return True
+
+
+def _nothing(*args, **kwargs) -> None:
+    """Stands in for what has no effect on a CPU."""
+
+
+_HARMLESS = {
+    "is_available",
+    "is_initialized",
+    "is_bf16_supported",
+    "is_tf32_supported",
+    "is_current_stream_capturing",
+    "device_count",
+    "init",
+    "initial_seed",
+    "memory_allocated",
+    "max_memory_allocated",
+    "seed",
+    "seed_all",
+    "get_sync_debug_mode",
+}
+"""Functions that answer truthfully without a GPU; torch itself asks some of them on CPU runs."""
+
+
+def _missing(name: str):
+    @functools.wraps(getattr(torch.cuda, name))
+    def call(*args, **kwargs):
+        caller = sys._getframe(1)
+        raise MissingStandIn(
+            f"torch.cuda.{name} was called on a CPU run by {caller.f_code.co_filename}:{caller.f_lineno}; "
+            "mimo_train/parallel/device.py has no stand-in for it"
+        )
+
+    return call
+
+
+def _without_nccl(original):
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        if kwargs.get("backend") == "nccl":
+            kwargs["backend"] = "gloo"
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _of_unequal_parts(original):
+    @functools.wraps(original)
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        rows = [len(part) for part in tensor_list] if tensor.dim() else [1]
+        if len(set(rows)) == 1:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in rows]
+        original(parts, padded, group=group)
+        for part, received in zip(tensor_list, parts, strict=True):
+            part.copy_(received[: len(part)])
+        return None
+
+    return all_gather

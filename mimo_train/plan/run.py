@@ -1,0 +1,149 @@
+"""A run that can start: `resolve` proves a config and gives it with the arithmetic that follows. Imports no torch."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from encoders.spec import joint_faults
+from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.plan.batch import Batch, batch_faults
+from mimo_train.plan.bridge_limits import bridge_faults
+from mimo_train.plan.divisibility import encoder_faults, language_faults
+from mimo_train.plan.layout import RunLayout, lay_out
+from mimo_train.plan.placement import placement_faults
+
+
+@dataclass(frozen=True)
+class Run:
+    """A config without faults, and what follows from it. Made once per process by `resolve`, and handed on."""
+
+    cfg: ConfigContainer
+    layout: RunLayout
+    batch: Batch
+
+    @property
+    def dir(self) -> Path:
+        """Folder that the run writes into."""
+        return Path(self.cfg.run.dir)
+
+
+def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
+    """Prove a config, and lay it out.
+
+    Args:
+        ranks_per_node: processes that the launcher has started on each of several nodes, where `placement` does not
+            say it; 0 if there is no launcher, or one node.
+
+    Raises:
+        ConfigError: every one of `config_faults`.
+    """
+    cfg = on_nodes(cfg, ranks_per_node)
+    found = config_faults(cfg)
+    if found:
+        raise ConfigError(found)
+    return Run(cfg, lay_out(cfg), Batch.of(cfg))
+
+
+def on_nodes(cfg: ConfigContainer, ranks_per_node: int) -> ConfigContainer:
+    """The config with `placement.ranks_per_node`, where it does not say it itself."""
+    if cfg.placement.ranks_per_node:
+        return cfg
+    return dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, ranks_per_node=ranks_per_node))
+
+
+def config_faults(cfg: ConfigContainer) -> list[Fault]:
+    """Everything that is wrong with a config, as far as it is known without its data: each with key and numbers."""
+    found = [*layout_faults(cfg)]
+    found += _media_faults(cfg, found)
+    world_size = None if found else lay_out(cfg).world_size
+    known = {fault.key for fault in found}
+    others = [*cfg.faults(), *cfg.profiling.faults(cfg.run.device, cfg.train.iters, world_size)]
+    return found + [fault for fault in others if fault.key not in known]
+
+
+def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """What is wrong with modules, sizes, ranks and batch."""
+    of_modules = [fault for name, module in cfg.modules.items() for fault in _module_faults(name, module)]
+    yield from of_modules
+    if LANGUAGE not in cfg.modules:
+        yield Fault("modules", f"a run needs a module named {LANGUAGE!r}, has {', '.join(cfg.modules) or 'none'}")
+        return
+    vpp = cfg.language.layout.vpp
+    if cfg.encoders and vpp > 1:
+        yield Fault(
+            f"modules.{LANGUAGE}.layout.vpp",
+            f"interleaving is for a language model alone, and this run has {', '.join(cfg.encoders)}: vpp is {vpp}, "
+            "set it to 1",
+        )
+    if of_modules:
+        return
+    misplaced = list(placement_faults(cfg))
+    yield from misplaced
+    if not misplaced:
+        yield from bridge_faults(cfg, lay_out(cfg))
+    yield from batch_faults(cfg)
+
+
+def _module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
+    layout, prefix = module.layout, f"modules.{name}"
+    wrong_sizes = list(layout.faults(f"{prefix}.layout"))
+    yield from wrong_sizes
+    if wrong_sizes:
+        return
+    wrong_parts = list(_part_faults(name, module))
+    yield from wrong_parts
+    if wrong_parts:
+        return
+    if module.llm is not None:
+        wrong_spec = list(module.llm.faults(f"{prefix}.llm"))
+    else:
+        own = [(f"encoder.{field}", text) for field, text in module.encoder.faults()]
+        own += [(f"projector.{field}", text) for field, text in module.projector.faults()]
+        own = own or joint_faults(module.encoder, module.projector)
+        wrong_spec = [Fault(f"{prefix}.{field}", text) for field, text in own]
+    yield from wrong_spec
+    if not wrong_spec:
+        divide = language_faults(module.llm, layout, prefix) if module.llm else encoder_faults(module, prefix)
+        yield from divide
+
+
+def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
+    """The language module has an llm, every other one an encoder and a projector."""
+    prefix, parts = f"modules.{name}", ("encoder", "projector")
+    if name == LANGUAGE:
+        if module.llm is None:
+            yield Fault(
+                f"{prefix}.llm",
+                "the language module needs an llm: pick one, for example llm@modules.language.llm=gpt_tiny",
+            )
+        for part in parts:
+            if getattr(module, part) is not None:
+                yield Fault(f"{prefix}.{part}", "the language module has no encoder and no projector: remove this key")
+        return
+    for part in parts:
+        if getattr(module, part) is None:
+            yield Fault(f"{prefix}.{part}", f"missing: every module but {LANGUAGE!r} has an encoder and a projector")
+    if module.llm is not None:
+        yield Fault(f"{prefix}.llm", f"only the module named {LANGUAGE!r} has an llm: remove this key")
+
+
+def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
+    """Encoders whose largest picture or clip alone is longer than a sequence, among those that can be built."""
+    for name, module in cfg.encoders.items():
+        prefix = f"modules.{name}"
+        if any(fault.key.startswith((f"{prefix}.encoder", f"{prefix}.projector")) for fault in found):
+            continue
+        encoder, merge = module.encoder, module.projector.merge
+        tokens = encoder.most_tokens(merge)
+        if tokens > cfg.data.sequence_length > 0:
+            read_as, patches, _ = encoder.describe_input(merge)
+            yield Fault(
+                "data.sequence_length",
+                f"one {encoder.medium} takes {tokens} tokens of {prefix} ({read_as}, {patches}, merge {merge}), a "
+                f"sequence has only {cfg.data.sequence_length}: raise it above {tokens}, or raise "
+                f"{prefix}.projector.merge",
+            )

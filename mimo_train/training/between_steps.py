@@ -1,0 +1,30 @@
+"""What is due between two steps: comparison of replicas, the end of a profile, garbage collection."""
+
+from megatron.core.transformer.module import MegatronModule
+
+from mimo_train.diagnose.profiling import StepProfiler
+from mimo_train.diagnose.replicas import require_equal_replicas
+from mimo_train.plan.run import Run
+from mimo_train.training.garbage import collect_when_due
+
+
+class BetweenSteps:
+    """Called by every rank after every step."""
+
+    def __init__(self, run: Run, model: list[MegatronModule], profiler: StepProfiler):
+        self._cfg, self._model, self._profiler = run.cfg, model, profiler
+
+    def __call__(self, step: int) -> None:
+        """Do what is due after so many steps.
+
+        With `train.rerun`, the weights of data-parallel replicas are compared before a step that
+        `checkpoint.save_interval` saves.
+
+        Raises:
+            RuntimeError: replicas hold different weights.
+        """
+        interval = self._cfg.checkpoint.save_interval
+        if self._cfg.train.rerun != "disabled" and interval > 0 and step % interval == 0:
+            require_equal_replicas(self._model, step)
+        self._profiler.after_step(step)
+        collect_when_due(self._cfg.train.manual_gc_interval, step)

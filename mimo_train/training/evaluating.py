@@ -1,0 +1,47 @@
+"""When the loop evaluates, and where the values go."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mimo_train.metrics import progress
+from mimo_train.step.forward_step import ForwardStepCallable
+from mimo_train.training.callbacks import Callbacks
+from mimo_train.training.setup import Session
+
+
+@dataclass(frozen=True)
+class EvaluationHooks:
+    """What users add to evaluations."""
+
+    process: Callable[[Any, int, Any], None] | None = None
+    """Called as (data, step, writer) on the logging rank, with TensorBoard's `SummaryWriter`, or None where
+    `log.tensorboard` is off."""
+    give: Callable[[list], Any] | None = None
+    """Called as (model) on every rank; gives the data. Without it, the data is the list of what the loss functions,
+    called with non_loss_data=True, give for the microbatches of the first held-out step."""
+
+
+def evaluate_when_due(
+    session: Session, step_func: ForwardStepCallable, callbacks: Callbacks, hooks: EvaluationHooks | None = None
+) -> None:
+    """Evaluate every `train.eval_interval` steps and after the last one. Collective over all ranks.
+
+    Args:
+        step_func: the run's forward step, as the schedule calls it.
+    """
+    state, held_out = session.state, session.held_out
+    interval, step = state.cfg.train.eval_interval, state.train_state.step
+    due = (interval > 0 and step % interval == 0) or step == state.cfg.train.iters
+    if held_out is None or not due:
+        return
+    values = held_out.evaluate()
+    if state.is_logging_rank:
+        state.metrics.log(step, state.train_state.consumed_train_samples, values)
+        state.console.evaluation(step, values)
+        progress.evaluated(state.run_dir, step=step, values=values)
+    if hooks is not None:
+        data = held_out.non_loss_data(step_func, hooks.give)
+        if hooks.process is not None and state.is_logging_rank:
+            hooks.process(data, step, state.tensorboard_logger)
+    callbacks.fire("on_evaluation", state, values)

@@ -1,0 +1,65 @@
+"""A run that its caller drives step by step: for benchmarks, notebooks and tests."""
+
+import time
+
+from megatron.core.transformer.module import MegatronModule
+
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.launch.processes import started_run
+from mimo_train.model.heads import ModelHook
+from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_step_func
+from mimo_train.step.result import StepResult
+from mimo_train.training.exit import ExitSignal, ExitVotes
+from mimo_train.training.pretrain import default_forward_step
+from mimo_train.training.setup import setup
+from mimo_train.training.train_step import TrainStep
+
+
+class SteppedRun:
+    """A run that is set up, or continued from its newest checkpoint, and makes one step at a time.
+
+    There is no log, no evaluation and no checkpoint between steps, and a gradient that is not finite is only counted.
+    `train.skip_iters` is not looked at: every step is made. Collective over all ranks, with the same order of calls.
+
+    Attributes:
+        session: everything that it runs on.
+        step_func: the forward step as the schedule calls it.
+    """
+
+    def __init__(
+        self,
+        config: ConfigContainer,
+        forward_step_func: ForwardStepCallable | None = None,
+        pre_wrap_hook: ModelHook | None = None,
+    ):
+        """
+        Args:
+            forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
+            pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
+        """
+        votes = ExitVotes(ExitSignal(), 0, 0)
+        self.session = setup(started_run(config), votes, start_time=time.time(), pre_wrap_hook=pre_wrap_hook)
+        self.step_func = prepare_forward_step_func(
+            forward_step_func or default_forward_step(config), self.session.state
+        )
+        self._train_step = TrainStep(self.session, self.step_func)
+
+    @property
+    def model(self) -> list[MegatronModule]:
+        """The model chunks of this rank."""
+        return self.session.model
+
+    def step(self) -> StepResult:
+        """Make the next step."""
+        session, progress = self.session, self.session.state.train_state
+        session.freeze_stages.apply(progress.step)
+        with session.parts.stopwatch("step"):
+            session.data.advance()
+            result = self._train_step()
+        progress.count(session.data.current.size, result)
+        session.bad_samples.note(session.data)
+        return result
+
+    def close(self) -> None:
+        """End threads and writers; nothing is saved."""
+        self.session.close()

@@ -1,0 +1,41 @@
+"""One step of training: forward and backward over its microbatches, then the update."""
+
+from mimo_train.step.forward_backward import ForwardBackward
+from mimo_train.step.forward_step import ForwardStepCallable
+from mimo_train.step.result import StepResult
+from mimo_train.training.setup import Session
+
+
+class TrainStep:
+    """Makes the steps of a run.
+
+    Attributes:
+        forward_backward: of the step's microbatches.
+    """
+
+    def __init__(self, session: Session, forward_step: ForwardStepCallable):
+        """
+        Args:
+            forward_step: as the schedule calls it (see `prepare_forward_step_func`).
+        """
+        self._session = session
+        pipeline = session.parts.pipeline
+        self.forward_backward = ForwardBackward(forward_step, pipeline, session.optimizer, session.losses)
+
+    def __call__(self) -> StepResult:
+        """Make the current step of the data. Collective over all ranks."""
+        session, data = self._session, self._session.data
+        for _ in session.rerun.runs(data):
+            self.forward_backward(data, len(data.current.microbatches))
+        should_checkpoint, should_exit, exit_code = session.rerun.verdict()
+        asked = {"should_checkpoint": should_checkpoint, "should_exit": should_exit, "exit_code": exit_code}
+        if should_exit:
+            return StepResult(skipped_iter=1, **asked)
+        with session.parts.stopwatch("optimizer"):
+            updated, grad_norm, num_zeros = session.optimizer.step()
+        if updated:
+            session.schedulers.step(increment=1)
+        losses, balancing = session.losses.reduced(), session.parts.pipeline.balancing
+        if losses:
+            losses |= balancing.reduced(session.parts.step_sum.total(balancing.NAME))
+        return StepResult(losses, int(not updated), grad_norm, num_zeros, **asked)
