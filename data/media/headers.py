@@ -54,7 +54,7 @@ def parse_header_bytes(raw: bytes) -> ImageHeader | None:
 
 
 def parse_extent(kind: str, raw: bytes) -> tuple[int, int] | None:
-    """What `data.dataset.Media` wants to know of a picture (height, width) or a clip (samples per channel, samples per
+    """What `data.outline.Media` needs to know of a picture (height, width) or a clip (samples per channel, samples per
     second); None without a header that we can read."""
     if kind == "audio":
         return parse_audio_header(raw)

@@ -140,7 +140,7 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
 
 def _bad_inputs(state: GlobalState, data_iterator: Any) -> Iterator[BadMicrobatch]:
     """Pictures or clips that this rank read and that are not finite, with the samples they are of."""
-    plan = data_iterator.dataset.plan
+    outline = data_iterator.dataset.outline
     for microbatch, batch in enumerate(data_iterator.current.microbatches):
         for module, inputs in batch.get("modality_inputs", {}).items():
             tensors = dict((inputs or {}).get(module, {}))
@@ -151,7 +151,7 @@ def _bad_inputs(state: GlobalState, data_iterator: Any) -> Iterator[BadMicrobatc
                     continue  # later stages of an encoder have sizes alone
                 numbers = _own_samples(state, data_iterator, module, microbatch)
                 # One item for each picture or clip that was read, in the order of the samples.
-                owners = [number for number in numbers if number not in known for _ in plan(number).counts[module]]
+                owners = [number for number in numbers if number not in known for _ in outline(number).tokens[module]]
                 bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
                 if bad:
                     samples = _samples(data_iterator, dict.fromkeys(bad))
