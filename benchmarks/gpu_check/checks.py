@@ -147,12 +147,13 @@ class Checks:
             common = [layout, f"train.iters={sizes.steps}", "optim.decay=constant", *sizes.curve]
 
             def trained(name, device, precision="fp32", te=False, compiled=False, config=config, common=common):
-                run_dir = str(jobs.folder / f"{config}, {name}")
-                both = {"config": config, "shards": made.value[config], "run_dir": run_dir, "device": device}
                 return jobs.run(
                     runs.curve,
-                    60,
-                    **both,
+                    120 if compiled else 60,
+                    config=config,
+                    shards=made.value[config],
+                    run_dir=str(jobs.folder / re.sub(r"\W+", "_", f"{config} {name}")),
+                    device=device,
                     overrides=[*common, f"train.precision={precision}"],
                     te=te,
                     compiled=compiled,

@@ -1,6 +1,9 @@
 """The parts of scripts/gpu_check.sh: jobs that fail or hang, and what is said of them. tests/e2e runs it as a whole."""
 
 import math
+import os
+import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -9,7 +12,7 @@ import pytest
 from torch.autograd.profiler_util import DeviceType, FunctionEventAvg
 
 from benchmarks.gpu_check import checks, record, runs, work
-from benchmarks.gpu_check.jobs import Jobs, Outcome
+from benchmarks.gpu_check.jobs import ROOT, Jobs, Outcome
 from tests.e2e.fake_python import pid_runs
 from tests.unit import gpu_check_jobs as bad
 
@@ -51,9 +54,26 @@ def test_a_job_that_hangs_is_ended_with_its_children_and_the_next_one_runs(jobs,
     pids = tmp_path / "pids"
     found = jobs.run(bad.hang, 5, pid_file=str(pids))
     assert found.state == "ended" and found.text == "after 5 s; its last words:\nwaits for nothing"
-    while any(pid_runs(int(pid)) for pid in pids.read_text().split()):
+    while any(pid_runs(int(pid)) for pid in pids.read_text().rstrip(".").split()):
         time.sleep(0.05)
     assert jobs.run(bad.add, 60, one=1, other=1).value == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
+def test_a_job_ends_with_the_program_that_asked_for_it(tmp_path):
+    pids = tmp_path / "pids"
+    code = "import sys; from benchmarks.gpu_check.jobs import Jobs; from tests.unit import gpu_check_jobs as bad\n"
+    code += f"Jobs(600).run(bad.hang, 600, pid_file={str(pids)!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    while not (pids.exists() and pids.read_text().endswith(".")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    job, child = map(int, pids.read_text().rstrip(".").split())
+    os.kill(child, signal.SIGKILL)
+    while pid_runs(job):
+        time.sleep(0.05)
 
 
 def test_where_the_imports_take_too_long_each_job_runs_alone():
