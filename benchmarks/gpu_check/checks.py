@@ -119,11 +119,13 @@ class Checks:
         yield Line("driver", found["driver"] or "absent")
         for gpu in found["gpus"]:
             yield Line("device", f"{gpu['name']}, {gpu['memory']:.1f} GiB, compute capability {gpu['capability']}")
-        if not found["gpus"]:
+        if "fault" in found:
+            yield Line("device", found["fault"], "failed")
+        elif not found["gpus"]:
             yield line("device", NO_CUDA)
         yield Line("processor", f"{found['cpu']}, {found['memory']:.0f} GiB")
         torch = found["torch"] and f"{found['torch']} with CUDA {found['cuda']}"
-        if found["gpus"]:
+        if found.get("nccl"):
             torch += f", cuDNN {found['cudnn']}, NCCL {found['nccl']}"
         yield Line("Python", found["python"])
         yield Line("torch", torch or "absent")

@@ -123,6 +123,14 @@ def test_a_model_that_does_not_fit_is_tried_with_smaller_microbatches(jobs, monk
     assert lines[0].result == "the device has 24 GiB, the model needs 36"
 
 
+def test_a_device_that_cannot_be_used_is_a_failure_beside_the_versions(jobs):
+    found = {"fault": "the driver is too old", "gpus": [], "torch": "2", "cuda": "13.0", "driver": "500", "memory": 1.0}
+    found |= {"packages": {"megatron-core": None}, "cpu": "2 cores", "python": "3.12.1"}
+    lines = {line.what: line for line in lines_of(jobs, "device", **found)}
+    assert (lines["device"].result, lines["device"].state) == ("the driver is too old", "failed")
+    assert lines["torch"].result == "2 with CUDA 13.0" and lines["megatron-core"].result == "absent"
+
+
 def test_without_torch_or_a_device_every_check_says_so(jobs):
     for name in checks.CHECKS.keys() - {"device"}:
         assert [line.result for line in lines_of(jobs, name, gpus=[])] == ["no CUDA device"]
