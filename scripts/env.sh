@@ -93,7 +93,7 @@ _mimo_lock() {
   trap "rm -rf '$lock.d'" EXIT
 }
 
-# Prints a Python that an environment from MIMO_WHEELS can stand on; says of each that was tried why it cannot.
+# Prints a Python that can make the environment from MIMO_WHEELS; says of each that was tried why it cannot.
 _mimo_python_for_wheels() {
   local candidate path why tried=" " reasons=()
   if [[ ! -d "$_mimo_wheels" ]]; then
@@ -195,7 +195,7 @@ _mimo_main() {
     _mimo_ready || _mimo_set_up || status=$?
     if ((status == 3)); then return 1; fi
     if ((status != 0)); then
-      _mimo_say "the Python environment is not ready; what went wrong stands above, and the next start repairs it."
+      _mimo_say "the Python environment is not ready; the messages above say why, and the next start repairs it."
       return 1
     fi
     MIMO_PYTHON="$_mimo_venv/bin/python"

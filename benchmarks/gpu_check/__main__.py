@@ -7,6 +7,7 @@ ended. Without words, every check. Exit code 0 if every check ran or was skipped
 import argparse
 import shlex
 import sys
+import time
 from pathlib import Path
 
 from benchmarks.gpu_check.checks import CHECKS, Checks, Line
@@ -38,7 +39,7 @@ def main() -> int:
         parser.error(f"--to: {options.to} exists, and a record is never changed: give a new name")
     if options.to and not options.to.parent.is_dir():
         parser.error(f"--to: there is no folder {options.to.parent}")
-    lines = []
+    lines, started = [], time.monotonic()
     with Jobs(options.seconds) as jobs:
         checks = Checks(jobs, options.device)
         for name in [name for name in CHECKS if name in (options.checks or CHECKS)]:
@@ -54,9 +55,12 @@ def main() -> int:
             write(options.to, as_record(lines, machine.value, command))
     states = [line.state for _, line in lines]
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("ok", "skipped", "failed", "ended"))
-    print(f"lines: {counts}", flush=True)
+    print(f"lines: {counts}; {time.monotonic() - started:.0f} s", flush=True)
     return int(any(state in ("failed", "ended") for state in states))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -119,11 +119,13 @@ class Checks:
         yield Line("driver", found["driver"] or "absent")
         for gpu in found["gpus"]:
             yield Line("device", f"{gpu['name']}, {gpu['memory']:.1f} GiB, compute capability {gpu['capability']}")
-        if not found["gpus"]:
+        if "fault" in found:
+            yield Line("device", found["fault"], "failed")
+        elif not found["gpus"]:
             yield line("device", NO_CUDA)
         yield Line("processor", f"{found['cpu']}, {found['memory']:.0f} GiB")
         torch = found["torch"] and f"{found['torch']} with CUDA {found['cuda']}"
-        if found["gpus"]:
+        if found.get("nccl"):
             torch += f", cuDNN {found['cudnn']}, NCCL {found['nccl']}"
         yield Line("Python", found["python"])
         yield Line("torch", torch or "absent")
@@ -147,12 +149,13 @@ class Checks:
             common = [layout, f"train.iters={sizes.steps}", "optim.decay=constant", *sizes.curve]
 
             def trained(name, device, precision="fp32", te=False, compiled=False, config=config, common=common):
-                run_dir = str(jobs.folder / f"{config}, {name}")
-                both = {"config": config, "shards": made.value[config], "run_dir": run_dir, "device": device}
                 return jobs.run(
                     runs.curve,
-                    60,
-                    **both,
+                    120 if compiled else 60,
+                    config=config,
+                    shards=made.value[config],
+                    run_dir=str(jobs.folder / re.sub(r"\W+", "_", f"{config} {name}")),
+                    device=device,
                     overrides=[*common, f"train.precision={precision}"],
                     te=te,
                     compiled=compiled,

@@ -7,6 +7,7 @@ is the leader of its own session and writes one JSON object to `out`:
 """
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -24,6 +25,7 @@ SLOW = ("torch", "mimo_train.training.pretrain")
 
 def main() -> None:
     """Serve until the standard input ends."""
+    _end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # what an import prints is no answer
@@ -42,8 +44,16 @@ def main() -> None:
         answers.write(json.dumps({"status": os.waitstatus_to_exitcode(status)}) + "\n")
 
 
+def _end_with_parent() -> None:
+    """Asks Linux to kill this process when its parent has died, however: a job must not hold a device for nobody."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
 def _become_job(job: dict[str, Any]) -> None:
     os.setsid()
+    _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with open(job["log"], "w") as log, open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -76,5 +86,6 @@ def _run(job: dict[str, Any]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:]:  # one job, in a process that has imported nothing
         warnings.simplefilter("ignore")
+        _end_with_parent()
         _run(json.loads(sys.argv[1]))
     main()

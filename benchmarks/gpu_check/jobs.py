@@ -128,9 +128,11 @@ class Jobs:
         try:
             return Outcome("ok", value=process.wait(timeout=limit))
         except subprocess.TimeoutExpired:
-            _end_session(process.pid)
-            process.wait()
             return _ended(limit, log)
+        finally:  # after Ctrl-C too
+            if process.poll() is None:
+                _end_session(process.pid)
+                process.wait()
 
     def _job(self, function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
         out, log = self._files()

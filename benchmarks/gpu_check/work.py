@@ -59,14 +59,21 @@ def versions() -> dict[str, Any]:
 
     found["torch"] = torch.__version__
     found["cuda"] = torch.version.cuda
-    if torch.cuda.is_available():
-        found["cudnn"] = torch.backends.cudnn.version()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        for index in range(torch.cuda.device_count()):
-            gpu = torch.cuda.get_device_properties(index)
-            one = {"name": gpu.name, "memory": gpu.total_memory / 2**30, "capability": f"{gpu.major}.{gpu.minor}"}
-            found["gpus"].append(one)
+    try:
+        if torch.cuda.is_available():
+            found["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
+            found["cudnn"] = torch.backends.cudnn.version()
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    except RuntimeError as error:  # a driver that is too old, say
+        found["fault"] = str(error).strip().splitlines()[0]
     return found
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    gpu = torch.cuda.get_device_properties(index)
+    return {"name": gpu.name, "memory": gpu.total_memory / 2**30, "capability": f"{gpu.major}.{gpu.minor}"}
 
 
 def _version(package: str) -> str | None:

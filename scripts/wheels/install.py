@@ -1,6 +1,6 @@
 """Installs this checkout from a folder of wheels, with no index and no network. Run by scripts/env.sh.
 
-install.py suits DIR               whether this interpreter can be what the environment stands on; else says why not
+install.py suits DIR               whether this interpreter can make the environment; if not, says why
 install.py see PYTHON DIR          lets the environment of PYTHON see this interpreter's packages, if DIR counts on them
 install.py install DIR EXTRAS      into this interpreter's environment; exit code 3 where its sentences say all
 """
@@ -20,7 +20,7 @@ CUDA = Path("/usr/local/cuda")
 
 
 def suits(folder: Path) -> str:
-    """Why an environment for these wheels cannot stand on this interpreter; "" if it can."""
+    """Why this interpreter cannot make an environment for these wheels; "" if it can."""
     import pieces
 
     found = pieces.read_manifest(folder)

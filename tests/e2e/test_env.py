@@ -195,7 +195,7 @@ def test_the_environment_can_be_elsewhere(checkout, tmp_path):
     assert not checkout.venv.exists()
 
 
-def test_another_shell_is_told_to_start_bash(checkout):
+def test_another_shell_is_asked_to_start_bash(checkout):
     checkout.program("python3.12")
     result = checkout.run("sh -c '. scripts/env.sh'")
     if "BASH_VERSION" in checkout.run("sh -c set").stdout:

@@ -194,7 +194,7 @@ def test_a_second_collection_keeps_what_is_needed_and_removes_what_is_not(collec
         ("x --have - <<<alpha==1.0", {"PIP_FIND_LINKS": "/nowhere"}, 1, "pip cannot choose the packages"),
     ],
 )
-def test_what_cannot_be_collected_is_told(collected, index, arguments, variables, code, words):
+def test_what_cannot_be_collected_is_named(collected, index, arguments, variables, code, words):
     result = collect(collected[0], index, arguments, **variables)
     assert result.returncode == code and words in result.stderr, result.stderr
     assert "Traceback" not in result.stderr

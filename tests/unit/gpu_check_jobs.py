@@ -40,7 +40,7 @@ def hang(*, pid_file: str, **_any) -> None:
     """Never ends, and has a child that never does."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     with open(pid_file, "w") as file:
-        file.write(f"{os.getpid()} {child.pid}")
+        file.write(f"{os.getpid()} {child.pid}.")
     print("waits for nothing", flush=True)
     time.sleep(1000)
 

@@ -1,6 +1,9 @@
 """The parts of scripts/gpu_check.sh: jobs that fail or hang, and what is said of them. tests/e2e runs it as a whole."""
 
 import math
+import os
+import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -9,7 +12,7 @@ import pytest
 from torch.autograd.profiler_util import DeviceType, FunctionEventAvg
 
 from benchmarks.gpu_check import checks, record, runs, work
-from benchmarks.gpu_check.jobs import Jobs, Outcome
+from benchmarks.gpu_check.jobs import ROOT, Jobs, Outcome
 from tests.e2e.fake_python import pid_runs
 from tests.unit import gpu_check_jobs as bad
 
@@ -51,9 +54,26 @@ def test_a_job_that_hangs_is_ended_with_its_children_and_the_next_one_runs(jobs,
     pids = tmp_path / "pids"
     found = jobs.run(bad.hang, 5, pid_file=str(pids))
     assert found.state == "ended" and found.text == "after 5 s; its last words:\nwaits for nothing"
-    while any(pid_runs(int(pid)) for pid in pids.read_text().split()):
+    while any(pid_runs(int(pid)) for pid in pids.read_text().rstrip(".").split()):
         time.sleep(0.05)
     assert jobs.run(bad.add, 60, one=1, other=1).value == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
+def test_a_job_ends_with_the_program_that_asked_for_it(tmp_path):
+    pids = tmp_path / "pids"
+    code = "import sys; from benchmarks.gpu_check.jobs import Jobs; from tests.unit import gpu_check_jobs as bad\n"
+    code += f"Jobs(600).run(bad.hang, 600, pid_file={str(pids)!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    while not (pids.exists() and pids.read_text().endswith(".")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    job, child = map(int, pids.read_text().rstrip(".").split())
+    os.kill(child, signal.SIGKILL)
+    while pid_runs(job):
+        time.sleep(0.05)
 
 
 def test_where_the_imports_take_too_long_each_job_runs_alone():
@@ -101,6 +121,14 @@ def test_a_model_that_does_not_fit_is_tried_with_smaller_microbatches(jobs, monk
     lines = lines_of(jobs, "kernels", gpus=[{"memory": 24.0}])
     assert [line.state for line in lines] == ["skipped", "skipped"]
     assert lines[0].result == "the device has 24 GiB, the model needs 36"
+
+
+def test_a_device_that_cannot_be_used_is_a_failure_beside_the_versions(jobs):
+    found = {"fault": "the driver is too old", "gpus": [], "torch": "2", "cuda": "13.0", "driver": "500", "memory": 1.0}
+    found |= {"packages": {"megatron-core": None}, "cpu": "2 cores", "python": "3.12.1"}
+    lines = {line.what: line for line in lines_of(jobs, "device", **found)}
+    assert (lines["device"].result, lines["device"].state) == ("the driver is too old", "failed")
+    assert lines["torch"].result == "2 with CUDA 13.0" and lines["megatron-core"].result == "absent"
 
 
 def test_without_torch_or_a_device_every_check_says_so(jobs):
@@ -169,7 +197,7 @@ def test_layers_are_chosen_whatever_is_installed(jobs):
 
 
 def choose() -> list[bool]:
-    """What the setup of a run is told once `torch` layers, or those of Transformer Engine, have been chosen."""
+    """What the setup of a run finds once `torch` layers, or those of Transformer Engine, have been chosen."""
     from mimo_train.model import layers
     from mimo_train.training import setup
 
