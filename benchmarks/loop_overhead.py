@@ -66,7 +66,7 @@ class BareLoop:
         from megatron.core.utils import get_model_config
 
         from mimo_train.model.names import modules_of
-        from mimo_train.plan.samples import build_dataset
+        from mimo_train.plan.inputs import build_dataset
         from mimo_train.step.batches import open_loader
 
         self._run, self._model = session.state.run, session.model

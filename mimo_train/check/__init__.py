@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from mimo_train.check import arithmetic, ranks, run_dir, samples
-from mimo_train.check.report import Report, show
+from mimo_train.check.findings import Report, show
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from mimo_train.check.report import Report, Table
+from mimo_train.check.findings import Report, Table
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan import placement
 from mimo_train.plan.graph import Edge

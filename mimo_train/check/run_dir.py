@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from mimo_train.check.report import Report
+from mimo_train.check.findings import Report
 from mimo_train.checkpoint import folders
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault, UserError

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from mimo_train.check.report import Report, Table, plural, spread
+from mimo_train.check.findings import Report, Table, plural, spread
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.batch import Batch
-from mimo_train.plan.samples import build_dataset, tokenizer_of
+from mimo_train.plan.inputs import build_dataset, tokenizer_of
 
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""

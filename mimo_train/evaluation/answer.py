@@ -14,7 +14,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer, PlacementConfig
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.evaluation.greedy import PredictStep
-from mimo_train.plan.samples import media_of
+from mimo_train.plan.inputs import media_of
 from mimo_train.step.schedule import Pipeline
 
 NAMES = {"image": "picture", "audio": "clip"}

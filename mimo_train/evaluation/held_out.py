@@ -14,8 +14,8 @@ from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.greedy import PredictStep, greedy_answers
 from mimo_train.evaluation.shown_media import shown_media
+from mimo_train.plan.inputs import build_dataset
 from mimo_train.plan.run import Run
-from mimo_train.plan.samples import build_dataset
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.feature_cache import Features
 from mimo_train.step.schedule import Pipeline

@@ -12,7 +12,7 @@ from mimo_train.metrics.memory_stats import report_memory
 from mimo_train.metrics.stopwatch import INTERVALS, Stopwatch
 from mimo_train.plan.flops import Flops
 from mimo_train.step.state import GlobalState
-from mimo_train.training.bad_samples import BadSampleCount
+from mimo_train.training.bad_sample_count import BadSampleCount
 
 ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan iterations"
 """Counters of steps among the sums of an interval: with an update, without, and of these with a loss that is not

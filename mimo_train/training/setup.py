@@ -39,14 +39,14 @@ from mimo_train.parallel import device as devices
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
 from mimo_train.parallel.step_sum import StepSum
+from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
 from mimo_train.plan.run import Run
-from mimo_train.plan.samples import build_dataset, placeholders_of, tokenizer_of
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.feature_cache import Features
 from mimo_train.step.losses import MAX_LOSSES, StepLosses
 from mimo_train.step.schedule import Pipeline
 from mimo_train.step.state import GlobalState, TrainState
-from mimo_train.training.bad_samples import BadSampleCount
+from mimo_train.training.bad_sample_count import BadSampleCount
 from mimo_train.training.exit import ExitVotes
 
 

@@ -52,7 +52,7 @@ def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
     """Uneven counts between replicas in both directions, and microbatches of text alone on one or on all ranks of an
     encoder; counted from the plan of the samples that these rows train on."""
     from data.pipeline import Batching, StepLoader
-    from mimo_train.plan.samples import build_dataset, tokenizer_of
+    from mimo_train.plan.inputs import build_dataset, tokenizer_of
 
     for row in MODELS["vlm, few pictures"].rows:
         cfg = config_of("vlm, few pictures", demos, tmp_path, row)

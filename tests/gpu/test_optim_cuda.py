@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from data.demo.make import make_demo
+from tests.dist.optim.test_optim import _broken_step, _curve
+from tests.dist.optim.test_optim_modules import _curve_from
+from tests.dist.optim.test_optim_stages import _curve as staged_curve
+from tests.dist.optim.test_optim_stages import _train_and_save
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, largest_difference
 from tests.dist.steps import whole
-from tests.dist.test_optim import _broken_step, _curve
-from tests.dist.test_optim_modules import _curve_from
-from tests.dist.test_optim_stages import _curve as staged_curve
-from tests.dist.test_optim_stages import _train_and_save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -35,7 +35,7 @@ LIGHT = (
     "mimo_train.plan.layout",
     "mimo_train.launch.processes",
     "mimo_train.plan.memory",
-    "mimo_train.plan.samples",
+    "mimo_train.plan.inputs",
     "mimo_train.check",
     "mimo_train.launch.own_packages",
     "mimo_train.launch.torchrun",

@@ -13,8 +13,8 @@ from mimo_train.parallel import device
 from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
 from mimo_train.parallel.bridge.shapes import StepShapes, Turns
 from mimo_train.plan.layout import ModuleLayout, RunLayout
+from mimo_train.plan.pipeline import stages_to_end
 from mimo_train.plan.run import Run
-from mimo_train.plan.schedule import stages_to_end
 
 
 class TimedP2PCommunicator(P2PCommunicator):

@@ -14,7 +14,7 @@ from torch.autograd.profiler_util import DeviceType, FunctionEventAvg
 from benchmarks.gpu_check import checks, record, runs, work
 from benchmarks.gpu_check.jobs import ROOT, Jobs, Outcome
 from tests.e2e.fake_python import pid_runs
-from tests.unit import gpu_check_jobs as bad
+from tests.unit.benchmarks import gpu_check_jobs as bad
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_a_traceback_ends_in_its_last_lines(jobs):
     found = jobs.run(bad.boom, 60)
     assert found.state == "failed"
     assert found.text.splitlines()[-1] == "RuntimeError: broken on purpose"
-    assert 'File "tests/unit/gpu_check_jobs.py"' in found.text, "a short path"
+    assert 'File "tests/unit/benchmarks/gpu_check_jobs.py"' in found.text, "a short path"
 
 
 def test_what_is_missing_is_no_failure(jobs):
@@ -62,7 +62,7 @@ def test_a_job_that_hangs_is_ended_with_its_children_and_the_next_one_runs(jobs,
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
 def test_a_job_ends_with_the_program_that_asked_for_it(tmp_path):
     pids = tmp_path / "pids"
-    code = "import sys; from benchmarks.gpu_check.jobs import Jobs; from tests.unit import gpu_check_jobs as bad\n"
+    code = "import sys; from benchmarks.gpu_check.jobs import Jobs; from tests.unit.benchmarks import gpu_check_jobs as bad\n"
     code += f"Jobs(600).run(bad.hang, 600, pid_file={str(pids)!r})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while not (pids.exists() and pids.read_text().endswith(".")):

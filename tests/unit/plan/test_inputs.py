@@ -3,9 +3,9 @@
 import pytest
 
 from mimo_train.check import check
+from mimo_train.plan.inputs import media_of, placeholders_of, tokenizer_of
 from mimo_train.plan.parameters import padded_vocab_size
 from mimo_train.plan.run import config_faults
-from mimo_train.plan.samples import media_of, placeholders_of, tokenizer_of
 from tests.unit.configs import load
 
 SECOND = ("encoder@modules.details.encoder=vit_small", "projector@modules.details.projector=linear")

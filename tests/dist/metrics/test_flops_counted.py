@@ -51,8 +51,8 @@ def test_every_matrix_product_is_counted_forward_and_backward(tmp_path):
 def products_of(cfg):
     """The products of one sample and of one picture, with attention counted over all pairs of tokens: the kernel that
     can be counted does not leave out what the causal mask hides."""
+    from mimo_train.plan.inputs import tokenizer_of
     from mimo_train.plan.parameters import padded_vocab_size
-    from mimo_train.plan.samples import tokenizer_of
 
     length, module = cfg.data.sequence_length, cfg.modules["images"]
     language = language_products(cfg.language.llm, length, padded_vocab_size(tokenizer_of(cfg).vocab_size))
@@ -84,7 +84,7 @@ def count_products(cfg):
     from mimo_train.model.names import modules_of
     from mimo_train.parallel import device as devices
     from mimo_train.parallel.groups import build_groups
-    from mimo_train.plan.samples import tokenizer_of
+    from mimo_train.plan.inputs import tokenizer_of
 
     layout, tokenizer, device = resolve(cfg).layout, tokenizer_of(cfg), devices.install("cpu", 0)
     devices.init_process_group("cpu", 1.0, device)

@@ -1,9 +1,9 @@
 """The table of ranks that `mimo-train check` prints."""
 
+from mimo_train.check.findings import Report
 from mimo_train.check.ranks import add_ranks
-from mimo_train.check.report import Report
 from mimo_train.plan.run import resolve
-from tests.unit.test_layout import arranged
+from tests.unit.plan.test_layout import arranged
 
 
 def table(cfg):

@@ -10,11 +10,11 @@ from encoders.spec import joined_width
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.plan import memory, parameters, schedule
+from mimo_train.plan import memory, parameters, pipeline
+from mimo_train.plan.inputs import tokenizer_of
 from mimo_train.plan.memory import Memory
 from mimo_train.plan.parameters import ParameterCount
 from mimo_train.plan.run import Run, resolve
-from mimo_train.plan.samples import tokenizer_of
 from tests.unit.configs import load
 
 SMALL = LlmSpec(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)
@@ -22,7 +22,7 @@ SMALL = LlmSpec(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_s
 SMALL_LAYER = 192 + 64 + 256 + 128 + 16
 
 
-def planned(*overrides: str, config: str = "vlm_digits") -> Run:
+def resolved(*overrides: str, config: str = "vlm_digits") -> Run:
     return resolve(load(config, *overrides))
 
 
@@ -126,8 +126,8 @@ def test_activations_of_experts_by_hand():
 
 
 def test_states_of_experts_are_sharded_over_their_replicas():
-    one = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_dp2", config="gpt_tiny")
-    two = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
+    one = resolved("llm@modules.language.llm=gpt_tiny_moe", "layout=language_dp2", config="gpt_tiny")
+    two = resolved("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
     ((replicated,), (dealt,)) = (memory.stage_memory(run, "language", 384) for run in (one, two))
     half = parameters.expert_parameters(one.cfg.language.llm) // 2
     assert replicated.memory.weights - dealt.memory.weights == 4 * half
@@ -136,7 +136,7 @@ def test_states_of_experts_are_sharded_over_their_replicas():
 
 
 def test_without_the_distributed_optimizer_every_replica_keeps_all_states():
-    run = planned("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
+    run = resolved("llm@modules.language.llm=gpt_tiny_moe", "layout=language_ep2", config="gpt_tiny")
     (divided,) = memory.stage_memory(run, "language", 384)
     run.cfg.optim.distributed_optimizer = False
     (whole,) = memory.stage_memory(run, "language", 384)
@@ -144,7 +144,7 @@ def test_without_the_distributed_optimizer_every_replica_keeps_all_states():
 
 
 def test_one_module_keeps_less_by_its_own_recomputation():
-    run = planned()
+    run = resolved()
     kept = {}
     for own in ("none", "full"):
         run.cfg.modules["language"].recompute = own
@@ -154,8 +154,8 @@ def test_one_module_keeps_less_by_its_own_recomputation():
 
 
 def test_context_parallel_ranks_share_states_and_activations():
-    one = planned("layout=language_one", config="gpt_tiny")
-    two = planned("layout=language_cp2", config="gpt_tiny")
+    one = resolved("layout=language_one", config="gpt_tiny")
+    two = resolved("layout=language_cp2", config="gpt_tiny")
     (whole,), (part,) = (memory.stage_memory(run, "language", 384) for run in (one, two))
     assert part.memory.weights == whole.memory.weights and part.memory.gradients == whole.memory.gradients
     assert part.memory.optimizer * 2 == whole.memory.optimizer
@@ -163,7 +163,7 @@ def test_context_parallel_ranks_share_states_and_activations():
 
 
 def test_a_frozen_model_trains_no_experts():
-    run = planned("llm@modules.language.llm=gpt_tiny_moe", "modules.language.freeze=[llm]")
+    run = resolved("llm@modules.language.llm=gpt_tiny_moe", "modules.language.freeze=[llm]")
     counts = parameters.module_parameters(run.cfg, "language", 384)
     assert set(counts) == {"llm", "experts"}
     assert all(count.trainable == 0 < count.total for count in counts.values())
@@ -225,14 +225,14 @@ def test_stages_of_an_encoder_have_its_parameters_between_them(tp, stages):
 
 def test_memory_of_an_encoder_in_stages():
     """Projector on the last; earlier ones keep the activations of their layers for more microbatches."""
-    run = planned("layout=two_processes", "modules.images.layout.pp=2", "modules.images.encoder.num_layers=4")
-    whole = planned("layout=two_processes", "modules.images.encoder.num_layers=4")
+    run = resolved("layout=two_processes", "modules.images.layout.pp=2", "modules.images.encoder.num_layers=4")
+    whole = resolved("layout=two_processes", "modules.images.encoder.num_layers=4")
     first, last = memory.stage_memory(run, "images", 384)
     (one,) = memory.stage_memory(whole, "images", 384)
     assert (first.ranks, last.ranks) == ((0,), (1,))
     assert first.memory.weights + last.memory.weights == one.memory.weights
-    assert schedule.pipeline_stages(run.layout) == 3
-    assert [schedule.in_flight(run, "images", stage) for stage in (0, 1)] == [3, 2]
+    assert pipeline.pipeline_stages(run.layout) == 3
+    assert [pipeline.in_flight(run, "images", stage) for stage in (0, 1)] == [3, 2]
     counts = parameters.module_parameters(run.cfg, "images", 384, stage=0, stages=2)
     assert set(counts) == {"encoder"}
 
@@ -247,7 +247,7 @@ def test_parameters_of_projectors_over_tensor_parallel_ranks():
 
 
 def test_freezing_takes_parts_and_leaves_patterns_uncounted():
-    run = planned('modules.images.freeze=[encoder,"*.bias"]')
+    run = resolved('modules.images.freeze=[encoder,"*.bias"]')
     counts = parameters.module_parameters(run.cfg, "images", 384)
     assert counts["encoder"].trainable == 0 < counts["encoder"].total
     assert counts["projector"].trainable == counts["projector"].total
@@ -264,27 +264,27 @@ def test_freezing_takes_parts_and_leaves_patterns_uncounted():
     ],
 )
 def test_bubble(overrides, stages, share):
-    run = planned(*overrides)
-    assert schedule.pipeline_stages(run.layout) == stages
-    assert schedule.bubble(run) == pytest.approx(share)
+    run = resolved(*overrides)
+    assert pipeline.pipeline_stages(run.layout) == stages
+    assert pipeline.bubble(run) == pytest.approx(share)
 
 
 def test_microbatches_in_flight_fall_towards_the_last_stage():
-    run = planned("layout=language_pp2")
-    assert schedule.in_flight(run, "images", 0) == 3
-    assert [schedule.in_flight(run, "language", stage) for stage in (0, 1)] == [2, 1]
-    few = planned("layout=language_pp2", "train.global_batch_size=16")
-    assert schedule.in_flight(few, "images", 0) == 2  # no more than there are
-    shared = planned("layout=one_process")
-    assert schedule.in_flight(shared, "images", 0) == schedule.in_flight(shared, "language", 0) == 1
+    run = resolved("layout=language_pp2")
+    assert pipeline.in_flight(run, "images", 0) == 3
+    assert [pipeline.in_flight(run, "language", stage) for stage in (0, 1)] == [2, 1]
+    few = resolved("layout=language_pp2", "train.global_batch_size=16")
+    assert pipeline.in_flight(few, "images", 0) == 2  # no more than there are
+    shared = resolved("layout=one_process")
+    assert pipeline.in_flight(shared, "images", 0) == pipeline.in_flight(shared, "language", 0) == 1
 
 
 def test_interleaving_fills_the_bubble_and_keeps_more_chunks():
-    run = planned("layout=language_pp2_vpp2", config="gpt_tiny")
+    run = resolved("layout=language_pp2_vpp2", config="gpt_tiny")
     assert run.batch.num_microbatches == 2
-    assert schedule.bubble(run) == pytest.approx(1 / 5)  # 2 x 2 chunks
+    assert pipeline.bubble(run) == pytest.approx(1 / 5)  # 2 x 2 chunks
     # Warm-up of stage 0: 2 x 1 + 1 x 2 of one chunk, and one more; there are no more than 2 x 2.
-    assert [schedule.in_flight(run, "language", stage) for stage in (0, 1)] == [4, 3]
+    assert [pipeline.in_flight(run, "language", stage) for stage in (0, 1)] == [4, 3]
 
 
 def test_memory_of_a_language_rank_by_hand(tmp_path):
@@ -294,7 +294,7 @@ def test_memory_of_a_language_rank_by_hand(tmp_path):
         "data: {sequence_length: 4}\n"
         "train: {global_batch_size: 6, micro_batch_size: 3}\n"
     )
-    run = planned(config=str(file))
+    run = resolved(config=str(file))
     (stage,) = memory.stage_memory(run, "language", vocab=10)
     parameters = 2 * SMALL_LAYER + 8 + 80
     tokens = 12
@@ -305,12 +305,12 @@ def test_memory_of_a_language_rank_by_hand(tmp_path):
 
 
 def test_memory_of_an_encoder_grows_with_pictures_and_shrinks_when_frozen():
-    run = planned("layout=images_dp2_language_dp1")
+    run = resolved("layout=images_dp2_language_dp1")
     (one,) = memory.stage_memory(run, "images", 384, media_per_sample=1.0)
     (two,) = memory.stage_memory(run, "images", 384, media_per_sample=2.0)
     assert two.memory.activations == 2 * one.memory.activations
     assert two.memory.weights == one.memory.weights
-    frozen_run = planned("layout=images_dp2_language_dp1", "modules.images.freeze=[encoder]")
+    frozen_run = resolved("layout=images_dp2_language_dp1", "modules.images.freeze=[encoder]")
     (frozen,) = memory.stage_memory(frozen_run, "images", 384)
     assert frozen.memory.weights == one.memory.weights
     assert frozen.memory.gradients < one.memory.gradients
@@ -319,7 +319,7 @@ def test_memory_of_an_encoder_grows_with_pictures_and_shrinks_when_frozen():
 
 def test_ranks_add_up_the_modules_that_share_them():
     for choice, ranks in (("one_process", 1), ("images_tp2_language_pp2", 4)):
-        run = planned(f"layout={choice}")
+        run = resolved(f"layout={choice}")
         stages = [stage for name in run.cfg.modules for stage in memory.stage_memory(run, name, 384)]
         by_rank = memory.rank_memory(stages)
         assert list(by_rank) == list(range(ranks))

@@ -45,7 +45,7 @@ def test_idle_processes_change_nothing(overrides, ranks, without_idle, digits, t
 
 def test_idle_processes_do_not_hold_up_a_restart_in_the_processes(digits, tmp_path):
     pytest.importorskip("nvidia_resiliency_ext.inprocess")
-    from tests.dist.test_inprocess import _train_with_failures
+    from tests.dist.training.test_inprocess import _train_with_failures
 
     overrides = (*HOLES, "train.iters=6", "checkpoint.save_interval=2", "run.timeout_minutes=0.5")
     cfg = config("vlm_digits", tmp_path, digits, "layout=two_processes", *overrides, "run.inprocess_restarts=1")

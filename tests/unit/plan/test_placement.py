@@ -7,7 +7,7 @@ from mimo_train.launch import processes
 from mimo_train.plan import placement
 from mimo_train.plan.run import layout_faults, resolve
 from tests.unit.configs import changed
-from tests.unit.test_layout import arranged
+from tests.unit.plan.test_layout import arranged
 
 ALLOWED = {"placement.allow_idle": True}
 
