@@ -62,7 +62,7 @@ def test_a_job_that_hangs_is_ended_with_its_children_and_the_next_one_runs(jobs,
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
 def test_a_job_ends_with_the_program_that_asked_for_it(tmp_path):
     pids = tmp_path / "pids"
-    code = "import sys; from benchmarks.gpu_check.jobs import Jobs; from tests.unit.benchmarks import gpu_check_jobs as bad\n"
+    code = "from benchmarks.gpu_check.jobs import Jobs; from tests.unit.benchmarks import gpu_check_jobs as bad\n"
     code += f"Jobs(600).run(bad.hang, 600, pid_file={str(pids)!r})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while not (pids.exists() and pids.read_text().endswith(".")):
