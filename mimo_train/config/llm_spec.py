@@ -57,7 +57,10 @@ class LlmSpec:
     """Balancing over a microbatch (aux_loss), over each sequence (seq_aux_loss; the same at every layout), over all
     data-parallel ranks (global_aux_loss), or none."""
     router_aux_loss: float = key(0.01, at_least=0)
-    """Weight of the load-balancing loss."""
+    """Weight of the load-balancing loss, against the mean loss of a token."""
+    router_z_loss: float = key(0.0, at_least=0)
+    """Weight of the router's z-loss, the mean over positions of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906), against
+    the mean loss of a token; it keeps the logits small."""
 
     def faults(self, prefix: str) -> Iterator[Fault]:
         """Sizes that cannot be, alone and together.
@@ -82,6 +85,8 @@ class LlmSpec:
             yield Fault(f"{prefix}.num_query_groups", f"{groups} does not divide num_attention_heads {heads}")
         if self.num_experts:
             yield from self._expert_faults(prefix)
+        elif self.router_z_loss:
+            yield Fault(f"{prefix}.router_z_loss", f"there are no routers, {prefix}.num_experts is 0: set it to 0")
 
     def _expert_faults(self, prefix: str) -> Iterator[Fault]:
         experts = self.num_experts

@@ -189,7 +189,8 @@ class ConfigContainer:
         yield from self.train.faults()
         yield from self.optim.faults(self.train.precision)
         yield from value_faults(self.checkpoint, "checkpoint")
-        yield from self.log.faults()
+        llm = self.modules[LANGUAGE].llm if LANGUAGE in self.modules else None
+        yield from self.log.faults(llm.num_experts if llm is not None else 0)
 
     def _nothing_to_train(self) -> Iterator[Fault]:
         """Parts are only released in the course of a run, so that no step has less to train than the first."""

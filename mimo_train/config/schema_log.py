@@ -36,13 +36,25 @@ class LogConfig:
     """Steps of a rolling mean of batches, samples and tokens per second; 0: not logged."""
     runtime_unit: str = key("", choices=("", "seconds", "minutes", "hours", "days"))
     """seconds, minutes, hours or days: log elapsed and remaining time in this unit; empty: not logged."""
+    router_losses_per_layer: bool = False
+    """The load-balancing loss and the z-loss of every layer with experts, besides their means over layers."""
     straggler: bool = False
     """Name the slowest and the fastest rank of every module."""
 
-    def faults(self) -> Iterator[Fault]:
-        """Values that cannot be, and trackers whose library is not installed."""
+    def faults(self, experts: int) -> Iterator[Fault]:
+        """Values that cannot be, and trackers whose library is not installed.
+
+        Args:
+            experts: of a layer of the language model.
+        """
         yield from value_faults(self, "log")
         yield from library_faults(self, "log", TRACKERS)
+        if self.router_losses_per_layer and not experts:
+            yield Fault(
+                "log.router_losses_per_layer",
+                "there are no routers, modules.language.llm.num_experts is 0: set it to false, or pick a mixture of "
+                "experts such as llm@modules.language.llm=gpt_tiny_moe",
+            )
 
 
 TRACKERS = {

@@ -1,4 +1,4 @@
-"""Mixture of experts: the block that stands in the place of a layer's feed-forward block, and its balancing loss.
+"""Mixture of experts: the block that replaces a layer's feed-forward block, and the losses of its router.
 
 Router, dispatcher and experts are Megatron-Core's. Initial weights are a function of (seed, module, layer, number of
 the expert) alone, so that neither `ep` nor `etp` changes them.
@@ -6,6 +6,7 @@ the expert) alone, so that neither `ep` nor `etp` changes them.
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.model.seeds import seed_for
+from mimo_train.plan.layout import ModuleLayout
 
 
 def expert_layer(linears: MLPSubmodules, te: bool) -> partial:
@@ -105,63 +107,101 @@ TRACKED = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""What Megatron-Core's tracker calls the loss, by `router_balancing`."""
+"""What Megatron-Core's tracker calls the load-balancing loss, by `router_balancing`."""
 
 
-class Balancing:
-    """The load-balancing loss of a model with experts: its weight, and its value without a message of its own.
+@dataclass(frozen=True)
+class _Tracked:
+    """A loss of the routers that Megatron-Core's tracker records for each layer."""
+
+    name: str
+    """In the log."""
+    entry: str
+    """In the tracker."""
+    copies: int
+    """Ranks that each record a layer's whole loss of a microbatch, for the mean over them."""
+
+
+class RouterLosses:
+    """The load-balancing loss and the z-loss of a model with experts: their weights, and values without a message.
 
     Megatron-Core 0.19.2 adds positions x loss to the sum of token losses and divides both by the tokens that count
     (router.py:600), so that its weight would grow with the share of positions that do not count: prompts, pictures,
     padding. A loss over all data-parallel ranks it averages over them, though each has only a part of it
     (router.py:531). Times `learned_share`, and the number of parts, the loss is a mean with the weight that the config
-    says, for loss functions that return a sum and its number of tokens. For its value the tracker sends messages for
+    says, for loss functions that return a sum and its number of tokens. For its values the tracker sends messages for
     each group (moe_logging.py:249); here each rank adds what it recorded to the step's `StepSum`.
 
     Attributes:
         active: whether there is such a loss; nothing else has a meaning without.
+        numbers: of this class in the step's sum.
         learned_share: tokens that count / positions, of the step, 0-d; whoever reads the data sets it.
     """
 
-    NAME = "load_balancing_loss"
+    SECTION = "router losses"
 
-    def __init__(self, config: TransformerConfig, replicas: int, device: torch.device):
-        """`replicas`: data-parallel ranks of the language model. Sets what the schedule reads from `config`."""
+    def __init__(self, config: TransformerConfig, layout: ModuleLayout, device: torch.device, *, per_layer: bool):
+        """Set what the schedule and the routers read from `config`.
+
+        Args:
+            layout: of the language model.
+            per_layer: whether `reduced` gives the value of each layer besides their mean.
+        """
         kind = config.moe_router_load_balancing_type
-        self.active = bool(config.num_moe_experts) and kind != "none" and config.moe_aux_loss_coeff > 0
         self.learned_share = torch.ones((), device=device)
-        self._config, self._microbatches = config, 1
-        if not self.active:
-            return
-        self._tracked = TRACKED[kind]
-        # Each data-parallel rank has a part of one loss, or a loss of its own.
-        self._parts = replicas if kind == "global_aux_loss" else 1
-        self._losses = config.num_layers * replicas // self._parts
-        config.moe_grad_scale_func = self._scale
+        self._config, self._per_layer, self._device, self._microbatches = config, per_layer, device, 1
+        # Each data-parallel rank has a part of one balancing loss, or a loss of its own.
+        self._parts = layout.dp if kind == "global_aux_loss" else 1
+        self._tracked: list[_Tracked] = []
+        if config.num_moe_experts and kind != "none" and config.moe_aux_loss_coeff > 0:
+            self._tracked.append(_Tracked("load_balancing_loss", TRACKED[kind], layout.dp // self._parts))
+        if config.num_moe_experts and config.moe_z_loss_coeff:
+            # A mean over the positions of each rank (router.py:655).
+            self._tracked.append(_Tracked("z_loss", "z_loss", layout.tp * layout.cp * layout.dp))
+            config.moe_z_loss_coeff /= self._parts  # `_scale` multiplies every loss of the routers
+        self.active = bool(self._tracked)
+        self.numbers = len(self._tracked) * config.num_layers
+        if self.active:
+            config.moe_grad_scale_func = self._scale
 
     def begin(self, num_microbatches: int) -> None:
         """Start a step of that many microbatches."""
         self._microbatches = num_microbatches
 
     def reduced(self, total: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """{"load_balancing_loss": mean over layers and microbatches of the last step, without its weight}, 0-d float64
-        on the device, on every rank; 1 when all experts get as many tokens. Empty if there is no such loss.
+        """Values of the last step on every rank, without their weights: means over microbatches, 0-d float64 on the
+        device. Empty if there are no such losses.
 
         Args:
-            total: [1], sum over ranks of what `own` gave.
-        """
-        return {} if total is None else {self.NAME: total[0] / (self._losses * self._microbatches)}
+            total: [numbers], sum over ranks of what `own` gave.
 
-    def own(self) -> torch.Tensor | None:
-        """What this rank has recorded in the step, for the step's sum; starts the next one."""
-        entry = get_moe_metrics_tracker().metrics.get(self._tracked)
-        if entry is None:
-            return None
-        total = entry.values.double().sum()
-        entry.values.zero_()
-        return total
+        Returns:
+            `load_balancing_loss`, the mean over layers, 1 when all experts get as many tokens; `z_loss`, the mean over
+            layers and positions of logsumexp(logits)^2; with `per_layer` also each layer's, from `moe/NAME_layer_0`.
+        """
+        values: dict[str, torch.Tensor] = {}
+        if total is None:
+            return values
+        for tracked, layers in zip(self._tracked, total.chunk(len(self._tracked)), strict=True):
+            layers = layers / (tracked.copies * self._microbatches)
+            values[tracked.name] = layers.mean()
+            if self._per_layer:
+                values |= {f"moe/{tracked.name}_layer_{number}": value for number, value in enumerate(layers)}
+        return values
+
+    def own(self) -> torch.Tensor:
+        """[numbers], what this rank has recorded in the step, for the step's sum; starts the next one."""
+        metrics, recorded = get_moe_metrics_tracker().metrics, []
+        for tracked in self._tracked:
+            entry = metrics.get(tracked.entry)
+            if entry is None:  # a stage without a layer of experts
+                recorded.append(torch.zeros(self._config.num_layers, dtype=torch.float64, device=self._device))
+            else:
+                recorded.append(entry.values.double())
+                entry.values.zero_()
+        return torch.cat(recorded)
 
     def _scale(self) -> torch.Tensor:
-        """What the gradient of the loss is multiplied by; the schedule asks after each forward pass."""
+        """What the gradient of the losses is multiplied by; the schedule asks after each forward pass."""
         scale_loss, scale = self._config.grad_scale_func, self._parts * self.learned_share.reshape(1)
         return scale if scale_loss is None else scale_loss(scale)

@@ -79,6 +79,7 @@ def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
         "moe_shared_expert_gate": llm.shared_expert_gate,
         "moe_router_load_balancing_type": llm.router_balancing,
         "moe_aux_loss_coeff": 0.0 if llm.router_balancing == "none" else llm.router_aux_loss,
+        "moe_z_loss_coeff": llm.router_z_loss or None,
         # The softmax over the one expert that was picked would be 1 and teach the router nothing.
         "moe_router_pre_softmax": llm.experts_per_token == 1,
         "moe_router_dtype": "fp32",

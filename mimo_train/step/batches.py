@@ -58,8 +58,8 @@ class StepIterator:
     """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
 
     A rank that cannot read a sample tells the others, so that its loss counts nowhere. The flags of the next step
-    travel in the sum over ranks at the end of this one, so that they cost no message; so does, for the weight of a
-    load-balancing loss, how much of each sample counts.
+    travel in the sum over ranks at the end of this one, so that they cost no message; so does, for the weight of
+    the routers' losses, how much of each sample counts.
     """
 
     def __init__(self, loader: StepLoader, pipeline: Pipeline, step_sum: StepSum | None = None):
@@ -75,7 +75,7 @@ class StepIterator:
         self.bad: torch.Tensor | None = None
         """[global_batch_size], of which a smaller step uses the first: above 0 where any rank found the sample of the
         current step bad."""
-        self.weighs = pipeline.balancing.active and step_sum is not None
+        self.weighs = pipeline.router_losses.active and step_sum is not None
         """Whether ranks need to know how much of each sample counts."""
         self._sums_seen = step_sum.count if step_sum else 0
         self._waiting: deque[int] = deque()
@@ -99,7 +99,7 @@ class StepIterator:
         self._good = (flags == 0).float()[:, None]
         if self.weighs:
             share = (learned * (flags == 0)).sum() / self.current.size
-            self._pipeline.balancing.learned_share = share.to(torch.float32)
+            self._pipeline.router_losses.learned_share = share.to(torch.float32)
         with self._pipeline.stopwatch("data_wait"):
             self._upcoming = next(self._loader, None)
         self.rewind()

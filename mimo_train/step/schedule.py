@@ -19,7 +19,7 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.model.mimo import MegatronMimoModel
-from mimo_train.model.moe import Balancing
+from mimo_train.model.moe import RouterLosses
 from mimo_train.model.names import modules_of
 from mimo_train.parallel.bridge.communicator import MegatronCommunicator, ModuleCommunicator, TimedP2PCommunicator
 from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed
@@ -36,7 +36,7 @@ class Pipeline:
     Attributes:
         shapes: rows that givers send per sample; the data sets it before each step.
         is_last_stage: whether this rank computes the loss: the language model's last stage.
-        balancing: weight and value of the load-balancing loss of experts.
+        router_losses: weights and values of the load-balancing loss and the z-loss of experts.
         stopwatch: takes the time that this rank waits for others.
     """
 
@@ -64,7 +64,9 @@ class Pipeline:
         self._megatron_sizes: MegatronSizes | None = None
         # The schedule reads the language model's config, which a MimoModel has on every rank.
         config = model[0].config
-        self.balancing = Balancing(config, run.layout.language.dp, device)
+        self.router_losses = RouterLosses(
+            config, run.layout.language, device, per_layer=run.cfg.log.router_losses_per_layer
+        )
         self._modules = modules_of(model)
         self._choose_schedule(model[0], config)
         config.finalize_model_grads_func = self._finalize
@@ -92,7 +94,7 @@ class Pipeline:
         if self._megatron_sizes:
             self._megatron_sizes.require_possible()
         if not forward_only:
-            self.balancing.begin(num_microbatches)
+            self.router_losses.begin(num_microbatches)
         return self._schedule(
             forward_step_func=forward_step,
             data_iterator=data_iterator,

@@ -170,8 +170,8 @@ def _open_sections(
     step_sum.open("votes", votes.NUMBER, votes.own)
     step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
     step_sum.open("bad samples", samples, data.own_bad_samples)
-    if pipeline.balancing.active:
-        step_sum.open(pipeline.balancing.NAME, 1, pipeline.balancing.own)
+    if pipeline.router_losses.active:
+        step_sum.open(pipeline.router_losses.SECTION, pipeline.router_losses.numbers, pipeline.router_losses.own)
     if data.weighs:
         step_sum.open("learned", samples, data.own_learned)
 

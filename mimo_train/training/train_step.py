@@ -35,7 +35,7 @@ class TrainStep:
             updated, grad_norm, num_zeros = session.optimizer.step()
         if updated:
             session.schedulers.step(increment=1)
-        losses, balancing = session.losses.reduced(), session.parts.pipeline.balancing
+        losses, router_losses = session.losses.reduced(), session.parts.pipeline.router_losses
         if losses:
-            losses |= balancing.reduced(session.parts.step_sum.total(balancing.NAME))
+            losses |= router_losses.reduced(session.parts.step_sum.total(router_losses.SECTION))
         return StepResult(losses, int(not updated), grad_norm, num_zeros, **asked)

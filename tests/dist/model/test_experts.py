@@ -3,12 +3,13 @@
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.dist.steps import Steps
 
 EXPERTS = (
@@ -123,17 +124,27 @@ def compare_grouped_experts(cfg) -> int:
     )
 
 
-@pytest.mark.parametrize("learned", [1, 4], ids=["all positions count", "a quarter of the positions count"])
-def test_balancing_loss_is_the_mean_over_sequences_with_the_weight_of_the_config(learned, tmp_path):
-    """Gradients of a step equal those of (mean token loss + weight x mean balancing loss), written out."""
-    overrides = ("layout=language_one", *EXPERTS, "modules.language.llm.router_aux_loss=0.5")
-    (result,) = run_ranks(compare_gradients, 1, config("gpt_tiny", tmp_path, tmp_path, *overrides), learned)
-    assert result["value"] == pytest.approx(result["expected value"], rel=1e-5)
+@pytest.mark.parametrize(
+    ("weights", "learned"),
+    [((0.5, 0.0), 4), ((0.0, 0.5), 4), ((0.5, 0.5), 1)],
+    ids=["balancing, a quarter of the positions count", "z-loss, a quarter of the positions count", "both, all count"],
+)
+def test_losses_of_routers_are_means_with_the_weights_of_the_config(learned, weights, tmp_path):
+    """Gradients of a step equal those of (mean token loss + weight x mean balancing loss over sequences + weight x
+    mean z-loss over positions), written out."""
+    names = ("router_aux_loss", "router_z_loss")
+    keys = [f"modules.language.llm.{name}={weight}" for name, weight in zip(names, weights, strict=True)]
+    cfg = config("gpt_tiny", tmp_path, tmp_path, "layout=language_one", *EXPERTS, *keys)
+    (result,) = run_ranks(compare_gradients, 1, cfg, learned)
+    logged = [name for name, weight in zip(("load_balancing_loss", "z_loss"), weights, strict=True) if weight]
+    assert list(result["values"]) == logged
+    for name in logged:
+        assert result["values"][name] == pytest.approx(result["expected"][name], rel=1e-5)
     assert result["largest"] > 1e-3
     assert result["difference"] < 1e-5 * result["largest"], json.dumps(result)
 
 
-def compare_gradients(cfg, learned: int) -> dict[str, float]:
+def compare_gradients(cfg, learned: int) -> dict[str, Any]:
     """Gradients of the routers by the pipeline, and by autograd of the formula."""
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -157,10 +168,11 @@ def compare_gradients(cfg, learned: int) -> dict[str, float]:
         batch = next(iterator)
         return losses(batch), lambda output: masked_token_loss(batch["loss_mask"], output)
 
-    pipeline.balancing.learned_share = torch.tensor(1 / learned)
+    pipeline.router_losses.learned_share = torch.tensor(1 / learned)
     chunk.zero_grad_buffer()
     pipeline.run(step, iter(batches))
-    value = pipeline.balancing.reduced(pipeline.balancing.own().reshape(1))["load_balancing_loss"].item()
+    losses_of_routers = pipeline.router_losses
+    values = {name: value.item() for name, value in losses_of_routers.reduced(losses_of_routers.own()).items()}
     routers = [layer.mlp.router.weight for layer in chunk.module.decoder.layers]
     by_pipeline = [weight.main_grad.clone() for weight in routers]
 
@@ -169,10 +181,11 @@ def compare_gradients(cfg, learned: int) -> dict[str, float]:
     for layer in chunk.module.decoder.layers:
         original = layer.mlp.router.gating
         layer.mlp.router.gating = lambda given, original=original: logits.append(original(given)) or logits[-1]
-    token_loss, balancing = 0.0, []
+    token_loss, balancing, z_losses = 0.0, [], []
     for batch in batches:
         token_loss = token_loss + (losses(batch) * batch["loss_mask"]).sum()
     for layer_SBE in logits:
+        z_losses.append(layer_SBE.float().logsumexp(dim=-1).square().mean())
         for sequence_SE in layer_SBE.unbind(dim=1):
             scores = sequence_SE.float().softmax(dim=-1)
             picked = torch.zeros_like(scores).scatter(1, scores.topk(llm.experts_per_token).indices, 1)
@@ -181,49 +194,78 @@ def compare_gradients(cfg, learned: int) -> dict[str, float]:
     assert len(balancing) == llm.num_layers * cfg.train.global_batch_size
     tokens = sum(batch["loss_mask"].sum() for batch in batches)
     mean_over_sequences = torch.stack(balancing).sum() / cfg.train.global_batch_size
-    total = token_loss / tokens + llm.router_aux_loss * mean_over_sequences
+    mean_over_positions = torch.stack(z_losses).sum() / len(batches)
+    total = token_loss / tokens + llm.router_aux_loss * mean_over_sequences + llm.router_z_loss * mean_over_positions
     chunk.zero_grad_buffer()
     total.backward()
     differences = [(ours - weight.main_grad).abs().max() for ours, weight in zip(by_pipeline, routers, strict=True)]
     return {
-        "value": value,
-        "expected value": torch.stack(balancing).mean().item(),
+        "values": values,
+        "expected": {
+            "load_balancing_loss": torch.stack(balancing).mean().item(),
+            "z_loss": torch.stack(z_losses).mean().item(),
+        },
         "difference": max(differences).item(),
         "largest": max(weight.main_grad.abs().max() for weight in routers).item(),
     }
 
 
-@pytest.mark.parametrize("overrides", [("layout=language_ep2",), TENSOR_PARALLEL], ids=["ep2", "tp2"])
-def test_balancing_loss_is_logged_alike_at_every_layout(overrides, prose, tmp_path):
+LOSSES_OF_ROUTERS = ("modules.language.llm.router_z_loss=0.01", "log.router_losses_per_layer=true")
+NAMES = ("load_balancing_loss", "z_loss")
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_losses_of_routers_are_the_same_on_every_rank_at_every_layout(overrides, prose, tmp_path):
     one, two = (
-        run_ranks(values_of_balancing_loss, ranks, config("gpt_tiny", tmp_path / name, prose, *layout, *EXPERTS))
+        run_ranks(
+            values_of_routers, ranks, config("gpt_tiny", tmp_path / name, prose, *layout, *EXPERTS, *LOSSES_OF_ROUTERS)
+        )
         for name, ranks, layout in (("one", 1, ("layout=language_one",)), ("two", 2, overrides))
     )
-    assert all(0.9 < value < 4 for value in one[0]) and len(one[0]) == 2
+    for step in one[0]:
+        assert len(step) == 2 * (1 + 2), "both losses, their means and those of two layers"
+        for name in NAMES:
+            layers = [step[f"moe/{name}_layer_{number}"] for number in (0, 1)]
+            assert step[name] == pytest.approx(sum(layers) / 2) and layers[0] != layers[1]
+        assert 0.9 < step["load_balancing_loss"] < 4 and 0 < step["z_loss"]
     for rank in two:
-        assert rank == pytest.approx(one[0], rel=1e-6)
+        assert rank == [pytest.approx(step, rel=1e-5) for step in one[0]]
 
 
-def test_balancing_over_all_ranks_weighs_alike_at_every_number_of_ranks(prose, tmp_path):
-    balancing = ("modules.language.llm.router_balancing=global_aux_loss", "modules.language.llm.router_aux_loss=0.5")
+def values_of_routers(cfg) -> list[dict[str, float]]:
+    """The losses of routers of two steps, as every rank knows them."""
+    cfg.train.iters, values = 2, []
+    steps = Steps(cfg)
+    for _ in range(2):
+        steps.train(1)
+        losses = steps.pipeline.router_losses
+        reduced = losses.reduced(steps.session.parts.step_sum.total(losses.SECTION))
+        values.append({name: value.item() for name, value in reduced.items()})
+    return values
+
+
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss", "none"])
+def test_losses_of_routers_weigh_alike_at_every_number_of_ranks(kind, prose, tmp_path):
+    weights = [f"modules.language.llm.{name}=0.5" for name in ("router_aux_loss", "router_z_loss")]
 
     def trained(name: str, *layout: str) -> list[tuple]:
-        overrides = (*EXPERTS, *balancing, *layout, "train.iters=3")
+        overrides = (*EXPERTS, f"modules.language.llm.router_balancing={kind}", *weights, *layout, "train.iters=3")
         return curve(train_on_ranks(config("gpt_tiny", tmp_path / name, prose, *overrides)))
 
     one = trained("one", "layout=language_one", "train.micro_batch_size=8")
     two = trained("two", "layout=language_dp2", "train.micro_batch_size=4")
     loss, norm = largest_difference(one, two)
-    assert loss < 1e-5 and norm < 1e-5
+    assert loss < TOLERANCE and norm < TOLERANCE
 
 
-def values_of_balancing_loss(cfg) -> list[float]:
-    """The loss of two steps, as every rank knows it."""
-    cfg.train.iters, values = 2, []
-    steps = Steps(cfg)
-    for _ in range(2):
-        steps.train(1)
-        balancing = steps.pipeline.balancing
-        total = steps.session.parts.step_sum.total(balancing.NAME)
-        values.append(balancing.reduced(total)["load_balancing_loss"].item())
-    return values
+def test_losses_of_routers_of_every_layer_reach_the_sinks_of_a_run_of_several_modules(digits, tmp_path):
+    overrides = ("layout=two_processes", *EXPERTS, *LOSSES_OF_ROUTERS, "train.iters=2", "log.tensorboard=true")
+    lines = train_on_ranks(config("vlm_digits", tmp_path, digits, *overrides))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    for name in (*NAMES, *(f"moe/{name}_layer_{number}" for name in NAMES for number in (0, 1))):
+        values = [line[name] for line in lines if "lm loss" in line]
+        assert len(values) == 2 and all(values)
+        assert [event.value for event in events.Scalars(name)] == pytest.approx(values)

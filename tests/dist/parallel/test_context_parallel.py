@@ -58,6 +58,7 @@ def attend_on_this_rank() -> float:
 EXPERTS = (
     "llm@modules.language.llm=gpt_tiny_moe",
     "modules.language.llm.expert_ffn_hidden_size=48",
+    "modules.language.llm.router_z_loss=0.1",
     "modules.language.layout.ep=2",
 )
 BALANCINGS = ("seq_aux_loss", "aux_loss", "global_aux_loss")
@@ -79,9 +80,10 @@ def test_every_kind_of_model_gives_the_numbers_of_one_process(overrides, prose, 
     cut = train("language_cp2", *overrides)
     assert max(largest_difference(curve(one), curve(cut))) < 1e-5
     for whole, parts in zip(one, cut, strict=True):
-        balance = whole.get("load_balancing_loss", 0)
-        assert parts.get("load_balancing_loss", 0) == pytest.approx(balance, rel=1e-5)
-        assert bool(balance) == (EXPERTS[0] in overrides)
+        for name in ("load_balancing_loss", "z_loss"):
+            value = whole.get(name, 0)
+            assert parts.get(name, 0) == pytest.approx(value, rel=1e-5)
+            assert bool(value) == (EXPERTS[0] in overrides)
 
 
 def forget_to_cut(cfg) -> None:
