@@ -1,4 +1,4 @@
-"""The `mimo-train` command. Nothing heavy is imported before a command needs it: no torch for help or config errors."""
+"""The `mimo-train` command. Imports no torch before a command needs it, so that help and config errors are quick."""
 
 import argparse
 import os

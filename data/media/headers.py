@@ -2,7 +2,7 @@
 without decoding it.
 
 The index and the decoder both use this parser, so the size that the index promises is the size that the decoder yields.
-No torch here: indexing runs in plain worker processes.
+Imports no torch: indexing runs in plain worker processes.
 
 JPEG and PNG have a parser of their own, WebP, GIF and BMP are left to Pillow. With Pillow for all of them, to index a
 picture takes 1.6 to 1.7 times the processor time, and 2.5 to 3.8 times where the file has a camera's EXIF or a profile

@@ -1,7 +1,7 @@
 """`mimo-train check`: the contract of a run, proven without a GPU, and every fault at once.
 
 Parts that do not depend on a fault still run: a layout that does not divide keeps nobody from learning that a shard is
-truncated.
+truncated. Imports no torch.
 """
 
 import shlex

@@ -26,6 +26,11 @@ def partial_folder(run_dir: Path, step: int, non_persistent: bool = False) -> Pa
     return checkpoints_dir(run_dir, non_persistent) / f"step_{step:08d}.partial"
 
 
+def run_of(folder: Path) -> Path | None:
+    """The folder of the run that a checkpoint was written by; None if it was moved out of it."""
+    return next((parent.parent for parent in folder.absolute().parents if parent.name == "checkpoints"), None)
+
+
 def complete(run_dir: Path, non_persistent: bool = False) -> list[Path]:
     """Complete checkpoints of one kind, oldest first."""
     folders = checkpoints_dir(run_dir, non_persistent).glob("step_????????")

@@ -50,8 +50,14 @@ def main(checkpoint: str, *, prompt: str, media: dict[str, list[str]], max_new_t
     folder = folders.chosen(Path(checkpoint), checkpoint, "CHECKPOINT")
     cfg = from_dict(folders.read_record(folder)["config"])
 
+    from mimo_train.launch.library_log import adopt_torch, divert
+
+    run_dir = folders.run_of(folder)
+    if run_dir is not None:
+        divert(run_dir / "logs" / "generate.log")
     import torch.distributed as dist
 
+    adopt_torch()
     from mimo_train.checkpoint.store import load_checkpoint
     from mimo_train.evaluation.answer import answer, on_one_process
     from mimo_train.model.lora import merge_lora

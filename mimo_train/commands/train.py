@@ -63,15 +63,18 @@ def main(run: "Run") -> int:
     A rank that fails prints its own error and ends at once, without waiting for peers that wait for it: the launcher
     then ends them.
     """
-    from mimo_train.training.exit import ExitSignal
+    from mimo_train.launch.exit_signal import ExitSignal
+    from mimo_train.launch.library_log import adopt_torch, divert
 
     exit_signal = ExitSignal().listen()  # before the other imports, which take their time
+    divert(run.dir / "logs" / f"rank_{os.environ.get('RANK', '0')}.log")
     if run.cfg.run.inprocess_restarts:
         # Its threads wait for news of other ranks second by second, and torch would warn each time that there are none.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     import torch.distributed as dist
 
+    adopt_torch()
     from mimo_train.training.pretrain import pretrain
 
     try:

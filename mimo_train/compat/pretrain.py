@@ -4,11 +4,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import numbered
 from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.step.state import GlobalState
 from mimo_train.training.callbacks import Callbacks, load_callbacks
-from mimo_train.training.exit import ExitSignal
 from mimo_train.training.pretrain import finetune, one_life, pretrain
 
 __all__ = ["_pretrain", "finetune", "pretrain"]

@@ -11,6 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from mimo_train.compat.state import SessionState
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.evaluation.held_out import HeldOut
+from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import started_run
 from mimo_train.model.heads import ModelHook
 from mimo_train.optim.module_optimizer import ModuleOptimizer
@@ -19,7 +20,7 @@ from mimo_train.plan.run import Run
 from mimo_train.step.batches import StepIterator
 from mimo_train.training import setup as native
 from mimo_train.training.callbacks import Callback, Callbacks
-from mimo_train.training.exit import ExitSignal, ExitVotes
+from mimo_train.training.exit import ExitVotes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes; no torch here."""
+"""YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes. Imports no torch."""
 
 import dataclasses
 import difflib

@@ -1,4 +1,4 @@
-"""The pipeline of a run: how many stages a microbatch passes, how long ranks wait, how much is in flight. No torch."""
+"""The pipeline of a run: stages that a microbatch passes, how long ranks wait, what is in flight. Imports no torch."""
 
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run

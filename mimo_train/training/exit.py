@@ -1,41 +1,10 @@
 """When a run ends before its last step: a signal or its time asks for it, and all ranks agree on the step."""
 
-import signal
 import time
 from dataclasses import dataclass
 
+from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.optim.module_optimizer import ModuleOptimizer
-
-
-class ExitSignal:
-    """Notes SIGTERM (what schedulers send before they kill) and SIGUSR1; the loop asks between steps."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-    def __init__(self):
-        self._received: int | None = None
-        self._previous: dict[int, object] = {}
-
-    def __enter__(self) -> "ExitSignal":
-        return self.listen()
-
-    def listen(self) -> "ExitSignal":
-        """Note signals from now on; again has no effect."""
-        for number in self.SIGNALS if not self._previous else ():
-            self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *exception) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
-
-    def requested(self) -> bool:
-        """Whether this rank has received one of the signals."""
-        return self._received is not None
-
-    def _note(self, number: int, frame) -> None:
-        self._received = number
 
 
 class ExitVotes:

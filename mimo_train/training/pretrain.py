@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import is_idle, numbered, say_idle, started_run
 from mimo_train.model.heads import ModelHook
 from mimo_train.plan.run import Run
@@ -15,7 +16,7 @@ from mimo_train.step import gpt_step, mimo_step
 from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.step.state import GlobalState
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
-from mimo_train.training.exit import ExitSignal, ExitVotes
+from mimo_train.training.exit import ExitVotes
 from mimo_train.training.inprocess import with_restarts
 from mimo_train.training.loop import train
 from mimo_train.training.setup import Session, setup

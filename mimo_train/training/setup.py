@@ -1,9 +1,7 @@
 """From a run to everything the loop needs: processes, groups, model, optimizer, data, loggers, resume."""
 
-import logging
 import os
 import random
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -193,7 +191,6 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
 
 def build_parts(run: Run, kind: str, device: torch.device, pre_wrap_hook: ModelHook | None = None) -> Parts:
     """Groups, model and pipeline of a run; weights are initial. Collective over all ranks."""
-    _quieten()
     cfg, groups, tokenizer = run.cfg, build_groups(run.layout), tokenizer_of(run.cfg)
     profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
     _seed(cfg, groups)
@@ -260,10 +257,3 @@ def _open_state(run: Run, train_state: TrainState, start_time: float, resumed_fr
     if resumed_from is not None:
         console.message(f"continues from {resumed_from}, step {step}")
     return GlobalState(run, train_state, start_time=start_time, metrics=metrics, console=console)
-
-
-def _quieten() -> None:
-    """Megatron-Core warns on import and construction of what this program chose on purpose."""
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-    logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -5,11 +5,12 @@ import time
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import started_run
 from mimo_train.model.heads import ModelHook
 from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_step_func
 from mimo_train.step.result import StepResult
-from mimo_train.training.exit import ExitSignal, ExitVotes
+from mimo_train.training.exit import ExitVotes
 from mimo_train.training.pretrain import default_forward_step
 from mimo_train.training.setup import setup
 from mimo_train.training.train_step import TrainStep

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.plan.run import config_faults
-from mimo_train.training.exit import AgreedVotes, ExitSignal, ExitVotes, agreed_votes
+from mimo_train.training.exit import AgreedVotes, ExitVotes, agreed_votes
 from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
 from tests.unit.configs import changed
 

@@ -1,0 +1,34 @@
+"""The signals that ask a run to end. Imports no torch, so that a process can listen before its slow imports."""
+
+import signal
+
+
+class ExitSignal:
+    """Notes SIGTERM (what schedulers send before they kill) and SIGUSR1; the loop asks between steps."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self):
+        self._received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "ExitSignal":
+        return self.listen()
+
+    def listen(self) -> "ExitSignal":
+        """Note signals from now on; again has no effect."""
+        for number in self.SIGNALS if not self._previous else ():
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def requested(self) -> bool:
+        """Whether this rank has received one of the signals."""
+        return self._received is not None
+
+    def _note(self, number: int, frame) -> None:
+        self._received = number

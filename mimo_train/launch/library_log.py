@@ -1,0 +1,100 @@
+"""Warnings of libraries go to a file, so that the console shows the run itself. Imports no torch.
+
+Importing Megatron-Core 0.19.2 warns a dozen times on every rank, on most machines of things that do not concern the
+run. What mimo-train or the user's own modules warn of stays on the console, and so do errors of libraries.
+"""
+
+import logging
+import os
+import sys
+import sysconfig
+import time
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+from mimo_train.launch.own_packages import HOME, NAMES
+
+OWN = tuple(f"{HOME / name}{os.sep}" for name in (*NAMES, "mimo_train"))
+LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for key in ("purelib", "platlib", "stdlib", "platstdlib")
+    for folder in {sysconfig.get_path(key), os.path.realpath(sysconfig.get_path(key))}
+)
+STAND_IN = str(HOME / "mimo_train" / "parallel" / "cuda_stand_in.py")
+"""On the CPU every call of torch passes through it, so that warnings about the caller name this file."""
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file belongs to a library: not to mimo-train, and not to modules of the user."""
+    file = os.path.abspath(file)
+    return file == STAND_IN or (file.startswith(LIBRARIES) and not file.startswith(OWN))
+
+
+def divert(path: Path) -> None:
+    """Send warnings and log records of libraries, below errors, to the end of a file from now on; the file is made when
+    there is one. They stay on the console if it cannot be written, and where TORCH_LOGS asks torch for its own.
+
+    Called before the libraries are imported, and `adopt_torch` after torch was.
+    """
+    writer = _Writer(path)
+    console = warnings.showwarning
+
+    def show(message, category, filename, lineno, file=None, line=None) -> None:
+        if file is not None or not is_library(filename):
+            console(message, category, filename, lineno, file, line)
+        else:
+            writer.write(warnings.formatwarning(message, category, filename, lineno, line).rstrip())
+
+    warnings.showwarning = show
+    logging.getLogger().addHandler(_Handler(writer))
+
+
+def adopt_torch() -> None:
+    """Leave the records of torch's loggers to the handlers of `divert`: torch gives each its own, which prints them."""
+    if "TORCH_LOGS" in os.environ:
+        return
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]:
+        logger = logging.getLogger(name)
+        for handler in [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]:
+            logger.removeHandler(handler)
+        logger.propagate = True
+
+
+class _Writer:
+    """Appends lines to a file, opened with the first of them; to stderr if that fails."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file: TextIO | None = None
+
+    def write(self, text: str) -> None:
+        file = self._file = self._file or self._open()
+        print(text, file=file, flush=True)
+
+    def _open(self) -> TextIO:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._path.open("a", encoding="utf-8")
+        except OSError:
+            return sys.stderr
+        print(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}", file=file)
+        return file
+
+
+class _Handler(logging.Handler):
+    """Records of libraries into the file; errors of theirs, and everything of others, on the console, as Python's
+    handler of last resort prints them."""
+
+    def __init__(self, writer: _Writer):
+        super().__init__()
+        self._writer = writer
+        self._format = logging.Formatter("%(levelname)s %(name)s: %(message)s")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if is_library(record.pathname):
+            self._writer.write(self._format.format(record))
+            if record.levelno < logging.ERROR:
+                return
+        assert logging.lastResort is not None
+        logging.lastResort.handle(record)

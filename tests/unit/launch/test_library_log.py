@@ -1,0 +1,91 @@
+"""Warnings of libraries are in a file, those of mimo-train and of the user on the console; none is lost."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mimo_train.launch import library_log
+from mimo_train.launch.library_log import is_library
+from mimo_train.parallel import cuda_stand_in
+
+ROOT = Path(__file__).resolve().parents[3]
+LIBRARY = """
+import logging, warnings
+
+def warn():
+    warnings.warn("a warning of a library")
+    logging.getLogger("a_library").warning("a record of a library")
+    logging.getLogger("a_library").error("an error of a library")
+"""
+PROGRAM = """
+import logging, sys, sysconfig, warnings
+from pathlib import Path
+from mimo_train.launch import library_log
+
+library_log.LIBRARIES += (sys.argv[2] + "/",)
+library_log.divert(Path(sys.argv[1]))
+import a_library
+a_library.warn()
+warnings.warn("a warning of the user's")
+logging.getLogger("mine").warning("a record of the user's")
+logging.getLogger("mine").info("nobody asked for it")
+{more}
+"""
+
+
+def test_the_stand_in_for_cuda_is_where_it_was():
+    assert is_library(cuda_stand_in.__file__) and not is_library(library_log.__file__)
+
+
+def run(tmp_path: Path, log: Path, more: str = "") -> str:
+    """What a program prints on stderr that diverts to `log`."""
+    library = tmp_path / "libraries"
+    library.mkdir()
+    (library / "a_library.py").write_text(LIBRARY)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(more=more))
+    ended = subprocess.run(
+        [sys.executable, program, log, library],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PYTHONPATH": f"{ROOT}:{library}", "PATH": "/usr/bin:/bin"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stderr
+
+
+def test_what_libraries_warn_of_is_in_the_file_and_their_errors_are_in_both(tmp_path):
+    log = tmp_path / "logs" / "rank_0.log"
+    printed, written = run(tmp_path, log), log.read_text()
+    for text, on_console, in_file in (
+        ("a warning of a library", 0, 1),
+        ("a record of a library", 0, 1),
+        ("an error of a library", 1, 1),
+        ("a warning of the user's", 1, 0),
+        ("a record of the user's", 1, 0),
+        ("nobody asked for it", 0, 0),
+    ):
+        assert printed.count(f"{text}\n") == on_console, (text, printed)
+        assert written.count(f"{text}\n") == in_file, (text, written)
+
+
+def test_a_file_that_cannot_be_written_leaves_them_on_the_console(tmp_path):
+    (tmp_path / "logs").write_text("in the way")
+    assert "a warning of a library" in run(tmp_path, tmp_path / "logs" / "rank_0.log")
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["as usual", "TORCH_LOGS"])
+def test_records_of_torch_are_in_the_file_unless_its_log_is_asked_for(wanted, tmp_path):
+    more = "import os, torch\n"
+    more += "os.environ['TORCH_LOGS'] = '+all'\n" if wanted else ""
+    more += "library_log.adopt_torch()\nfrom torch.utils import cpp_extension\n"
+    more += "cpp_extension.logger.warning('a record of torch')"
+    # The record is made in this program's own file, which stands for torch's.
+    more = "library_log.LIBRARIES += (__file__,)\n" + more
+    log = tmp_path / "rank_0.log"
+    printed = run(tmp_path, log, more)
+    assert ("a record of torch" in printed) == wanted
+    assert ("a record of torch" in log.read_text()) != wanted
