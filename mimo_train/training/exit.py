@@ -2,9 +2,14 @@
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 from mimo_train.optim.module_optimizer import ModuleOptimizer
+
+Handler = Callable[[int, FrameType | None], object] | int | None
+"""What `signal.signal` returns; None for a handler that was not set from Python, and cannot be set again."""
 
 
 class ExitSignal:
@@ -12,9 +17,9 @@ class ExitSignal:
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._received: int | None = None
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Handler] = {}
 
     def __enter__(self) -> "ExitSignal":
         return self.listen()
@@ -25,16 +30,17 @@ class ExitSignal:
             self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if handler is not None:
+                signal.signal(number, handler)
         self._previous.clear()
 
     def requested(self) -> bool:
         """Whether this rank has received one of the signals."""
         return self._received is not None
 
-    def _note(self, number: int, frame) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
 
