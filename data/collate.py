@@ -116,13 +116,12 @@ def collate(samples: Sequence[TextSample]) -> dict[str, torch.Tensor]:
     }
 
 
-def collate_media(
-    items: Sequence[torch.Tensor] | Sequence[tuple[int, int]], name: str
-) -> dict[str, torch.Tensor | list] | None:
+def collate_media(items: Sequence[torch.Tensor | tuple[int, int]], name: str) -> dict[str, torch.Tensor | list] | None:
     """{name: [N, ...]} of N pictures or clips; a list of N if their shapes differ, or if these are only sizes; None if
     there are none."""
     if not items:
         return None
-    if isinstance(items[0], torch.Tensor) and all(item.shape == items[0].shape for item in items):
-        return {name: torch.stack(list(items))}
+    tensors = [item for item in items if isinstance(item, torch.Tensor)]
+    if tensors and all(tensor.shape == tensors[0].shape for tensor in tensors):
+        return {name: torch.stack(tensors)}
     return {name: list(items)}

@@ -223,7 +223,7 @@ def _measure(fd: int, extension: str, offset: int, size: int) -> tuple[int, int,
 
 
 def _save(index: ShardIndex, path: Path) -> None:
-    meta = {"version": _VERSION, "shard_size": index.size, "shard_mtime_ns": index.mtime_ns}
+    meta: dict[str, int | list[str]] = {"version": _VERSION, "shard_size": index.size, "shard_mtime_ns": index.mtime_ns}
     meta |= {"samples": len(index), "members": len(index.all_members), "key_bytes": len(index.keys)}
     meta |= {"extensions": index.extensions, "reasons": index.reasons}
     head = json.dumps(meta).encode()

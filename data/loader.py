@@ -165,11 +165,11 @@ class StepLoader:
             bad[number - step.first] = True
             self._dataset.bad_samples.record(found[number])
         sizes = [result() for result in step.sizes]
-        numbers = (
+        tokens, loads, pairs = (
             {module: [[getattr(size[module], what) for size in part] for part in sizes] for module in modules}
             for what in ("tokens", "load", "pairs")
         )
-        return StepBatch(step.first, microbatches, *numbers, bad)
+        return StepBatch(step.first, microbatches, tokens, loads, pairs, bad)
 
     def _microbatch(
         self, slices: dict[str, range], texts: list, media: dict[str, list], bad: Container[int]
@@ -219,7 +219,7 @@ class StepLoader:
 class _MediaRead(NamedTuple):
     """What was read of one sample for one module; `sample` if the module's features are looked up."""
 
-    items: list[torch.Tensor]
+    items: Sequence[torch.Tensor | tuple[int, int]]
     bad: BadSample | None
     sample: SampleMedia | None = None
 

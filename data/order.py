@@ -15,6 +15,7 @@ fewer than two walks on average.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -29,7 +30,7 @@ class GlobalOrder:
     size: int
     seed: int = 0
     shuffle: bool = True
-    _keys: object = field(init=False, repr=False, compare=False)
+    _keys: Callable[[int], tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.size > 0, self.size

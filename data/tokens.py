@@ -60,7 +60,8 @@ class ByteTokenizer:
     """UTF-8 bytes are ids 0 to 255; then pad, begin, end of turn, user, assistant, system, and the placeholders."""
 
     def __init__(self, placeholders: Sequence[str] = ()) -> None:
-        self.pad_id, self.begin_id, self.end_of_turn_id = 256, 257, 258
+        self.pad_id, self.end_of_turn_id = 256, 258
+        self.begin_id: int | None = 257
         self._roles = {role: 259 + at for at, role in enumerate(ROLES)}
         first = 259 + len(ROLES)
         self._placeholders = {name: first + at for at, name in enumerate(placeholders)}
@@ -106,13 +107,14 @@ class HuggingFaceTokenizer:
         known = self._tokenizer.get_vocab()
         # Also those that the vocabulary has: only as special tokens are they kept apart from text.
         self._tokenizer.add_tokens(list(placeholders), special_tokens=True)
-        self._placeholders = {name: self._tokenizer.convert_tokens_to_ids(name) for name in placeholders}
+        vocabulary = self._tokenizer.get_vocab()
+        self._placeholders = {name: vocabulary[name] for name in placeholders}
         self.end_of_turn_id: int = self._tokenizer.eos_token_id
         self.begin_id: int | None = self._tokenizer.bos_token_id
         pad = self._tokenizer.pad_token_id
         self.pad_id: int = self.end_of_turn_id if pad is None else pad
         # Not their number: the ids of a vocabulary may have gaps.
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+        self.vocab_size = 1 + max(vocabulary.values())
         markers = {role: f"<|{role}|>" for role in ROLES}
         if all(marker in known for marker in markers.values()):
             self._roles = {role: [known[marker]] for role, marker in markers.items()}
@@ -127,7 +129,9 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         # A model may answer with an id of its padding, which has no text.
         kept = [int(token) for token in ids if 0 <= int(token) < self.vocab_size]
-        return self._tokenizer.decode(kept, skip_special_tokens=True)
+        text = self._tokenizer.decode(kept, skip_special_tokens=True)
+        assert isinstance(text, str), type(text)  # a list only for several sequences
+        return text
 
     def role_ids(self, role: str) -> list[int]:
         return list(self._roles[role])

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
+
+if TYPE_CHECKING:
+    from encoders.staged import StagedEncoder
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Family:
     builder: str
     """`module:attribute` of a class called as `encoders.staged.StagedEncoder`."""
 
-    def load(self):
+    def load(self) -> type["StagedEncoder"]:
         """The builder itself. Imports torch and Megatron-Core."""
         module, attribute = self.builder.split(":")
         return getattr(import_module(module), attribute)

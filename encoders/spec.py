@@ -14,9 +14,9 @@ class Merging(Protocol):
 
 
 class EncoderSpec(Protocol):
-    """What every family's spec has. `extent` is what the header of a medium says: height and width in pixels, or
-    samples and samples per second. Everything is a pure function of the spec, so that data (placeholders), `mimo-train
-    check` and the pipeline (message shapes) agree without asking the model."""
+    """What every family's spec has. `extent0` and `extent1` are what the header of a medium says: height and width in
+    pixels, or samples and samples per second. Everything is a pure function of the spec, so that data (placeholders),
+    `mimo-train check` and the pipeline (message shapes) agree without asking the model."""
 
     name: str
     family: str
@@ -29,20 +29,35 @@ class EncoderSpec(Protocol):
     activation: str
     dropout: float
     init_std: float
-    kind: str
-    medium: str
-    placeholder: str
-    sizes_vary: bool
-    token_unit_fields: tuple[str, ...]
 
-    def input_size(self, *extent: int, merge: int = 1) -> tuple[int, int]:
+    @property
+    def kind(self) -> str:
+        """Kind of media this encoder reads: image or audio."""
+
+    @property
+    def medium(self) -> str:
+        """What one of them is called."""
+
+    @property
+    def placeholder(self) -> str:
+        """Marker in a record's text at the place of a medium."""
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether media differ in their number of tokens."""
+
+    @property
+    def token_unit_fields(self) -> tuple[str, ...]:
+        """Fields of the module that `token_unit` follows from."""
+
+    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
         """Size in which the encoder gets a medium: (height, width) in pixels, or (samples, samples per second). Raises
         EncoderError for an extent that it cannot take."""
 
-    def inner_tokens(self, *extent: int, merge: int = 1) -> int:
+    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
         """Tokens that a medium takes inside the encoder. Raises EncoderError as `input_size` does."""
 
-    def num_tokens(self, *extent: int, merge: int = 1) -> int:
+    def num_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
         """Tokens that a medium takes in the sequence. Raises EncoderError as `input_size` does."""
 
     def joined(self, merge: int) -> int:

@@ -93,17 +93,26 @@ class StagedEncoder(MegatronModule, ABC):
             inside the encoder, [R, H].
         """
         groups = _by_size(sizes)
+        parts: torch.Tensor | Sequence[torch.Tensor]
+        if self.is_first_stage:
+            assert media is not None, "the first stage makes its output of media"
+            parts = media
+        else:
+            assert hidden_states is not None, "a later stage makes its output of what the stage before gave"
+            # Of one size they are cut without a copy.
+            parts = (
+                hidden_states.unflatten(0, (len(sizes), -1))
+                if len(groups) == 1
+                else hidden_states.split([self._tokens(size) for size in sizes])
+            )
         if len(groups) == 1:
             (size,) = groups
-            together = media if self.is_first_stage else hidden_states.unflatten(0, (len(sizes), -1))
-            return self._stage(_stacked(together), size).flatten(0, 1)
-        parts = media if self.is_first_stage else hidden_states.split([self._tokens(size) for size in sizes])
-        outputs: list[torch.Tensor | None] = [None] * len(sizes)
+            return self._stage(_stacked(parts), size).flatten(0, 1)
+        outputs: dict[int, torch.Tensor] = {}
         for size, members in groups.items():
             together = _stacked([parts[member] for member in members])
-            for member, output in zip(members, self._stage(together, size), strict=True):
-                outputs[member] = output
-        return torch.cat(outputs)
+            outputs |= zip(members, self._stage(together, size), strict=True)
+        return torch.cat([outputs[member] for member in range(len(sizes))])
 
     def _stage(self, inputs: torch.Tensor, size: Size) -> torch.Tensor:
         """Media of one size through this stage: [N, ...] or hidden states [N, T, H] -> what they hand on, [N, rows,
@@ -127,8 +136,8 @@ class StagedEncoder(MegatronModule, ABC):
 def _by_size(sizes: Sequence[Size]) -> dict[Size, list[int]]:
     """Numbers of the media of each size, in the order in which sizes appear."""
     groups: dict[Size, list[int]] = {}
-    for number, size in enumerate(sizes):
-        groups.setdefault(tuple(size), []).append(number)
+    for number, (extent0, extent1) in enumerate(sizes):
+        groups.setdefault((extent0, extent1), []).append(number)
     return groups
 
 

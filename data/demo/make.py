@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
 from data.storage.replace import replacing
+from data.storage.tar import forget_members
 
 if TYPE_CHECKING:
     from data.demo.digits import DemoSample
@@ -179,8 +180,8 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
                     old.unlink()
         for name, file in zip(names, files, strict=True):
             os.replace(file, out_dir / name)
-        with replacing(out_dir / MARKER) as file:
-            file.write(json.dumps(marker, indent=1).encode() + b"\n")
+        with replacing(out_dir / MARKER) as marker_file:
+            marker_file.write(json.dumps(marker, indent=1).encode() + b"\n")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -230,7 +231,7 @@ def _write_shard(path: Path, samples: Iterator[list[tuple[str, bytes]]]) -> None
                 info = tarfile.TarInfo(f"{row:06d}.{extension}")
                 info.size, info.mode = len(raw), 0o644
                 tar.addfile(info, io.BytesIO(raw))
-            tar.members.clear()  # else it keeps every entry
+            forget_members(tar)
 
 
 def _passages() -> tuple[list[str], list[str]]:

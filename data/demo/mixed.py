@@ -60,7 +60,9 @@ def _picture_and_clip(digits: Digits, rng: np.random.Generator) -> DemoSample:
     return _sample("<image>\n<audio>\n", question, answer, members, [drawn[-1]])
 
 
-def _sample(markers: str, question: str, answer: str, members: list[tuple[str, bytes]], sources: list[int]):
+def _sample(
+    markers: str, question: str, answer: str, members: list[tuple[str, bytes]], sources: list[int]
+) -> DemoSample:
     return DemoSample([("user", markers + question), ("assistant", answer)], members, sources)
 
 

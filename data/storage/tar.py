@@ -12,6 +12,11 @@ _BLOCK = 512  # bytes: headers and contents of members begin at multiples of it
 _END = 2 * _BLOCK  # bytes of zeros that end a tar
 
 
+def forget_members(tar: tarfile.TarFile) -> None:
+    """Drop the entries of the members that were read or written so far: `tarfile` would keep every one."""
+    tar.members.clear()  # type: ignore[attr-defined]  # there, but not in the standard library's stubs
+
+
 def walk_tar(path: Path, file: io.BufferedReader, size: int) -> Iterator[tuple[str, int, int]]:
     """(name, offset, bytes) of every regular member of the uncompressed tar `path`, open as `file`, of `size` bytes.
 
@@ -26,7 +31,7 @@ def walk_tar(path: Path, file: io.BufferedReader, size: int) -> Iterator[tuple[s
     try:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as tar:
             while (info := tar.next()) is not None:
-                tar.members.clear()  # else it keeps every entry
+                forget_members(tar)
                 if info.issparse():
                     raise ShardError(
                         f"{path}: member {info.name!r} is a sparse file; write the shard again without them"

@@ -38,7 +38,10 @@ class VisionTransformer(StagedEncoder):
             Rows of one picture after the other. On the last stage features [N * P / merge^2, H * merge^2]; before it
             the tokens inside the encoder, [R, H].
         """
-        return self._run(pixels, sizes or [tuple(picture.shape[-2:]) for picture in pixels], hidden_states)
+        if not sizes:
+            assert pixels is not None, "the first stage gets pictures, the others their sizes"
+            sizes = [(picture.shape[-2], picture.shape[-1]) for picture in pixels]
+        return self._run(pixels, sizes, hidden_states)
 
     def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
         """Without class token, and merged."""
@@ -62,7 +65,7 @@ class VisionTransformer(StagedEncoder):
 
     def _embed(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pictures of one size, [N, 3, height, width] -> the input of the first layer, [N, T, H]."""
-        positions_PH = self.position_embedding
+        positions_PH: torch.Tensor = self.position_embedding
         if self._grid(pixels.shape[-2:]) != self.spec.position_grid:
             positions_RCH = positions_PH.unflatten(0, self.spec.position_grid)
             positions_PH = interpolate_positions(positions_RCH, *self._grid(pixels.shape[-2:])).flatten(0, 1)

@@ -46,7 +46,10 @@ class WhisperEncoder(StagedEncoder):
             Rows of one clip after the other. On the last stage features [N * T / merge, H * merge]; before it the
             frames inside the encoder, [R, H].
         """
-        return self._run(waveforms, sizes or [(len(wave), self.spec.sample_rate) for wave in waveforms], hidden_states)
+        if not sizes:
+            assert waveforms is not None, "the first stage gets clips, the others their sizes"
+            sizes = [(len(wave), self.spec.sample_rate) for wave in waveforms]
+        return self._run(waveforms, sizes, hidden_states)
 
     def _build_embeddings(self) -> None:
         spec, config = self.spec, self.config
@@ -56,6 +59,7 @@ class WhisperEncoder(StagedEncoder):
         self.conv2 = torch.nn.Conv1d(spec.hidden_size, spec.hidden_size, stride=2, **options)
         for convolution in (self.conv1, self.conv2):
             torch.nn.init.normal_(convolution.weight, std=spec.init_std)
+            assert convolution.bias is not None
             torch.nn.init.zeros_(convolution.bias)
         self.register_buffer("window", torch.hann_window(spec.window), persistent=False)
         self.register_buffer("mel_filters", mel_filters(spec), persistent=False)

@@ -45,8 +45,7 @@ def check(cfg: ConfigContainer) -> Report:
     report = Report(faults=config_faults(cfg))
     layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
     specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)
-    batch_is_sound = layout is not None and not _any_below(report.faults, BATCH_KEYS)
-    run = Run(cfg, layout, Batch.of(cfg)) if batch_is_sound else None
+    run = Run(cfg, layout, Batch.of(cfg)) if layout and not _any_below(report.faults, BATCH_KEYS) else None
     seen = samples.Seen()
     if specs_are_sound:
         tokenizer = samples.build_tokenizer(report, cfg)

@@ -90,7 +90,8 @@ def _add_shards(
     except (DataError, OSError) as error:
         report.faults.append(Fault(key, _without_key(error, "data.shards")))
         return 0
-    good, members, samples, unusable = [], Counter(), 0, 0
+    good, samples, unusable = [], 0, 0
+    members: Counter[str] = Counter()
     for path in paths:
         try:
             index = open_index(path, cfg.data.cache_dir or None)
@@ -126,7 +127,8 @@ def _add_samples(
     media = dataset.modules
     seen.fingerprint = dataset.fingerprint
     first = range(min(FIRST_SAMPLES, len(dataset)))
-    lengths, targets, counts, bad, silent = [], [], {item.module: [] for item in media}, [], []
+    lengths, targets, bad, silent = [], [], [], []
+    counts: dict[str, list[int]] = {item.module: [] for item in media}
     try:
         for number in first:
             text, found = dataset.read_text(number)

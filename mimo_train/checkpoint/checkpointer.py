@@ -96,7 +96,7 @@ class Checkpointer:
             if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
                 self._rerun.load_state_dict(record["rerun"])
         elif cfg.checkpoint.weights:
-            weights = folders.chosen(self._run.dir, cfg.checkpoint.weights, "checkpoint.weights")
+            weights = folders.in_folder(Path(cfg.checkpoint.weights), "checkpoint.weights")
             load_checkpoint(weights, layout, self._model)
             # The optimizer keeps master copies of the weights that it was built with.
             self._optimizer.reload_model_params()

@@ -43,8 +43,8 @@ def newest(run_dir: Path) -> Path | None:
     return max([*complete(run_dir), *complete(run_dir, True)], key=lambda folder: folder.name, default=None)
 
 
-def chosen(run_dir: Path, resume: str, key: str = "checkpoint.resume") -> Path | None:
-    """The checkpoint that `key` asks for: auto, never, a checkpoint's folder or a run's folder.
+def chosen(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint that `checkpoint.resume` asks for: auto, never, a checkpoint's folder or a run's folder.
 
     Raises:
         UserError: the folder holds no complete checkpoint.
@@ -53,10 +53,18 @@ def chosen(run_dir: Path, resume: str, key: str = "checkpoint.resume") -> Path |
         return None
     if resume == "auto":
         return newest(run_dir)
-    folder = Path(resume)
+    return in_folder(Path(resume), "checkpoint.resume")
+
+
+def in_folder(folder: Path, key: str) -> Path:
+    """The checkpoint that the value of `key` names: a checkpoint's folder, or a run's folder, whose newest it is.
+
+    Raises:
+        UserError: the folder holds no complete checkpoint.
+    """
     found = folder if (folder / RECORD).is_file() else newest(folder)
     if found is None:
-        raise UserError(f"{key}: no complete checkpoint in {resume}: give the folder of a run or of a checkpoint")
+        raise UserError(f"{key}: no complete checkpoint in {folder}: give the folder of a run or of a checkpoint")
     return found
 
 

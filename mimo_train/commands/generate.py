@@ -47,7 +47,7 @@ def main(checkpoint: str, *, prompt: str, media: dict[str, list[str]], max_new_t
     from mimo_train.config.compose import from_dict
 
     files = {kind: _read(kind, paths) for kind, paths in media.items() if paths}
-    folder = folders.chosen(Path(checkpoint), checkpoint, "CHECKPOINT")
+    folder = folders.in_folder(Path(checkpoint), "CHECKPOINT")
     cfg = from_dict(folders.read_record(folder)["config"])
 
     from mimo_train.launch.library_log import adopt_torch, divert

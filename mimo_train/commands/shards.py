@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from mimo_train.commands.arguments import positive
@@ -69,7 +70,7 @@ def _index(args: argparse.Namespace) -> int:
     jobs = [(path, args.cache_dir) for path in paths]
     samples = bad = failed = 0
     with ExitStack() as stack:
-        results = map(_index_one, jobs)
+        results: Iterable[tuple[int, int, str]] = map(_index_one, jobs)
         if args.workers > 1:
             pool = stack.enter_context(ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")))
             results = pool.map(_index_one, jobs)
@@ -102,7 +103,10 @@ def _inspect(args: argparse.Namespace) -> int:
     from data.index import open_index
     from data.shards import find_shards
 
-    counts, sizes, pictures, clips, faults = Counter(), Counter(), Counter(), [], []
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    pictures: Counter[tuple[int, int]] = Counter()
+    clips, faults = [], []
     samples = total = shown = 0
     paths = find_shards(args.pattern)
     for path in paths:

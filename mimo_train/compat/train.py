@@ -18,6 +18,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
 from mimo_train.diagnose.replicas import require_equal_replicas
 from mimo_train.diagnose.straggler import StragglerTimer
+from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.metrics import progress
 from mimo_train.model.param_gather import overlapping_chunks
 from mimo_train.plan.run import resolve
@@ -37,7 +38,7 @@ def train(
     optimizer: Any,
     scheduler: Any,
     train_data_iterator: Any,
-    valid_data_iterator: Callable | None,
+    valid_data_iterator: HeldOut | None,
     global_state: SessionState,
     checkpointing_context: dict[str, Any],
     process_non_loss_data_func: Callable | None = None,

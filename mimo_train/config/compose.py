@@ -53,7 +53,8 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
         raise ConfigError([_missing_choice(error, path)]) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([Fault(path.name, " ".join(str(error).split()))]) from error
-    return from_dict(plain)
+    assert isinstance(plain, dict), type(plain)
+    return from_dict({str(key): value for key, value in plain.items()})
 
 
 def from_dict(plain: dict[str, Any]) -> ConfigContainer:
@@ -175,8 +176,8 @@ def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
                 yield from _unknown_keys(module or {}, ModuleConfig, f"modules.{name}")
         elif cls is ModuleConfig and value is not None and key in ("encoder", "projector", "llm"):
             yield from _unknown_spec_keys(value, key, full)
-        elif dataclasses.is_dataclass(fields[key].type) and value is not None:
-            yield from _unknown_keys(value, fields[key].type, full)
+        elif isinstance(of := fields[key].type, type) and dataclasses.is_dataclass(of) and value is not None:
+            yield from _unknown_keys(value, of, full)
 
 
 def _unknown_spec_keys(value: Any, part: str, full: str) -> Iterable[Fault]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mimo_train.config.fault import Fault
 from mimo_train.config.installed import library_faults
 from mimo_train.config.keys import key, value_faults
+from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
@@ -173,6 +174,13 @@ class ConfigContainer:
     def language(self) -> ModuleConfig:
         """The language module."""
         return self.modules[LANGUAGE]
+
+    @property
+    def llm(self) -> LlmSpec:
+        """Sizes of the language model, of a config whose modules have no faults."""
+        llm = self.language.llm
+        assert llm is not None, "modules.language.llm is missing, which `plan.run` would have told"
+        return llm
 
     def recompute_of(self, name: str) -> str:
         """What the module `name` computes again in backward: none, selective or full."""

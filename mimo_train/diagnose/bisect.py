@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.diagnose.nan_findings import are_finite, bad_gradients, bad_losses
@@ -102,7 +103,8 @@ class LayerHooks:
     """Hooks on every layer of this rank, while it is entered; notes in the order of time what is not finite."""
 
     def __init__(self, pipeline: Pipeline):
-        self._model, self._handles = pipeline.model, []
+        self._model = pipeline.model
+        self._handles: list[RemovableHandle] = []
         self._layers: dict[Place, torch.nn.Module] = {}
         self._forward: list[tuple[Place, bool]] = []
         self._gradients: list[tuple[Place, str]] = []
@@ -117,7 +119,7 @@ class LayerHooks:
             self._handles.append(layer.register_forward_hook(partial(self._look, place), with_kwargs=True))
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
 
@@ -188,9 +190,9 @@ def _origin(microbatch: int, sightings: list[Sighting], modules: list[str]) -> O
     def order(sighting: Sighting) -> tuple:
         direction = (FORWARD, LOSS, BACKWARD).index(sighting.direction)
         module, stage = sighting.place.module, sighting.place.stage
-        place = (module == LANGUAGE, modules.index(module), stage, sighting.depth)
+        place: tuple[int, ...] = (module == LANGUAGE, modules.index(module), stage, sighting.depth)
         if sighting.direction == BACKWARD:
-            place = tuple(-int(number) for number in place)
+            place = tuple(-number for number in place)
         return direction, *place, sighting.weights, not sighting.begins
 
     first = min(sightings, key=order)

@@ -109,9 +109,11 @@ def bad_gradients(model: list) -> dict[str, list[str]]:
     """Names of this rank's parameters whose gradients are not finite, by module."""
     gradients = {}
     for module, parameters in _parameters(model).items():
-        # Frozen parameters have none.
-        trained = {name: value for name, value in parameters.items() if getattr(value, "main_grad", None) is not None}
-        gradients[module] = {name: value.main_grad for name, value in trained.items()}
+        gradients[module] = {
+            name: gradient
+            for name, value in parameters.items()
+            if (gradient := getattr(value, "main_grad", None)) is not None  # frozen parameters have none
+        }
     return _bad_names(gradients)
 
 

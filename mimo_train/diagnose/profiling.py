@@ -32,7 +32,7 @@ class NsysCapture:
         self.is_open = True
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.is_open = False
         configure_nvtx_profiling(False)
         self._ranges.__exit__(*exception)

@@ -52,7 +52,7 @@ class StragglerTimer:
             name: _spread({rank: float(seconds[rank]) for rank in module.ranks})
             for name, module in self._layout.modules.items()
         }
-        values = {}
+        values: dict[str, float] = {}
         for name, spread in self._spreads.items():
             values[f"straggler/{name}/slowest_rank"] = spread.slowest_rank
             values[f"straggler/{name}/slowest_over_median"] = spread.slowest_over_median

@@ -1,6 +1,7 @@
 """Answers of a model on one process, by greedy decoding."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -55,6 +56,7 @@ def answer(
         batch = _batch(ids, media, limit, pipeline.device, tokenizer)
         pipeline.shapes.begin(rows, rows)
         output, collect = predict(iter([batch]), pipeline.model[0])
+        assert collect is not None, "one process has the last stage"
         token = int(collect(output)["predicted"][0, len(ids) - 1])
         if token == tokenizer.end_of_turn_id:
             break
@@ -91,8 +93,8 @@ def _encode(
 def _batch(ids: list[int], media: dict, limit: int, device: torch.device, tokenizer: Tokenizer) -> dict:
     row = torch.full((1, limit), tokenizer.pad_id, dtype=torch.int64)
     row[0, : len(ids)] = torch.tensor(ids)
-    batch = {"input_ids": row, "labels": torch.zeros_like(row), "position_ids": torch.arange(limit)[None]}
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    texts = {"input_ids": row, "labels": torch.zeros_like(row), "position_ids": torch.arange(limit)[None]}
+    batch: dict[str, Any] = {name: tensor.to(device) for name, tensor in texts.items()}
     if media:
         batch["modality_inputs"] = {
             name: None

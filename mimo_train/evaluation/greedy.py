@@ -4,6 +4,7 @@ Shape suffixes: B batch, S sequence, C positions of this context-parallel rank, 
 tensor-parallel rank.
 """
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.module import MegatronModule
 
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
@@ -27,19 +29,21 @@ class PredictStep:
     """
 
     def __init__(self, pipeline: Pipeline):
-        self._language = pipeline.groups.collections.get(LANGUAGE)
+        self._groups = pipeline.groups.collections
         self._is_last_stage, self._is_alone = pipeline.is_last_stage, not pipeline.layout.edges
 
-    def __call__(self, data_iterator, model):
+    def __call__(
+        self, data_iterator: Iterator[dict[str, Any]], model: MegatronModule
+    ) -> tuple[Any, Callable[..., dict[str, Any]] | None]:
         """One forward pass of this rank's modules over the next microbatch."""
         batch = next(data_iterator)
         inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
         if self._is_alone:
-            output = model(**own_part(inputs, self._language.cp), attention_mask=None)
+            output = model(**own_part(inputs, self._groups[LANGUAGE].cp), attention_mask=None)
         else:
             inputs.setdefault("input_ids", None)
             output, _ = model(**inputs, labels=None, loss_mask=None)
-        return output, partial(_predictions, batch, self._language) if self._is_last_stage else None
+        return output, partial(_predictions, batch, self._groups[LANGUAGE]) if self._is_last_stage else None
 
 
 def _predictions(
@@ -57,7 +61,7 @@ def _predictions(
     return {**batch, "losses": losses_SB.transpose(0, 1), "predicted": predicted_SB.transpose(0, 1)}
 
 
-def _parallel_argmax(logits_SBV: torch.Tensor, tp_group) -> torch.Tensor:
+def _parallel_argmax(logits_SBV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
     """Index of the largest logit over the whole vocabulary, [S, B]; the lowest index among equals."""
     values, indices = logits_SBV.max(dim=-1)
     ranks = dist.get_world_size(tp_group)

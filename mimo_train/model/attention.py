@@ -7,6 +7,8 @@ Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of o
 """
 
 import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -36,8 +38,9 @@ class SdpaAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **_unused_by_this_backend,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **_unused_by_this_backend: object,
     ):
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
@@ -57,7 +60,7 @@ class SdpaAttention(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params=None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Attend; keys and values may have fewer heads than queries. Returns [S, B, heads * D].
 
@@ -65,17 +68,21 @@ class SdpaAttention(MegatronModule):
         """
         assert packed_seq_params is None, "packed sequences need the te layer spec"
         if self.cp_group:
-            return self._attend_to_all_parts(query_SBND, key_SBND, value_SBND)
+            return self._attend_to_all_parts(query_SBND, key_SBND, value_SBND, self.cp_group)
         return self._attend(query_SBND, key_SBND, value_SBND, attention_bias, self.is_causal)
 
     def _attend_to_all_parts(
-        self, query_CBND: torch.Tensor, key_CBND: torch.Tensor, value_CBND: torch.Tensor
+        self,
+        query_CBND: torch.Tensor,
+        key_CBND: torch.Tensor,
+        value_CBND: torch.Tensor,
+        cp_group: dist.ProcessGroup,
     ) -> torch.Tensor:
         """The same for this rank's chunks of queries, over keys and values of all ranks; one message for both."""
         head = key_CBND.size(-1)
-        keys_values = gather_sequence(torch.cat([key_CBND, value_CBND], dim=-1), self.cp_group)
+        keys_values = gather_sequence(torch.cat([key_CBND, value_CBND], dim=-1), cp_group)
         key_SBND, value_SBND = keys_values[..., :head], keys_values[..., head:]
-        own = chunks_of(self.cp_group.rank(), self.cp_group.size())
+        own = chunks_of(cp_group.rank(), cp_group.size())
         attended = []
         for chunk, query in zip(own, query_CBND.chunk(2), strict=True):
             seen = (chunk + 1) * len(query)
@@ -83,7 +90,14 @@ class SdpaAttention(MegatronModule):
             attended.append(self._attend(query, key_SBND[:seen], value_SBND[:seen], mask, False))
         return torch.cat(attended)
 
-    def _attend(self, query_SBND, key_SBND, value_SBND, mask, is_causal: bool) -> torch.Tensor:
+    def _attend(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBND: torch.Tensor,
+        value_SBND: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+    ) -> torch.Tensor:
         context_BNSD = torch.nn.functional.scaled_dot_product_attention(
             query_SBND.permute(1, 2, 0, 3),
             key_SBND.permute(1, 2, 0, 3),

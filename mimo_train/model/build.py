@@ -1,6 +1,7 @@
 """One run's modules on this rank: a `MimoModel`, or a plain GPT when `language` is alone."""
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.registry import FAMILIES
 from encoders.spec import joined_width
@@ -34,11 +36,11 @@ from mimo_train.plan.parameters import padded_vocab_size
 class SeededGPTModel(GPTModel):
     """`GPTModel` whose weights outside of the layers are seeded by `config.init_seed`, like those inside."""
 
-    def __init__(self, config, **kwargs):
+    def __init__(self, config: TransformerConfig, **kwargs: Any):
         torch.manual_seed(config.init_seed)
         super().__init__(config, **kwargs)
 
-    def forward(self, input_ids: torch.Tensor | None = None, *args, **kwargs):
+    def forward(self, input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As Megatron-Core's.
 
         Raises:
@@ -57,7 +59,7 @@ class SeededGPTModel(GPTModel):
 class SeededProjector(MultimodalProjector):
     """`MultimodalProjector` seeded by `config.init_seed`."""
 
-    def __init__(self, config, **kwargs):
+    def __init__(self, config: TransformerConfig, **kwargs: Any):
         torch.manual_seed(config.init_seed + 1)
         super().__init__(config, **kwargs)
 
@@ -144,9 +146,11 @@ def _partition_groups(groups: RunGroups) -> dict:
     return {"cp_group": language.cp, "tp_group": language.tp} if language else {}
 
 
-def _language_specs(cfg, layout, groups, vocab_size: int, te: bool) -> list[ModuleSpec]:
+def _language_specs(
+    cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, vocab_size: int, te: bool
+) -> list[ModuleSpec]:
     """One spec for each model chunk of this rank's stage; they share a config, from which the schedule reads."""
-    llm, config = cfg.language.llm, language_config(cfg, layout)
+    llm, config = cfg.llm, language_config(cfg, layout)
     params = {"config": config, "max_sequence_length": cfg.data.sequence_length}
     pgs = groups.collections.get(LANGUAGE)
     if pgs is None:
@@ -176,7 +180,7 @@ def _language_specs(cfg, layout, groups, vocab_size: int, te: bool) -> list[Modu
     return specs
 
 
-def _encoder_spec(cfg, layout, groups, name: str, te: bool) -> ModuleSpec:
+def _encoder_spec(cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, name: str, te: bool) -> ModuleSpec:
     pgs = groups.collections.get(name)
     if pgs is None:
         return ModuleSpec(module=EncoderModule)

@@ -1,6 +1,6 @@
 """An encoder with its projector, whose features may come from a cache or be computed ahead of their turn."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,14 +49,18 @@ class EncoderModule(StagedModality):
         if any(sample.features is not None for sample in missing):
             # Found here and not on another rank of the group: read what was passed over.
             inputs = to_device(media.read([sample.number for sample in missing]), self._device)
-        computed = iter(())
+        computed: Iterator[torch.Tensor] = iter(())
         if missing:
             (rows,) = super().encode({name: inputs})
             computed = iter(rows.split([sample.rows for sample in missing]))
         parts = []
         for sample, is_known in zip(media.samples, known, strict=True):
-            parts.append(sample.features.to(self._device, non_blocking=True) if is_known else next(computed))
-            if self.cache is not None and not is_known and sample.good:
+            if is_known:
+                assert sample.features is not None, sample.number
+                parts.append(sample.features.to(self._device, non_blocking=True))
+                continue
+            parts.append(next(computed))
+            if self.cache is not None and sample.good:
                 self.cache.write(sample.identity, parts[-1])
         return torch.cat(parts)
 

@@ -54,12 +54,14 @@ class FeatureCache:
             os.utime(path)
         except FileNotFoundError:
             # Not there, or another process has removed it just now.
-            return self._count("misses")
+            self._count("misses")
+            return None
         checksum, content = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
         if _checksum(content) != checksum:
             path.unlink(missing_ok=True)
             self._count("damaged")
-            return self._count("misses")
+            self._count("misses")
+            return None
         self._count("hits")
         return load(content)["features"]
 

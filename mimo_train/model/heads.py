@@ -10,6 +10,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import unwrap_model
 
+from mimo_train.model.marks import mark
+
 ModelList = list[MegatronModule]
 """The model chunks of a rank."""
 
@@ -35,9 +37,9 @@ class LinearForLastLayer(torch.nn.Linear):
         self.sequence_parallel = sequence_parallel
         self.tp_group: dist.ProcessGroup | None = None
         # Each rank sees its part of the tokens: `finalize_model_grads` then sums over the tensor-parallel ranks.
-        self.weight.sequence_parallel = sequence_parallel
+        mark(self.weight, sequence_parallel=sequence_parallel)
 
-    def forward(
+    def forward(  # type: ignore[override]  # called as Megatron-Core calls its output layer, not as a torch one
         self,
         input_: torch.Tensor,
         weight: torch.Tensor | None = None,
@@ -138,7 +140,7 @@ def _register_linear_for_last_layer_mapping() -> None:
 
     Without this, Megatron-Core asks its global state for the groups of a layer that is not its own.
     """
-    LinearForLastLayer.sharded_state_dict = _replicated_state
+    LinearForLastLayer.sharded_state_dict = _replicated_state  # type: ignore[attr-defined]  # registered here
 
 
 def _replicated_state(

@@ -11,6 +11,7 @@ Experts (`moe`) are seeded one by one.
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -30,6 +31,7 @@ from megatron.core.utils import get_pg_rank
 
 from mimo_train.model import lora
 from mimo_train.model.attention import SdpaAttention
+from mimo_train.model.marks import mark
 from mimo_train.model.moe import expert_layer
 from mimo_train.model.seeds import seed_for
 
@@ -40,7 +42,9 @@ class SeededTransformerLayer(TransformerLayer):
     `config.init_seed` is the seed of its module.
     """
 
-    def __init__(self, config: TransformerConfig, submodules, layer_number: int = 1, **kwargs):
+    def __init__(
+        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, layer_number: int = 1, **kwargs: Any
+    ):
         offset = get_transformer_layer_offset(config, kwargs.get("vp_stage"), get_pg_rank(kwargs["pg_collection"].pp))
         torch.manual_seed(seed_for(config.init_seed, "layer", layer_number + offset))
         super().__init__(config, submodules, layer_number=layer_number, **kwargs)
@@ -53,11 +57,13 @@ class TorchNorm:
     `finalize_model_grads` sums their gradients over the tensor-parallel ranks.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
+    def __new__(  # type: ignore[misc]  # it builds a norm, and is none
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
+    ) -> torch.nn.Module:
         norm_class = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
         norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            mark(parameter, sequence_parallel=config.sequence_parallel)
         return norm
 
 
@@ -90,7 +96,7 @@ def projector_submodules(kind: str, te: bool) -> MLPSubmodules:
     return mlp_submodules(te) if kind == "mlp" else MLPSubmodules(linear_fc1=_gathered_linear, linear_fc2=None)
 
 
-def _gathered_linear(*args, **options) -> ColumnParallelLinear:
+def _gathered_linear(*args: Any, **options: Any) -> ColumnParallelLinear:
     """The layer of a linear projector, whose output is whole on every rank.
 
     `MultimodalProjector` asks for the bias apart and adds this rank's part of it to the whole output, which fails for

@@ -16,8 +16,10 @@ Shape suffixes: S sequence, B batch, R rank, O output size (this rank's part of 
 import math
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import (
@@ -37,6 +39,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from mimo_train.config.parts import ADAPTERS, is_adapter
 from mimo_train.config.schema_modules import LoraConfig
+from mimo_train.model.marks import mark
 from mimo_train.model.seeds import seed_for
 
 
@@ -44,6 +47,13 @@ class _Adapter:
     """What the two kinds of adapted linear layers have in common."""
 
     lora: LoraConfig
+    # What the parallel linear layer has that this is mixed into.
+    config: TransformerConfig
+    input_size: int
+    sequence_parallel: bool
+    tp_group: dist.ProcessGroup
+    training: bool
+    weight: torch.Tensor
 
     def _add_adapter(self, target: str, lora: LoraConfig, cut: dict[str, int]) -> None:
         """Make A and B, of which `cut` names the one that tensor parallelism cuts, and along which dimension."""
@@ -62,7 +72,7 @@ class _Adapter:
             set_tensor_model_parallel_attributes(getattr(self, name), True, dim, 1)
         for name in set(ADAPTERS) - set(cut):
             # Each rank sees its part of the tokens: `finalize_model_grads` then sums over the tensor-parallel ranks.
-            getattr(self, name).sequence_parallel = self.sequence_parallel
+            mark(getattr(self, name), sequence_parallel=self.sequence_parallel)
 
     @property
     def _scale(self) -> float:
@@ -75,8 +85,9 @@ class _Adapter:
         with get_cuda_rng_tracker().fork() if cut else nullcontext():
             return F.dropout(inputs, self.lora.dropout)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+    def sharded_state_dict(self, prefix: str, sharded_offsets: tuple, metadata: dict[str, Any]) -> dict[str, Any]:
+        # The linear layer's, which comes behind this class.
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         own = {name: getattr(self, name) for name in ADAPTERS}
         state |= make_sharded_tensors_for_checkpoint(own, prefix, self._cut, sharded_offsets, **groups)
@@ -98,11 +109,16 @@ class _Adapter:
 class LoraColumnParallelLinear(_Adapter, ColumnParallelLinear):
     """`ColumnParallelLinear` with an adapter."""
 
-    def __init__(self, *arguments, lora: LoraConfig, target: str, **options):
+    def __init__(self, *arguments: Any, lora: LoraConfig, target: str, **options: Any):
         super().__init__(*arguments, **options)
         self._add_adapter(target, lora, {"lora_b": 0})
 
-    def forward(self, input_: torch.Tensor, weight=None, runtime_gather_output=None):
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[S, B, input size] -> ([S, B, O], bias or None)."""
         output_SBO, bias = super().forward(input_, weight, runtime_gather_output)
         hidden_SBR = F.linear(self._dropped(input_, cut=self.sequence_parallel), self.lora_a)
@@ -116,11 +132,11 @@ class LoraColumnParallelLinear(_Adapter, ColumnParallelLinear):
 class LoraRowParallelLinear(_Adapter, RowParallelLinear):
     """`RowParallelLinear` with an adapter."""
 
-    def __init__(self, *arguments, lora: LoraConfig, target: str, **options):
+    def __init__(self, *arguments: Any, lora: LoraConfig, target: str, **options: Any):
         super().__init__(*arguments, **options)
         self._add_adapter(target, lora, {"lora_a": 1})
 
-    def forward(self, input_: torch.Tensor):
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[S, B, this rank's part of the input size] -> ([S, B, O], bias or None)."""
         output_SBO, bias = super().forward(input_)
         hidden_SBR = F.linear(self._dropped(input_, cut=True), self.lora_a)
@@ -138,7 +154,7 @@ class LoraLinear:
         """`plain` or `adapted` is what it builds; the config it is given has the `LoraConfig` as `lora`."""
         self._target, self._plain, self._adapted = target, plain, adapted
 
-    def __call__(self, *arguments, config: TransformerConfig, **options):
+    def __call__(self, *arguments: Any, config: TransformerConfig, **options: Any) -> torch.nn.Module:
         lora: LoraConfig = config.lora
         if not lora.rank or self._target not in lora.targets:
             return self._plain(*arguments, config=config, **options)

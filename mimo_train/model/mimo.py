@@ -10,6 +10,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.marks import mark
 from mimo_train.parallel.bridge.exchange import SharedBridge
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.context import sum_gradients
@@ -50,7 +51,7 @@ class PlacedMimoModel(MimoModel):
         labels: torch.Tensor | None = None,
         modality_inputs: dict[str, dict[str, Any]] | None = None,
         packing_kwargs: dict | None = None,
-    ):
+    ) -> tuple[torch.Tensor | dict[str, torch.Tensor], torch.Tensor | None]:
         """One pass of what stands on this rank: encoders first, then the language model.
 
         Args:
@@ -73,7 +74,9 @@ class PlacedMimoModel(MimoModel):
             input_ids, position_ids, attention_mask, loss_mask, labels, received, packing_kwargs
         )
 
-    def get_text_embeddings(self, input_ids, position_ids, special_token_ids) -> torch.Tensor:
+    def get_text_embeddings(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, special_token_ids: dict[str, int]
+    ) -> torch.Tensor:
         """Embeddings [sequence, batch, hidden] of all tokens, also where features will stand.
 
         Megatron-Core's (mimo/model/base.py:346-397) picks out the tokens of the text, and the host waits for their
@@ -81,7 +84,12 @@ class PlacedMimoModel(MimoModel):
         """
         return unwrap_model(self.language_model).embedding(input_ids=input_ids, position_ids=position_ids)
 
-    def align_embeddings_by_token_positions(self, modality_embeddings, input_ids, special_token_ids) -> torch.Tensor:
+    def align_embeddings_by_token_positions(
+        self,
+        modality_embeddings: dict[str, torch.Tensor],
+        input_ids: torch.Tensor,
+        special_token_ids: dict[str, int],
+    ) -> torch.Tensor:
         """The text's embeddings [sequence, batch, hidden] with the features of every module in their places.
 
         Megatron-Core's (mimo/model/base.py:144-210) counts placeholders for the host, which waits for that, and picks
@@ -138,7 +146,9 @@ class MegatronMimoModel(MimoModel):
 
     sizes: Callable[[str], list[int]] = staticmethod(lambda name: [])
 
-    def _attach_modality_split_sizes(self, output: torch.Tensor, input_ids, encoder_name: str) -> None:
+    def _attach_modality_split_sizes(
+        self, output: torch.Tensor, input_ids: torch.Tensor | None, encoder_name: str
+    ) -> None:
         sizes = self.sizes(encoder_name)
         if len(set(sizes)) > 1:  # equal sizes are cut in equal parts without being told
-            output._mimo_bridge_split_sizes = sizes
+            mark(output, _mimo_bridge_split_sizes=sizes)

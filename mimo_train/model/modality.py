@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.parallel import device
 
@@ -37,6 +38,6 @@ class StagedModality(VisionModalitySubmodules):
         return self.project_embeddings(outputs) if self.is_last_stage else outputs[0]
 
 
-def _no_rows(config) -> torch.Tensor:
+def _no_rows(config: TransformerConfig) -> torch.Tensor:
     """What a stage hands on where there is nothing to compute; nothing is sent."""
     return torch.empty(0, config.hidden_size, dtype=config.pipeline_dtype, device=device.current(), requires_grad=True)

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mimo_train.model.marks import mark
 from mimo_train.model.seeds import seed_for
 from mimo_train.plan.layout import ModuleLayout
 
@@ -68,7 +69,8 @@ def _seeded_experts(
         up, down = _weights(experts, index)
         # Megatron-Core 0.19.2 counts experts among the other parameters where ep is 1 and etp is tp (layers.py:961), so
         # that such a layout could not read the optimizer's state of another; as experts they are reduced all the same.
-        up.allreduce = down.allreduce = False
+        for weight in (up, down):
+            mark(weight, allreduce=False)
         # With a gate each rank holds a part of both halves.
         _draw(up, 0, 2 if config.gated_linear_unit else 1, config.init_method, etp)
         _draw(down, 1, 1, config.output_layer_init_method, etp)

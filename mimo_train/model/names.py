@@ -59,8 +59,9 @@ def layers_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, to
 def _global_name(module: torch.nn.Module, name: str) -> str:
     parts, first_expert = name.split("."), 0
     for number, part in enumerate(parts):
-        if hasattr(module, "ep_group") and hasattr(module, "num_local_experts"):
-            first_expert = module.ep_group.rank() * module.num_local_experts
+        ep_group, experts = getattr(module, "ep_group", None), getattr(module, "num_local_experts", 0)
+        if ep_group is not None and experts:
+            first_expert = ep_group.rank() * experts
         module = getattr(module, part)
         if isinstance(module, TransformerLayer):
             parts[number] = str(module.layer_number - 1)

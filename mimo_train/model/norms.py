@@ -68,10 +68,10 @@ def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
             own[f"{module}.{name}"] = None if grad is None else grad.reshape(-1)[piece]
     names = _names_of_all_ranks(model[0], list(own))
     index = {name: number for number, name in enumerate(names)}
-    here = [name for name, piece in own.items() if piece is not None]
+    here = {name: piece for name, piece in own.items() if piece is not None}
     rows = torch.tensor([index[name] for name in here], dtype=torch.long)
     squares_and_counts = torch.zeros(2, len(names), dtype=torch.float64, device=device.current())
-    squares_and_counts[0, rows] = squares_of([own[name] for name in here])
+    squares_and_counts[0, rows] = squares_of(list(here.values()))
     squares_and_counts[1, rows] = 1.0
     dist.all_reduce(squares_and_counts)
     squares, counts = squares_and_counts.tolist()

@@ -23,7 +23,7 @@ _ACTIVATIONS = {"gelu": F.gelu, "quick_gelu": quick_gelu, "relu": F.relu, "silu"
 
 def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfig:
     """The language model's config; it also drives the schedule, on every rank."""
-    llm: LlmSpec = cfg.language.llm
+    llm = cfg.llm
     several_modules = len(cfg.modules) > 1
     return _config(
         cfg,
@@ -115,7 +115,7 @@ def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
     and reads whole sequences."""
     projector: ProjectorSpec = cfg.modules[layout.name].projector
     layout = replace(layout, pp=1, sp=False)
-    llm = cfg.language.llm
+    llm = cfg.llm
     return _config(
         cfg,
         layout,
@@ -130,7 +130,7 @@ def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
     )
 
 
-def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes) -> TransformerConfig:
+def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> TransformerConfig:
     dtype = DTYPES[cfg.train.precision]
     recompute = {}
     if cfg.recompute_of(layout.name) == "full":

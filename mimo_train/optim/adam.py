@@ -9,6 +9,7 @@ each). With `step` an int in the param group, none of the special cases is taken
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
+from torch.optim.optimizer import ParamsT
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -25,13 +26,20 @@ class GroupStepAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
     ):
         assert adam_w_mode and not capturable, "only decoupled weight decay outside of CUDA graphs"
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody here evaluates the loss again
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -39,13 +39,16 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
     """
     adam.install()
     here = modules_of(model)
-    infos, clip_grads, releases = {}, {}, {}
+    infos: dict[str, ModuleOptimizerInfo] = {}
+    clip_grads: dict[str, float | None] = {}
+    releases: dict[torch.nn.Parameter, int] = {}
     for name, grid in groups.grids.items():
         pgs, optimizer = groups.collections.get(name), None
         trained = not is_frozen(name, cfg)
         if trained:
             clip_grads[name] = cfg.modules[name].optim.clip_grad
         if trained and name in here:
+            assert pgs is not None, name
             config = _optimizer_config(cfg, module_optim(cfg, name))
             key = f"modules.{name}.freeze_until"
             releases |= release_steps(here[name], cfg.modules[name].freeze_until, key, pgs.pp)

@@ -67,7 +67,8 @@ class GradientNeeds:
             modules: the chunks of the modules of this rank.
             releases: the step from which parameters are trained that are not from the first on.
         """
-        own, givers = {}, {edge.giver for edge in layout.edges}
+        own: dict[tuple[str, int, bool], int] = {}
+        givers = {edge.giver for edge in layout.edges}
         for name, chunks in modules.items():
             for chunk in chunks if name in givers else ():
                 for parameter_name, parameter in unwrap_model(chunk).named_parameters():

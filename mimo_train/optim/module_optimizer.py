@@ -120,7 +120,9 @@ class ModuleOptimizer(MimoOptimizer):
         self._updates_before.setdefault(step, self.updates)
         self._set_group_steps()
 
-    def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
         """Megatron-Core's state of every module, and what all ranks know alike.
 
         Megatron-Core 0.19.2 asserts one step for all groups (distrib_optimizer.py:838), so they have one meanwhile.

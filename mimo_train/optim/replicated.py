@@ -68,7 +68,7 @@ def _tensors(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> list[tupl
 
 def _placed(place: Any, key: str, tensor: torch.Tensor) -> Any:
     """`tensor` cut and named like its parameter, which `place` describes."""
-    changes = {"key": f"optimizer.state.{key}.{place.key}", "data": tensor}
+    changes: dict[str, object] = {"key": f"optimizer.state.{key}.{place.key}", "data": tensor}
     if not isinstance(place, ShardedTensorFactory):
         changes["dtype"] = tensor.dtype
     placed = replace(place, **changes)

@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mimo_train.config.parts import parts_of
@@ -32,7 +33,8 @@ class ModuleSchedulers:
 
     def __init__(self, cfg: ConfigContainer, optimizer: ModuleOptimizer):
         self.num_steps = 0
-        self._by_module, self._logged = {}, {}
+        self._by_module: dict[str, OptimizerParamScheduler] = {}
+        self._logged: dict[str, tuple[str, dict[str, float]]] = {}
         for name, info in optimizer.module_infos.items():
             if is_frozen(name, cfg):
                 continue
@@ -68,7 +70,9 @@ class _NoParameters:
     param_groups = ()
 
 
-def _scheduler(cfg: ConfigContainer, optim: OptimConfig, optimizer) -> OptimizerParamScheduler:
+def _scheduler(
+    cfg: ConfigContainer, optim: OptimConfig, optimizer: MegatronOptimizer | _NoParameters
+) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

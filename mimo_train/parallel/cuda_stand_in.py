@@ -9,7 +9,8 @@ import contextlib
 import functools
 import inspect
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,7 +25,7 @@ class MissingStandIn(RuntimeError):
 class StandIn:
     """Every replacement, in one place; made once per process, before Megatron-Core is used."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.device_mode = _CudaNamesToCpu()
         self.device_mode.__enter__()
         self._replace_cuda_functions()
@@ -90,7 +91,7 @@ class StandIn:
 
         original = token_dispatcher.maybe_move_tensor_to_cpu
 
-        def move(tensor, as_numpy=False, record_stream=False):
+        def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
             moved = original(tensor, as_numpy=as_numpy, record_stream=record_stream)
             return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
@@ -104,7 +105,9 @@ _TAKE_DEVICES = {torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to}
 class _CudaNamesToCpu(TorchFunctionMode):
     """Sends whatever names a CUDA device to the CPU, and lets `Tensor.type()` answer with CUDA's names."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if not kwargs and func not in _TAKE_DEVICES:
             return func(*args)  # nearly all calls; every microsecond here is paid thousands of times a step
         kwargs = kwargs or {}
@@ -141,28 +144,28 @@ class _Stream:
     cuda_stream = 0
     device = CPU
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: object, **kwargs: object):
         pass
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
 
     def __hash__(self) -> int:
         return 0
 
-    def __enter__(self):
+    def __enter__(self) -> "_Stream":
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         return None
 
-    def wait_stream(self, stream) -> None:
+    def wait_stream(self, stream: object) -> None:
         """Nothing to wait for."""
 
-    def wait_event(self, event) -> None:
+    def wait_event(self, event: object) -> None:
         """Nothing to wait for."""
 
-    def record_event(self, event=None):
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
         """An event that has happened."""
         return event or _Event()
 
@@ -173,13 +176,13 @@ class _Stream:
 class _Event:
     """An event on such a stream: it has always happened."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: object, **kwargs: object):
         pass
 
-    def record(self, stream=None) -> None:
+    def record(self, stream: object = None) -> None:
         """Has happened."""
 
-    def wait(self, stream=None) -> None:
+    def wait(self, stream: object = None) -> None:
         """Nothing to wait for."""
 
     def synchronize(self) -> None:
@@ -190,7 +193,7 @@ class _Event:
         return True
 
 
-def _nothing(*args, **kwargs) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     """Stands in for what has no effect on a CPU."""
 
 
@@ -212,9 +215,9 @@ _HARMLESS = {
 """Functions that answer truthfully without a GPU; torch itself asks some of them on CPU runs."""
 
 
-def _missing(name: str):
+def _missing(name: str) -> Callable[..., NoReturn]:
     @functools.wraps(getattr(torch.cuda, name))
-    def call(*args, **kwargs):
+    def call(*args: object, **kwargs: object) -> NoReturn:
         caller = sys._getframe(1)
         raise MissingStandIn(
             f"torch.cuda.{name} was called on a CPU run by {caller.f_code.co_filename}:{caller.f_lineno}; "
@@ -224,9 +227,9 @@ def _missing(name: str):
     return call
 
 
-def _without_nccl(original):
+def _without_nccl(original: Callable) -> Callable:
     @functools.wraps(original)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("backend") == "nccl":
             kwargs["backend"] = "gloo"
         return original(*args, **kwargs)
@@ -234,9 +237,14 @@ def _without_nccl(original):
     return call
 
 
-def _of_unequal_parts(original):
+def _of_unequal_parts(original: Callable) -> Callable:
     @functools.wraps(original)
-    def all_gather(tensor_list, tensor, group=None, async_op=False):
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: torch.distributed.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> torch.distributed.Work | None:
         rows = [len(part) for part in tensor_list] if tensor.dim() else [1]
         if len(set(rows)) == 1:
             return original(tensor_list, tensor, group=group, async_op=async_op)

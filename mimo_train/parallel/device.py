@@ -65,12 +65,12 @@ def init_process_group(
 ) -> None:
     """Join the processes of the run from torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or those
     that meet at `store`."""
-    meeting = {}
-    if store is not None:
-        meeting = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     torch.distributed.init_process_group(
         backend(kind),
-        **meeting,
+        store=store,
+        # -1: torch reads them itself, with the address.
+        rank=-1 if store is None else int(os.environ["RANK"]),
+        world_size=-1 if store is None else int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(minutes=timeout_minutes),
         device_id=device if kind == "cuda" else None,
     )

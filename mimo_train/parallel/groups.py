@@ -87,7 +87,9 @@ def _build_embedding_groups(grid: HyperCommGrid) -> tuple[dist.ProcessGroup | No
     return own_embedding, own_position
 
 
-def _collect(grid: HyperCommGrid, embedding, position) -> ProcessGroupCollection:
+def _collect(
+    grid: HyperCommGrid, embedding: dist.ProcessGroup | None, position: dist.ProcessGroup | None
+) -> ProcessGroupCollection:
     def base(*axes: str) -> dist.ProcessGroup:
         return grid.get_pg(list(axes))
 

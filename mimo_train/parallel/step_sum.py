@@ -64,6 +64,12 @@ class StepSum:
             return run
         return torch.tensor(run, dtype=torch.float64).to(self._device)
 
+    def sum_of(self, name: str) -> torch.Tensor:
+        """`total` of a section that is open, after a `reduce`."""
+        total = self.total(name)
+        assert total is not None, f"nothing was summed yet, or there is no section {name}"
+        return total
+
     def total(self, name: str) -> torch.Tensor | None:
         """Sum of a section over ranks, float64 on the device; None before the first `reduce`."""
         if self._total is None or name not in self._sections:

@@ -177,13 +177,13 @@ class StepFlops:
         """`vocab`: rows of the embedding, padding included (`memory.padded_vocab_size`)."""
         self._recompute = {name: cfg.recompute_of(name) for name in cfg.modules}
         self._modules = cfg.modules
-        width = cfg.language.llm.hidden_size
+        width = cfg.llm.hidden_size
         one_of_each = (Media(patches=1), Media(tokens=1), Media(pairs=1))
         self._products = {
             name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
             for name, module in cfg.encoders.items()
         }
-        self._products[LANGUAGE] = [language_products(cfg.language.llm, cfg.data.sequence_length, vocab)]
+        self._products[LANGUAGE] = [language_products(cfg.llm, cfg.data.sequence_length, vocab)]
         self._unit: dict[tuple, dict[str, list[Flops]]] = {}
         """For what is frozen: FLOPs of one sample (language), or of a patch, a token and a pair (encoders)."""
 

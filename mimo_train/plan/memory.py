@@ -181,7 +181,7 @@ def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
 
 def _language_activations(run: Run, stage: int, vocab: int) -> int:
     cfg, sizes = run.cfg, run.layout.language
-    llm, train = cfg.language.llm, cfg.train
+    llm, train = cfg.llm, cfg.train
     tokens = cfg.data.sequence_length * train.micro_batch_size // sizes.cp
     key_width = llm.hidden_size // llm.num_attention_heads * (llm.num_query_groups or llm.num_attention_heads)
     layer = layer_activations(
@@ -231,7 +231,7 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
         kept = stack_activations(layers, layer, boundary, flying, cfg.recompute_of(name))
     if stage < sizes.pp - 1:
         return kept
-    width = cfg.language.llm.hidden_size
+    width = cfg.llm.hidden_size
     per_token = joined_width(encoder, projector) + width
     if projector.kind == "mlp":
         per_token += 2 * (projector.ffn_hidden_size or width) // sizes.tp

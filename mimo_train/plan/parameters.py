@@ -111,11 +111,11 @@ def module_parameters(
     whole module."""
     module, place = cfg.modules[name], {"stage": stage, "stages": stages}
     if name == LANGUAGE:
-        counts = {"llm": language_parameters(module.llm, vocab, cfg.data.sequence_length, tp=tp, **place)}
-        if module.llm.num_experts:
-            counts["experts"] = expert_parameters(module.llm, ep=ep, etp=etp, **place)
+        counts = {"llm": language_parameters(cfg.llm, vocab, cfg.data.sequence_length, tp=tp, **place)}
+        if cfg.llm.num_experts:
+            counts["experts"] = expert_parameters(cfg.llm, ep=ep, etp=etp, **place)
     else:
-        width = cfg.language.llm.hidden_size
+        width = cfg.llm.hidden_size
         counts = {"encoder": encoder_parameters(module.encoder, tp=tp, **place)}
         if stage == stages - 1:
             counts["projector"] = projector_parameters(

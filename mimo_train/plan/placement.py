@@ -94,7 +94,8 @@ def _spans(cfg: ConfigContainer) -> dict[str, range]:
 
 
 def _one_after_the_other(cfg: ConfigContainer, order: tuple[str, ...]) -> dict[str, int]:
-    firsts, following = {}, 0
+    firsts: dict[str, int] = {}
+    following = 0
     for name in order:
         firsts[name] = following
         following += _size(cfg.modules[name].layout)
@@ -231,7 +232,8 @@ def _crossing_faults(
 def _aligned(cfg: ConfigContainer, spans: dict[str, range], node: int) -> dict[str, int]:
     """First ranks that keep every tensor-parallel group on a node, what shares ranks together and the order, with as
     few idle ranks as that allows; empty if there are none."""
-    firsts, following = {}, 0
+    firsts: dict[str, int] = {}
+    following = 0
     for start in sorted({span[0] for span in spans.values()}):
         names = [name for name, span in spans.items() if span[0] == start]
         places = range(following, following + node)
@@ -246,7 +248,7 @@ def _aligned(cfg: ConfigContainer, spans: dict[str, range], node: int) -> dict[s
 def _dropout_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
     """A rank has one generator: what one module's tensor-parallel ranks must draw alike, another's draw apart."""
     dropout = {name: module.encoder.dropout for name, module in cfg.encoders.items()}
-    dropout[LANGUAGE] = cfg.language.llm.dropout
+    dropout[LANGUAGE] = cfg.llm.dropout
     names = list(spans)
     for index, name in enumerate(names):
         for other in names[:index]:

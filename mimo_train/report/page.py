@@ -65,7 +65,7 @@ def _gather(run_dir: Path, run: Run) -> Page:
     encoders = {name: module.encoder.name for name, module in cfg.encoders.items()}
     return Page(
         run=run_dir.resolve().name,
-        models=encoders | {LANGUAGE: cfg.language.llm.name},
+        models=encoders | {LANGUAGE: cfg.llm.name},
         blind=cfg.data.blind,
         headline=headline(data, cfg.train.iters),
         charts=run_charts(data, run.layout),

@@ -69,12 +69,9 @@ class StepIterator:
                 `own_learned`; None for an evaluation, whose flags are exchanged at every step.
         """
         self._loader, self._pipeline, self._step_sum = loader, pipeline, step_sum
-        self._language = pipeline.groups.collections.get(LANGUAGE)
         self._upcoming: StepBatch | None = next(loader, None)
-        self.current: StepBatch | None = None
-        self.bad: torch.Tensor | None = None
-        """[global_batch_size], of which a smaller step uses the first: above 0 where any rank found the sample of the
-        current step bad."""
+        self._current: StepBatch | None = None
+        self._bad: torch.Tensor | None = None
         self.weighs = pipeline.router_losses.active and step_sum is not None
         """Whether ranks need to know how much of each sample counts."""
         self._sums_seen = step_sum.count if step_sum else 0
@@ -83,27 +80,40 @@ class StepIterator:
     def advance(self) -> StepBatch | None:
         """Make the next step the current one; None when there is no more. Collective over all ranks at the start,
         after a step that was passed over, and at every step of an evaluation."""
-        self.current = self._upcoming
-        if self.current is None:
+        self._current, step_sum = self._upcoming, self._step_sum
+        if self._current is None:
             return None
-        flags, learned, step_sum = None, None, self._step_sum
-        if step_sum and step_sum.count != self._sums_seen:
-            flags, learned = step_sum.total("bad samples"), step_sum.total("learned")
-            self._sums_seen = step_sum.count
-        if flags is None:
-            flags, learned = self._all_flags_of(self.current), self._learned_of(self.current)
+        summed = step_sum if step_sum and step_sum.count != self._sums_seen else None
+        if summed:
+            self._sums_seen = summed.count
+        flags = summed.sum_of("bad samples") if summed else self._all_flags_of(self._current)
+        if not summed:
             dist.all_reduce(flags)
-            if self.weighs:
-                dist.all_reduce(learned)
-        self.bad = flags
+        self._bad = flags
         self._good = (flags == 0).float()[:, None]
         if self.weighs:
-            share = (learned * (flags == 0)).sum() / self.current.size
+            learned = summed.sum_of("learned") if summed else self._learned_of(self._current)
+            if not summed:
+                dist.all_reduce(learned)
+            share = (learned * (flags == 0)).sum() / self._current.size
             self._pipeline.router_losses.learned_share = share.to(torch.float32)
         with self._pipeline.stopwatch("data_wait"):
             self._upcoming = next(self._loader, None)
         self.rewind()
-        return self.current
+        return self._current
+
+    @property
+    def current(self) -> StepBatch:
+        """The step that `advance` has moved to."""
+        assert self._current is not None, "there is no current step: `advance` makes the next one current"
+        return self._current
+
+    @property
+    def bad(self) -> torch.Tensor:
+        """[global_batch_size], of which a smaller step uses the first: above 0 where any rank found the sample of the
+        current step bad."""
+        assert self._bad is not None, "there is no current step: `advance` makes the next one current"
+        return self._bad
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +137,7 @@ class StepIterator:
         )
         self._waiting = deque(chosen)
 
-    def __iter__(self):
+    def __iter__(self) -> "StepIterator":
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -172,7 +182,7 @@ class StepIterator:
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
         """[global_batch_size]: share of positions that count, of the samples whose text no other rank adds."""
-        pipeline, language = self._pipeline, self._language
+        pipeline, language = self._pipeline, self._pipeline.groups.collections.get(LANGUAGE)
         shares = torch.zeros(pipeline.batch.global_batch_size, dtype=torch.float64)
         reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
         if step is not None and reads:
@@ -184,5 +194,5 @@ class StepIterator:
 
     def _first(self, microbatch: int) -> int:
         """Place in the step of this language rank's first sample of a microbatch."""
-        batch = self._pipeline.batch
-        return microbatch * batch.microbatch_samples + self._language.dp.rank() * batch.micro_batch_size
+        batch, language = self._pipeline.batch, self._pipeline.groups.collections[LANGUAGE]
+        return microbatch * batch.microbatch_samples + language.dp.rank() * batch.micro_batch_size

@@ -1,7 +1,8 @@
 """Forward step of the plain GPT, the case of one module."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
@@ -13,8 +14,11 @@ from mimo_train.step.state import GlobalState
 
 
 def forward_step(
-    state: GlobalState, data_iterator: Iterable, model: MegatronModule, return_schedule_plan: bool = False
-):
+    state: GlobalState,
+    data_iterator: Iterator[dict[str, Any]],
+    model: MegatronModule,
+    return_schedule_plan: bool = False,
+) -> tuple[Any, Callable]:
     """One forward pass of this rank's stage.
 
     Args:

@@ -1,6 +1,6 @@
 """Forward step of a run with several modules: encoders give features, only the language model gives a loss."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_in
 """Keys of a microbatch that the model takes."""
 
 
-def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor):
+def loss_func(
+    loss_mask: torch.Tensor, output_tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss at the language model's last stage.
 
     Args:
@@ -29,7 +31,7 @@ def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor):
     return masked_token_loss(loss_mask, output_tensor)
 
 
-def get_batch(data_iterator: Iterable | None) -> dict[str, Any] | None:
+def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
     """The next microbatch of this rank, or None when there is no more, or no iterator.
 
     Returns:
@@ -40,7 +42,9 @@ def get_batch(data_iterator: Iterable | None) -> dict[str, Any] | None:
     return None if batch is None else {key: batch[key] for key in MODEL_INPUTS if key in batch}
 
 
-def forward_step(state: GlobalState, data_iterator: Iterable, model: MimoModel):
+def forward_step(
+    state: GlobalState, data_iterator: Iterator[dict[str, Any]] | None, model: MimoModel
+) -> tuple[torch.Tensor | dict[str, torch.Tensor], Callable | None]:
     """One forward pass of this rank's modules.
 
     Returns:

@@ -14,7 +14,9 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.parts import LANGUAGE
@@ -57,8 +59,10 @@ class Pipeline:
         self.stopwatch, self.shapes = stopwatch, StepShapes()
         self._run, self._step_sum = run, step_sum
         language = groups.collections.get(LANGUAGE)
-        self.is_last_stage = language is not None and language.pp.rank() == language.pp.size() - 1
-        self._counts_tokens = self.is_last_stage and language.tp.rank() == 0
+        self.is_last_stage = self._counts_tokens = False
+        if language is not None:
+            self.is_last_stage = language.pp.rank() == language.pp.size() - 1
+            self._counts_tokens = self.is_last_stage and language.tp.rank() == 0
         self._num_tokens: torch.Tensor | None = None
         self._when_done: Callable[[], None] = lambda: None
         self._megatron_sizes: MegatronSizes | None = None
@@ -115,17 +119,20 @@ class Pipeline:
             while_waiting: called in every exchange with them.
             when_done: called when this rank has done its part of a step.
         """
-        for bridge in self._communicator.bridge_comms if self.layout.disjoint_edges else ():
-            bridge.while_waiting = while_waiting
+        if self.layout.disjoint_edges:
+            assert self._communicator is not None, "modules on other ranks are reached by a communicator"
+            for bridge in self._communicator.bridge_comms:
+                bridge.while_waiting = while_waiting
         self._when_done = when_done
 
     def own_tokens(self) -> torch.Tensor | None:
         """Tokens that this rank counted in the current step; one rank of each tensor-parallel group counts."""
         return self._num_tokens if self._counts_tokens else None
 
-    def _choose_schedule(self, model: MegatronModule, config) -> None:
+    def _choose_schedule(self, model: MegatronModule, config: TransformerConfig) -> None:
         layout, groups = self.layout, self.groups
-        self._communicator, self._schedule = None, schedules.forward_backward_no_pipelining
+        self._communicator: MultiModulePipelineCommunicator | TimedP2PCommunicator | None = None
+        self._schedule = schedules.forward_backward_no_pipelining
         self._schedule_groups = groups.collections.get(LANGUAGE)
         if isinstance(model, MimoModel):
             self._connect(model, config)
@@ -135,14 +142,14 @@ class Pipeline:
             self._schedule = schedules.forward_backward_pipelining_without_interleaving
             self._schedule_groups = groups.multi_module
         elif layout.language.pp > 1:
-            self._communicator = TimedP2PCommunicator(self._schedule_groups.pp, config, self.stopwatch)
+            self._communicator = TimedP2PCommunicator(groups.collections[LANGUAGE].pp, config, self.stopwatch)
             self._schedule = (
                 schedules.forward_backward_pipelining_with_interleaving
                 if layout.language.vpp > 1
                 else schedules.forward_backward_pipelining_without_interleaving
             )
 
-    def _connect(self, model: MimoModel, config) -> None:
+    def _connect(self, model: MimoModel, config: TransformerConfig) -> None:
         """Give the model the bridges of its shared edges, or what Megatron-Core's need."""
         if isinstance(model, MegatronMimoModel):
             self._megatron_sizes = model.sizes = MegatronSizes(self.layout, self.shapes)
@@ -157,7 +164,7 @@ class Pipeline:
             if edge.giver in self._modules
         }
 
-    def _communicator_of(self, model: MimoModel, config) -> MultiModulePipelineCommunicator:
+    def _communicator_of(self, model: MimoModel, config: TransformerConfig) -> MultiModulePipelineCommunicator:
         """What carries features and activations between the steps of the schedule."""
         grids = self.groups.grids
         if self._megatron_sizes:
@@ -174,14 +181,20 @@ class Pipeline:
             self.stopwatch,
         )
 
-    def _hidden_sizes(self, model: MimoModel, config) -> dict[str, int]:
+    def _hidden_sizes(self, model: MimoModel, config: TransformerConfig) -> dict[str, int]:
         """Width of the layers of the modules of this rank, and of the language model."""
         return {LANGUAGE: config.hidden_size} | {
             name: unwrap_model(submodule).encoders[name].config.hidden_size
             for name, submodule in model.modality_submodules.items()
         }
 
-    def _finalize(self, _model, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
+    def _finalize(
+        self,
+        _model: list[MegatronModule],
+        num_tokens: torch.Tensor | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool = False,
+    ) -> None:
         """Reduce every module's gradients over its own groups, then divide by the tokens of the global batch.
 
         Called by the schedule after the last backward. Only the language model's last stage counts tokens; one sum
@@ -193,7 +206,7 @@ class Pipeline:
             for name, chunks in self._modules.items():
                 finalize_model_grads(chunks, None, self.groups.collections[name], force_all_reduce)
             self._step_sum.reduce()
-        tokens = self._step_sum.total("tokens").clamp(min=1).to(torch.float32)
+        tokens = self._step_sum.sum_of("tokens").clamp(min=1).to(torch.float32)
         for chunks in self._modules.values():
             for chunk in chunks:
                 chunk.scale_gradients(1.0 / tokens)

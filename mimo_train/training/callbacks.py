@@ -29,7 +29,7 @@ class Callback:
         TypeError: a subclass has an `on_...` method that is no event; when the class is made.
     """
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         unknown = sorted(name for name in vars(cls) if name.startswith("on_") and name not in EVENTS)
         if unknown:

@@ -37,7 +37,7 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
     class Finalize(inprocess.finalize.Finalize):
         """Forgets what the ended life has left in this process; its process groups are gone already."""
 
-        def __call__(self, frozen_state):
+        def __call__(self, frozen_state: inprocess.state.FrozenState) -> inprocess.state.FrozenState:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_global_memory_buffer()
             # May hold what an interrupted save has written.
@@ -51,7 +51,7 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
 
     last_error: list[Exception] = []
 
-    def one_life(call_wrapper: inprocess.CallWrapper = None):
+    def one_life(call_wrapper: inprocess.CallWrapper = None) -> int:
         # Only now has the wrapper let go of the error that ended the last life, and of what its frames held.
         gc.collect()
         device.release_cached_memory()
@@ -67,7 +67,7 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
                 traceback.print_exc()
             raise
 
-    def lives():
+    def lives() -> int:
         _be_reachable()
         patience = timedelta(minutes=run.timeout_minutes)
         wrapper = inprocess.Wrapper(

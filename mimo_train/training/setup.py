@@ -139,7 +139,7 @@ def setup(
     )
     data = StepIterator(loader, pipeline, step_sum)
     _open_sections(run, step_sum, pipeline, losses, votes, data)
-    optimizer.passengers = partial(step_sum.total, "votes")
+    optimizer.passengers = partial(step_sum.sum_of, "votes")
     prefetcher = features.prefetcher(data)
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)

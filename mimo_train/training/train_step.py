@@ -1,5 +1,7 @@
 """One step of training: forward and backward over its microbatches, then the update."""
 
+from dataclasses import replace
+
 from mimo_train.step.forward_backward import ForwardBackward
 from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.step.result import StepResult
@@ -28,9 +30,9 @@ class TrainStep:
         for _ in session.rerun.runs(data):
             self.forward_backward(data, len(data.current.microbatches))
         should_checkpoint, should_exit, exit_code = session.rerun.verdict()
-        asked = {"should_checkpoint": should_checkpoint, "should_exit": should_exit, "exit_code": exit_code}
+        asked = StepResult(should_checkpoint=should_checkpoint, should_exit=should_exit, exit_code=exit_code)
         if should_exit:
-            return StepResult(skipped_iter=1, **asked)
+            return replace(asked, skipped_iter=1)
         with session.parts.stopwatch("optimizer"):
             updated, grad_norm, num_zeros = session.optimizer.step()
         if updated:
@@ -38,4 +40,6 @@ class TrainStep:
         losses, router_losses = session.losses.reduced(), session.parts.pipeline.router_losses
         if losses:
             losses |= router_losses.reduced(session.parts.step_sum.total(router_losses.SECTION))
-        return StepResult(losses, int(not updated), grad_norm, num_zeros, **asked)
+        return replace(
+            asked, losses=losses, skipped_iter=int(not updated), grad_norm=grad_norm, num_zeros_in_grad=num_zeros
+        )

@@ -43,7 +43,7 @@ class JsonlSink:
             OSError: the line cannot be written.
         """
         assert not {"step", "consumed_samples"} & set(values), f"reserved keys in {sorted(values)}"
-        line = {"step": int(step), "consumed_samples": int(consumed_samples)}
+        line: dict[str, int | float | str] = {"step": int(step), "consumed_samples": int(consumed_samples)}
         line |= {key: _to_json(value) for key, value in values.items()}
         self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
 
@@ -83,9 +83,10 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict]]:
         for number, raw in enumerate(file, start=1):
             try:
                 line = json.loads(raw)
-                why = "" if isinstance(line, dict) and "step" in line else "not an object with a step"
             except ValueError as error:
-                why = str(error)
+                line, why = None, str(error)
+            else:
+                why = "" if isinstance(line, dict) and "step" in line else "not an object with a step"
             if why:
                 if not raw.endswith(b"\n"):
                     return
@@ -93,7 +94,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict]]:
             yield raw, line
 
 
-def _to_json(value: float) -> int | float | str:
+def _to_json(value: float | Integral) -> int | float | str:
     if isinstance(value, Integral):
         return int(value)
     value = float(value)

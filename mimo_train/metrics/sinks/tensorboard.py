@@ -21,7 +21,7 @@ class TensorboardSink:
         # One event for all keys: an event for each costs as much as all of them.
         scalars = {"consumed_samples": consumed_samples, **values}
         summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()])
-        self.handle.file_writer.add_summary(summary, step)
+        self.handle.file_writer.add_summary(summary, step)  # type: ignore[attr-defined]  # torch declares it None
 
     def close(self) -> None:
         """Flush and close the event file."""

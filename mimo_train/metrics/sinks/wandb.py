@@ -9,12 +9,15 @@ import netrc
 import os
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from mimo_train.metrics.sinks.run_id import keep_id, kept_id
 
 _ID_FILE = "wandb_id.txt"
+
+Mode = Literal["online", "offline", "disabled", "shared"]
+"""What WANDB_MODE may say."""
 
 
 class WandbSink:
@@ -36,7 +39,7 @@ class WandbSink:
             name=run_dir.name,
             id=run_id,
             resume="allow",
-            mode=mode,
+            mode=cast(Mode, mode),  # of another word W&B says what it is
             dir=str(run_dir),
             config=config,
             allow_val_change=True,

@@ -1,9 +1,12 @@
 """The communicators of the pipeline schedule: between stages of one module, and over all modules in the pipeline."""
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,18 +19,21 @@ from mimo_train.plan.layout import ModuleLayout, RunLayout
 from mimo_train.plan.pipeline import stages_to_end
 from mimo_train.plan.run import Run
 
+Received = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]
+"""From the stage before, from the one behind, and handles of messages that are still on their way."""
+
 
 class TimedP2PCommunicator(P2PCommunicator):
     """Megatron-Core's communicator between the stages of one module, timed as `pipeline_wait`."""
 
-    def __init__(self, pp_group: dist.ProcessGroup, config, watch: Watch):
+    def __init__(self, pp_group: dist.ProcessGroup, config: TransformerConfig, watch: Watch):
         super().__init__(pp_group, config)
         self._watch = watch
 
-    def _communicate(self, **arguments):
+    def _communicate(self, *arguments: Any, **options: Any) -> Received:
         # Every send and receive begins here, and ends here unless communication overlaps with computation.
         with self._watch("pipeline_wait"):
-            previous, following, handles = super()._communicate(**arguments)
+            previous, following, handles = super()._communicate(*arguments, **options)
         if handles:
             handles = {name: _TimedHandle(handle, self._watch) for name, handle in handles.items()}
         return previous, following, handles
@@ -54,8 +60,17 @@ class ModuleStages(TimedP2PCommunicator):
     an encoder's stage that needs none.
     """
 
-    def __init__(self, module: ModuleLayout, pp_group, config, hidden_size: int, sequence_length: int, batch: int,
-                 shapes: StepShapes, watch: Watch):  # fmt: skip
+    def __init__(
+        self,
+        module: ModuleLayout,
+        pp_group: dist.ProcessGroup,
+        config: TransformerConfig,
+        hidden_size: int,
+        sequence_length: int,
+        batch: int,
+        shapes: StepShapes,
+        watch: Watch,
+    ):
         config = copy.copy(config)
         config.variable_seq_lengths = False
         super().__init__(pp_group, config, watch)
@@ -64,7 +79,16 @@ class ModuleStages(TimedP2PCommunicator):
         self._fixed = (sequence_length // module.cp // (module.tp if module.sp else 1), batch, hidden_size)
         self._turns = Turns(shapes)
 
-    def _communicate(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, **options):
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Sequence[int],
+        **options: Any,
+    ) -> Received:
         assert not (recv_prev and recv_next), "1F1B without interleaving receives from one side at a time"
         if self._module.name != LANGUAGE:
             stage = self.pp_group.rank()
@@ -112,7 +136,7 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
     def __init__(
         self,
         run: Run,
-        grids,
+        grids: dict[str, HyperCommGrid],
         config: TransformerConfig,
         hidden_sizes: dict[str, int],
         sequence_length: int,
@@ -172,7 +196,9 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
 class MegatronCommunicator(MultiModulePipelineCommunicator):
     """Megatron-Core's communicator as it is; only the time between stages is taken."""
 
-    def __init__(self, layout: RunLayout, grids, config: TransformerConfig, watch: Watch = not_timed):
+    def __init__(
+        self, layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig, watch: Watch = not_timed
+    ):
         self._watch = watch
         super().__init__(*_piped(layout, grids, config))
 
@@ -182,7 +208,7 @@ class MegatronCommunicator(MultiModulePipelineCommunicator):
             info.p2p_communicator = TimedP2PCommunicator(info.p2p_communicator.pp_group, self.config, self._watch)
 
 
-def _piped(layout: RunLayout, grids, config) -> tuple:
+def _piped(layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig) -> tuple:
     """Grids, topology, config, dimension names, numbers of dimensions: what `MultiModulePipelineCommunicator` takes."""
     topology: dict[str, list[str]] = {name: [] for name in layout.piped_modules}
     for edge in layout.disjoint_edges:

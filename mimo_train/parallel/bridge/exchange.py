@@ -14,6 +14,7 @@ holds all rows of the replica's samples, and so does every rank of a replica of 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,8 +126,10 @@ class Bridge:
         operations = [dist.P2POp(dist.isend, rows, part.peer) for rows, part in given if part.peer != self._rank]
         own = next((rows for rows, part in given if part.peer == self._rank), None)
         for part in parts:
+            assert taken is not None, "there are parts, and no room for them"
             room = taken[part.first : part.last]
             if part.peer == self._rank:
+                assert own is not None, f"rank {self._rank} takes from itself what it does not give"
                 room.copy_(own)
             else:
                 operations.append(dist.P2POp(dist.irecv, room, part.peer))
@@ -164,7 +167,7 @@ class DisjointBridge(Bridge):
     schedule keeps the gradients of all inputs (schedules.py:619 in Megatron-Core 0.19.2).
     """
 
-    def __init__(self, edge: Edge, grids: dict[str, HyperCommGrid], *arguments):
+    def __init__(self, edge: Edge, grids: dict[str, HyperCommGrid], *arguments: Any):
         """`arguments`: those of `Bridge` after the edge."""
         super().__init__(edge, *arguments)
         self.src_module_name, self.dest_module_name = edge.giver, edge.taker
@@ -246,12 +249,12 @@ class SharedBridge(Bridge):
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, features: torch.Tensor, bridge: SharedBridge, microbatch: int) -> torch.Tensor:
+    def forward(ctx: Any, features: torch.Tensor, bridge: SharedBridge, microbatch: int) -> torch.Tensor:
         ctx.bridge, ctx.microbatch = bridge, microbatch
         return bridge.to_taker(features, microbatch)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.bridge.to_giver(gradient, ctx.microbatch), None, None
 
 

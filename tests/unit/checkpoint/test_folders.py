@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
+from mimo_train.config.fault import UserError
 
 
 def saved(run_dir: Path, step: int, non_persistent: bool = False) -> Path:
@@ -46,6 +47,13 @@ def test_the_newest_of_both_kinds_is_resumed(tmp_path, persistent, non_persisten
     if expected:
         assert folders.chosen(tmp_path / "other", str(tmp_path)) == expected
         assert folders.chosen(tmp_path / "other", str(expected)) == expected
+
+
+@pytest.mark.parametrize("folder", ["auto", "never", "empty"])
+def test_a_folder_without_a_checkpoint_is_an_error_whatever_its_name(tmp_path, folder):
+    (tmp_path / folder).mkdir()
+    with pytest.raises(UserError, match=f"^checkpoint.weights: no complete checkpoint in .*{folder}: give"):
+        folders.in_folder(tmp_path / folder, "checkpoint.weights")
 
 
 def test_an_unfinished_checkpoint_is_none(tmp_path):

@@ -26,6 +26,21 @@ def test_a_signal_is_a_vote_and_ends_nothing_by_itself(number):
     assert signal.getsignal(number) is before
 
 
+def test_a_handler_that_python_did_not_set_fails_no_run(monkeypatch):
+    set_now = []
+
+    def of_c(number, handler):
+        """As `signal.signal`, where a handler was installed before Python started: it is None, and cannot be set."""
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+        set_now.append(number)
+
+    monkeypatch.setattr(signal, "signal", of_c)
+    with ExitSignal():
+        assert set_now == [*ExitSignal.SIGNALS]
+    assert set_now == [*ExitSignal.SIGNALS]
+
+
 @pytest.mark.parametrize(
     ("minutes", "started", "vote"), [(0, 1e9, False), (2, 110, False), (2, 130, True), (0.01, 0.7, True)]
 )
