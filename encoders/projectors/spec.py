@@ -12,14 +12,15 @@ class ProjectorSpec:
     name: str = "mlp"
     """Free name, shown in tables."""
     kind: str = "mlp"
-    """mlp (two linear layers with an activation between them) or linear (one)."""
+    """`mlp` (two linear layers with an activation between them) or `linear` (one)."""
     ffn_hidden_size: int = 0
-    """Hidden width of the mlp; 0 means the language model's hidden size."""
+    """Hidden width of the mlp; 0: the language model's hidden size."""
     activation: str = "gelu"
-    """gelu, quick_gelu, relu or silu."""
+    """`gelu`, `quick_gelu`, `relu` or `silu`."""
     merge: int = 1
     """What is joined into one token before the projection: of a picture the square of neighbouring patches with this
-    side (pixel shuffle; merge 2 makes a quarter of the tokens, each four times as wide), of a clip so many frames."""
+    side (pixel shuffle; 2 makes a quarter of the tokens, each four times as wide), of a clip so many neighbouring
+    frames. At least 1. Must divide the patch grid of `resize: fixed`."""
 
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""

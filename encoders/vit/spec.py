@@ -13,34 +13,35 @@ class VisionSpec:
     name: str = "vit"
     """Free name, shown in tables."""
     family: str = "vit"
-    """Key of `encoders.registry.FAMILIES`: decides which code builds the encoder."""
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     resize: str = "fixed"
-    """fixed (every picture to `image_size` x `image_size`) or native (each keeps its aspect ratio, and its size within
-    the bounds)."""
+    """`fixed`: every picture is resized to `image_size` x `image_size`, its aspect ratio is not kept. `native`: it
+    keeps its aspect ratio; sides become the nearest multiples of `patch_size * merge`, and learned positions are
+    interpolated to its grid."""
     image_size: int = 224
-    """Height and width, in pixels, of the grid of learned positions; with resize fixed, of every picture."""
+    """Height and width, in pixels, of the grid of learned positions; with `resize: fixed`, of every picture."""
     min_pixels: int = 0
-    """With resize native: smaller pictures are enlarged to about this area in pixels. 0: no bound."""
+    """With `resize: native`: smaller pictures are enlarged to about this area in pixels. 0: no bound."""
     max_pixels: int = 0
-    """With resize native: larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
+    """With `resize: native`: larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
     patch_size: int = 16
-    """Height and width of one patch in pixels; must divide `image_size`."""
+    """Height and width of one patch in pixels. Must divide `image_size`."""
     hidden_size: int = 768
     """Width of the residual stream."""
     num_layers: int = 12
     """Transformer layers."""
     num_attention_heads: int = 12
-    """Attention heads; must divide `hidden_size` and be divisible by the module's tp."""
+    """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
     ffn_hidden_size: int = 3072
-    """Width of the feed-forward block; must be divisible by the module's tp."""
+    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     normalization: str = "LayerNorm"
-    """LayerNorm or RMSNorm."""
+    """`LayerNorm` or `RMSNorm`."""
     layernorm_epsilon: float = 1e-6
     """Epsilon of every norm."""
     activation: str = "gelu"
-    """gelu, quick_gelu, relu or silu."""
+    """`gelu`, `quick_gelu`, `relu` or `silu`."""
     class_token: bool = False
-    """Whether a learned class token joins the patches inside the encoder; it is dropped before the projector."""
+    """Whether a learned class token joins the patches inside the encoder. It is dropped before the projector."""
     dropout: float = 0.0
     """Dropout probability of hidden states and attention."""
     init_std: float = 0.02

@@ -15,31 +15,31 @@ class WhisperSpec:
     name: str = "whisper"
     """Free name, shown in tables."""
     family: str = "whisper"
-    """Key of `encoders.registry.FAMILIES`: decides which code builds the encoder."""
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     sample_rate: int = 16000
     """Samples per second that every clip is resampled to."""
     max_seconds: float = 30.0
-    """Longest clip, in seconds; a sample with a longer one is bad."""
+    """Longest clip, in seconds. A sample with a longer one is bad."""
     num_mels: int = 80
     """Mel bands of the spectrogram."""
     window: int = 400
-    """Samples of one window of the Fourier transform; must be below 4 times `hop`."""
+    """Samples of one window of the Fourier transform. Must be below 4 times `hop`."""
     hop: int = 160
     """Samples from one window to the next; the layers see one frame for every two windows."""
     hidden_size: int = 768
-    """Width of the residual stream; must be even."""
+    """Width of the residual stream. Must be even."""
     num_layers: int = 12
     """Transformer layers."""
     num_attention_heads: int = 12
-    """Attention heads; must divide `hidden_size` and be divisible by the module's tp."""
+    """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
     ffn_hidden_size: int = 3072
-    """Width of the feed-forward block; must be divisible by the module's tp."""
+    """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     normalization: str = "LayerNorm"
-    """LayerNorm or RMSNorm."""
+    """`LayerNorm` or `RMSNorm`."""
     layernorm_epsilon: float = 1e-5
     """Epsilon of every norm."""
     activation: str = "gelu"
-    """gelu, quick_gelu, relu or silu."""
+    """`gelu`, `quick_gelu`, `relu` or `silu`."""
     dropout: float = 0.0
     """Dropout probability of hidden states and attention."""
     init_std: float = 0.02

@@ -11,19 +11,22 @@ from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import RunLayout, lay_out
+from mimo_train.plan.run_dir import folder_fault
 
 FREE_TO_CHANGE = {"name", "dropout", "init_std", "layernorm_epsilon", "pixel_mean", "pixel_std", "rope_base"}
 """Fields of specs that do not change which weights a model has."""
 
 
 def add_run_dir(report: Report, cfg: ConfigContainer, layout: RunLayout | None, data_fingerprint: str | None) -> None:
-    """Notes what the run resumes from, and faults a checkpoint that does not fit the model or the data.
+    """Notes what the run resumes from, and faults a folder that cannot be written, and a checkpoint that does not fit
+    the model or the data.
 
     `data_fingerprint`: of the training shards, or None where they could not all be read.
     """
     folder = Path(cfg.run.dir)
-    if folder.exists() and not folder.is_dir():
-        report.faults.append(Fault("run.dir", f"{folder} is a file: give a folder"))
+    unusable = folder_fault(folder)
+    if unusable is not None:
+        report.faults.append(unusable)
         return
     try:
         checkpoint = folders.chosen(folder, cfg.checkpoint.resume)

@@ -28,13 +28,14 @@ class Rules:
             return f"must be {' or '.join(choice or 'empty' for choice in self.choices)}, is {value!r}"
         low = self.at_least is not None and value < self.at_least
         if low or (self.above is not None and value <= self.above) or (self.below is not None and value >= self.below):
-            return f"must be {self._range()}, is {shown(value)}"
+            zero = f" (0: {self.zero_means})" if self.zero_means else ""
+            return f"must be {self.bounds()}{zero}, is {shown(value)}"
         return ""
 
-    def _range(self) -> str:
+    def bounds(self) -> str:
+        """The range of a number in words; empty if it has none."""
         bounds = {"at least": self.at_least, "above": self.above, "below": self.below}
-        words = " and ".join(f"{name} {shown(bound)}" for name, bound in bounds.items() if bound is not None)
-        return f"{words} (0: {self.zero_means})" if self.zero_means else words
+        return " and ".join(f"{name} {shown(bound)}" for name, bound in bounds.items() if bound is not None)
 
 
 def key(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rules: Any) -> Any:

@@ -18,21 +18,21 @@ class LlmSpec:
     hidden_size: int = key(768, at_least=1)
     """Width of the residual stream."""
     num_attention_heads: int = key(12, at_least=1)
-    """Query heads."""
+    """Query heads. Must divide `hidden_size`; with `position: rope` heads have an even width."""
     num_query_groups: int = key(0, at_least=0, zero_means="as many as query heads")
-    """Key and value heads (grouped-query attention); 0 means as many as query heads."""
+    """Key and value heads (grouped-query attention); 0: as many as query heads. Must divide `num_attention_heads`."""
     ffn_hidden_size: int = key(3072, at_least=1)
-    """Width of the feed-forward block (of each of its two halves with swiglu)."""
+    """Width of the feed-forward block, of each of its two halves with `swiglu`."""
     normalization: str = key("RMSNorm", choices=("RMSNorm", "LayerNorm"))
-    """RMSNorm or LayerNorm."""
+    """`RMSNorm` or `LayerNorm`."""
     layernorm_epsilon: float = key(1e-5, above=0)
     """Epsilon of every norm."""
     activation: str = key("swiglu", choices=("swiglu", "gelu", "silu"))
-    """swiglu, gelu or silu."""
+    """`swiglu`, `gelu` or `silu`."""
     bias: bool = False
-    """Whether linear layers have biases."""
+    """Whether linear layers have biases. A model with experts has none."""
     position: str = key("rope", choices=("rope", "learned"))
-    """rope (rotary) or learned (absolute)."""
+    """`rope` (rotary) or `learned` (absolute). `learned` ties a checkpoint to its `data.sequence_length`."""
     rope_base: int = key(10000, above=0)
     """Base period of rotary position embeddings."""
     qk_norm: bool = False
@@ -44,18 +44,19 @@ class LlmSpec:
     init_std: float = key(0.02, at_least=0)
     """Standard deviation of the initial weights."""
     num_experts: int = key(0, at_least=0)
-    """Experts of every layer's feed-forward block (mixture of experts); 0: a dense model."""
+    """Experts of every layer's feed-forward block (mixture of experts); 0: a dense model. See
+    docs/layouts.md#experts."""
     experts_per_token: int = 2
-    """Experts that the router picks for a token."""
+    """Experts that the router picks for a token. From 1 to `num_experts`."""
     expert_ffn_hidden_size: int = key(0, at_least=0)
-    """Width of one expert; 0 means ffn_hidden_size."""
+    """Width of one expert; 0: `ffn_hidden_size`."""
     shared_expert_ffn_hidden_size: int = key(0, at_least=0)
     """Width of the expert that every token passes; 0: none."""
     shared_expert_gate: bool = False
     """Whether a learned gate scales the shared expert's output."""
     router_balancing: str = key("seq_aux_loss", choices=("seq_aux_loss", "aux_loss", "global_aux_loss", "none"))
-    """Balancing over a microbatch (aux_loss), over each sequence (seq_aux_loss; the same at every layout), over all
-    data-parallel ranks (global_aux_loss), or none."""
+    """What the load-balancing loss balances: each sequence (`seq_aux_loss`; the same at every layout), the microbatch
+    of each rank (`aux_loss`), all data-parallel ranks (`global_aux_loss`), or `none`."""
     router_aux_loss: float = key(0.01, at_least=0)
     """Weight of the load-balancing loss, against the mean loss of a token."""
     router_z_loss: float = key(0.0, at_least=0)

@@ -25,15 +25,18 @@ class RunConfig:
     """Where a run lives and what it runs on."""
 
     dir: str = "runs/run"
-    """Folder that the run writes into; the same folder again resumes the run."""
+    """Folder that the run writes into. The same folder again resumes the run."""
     seed: int = key(1234, at_least=0)
     """Seed of initial weights, of the order of samples and of dropout."""
     device: str = key("auto", choices=("auto", "cuda", "cpu"))
-    """auto (CUDA where each process of a machine gets a device), cuda or cpu."""
+    """`auto` (CUDA where each process of a machine gets a device), `cuda` or `cpu`. On CUDA each process takes a GPU of
+    its own."""
     timeout_minutes: float = key(10.0, above=0)
-    """How long a rank waits for its peers in a collective before it gives up, in minutes."""
+    """Minutes that a rank waits for its peers in a collective before it gives up. With
+    `inprocess_restarts` above 0.25."""
     inprocess_restarts: int = key(0, at_least=0)
-    """How often a failed run starts again inside its processes (needs nvidia-resiliency-ext); 0: never."""
+    """How often a failed run starts again inside its processes, from its newest checkpoint; 0: never. Needs the extra
+    `resiliency`. See docs/robustness.md#in-process-restart."""
 
     def faults(self, resume: str) -> Iterator[Fault]:
         """Values that cannot be, alone and together with `checkpoint.resume`."""
@@ -60,20 +63,23 @@ class PlacementConfig:
     """Which ranks the modules get."""
 
     mode: str = key("disjoint", choices=("disjoint", "shared"))
-    """disjoint (one module after the other) or shared (every encoder on the ranks of the language model's first
+    """`disjoint` (one module after the other) or `shared` (every encoder on the ranks of the language model's first
     stage)."""
     first_rank: dict[str, int] = field(default_factory=dict)
-    """First rank of each module by name, instead of one after the other; with mode disjoint."""
+    """First rank of each module by name, instead of one after the other: `'placement.first_rank={images: 1, language:
+    0}'`. Names every module or none; with mode `disjoint`."""
     allow_idle: bool = False
     """Whether processes may be without a module: those in holes between modules, and those beyond the last one. They
     end at once."""
     ranks_per_node: int = key(0, at_least=0)
-    """Ranks of a node, for `check` before there is a launcher; 0: as many as the launcher has started on each."""
+    """Ranks of a node, for `mimo-train check` before there is a launcher; 0: as many as the launcher has started on
+    each."""
     tp_across_nodes: bool = False
     """Whether a tensor-parallel group may have ranks on several nodes."""
     bridge: str = key("native", choices=("native", "megatron"))
-    """How features reach the language model: native (sizes known from the data index: any layouts and counts), or
-    megatron (Megatron-Core's own communicators, to compare: they exchange sizes and need counts of equal parts)."""
+    """How features reach the language model: `native` (sizes are known from the data index; any layouts and counts) or
+    `megatron` (Megatron-Core's own communicators, to compare; they exchange sizes, and need counts of equal parts and
+    data-parallel sizes that divide each other). Same numbers."""
 
 
 @dataclass
@@ -81,25 +87,28 @@ class DataConfig:
     """Where the samples are and how they become sequences."""
 
     shards: str = ""
-    """Training shards: a folder, a glob, a brace range `x-{000000..000127}.tar`, or several with commas."""
+    """Training shards, required: a folder, a glob, a brace range `x-{000000..000127}.tar`, or several with commas."""
     validation_shards: str = ""
-    """Held-out shards, same forms; empty means no evaluation."""
+    """Held-out shards, same forms; empty: no evaluation."""
     demo: str = key("", choices=("", "digits", "mixed", "text"))
-    """digits, mixed or text: make the demo shards at `shards` and `validation_shards` on first use; empty: never."""
+    """`digits`, `mixed` (pictures, sounds and texts) or `text`: make the demo's shards at `shards` and
+    `validation_shards` on first use. Empty: never; set it so for shards of your own."""
     sequence_length: int = key(1024, at_least=1)
-    """Tokens of one sample, placeholders of media included; longer texts are cut at the end."""
+    """Tokens of one sample, placeholders of media included. Longer texts are cut at the end."""
     tokenizer: str = "bytes"
-    """bytes (built in), or a folder with a Hugging Face tokenizer."""
+    """`bytes` (built in), or a folder with a Hugging Face tokenizer."""
     shuffle: bool = True
     """Whether training samples come in a new order each epoch."""
     blind: bool = False
     """Ablation: pictures and clips are replaced by zeros, so that only the text is left to learn from."""
     max_bad_samples: int = key(0, at_least=0)
-    """Samples that may be unreadable, in all, before the run stops."""
+    """Samples that may be unreadable, in all, before the run stops. Held-out samples are counted apart. See
+    docs/data.md#bad-samples."""
     workers: int = key(2, at_least=0)
     """Threads that read and decode ahead on each rank; 0 reads in the training thread."""
     cache_dir: str = ""
-    """Folder for shard indexes where the shards' own folder cannot be written."""
+    """Folder for shard indexes, instead of beside the shards; empty: beside them, or in the user's cache where that
+    folder cannot be written. See docs/data.md#index."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
@@ -140,15 +149,17 @@ class CheckpointConfig:
     """When a run is saved and how it starts again."""
 
     save_interval: int = key(0, at_least=0)
-    """Steps between checkpoints; 0 means at the end only."""
+    """Steps between checkpoints; 0: at the end only."""
     resume: str = "auto"
-    """auto (the newest complete checkpoint of `run.dir`, if any), never, or a checkpoint's folder."""
+    """`auto` (the newest complete checkpoint of `run.dir`, if any), `never`, a checkpoint's folder, or another run's
+    folder."""
     weights: str = ""
     """Folder of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
     keep: int = key(3, at_least=0)
     """Newest checkpoints that stay on disk; 0 keeps all."""
     non_persistent_interval: int = key(0, at_least=0)
-    """Steps between checkpoints of which only the newest stays, besides the others; 0: none."""
+    """Steps between checkpoints of which only the newest stays, besides the others; `resume: auto` takes the newest of
+    both kinds. 0: none."""
 
 
 @dataclass

@@ -13,29 +13,32 @@ class LogConfig:
     """Where metrics go, besides metrics.jsonl and the console."""
 
     tensorboard: bool = True
-    """TensorBoard events in `run.dir`/tensorboard."""
+    """TensorBoard events in `tensorboard/` of the run's folder."""
     wandb: bool = False
-    """Weights & Biases; offline in `run.dir` when no key is configured."""
+    """Weights & Biases, project `WANDB_PROJECT` or `mimo-train`; offline in the run's folder when no key is
+    configured."""
     mlflow: bool = False
-    """MLflow, at MLFLOW_TRACKING_URI, else in `run.dir`/mlflow."""
+    """MLflow, at `MLFLOW_TRACKING_URI`, else in `mlflow/` of the run's folder. Needs the extra `track`."""
     comet: bool = False
-    """Comet; offline in `run.dir`/comet when no key is configured."""
+    """Comet; offline in `comet/` of the run's folder when no key is configured. Needs the extra `track`."""
     module_times: bool = True
-    """Seconds of compute, bubble, bridge wait, data wait and optimizer for every module."""
+    """Seconds of compute, bubble, bridge wait, data wait, reduction and optimizer, for every module. See
+    docs/metrics.md#where-the-time-goes."""
     peak_tflops: float = key(0.0, at_least=0)
-    """Dense peak of one device in TFLOP/s, for the model FLOPs utilisation; 0: that of the device if it is known."""
+    """Dense peak of one device in TFLOP/s, for the model FLOPs utilisation; 0: that of the device if it is known. See
+    docs/metrics.md#flops."""
     params_norm: bool = False
-    """L2 norm of all parameters."""
+    """L2 norm of all parameters; one more message at a logging step."""
     grad_norms: bool = False
-    """L2 norm of the gradient of every layer."""
+    """L2 norm of the gradient of every parameter, after clipping; one more message at a logging step."""
     num_zeros_in_grad: bool = False
     """Number of gradient elements that are zero."""
     memory: bool = False
-    """Statistics of the CUDA allocator, the largest over ranks."""
+    """Statistics of the CUDA allocator in 10^9 bytes, the largest over ranks; without CUDA, resident memory."""
     throughput_window: int = key(0, at_least=0)
     """Steps of a rolling mean of batches, samples and tokens per second; 0: not logged."""
     runtime_unit: str = key("", choices=("", "seconds", "minutes", "hours", "days"))
-    """seconds, minutes, hours or days: log elapsed and remaining time in this unit; empty: not logged."""
+    """`seconds`, `minutes`, `hours` or `days`: log elapsed and remaining time in this unit; empty: not logged."""
     router_losses_per_layer: bool = False
     """The load-balancing loss and the z-loss of every layer with experts, besides their means over layers."""
     straggler: bool = False
@@ -70,15 +73,16 @@ class ProfilingConfig:
     """What is recorded of which steps on which ranks."""
 
     torch: bool = False
-    """Trace of torch.profiler in `run.dir`/profile."""
+    """Trace of torch's profiler, in `profile/` of the run's folder."""
     nsys: bool = False
-    """NVTX ranges and cudaProfilerStart/Stop, for a run under `nsys profile --capture-range=cudaProfilerApi`."""
+    """NVTX ranges and cudaProfilerStart/Stop, for a run under `nsys profile --capture-range=cudaProfilerApi`. Needs
+    CUDA."""
     memory_history: bool = False
-    """Snapshot of the CUDA allocator with its history in `run.dir`/profile, at `step_end`."""
+    """Snapshot of the CUDA allocator with its history at `step_end`, in `profile/` of the run's folder. Needs CUDA."""
     step_start: int = key(10, at_least=1)
-    """First step that is recorded."""
+    """First step that is recorded; steps are counted from 1."""
     step_end: int = 12
-    """Last step that is recorded."""
+    """Last step that is recorded. At least `step_start`."""
     ranks: list[int] = key(factory=lambda: [0])
     """Ranks that record."""
     record_shapes: bool = False

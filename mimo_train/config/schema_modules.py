@@ -16,21 +16,27 @@ class LayoutConfig:
     """Parallel sizes of one module. Its ranks are tp * cp * dp * pp."""
 
     tp: int = key(1, at_least=1)
-    """Tensor parallel size."""
+    """Tensor parallel size. Must divide attention heads, key-value heads and the feed-forward width."""
     pp: int = key(1, at_least=1)
-    """Pipeline parallel size (stages)."""
+    """Pipeline stages, at most the layers; layers left over go to the first stage. Encoders on ranks of `language` have
+    one."""
     dp: int = key(1, at_least=1)
-    """Data parallel size (replicas)."""
+    """Data parallel size: replicas."""
     cp: int = key(1, at_least=1)
-    """Context parallel size (parts of one sequence)."""
+    """Context parallel size: ranks that each sequence is cut over; `language` only. `data.sequence_length` must be a
+    multiple of `2 cp` (with `sp`, of `2 cp tp`). See docs/context-parallel.md."""
     ep: int = key(1, at_least=1)
-    """Expert parallel size: ranks that the experts are dealt to, taken from tp * cp * dp."""
+    """Expert parallel size: ranks that the experts are dealt to. Must divide `num_experts`; `ep * etp` must divide `tp
+    * cp * dp`."""
     etp: int = key(1, at_least=1)
-    """Expert tensor parallel size: ranks that each expert is cut over."""
+    """Expert tensor parallel size: ranks that each expert is cut over. Must divide its width."""
     vpp: int = key(1, at_least=1)
-    """Virtual pipeline size: model chunks of each stage, for the interleaved schedule. Needs pp > 1."""
+    """Virtual pipeline size: model chunks of each stage, for the interleaved schedule. Needs `pp` above 1; a language
+    model alone only."""
     sp: bool = False
-    """Sequence parallel: activations between tensor-parallel regions are split along the sequence. Needs tp > 1."""
+    """Sequence parallel: activations between tensor-parallel regions are split along the sequence. Needs `tp` above 1.
+    The tokens of a picture inside an encoder, class token included, must be equal parts of `tp`: with `resize: native`
+    for every size, so `merge^2` must be, without a class token."""
 
     def faults(self, prefix: str) -> Iterator[Fault]:
         """Values that cannot be."""
@@ -50,13 +56,13 @@ class ModuleOptimConfig:
     warmup_iters: int | None = key(None, at_least=0)
     """Steps of linear warm-up from 0."""
     decay: str | None = key(None, choices=DECAYS)
-    """cosine, linear or constant."""
+    """`cosine`, `linear` or `constant`."""
     weight_decay: float | None = key(None, at_least=0)
     """Decoupled weight decay, on matrices only."""
     clip_grad: float | None = key(None, at_least=0)
     """Largest gradient norm of this module alone: set, the module is a clip group of its own; 0 does not clip."""
     projector_lr: float | None = key(None, at_least=0)
-    """Peak learning rate of the module's projector, if it differs from its encoder's."""
+    """Peak learning rate of the module's projector, where it differs from its encoder's."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """Values that cannot be, alone and together with those of the run.
@@ -91,11 +97,12 @@ class LoraConfig:
     rank: int = key(0, at_least=0, zero_means="no adapters")
     """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector."""
     alpha: float = 16.0
-    """The adapters' output is multiplied by alpha / rank."""
+    """The adapters' output is multiplied by `alpha / rank`. Above 0."""
     dropout: float = 0.0
-    """Dropout probability of the adapters' input."""
+    """Dropout probability of the adapters' input. At least 0 and below 1."""
     targets: list[str] = field(default_factory=lambda: list(ADAPTED))
-    """Linear layers that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2."""
+    """Linear layers that have adapters: `linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`; of a model with
+    experts the first two only."""
 
     def num_parameters(self, spec: Any, tp: int = 1) -> int:
         """Parameters of the adapters of one layer on one rank: rank * (inputs + outputs) of every target.
@@ -144,30 +151,39 @@ class ModuleConfig:
     """One module: an encoder with its projector, or the language model; what of it is frozen; its layout."""
 
     encoder: Any = None
-    """Spec of an encoder (see `encoders.registry`); unset for the language module."""
+    """What reads the media of this module, see [its keys](#modulesnameencoder). Required, except for `language`, which
+    has none."""
     projector: Any = None
-    """Spec of the projector behind the encoder; unset for the language module."""
+    """What carries the features into the language model's embedding space, see [its keys](#modulesnameprojector).
+    Required, except for `language`, which has none."""
     llm: LlmSpec | None = None
-    """Spec of the language model; only in the module named `language`."""
+    """The language model, see [its keys](#moduleslanguagellm). Required for `language`; no other module has one."""
     freeze: list[str] = field(default_factory=list)
-    """What is not trained: encoder, projector, llm, or shell patterns of parameter names."""
+    """What is not trained: `encoder`, `projector` (encoder modules), `llm` (language), or shell patterns of parameter
+    names such as `"*embedding*"`. Layers are counted from 0 over all stages. A pattern that matches nothing is an
+    error. See docs/frozen.md."""
     freeze_until: dict[str, int] = field(default_factory=dict)
-    """What is not trained before a step, for example {encoder: 1000}; same names as in `freeze`."""
+    """What is not trained in the first steps, with their number: `{encoder: 1000}`; same names as in `freeze`. See
+    docs/configuration.md#stages."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Low-rank adapters beside the frozen layers of the encoder or the language model."""
+    """Low-rank adapters beside the frozen layers of the encoder or the language model. See docs/frozen.md#lora."""
     feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
-    """Features of a frozen encoder on disk."""
+    """Features of a frozen encoder on disk, from one epoch to the next. See docs/frozen.md#feature-cache."""
     prefetch_microbatches: int = key(0, at_least=0)
-    """Microbatches whose features a frozen encoder on ranks of its own computes ahead, while it waits; 0: none."""
+    """Microbatches whose features a frozen encoder on ranks of its own computes ahead, while it waits; 0: none. See
+    docs/frozen.md#prefetching."""
     optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
-    """Learning rate, schedule, weight decay and clipping of this module, where they differ from `optim`."""
+    """What this module does differently from `optim`; a value that is not set is the run's. See
+    docs/configuration.md#modules-of-their-own."""
     recompute: str = key("", choices=("", *RECOMPUTE))
-    """none, selective or full: activations of this module computed again in backward; empty: as `train.recompute`."""
+    """`none`, `selective` or `full`: activations of this module computed again in backward; empty: as
+    `train.recompute`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
-    """Parallel sizes of this module."""
+    """Parallel sizes of this module, on `tp * cp * dp * pp` ranks. See docs/layouts.md."""
     balance: str = key("samples", choices=("samples", "patches"))
-    """How an encoder's work is divided over its data-parallel ranks: samples (equal numbers of them) or patches (equal
-    numbers of tokens inside the encoder, as nearly as whole samples in order allow)."""
+    """How an encoder's work is divided over its data-parallel ranks: `samples` (equal numbers of them) or `patches`
+    (equal numbers of tokens inside the encoder, as nearly as whole samples in order allow). Order and numbers do not
+    change."""
 
     def faults(self, name: str, optim: OptimConfig, bridge: str) -> Iterator[Fault]:
         """What is wrong with what is trained and how; sizes and layout are looked at by `mimo_train.plan`.

@@ -23,32 +23,39 @@ class TrainConfig:
     global_batch_size: int = key(32, at_least=1)
     """Samples of one optimizer step."""
     micro_batch_size: int = key(8, at_least=1)
-    """Samples of one microbatch on one data-parallel rank of the language module."""
+    """Samples of one microbatch on one data-parallel rank of the language module. `micro_batch_size * dp` must divide
+    every global batch."""
     precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
-    """fp32, bf16 or fp16 (weights and activations; master weights stay fp32; fp16 scales the loss)."""
+    """`fp32`, `bf16` or `fp16`, of weights and activations; master weights and gradients stay fp32, and fp16 scales the
+    loss."""
     recompute: str = key("none", choices=RECOMPUTE)
-    """none, selective (core attention) or full (every layer): activations computed again in backward."""
+    """`none`, `selective` (core attention) or `full` (every layer): activations computed again in backward.
+    `modules.NAME.recompute` sets it for one module."""
     eval_interval: int = key(0, at_least=0)
-    """Steps between evaluations; 0 means at the end only."""
+    """Steps between evaluations; 0: at the end only."""
     eval_samples: int = key(0, at_least=0)
-    """Held-out samples of an evaluation; 0 means all of them."""
+    """Held-out samples of an evaluation; 0: all of them."""
     report_samples: int = key(24, at_least=0)
-    """Held-out pictures with question, answer and truth in the report."""
+    """Held-out samples with question, answer and truth in the report; 0 decodes none."""
     log_interval: int = key(1, at_least=1)
     """Steps between lines of the log."""
     rampup_batch_size: list[int] = field(default_factory=list)
-    """[first size, increment, samples]: the global batch grows from the first size to `global_batch_size` in equal
-    steps over that many samples; empty: no ramp-up."""
+    """`[first size, increment, samples]`: the global batch grows from the first size to `global_batch_size` in equal
+    steps over that many samples; empty: no ramp-up. Every size is a multiple of `micro_batch_size * dp`."""
     skip_iters: list[int] = field(default_factory=list)
-    """Steps (counted from 1) whose samples are passed over without training."""
+    """Steps, counted from 1, whose samples are passed over: no forward pass, no update, no step of the learning
+    rate."""
     loss_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of the named losses that the forward step gives; 1 where a name is missing."""
+    """Weights of the losses that a loss function returns as `{name: loss}`; 1 where a name is missing. A name that is
+    no loss is an error."""
     on_nan: str = key("raise", choices=("raise", "skip", "bisect"))
-    """What a loss or gradient that is not finite does: raise (name module, rank, microbatch and samples, and write a
-    replay file), skip (the update) or bisect (raise, after finding the microbatch and layer where it begins)."""
+    """What a loss or gradient that is not finite does: `raise` (an error that names module, rank, microbatch and
+    samples, and a replay file), `skip` (the update) or `bisect` (raise, after finding the microbatch and layer where it
+    begins). See docs/robustness.md."""
     rerun: str = key("disabled", choices=("disabled", "validate_results", "report_determinism_stats"))
-    """Megatron-Core's rerun state machine: disabled, validate_results (repeat a step with a suspect loss, to tell
-    transient faults of the hardware from wrong data) or report_determinism_stats."""
+    """Megatron-Core's rerun state machine: `disabled`, `validate_results` (repeat a step with a suspect loss, to tell
+    transient faults of the hardware from wrong data) or `report_determinism_stats`. See
+    docs/robustness.md#a-loss-that-is-suspect."""
     exit_interval: int = key(0, at_least=0)
     """The run saves and ends at a step that is a multiple of this; 0: never."""
     exit_duration_minutes: float = key(0.0, at_least=0)
@@ -56,7 +63,7 @@ class TrainConfig:
     manual_gc_interval: int = key(0, at_least=0)
     """Steps between garbage collections, on all ranks at once, with Python's own collector off; 0: Python decides."""
     callbacks: list[str] = field(default_factory=list)
-    """Classes `package.module:Class` of callbacks (see `mimo_train.training.callbacks`)."""
+    """Classes `package.module:Class` that are told what happens. See docs/callbacks.md."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be."""
@@ -73,15 +80,15 @@ class OptimConfig:
     """The optimizer and its schedule, the same for every module."""
 
     name: str = key("adamw", choices=("adamw",))
-    """adamw."""
+    """`adamw`."""
     lr: float = key(1e-3, at_least=0)
     """Peak learning rate."""
     min_lr: float = key(1e-5, at_least=0)
-    """Learning rate at the last step."""
+    """Learning rate at the last step. At most `lr`."""
     warmup_iters: int = key(0, at_least=0)
     """Steps of linear warm-up from 0."""
     decay: str = key("cosine", choices=DECAYS)
-    """cosine, linear or constant, from the end of warm-up to `train.iters`."""
+    """`cosine`, `linear` or `constant`, from the end of warm-up to `train.iters`."""
     weight_decay: float = key(0.01, at_least=0)
     """Decoupled weight decay, on matrices only."""
     beta1: float = key(0.9, at_least=0, below=1)
@@ -91,21 +98,23 @@ class OptimConfig:
     eps: float = key(1e-8, above=0)
     """Added to the denominator of the update."""
     clip_grad: float = key(1.0, at_least=0)
-    """Largest gradient norm over all modules that have no clip_grad of their own; 0 does not clip."""
+    """Largest gradient norm over all modules that have no `clip_grad` of their own; 0 does not clip."""
     loss_scale: float = key(0.0, at_least=0, zero_means="dynamic")
-    """Fixed loss scale of fp16; 0: dynamic."""
+    """Fixed loss scale of fp16, a power of 2; 0: dynamic. See docs/configuration.md#fp16."""
     initial_loss_scale: float = key(65536.0, above=0)
-    """First dynamic loss scale."""
+    """First dynamic loss scale. At least `min_loss_scale`."""
     min_loss_scale: float = key(1.0, above=0)
     """Least dynamic loss scale."""
     loss_scale_window: int = key(1000, at_least=1)
     """Steps without overflow after which the dynamic loss scale doubles."""
     distributed_optimizer: bool = True
-    """Whether data-parallel replicas divide master weights and moments among them; false: each keeps them whole."""
+    """Whether data-parallel replicas divide master weights and moments among them; `false`: each keeps them whole, and
+    gradients are summed everywhere. A checkpoint of one continues with the other."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients while backward runs."""
+    """Reduce the language model's gradients while its backward pass runs. See docs/configuration.md#overlap."""
     overlap_param_gather: bool = False
-    """Gather updated parameters while the next forward runs. Needs overlap_grad_reduce and distributed_optimizer."""
+    """Gather the language model's updated parameters while the next forward pass runs. Needs `overlap_grad_reduce` and
+    `distributed_optimizer`."""
 
     def faults(self, precision: str) -> Iterator[Fault]:
         """Values that cannot be, alone and together.

@@ -48,7 +48,7 @@ def pretrain(
 
     Raises:
         ConfigError: values, modules, layout or batch are impossible, or a callback cannot be loaded.
-        UserError, DataError: data, tokenizer or checkpoint cannot be used.
+        UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used.
     """
     run = config if isinstance(config, Run) else started_run(config)
     if is_idle(run.layout):

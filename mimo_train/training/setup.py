@@ -34,11 +34,13 @@ from mimo_train.optim.freeze_stages import FreezeStages, GradientNeeds
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel import device as devices
+from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
 from mimo_train.plan.run import Run
+from mimo_train.plan.run_dir import make_folder
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.feature_cache import Features
 from mimo_train.step.losses import MAX_LOSSES, StepLosses
@@ -109,10 +111,12 @@ def setup(
         pre_wrap_hook: changes the model chunks before they are wrapped for data parallelism.
 
     Raises:
-        UserError, DataError: data, tokenizer or checkpoint cannot be used; with the config key.
+        UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used; with the config key.
     """
     cfg, train_state = run.cfg, TrainState()
     kind, device = start_processes(cfg, store)
+    with agreed():
+        make_folder(run.dir)
     make_demo_shards(run)
     parts = build_parts(run, kind, device, pre_wrap_hook)
     pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
@@ -248,7 +252,6 @@ def _open_state(run: Run, train_state: TrainState, start_time: float, resumed_fr
     if dist.get_rank() != run.layout.logging_rank:
         return GlobalState(run, train_state, start_time=start_time)
     step = train_state.step
-    run.dir.mkdir(parents=True, exist_ok=True)
     (run.dir / "config.yaml").write_text(to_yaml(run.cfg))
     metrics = build_metrics_log(run.cfg, run.dir, resumed_step=step)
     console = Console(run.cfg.train.iters, step)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mimo_train.metrics.stopwatch import PARTS
+from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks
 
 EVERYTHING = (
@@ -90,3 +92,38 @@ def test_model_flops_do_not_depend_on_the_layout(digits, tmp_path):
         progress = (tmp_path / layout / "progress.txt").read_text()
         done.append(re.findall(r"\tflops=(\S+)", progress)[-1])
     assert done[0] == done[1] and float(done[0]) > 1e6
+
+
+def documented() -> dict[str, re.Pattern]:
+    """Every key in the first column of the tables of docs/metrics.md that have a unit, with what it stands for."""
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| key \| unit \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    firsts = [line.split(" | ")[0] for row in rows for line in row.splitlines()]
+    stands_for = {"MODULE": "(images|language)", "PARAMETER": r"[\w.]+", "PART": f"({'|'.join(PARTS)})"}
+
+    def pattern(key: str) -> re.Pattern:
+        return re.compile(re.sub("PARAMETER|MODULE|PART", lambda word: stands_for[word[0]], key))
+
+    return {key: pattern(key) for first in firsts for key in re.findall("`([^`]+)`", first)}
+
+
+def _rare_keys() -> list[str]:
+    """What a run on the CPU in fp32 does not write."""
+    from mimo_train.metrics.memory_stats import MEMORY_KEYS
+    from mimo_train.training.log import StepNumbers
+
+    return [*MEMORY_KEYS.values(), *StepNumbers(loss_scale=2.0, max_attention_logit=1.0).values()]
+
+
+def test_the_page_names_the_keys_that_are_logged_and_no_others(digits, tmp_path):
+    own = ("modules.images.optim.projector_lr=1e-3", "train.eval_samples=8")
+    held_out = (f"data.validation_shards={digits}/held_out", "layout=two_processes")
+    lines = run("vlm_digits", digits, tmp_path, *EVERYTHING, *own, *held_out)
+    written = {key for line in lines for key in line}
+    written |= set(*run_ranks(_rare_keys, 1, timeout=60))
+    # Where nothing goes wrong, there are none of these.
+    written |= {"skipped_iters", "bad_samples", "nan_iters"}
+    keys = documented()
+    assert len(keys) > 40
+    assert [key for key, pattern in keys.items() if not any(map(pattern.fullmatch, written))] == []
+    assert [key for key in written if not any(pattern.fullmatch(key) for pattern in keys.values())] == []

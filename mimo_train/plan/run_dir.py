@@ -1,0 +1,37 @@
+"""The folder of a run: whether it can be written. Looked at before a run, made when it starts. Imports no torch."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from mimo_train.config.fault import ConfigError, Fault
+
+KEY = "run.dir"
+
+
+def folder_fault(folder: Path) -> Fault | None:
+    """Why a run cannot write into `folder`, as far as it shows without writing; None if nothing is in the way."""
+    standing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not standing.is_dir():
+        return Fault(KEY, f"the folder {folder} cannot be made: {standing} is no folder; give another one")
+    if not os.access(standing, os.W_OK | os.X_OK):
+        return Fault(KEY, f"the folder {folder} cannot be written: no permission to write into {standing}; {_REMEDY}")
+    return None
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run, and write into it to see that it takes files.
+
+    Raises:
+        ConfigError: it cannot be made or written; with the reason that the operating system gives.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        raise ConfigError([Fault(KEY, f"the folder {folder} cannot be written ({why}); {_REMEDY}")]) from error
+
+
+_REMEDY = "give one that every rank can write"

@@ -1,0 +1,224 @@
+"""The tables of docs/configuration.md, written from the dataclasses of the config and the files of configs/.
+
+    python scripts/key_tables.py           # exit code 1 if the page is not current
+    python scripts/key_tables.py --write   # make it current
+
+For developers: no command of mimo-train needs it. A key's meaning is the docstring under its field, a shipped file's is
+the comment that it begins with. In the page each part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`;
+what is outside of these markers is written by hand. Imports no torch.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # this checkout, whichever is installed
+
+from encoders.projectors.spec import ProjectorSpec  # noqa: E402
+from encoders.registry import FAMILIES  # noqa: E402
+from mimo_train.config.keys import rules_of  # noqa: E402
+from mimo_train.config.llm_spec import LlmSpec  # noqa: E402
+from mimo_train.config.schema import ConfigContainer  # noqa: E402
+from mimo_train.config.schema_modules import ModuleConfig  # noqa: E402
+
+PAGE = ROOT / "docs" / "configuration.md"
+CONFIGS = ROOT / "configs"
+
+PLACES = {
+    "encoder": "`modules.NAME.encoder`",
+    "projector": "`modules.NAME.projector`",
+    "llm": "`modules.language.llm`",
+    "data": "`data`",
+    "optim": "`optim`",
+    "layout": "`placement`, and the `layout` of each module",
+}
+"""Where a pick of each group of configs/ goes, in the order of the page."""
+
+WRITE = "python scripts/key_tables.py --write"
+
+
+class Undescribed(ValueError):
+    """A field without a docstring, a file without a comment, a part of the page without markers."""
+
+
+def parts() -> dict[str, str]:
+    """What stands between the markers, by their name."""
+    sections = {
+        field.name: "\n".join(_section(field.default_factory, field.name))
+        for field in dataclasses.fields(ConfigContainer)
+        if field.name != "modules"
+    }
+    return {
+        "runs": "\n".join(_files(CONFIGS, "run")),
+        "groups": "\n".join(_groups()),
+        "modules": "\n".join(_module()),
+        "encoders": "\n".join(_encoders()),
+        "projector": "\n".join(_section(ProjectorSpec)),
+        "llm": "\n".join(_section(LlmSpec)),
+        **sections,
+    }
+
+
+def current(page: str) -> str:
+    """The text of the page with its parts as they should be.
+
+    Raises:
+        Undescribed: a part has no markers in the page, markers name no part, or what a part is written from is missing.
+    """
+    written = parts()
+    marked = re.findall(r"<!-- begin (\S+) -->", page)
+    if sorted(marked) != sorted(written):
+        raise Undescribed(f"{PAGE.name} needs markers for {sorted(written)}, once each, and has {sorted(marked)}")
+    for name, text in written.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        before, _, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not closed:
+            raise Undescribed(f"{PAGE.name}: {begin} has no {end}")
+        page = f"{before}{begin}\n\n{text}\n{end}{after}"
+    return page
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, in one line.
+
+    Raises:
+        Undescribed: a field has none.
+    """
+    tree = ast.parse(Path(inspect.getfile(cls)).read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    found = {}
+    for field, after in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        if not isinstance(text, str) or not text.strip():
+            raise Undescribed(f"{cls.__name__}.{field.target.id} has no docstring under it, which is its meaning")
+        found[field.target.id] = " ".join(text.split())
+    return found
+
+
+def described(file: Path) -> str:
+    """The comment that a YAML file begins with, in one line.
+
+    Raises:
+        Undescribed: it begins with none.
+    """
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("# @package")]
+    comment = []
+    while lines and lines[0].startswith("#"):
+        comment.append(lines.pop(0).lstrip("# ").rstrip())
+    if not comment:
+        raise Undescribed(f"{file.relative_to(ROOT)} does not begin with a comment that says what it is")
+    return " ".join(comment)
+
+
+def _section(cls: type, prefix: str = "") -> Iterator[str]:
+    """The class docstring, and the table of its keys."""
+    yield from [_shown_text(inspect.getdoc(cls)), "", *_table(cls, prefix, lambda _: True), ""]
+
+
+def _module() -> Iterator[str]:
+    """The keys of a module: its own, then a table for each group of them."""
+    meanings, fields = docstrings(ModuleConfig), dataclasses.fields(ModuleConfig)
+    groups = {field.name: field.default_factory for field in fields if _is_group(field)}
+    yield from [*_table(ModuleConfig, "modules.NAME", lambda field: not _is_group(field)), ""]
+    for name, cls in groups.items():
+        prefix = f"modules.NAME.{name}"
+        yield from [f"#### {prefix}", "", _shown_text(meanings[name]), "", *_table(cls, prefix, lambda _: True), ""]
+
+
+def _encoders() -> Iterator[str]:
+    for name, family in FAMILIES.items():
+        yield from [f"#### family: {name}", "", *_section(family.spec)]
+
+
+def _is_group(field: dataclasses.Field) -> bool:
+    return dataclasses.is_dataclass(field.default_factory)
+
+
+def _table(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -> Iterator[str]:
+    meanings = docstrings(cls)
+    yield from ["| key | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        if wanted(field):
+            key = f"{prefix}.{field.name}" if prefix else field.name
+            meaning, see, place = meanings[field.name].partition(" See docs/")
+            yield f"| `{key}` | {_default(field)} | {_shown_text(meaning + _bounds(field) + see + place)} |"
+
+
+def _bounds(field: dataclasses.Field) -> str:
+    """The range of a number, where it says more than that it is not negative."""
+    words = rules_of(field).bounds()
+    return f" {words.capitalize()}." if words and words != "at least 0" else ""
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        return "required"
+    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    if value is None:
+        return "—"
+    return "empty" if value == "" else f"`{_shown(value)}`"
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return re.sub(r"e([+-]?)0*(\d)", r"e\1\2", repr(value)) if isinstance(value, float) else str(value)
+
+
+def _shown_text(text: str) -> str:
+    """A docstring in a table: pages of docs/ become links."""
+
+    def link(match: re.Match) -> str:
+        page, anchor = match[1], match[2] or ""
+        if page != PAGE.name or not anchor:
+            return f"[{page}]({page}{anchor})"
+        return f"[{anchor[1:].replace('-', ' ')}]({anchor})"
+
+    return re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", link, " ".join(text.split())).replace("|", "\\|")
+
+
+def _files(folder: Path, head: str) -> Iterator[str]:
+    yield from [f"| {head} | what it is |", "|---|---|"]
+    yield from (f"| `{file.stem}` | {_shown_text(described(file))} |" for file in sorted(folder.glob("*.yaml")))
+    yield ""
+
+
+def _groups() -> Iterator[str]:
+    folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()}
+    if folders != PLACES.keys():
+        raise Undescribed(f"PLACES of {Path(__file__).name} must name the groups {sorted(folders)} of configs/")
+    for group, place in PLACES.items():
+        yield from [f"#### {group}", "", f"Goes to {place}.", "", *_files(CONFIGS / group, "file")]
+
+
+def main(arguments: list[str]) -> int:
+    """Check the page, or write it; returns the exit code."""
+    page = PAGE.read_text()
+    try:
+        wanted = current(page)
+    except Undescribed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if "--write" in arguments:
+        PAGE.write_text(wanted)
+    elif page != wanted:
+        print(f"error: {PAGE.relative_to(ROOT)} is not current: run `{WRITE}`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

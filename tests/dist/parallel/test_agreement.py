@@ -1,0 +1,44 @@
+"""What one rank finds ends all ranks, at the same place and with the same words."""
+
+from tests.dist.ranks import run_ranks
+
+
+def _outcomes() -> list[str]:
+    import torch.distributed as dist
+
+    from mimo_train.config.fault import UserError
+    from mimo_train.parallel.agreement import agreed
+
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), []
+    for at_fault in ((), (1,), (1, 2), (0, 1, 2)):
+        try:
+            with agreed():
+                if rank in at_fault:
+                    raise UserError(f"found by rank {rank}")
+            found.append("")
+        except UserError as error:
+            found.append(str(error))
+    dist.destroy_process_group()
+    return found
+
+
+def test_all_ranks_raise_what_the_first_one_has_found():
+    assert run_ranks(_outcomes, 3, timeout=60) == [["", "found by rank 1", "found by rank 1", "found by rank 0"]] * 3
+
+
+def _alone() -> list[str]:
+    from mimo_train.config.fault import UserError
+    from mimo_train.parallel.agreement import agreed
+
+    with agreed():
+        pass
+    try:
+        with agreed():
+            raise UserError("found")
+    except UserError as error:
+        return [str(error)]
+
+
+def test_a_process_alone_raises_its_own():
+    assert run_ranks(_alone, 1, timeout=60) == [["found"]]

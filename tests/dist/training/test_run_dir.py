@@ -1,0 +1,41 @@
+"""A run.dir that cannot be written ends every rank with an error that names it."""
+
+from mimo_train.config.fault import UserError
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, train_rank
+
+
+def _refused(cfg) -> str:
+    try:
+        train_rank(cfg)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_file_in_the_way_ends_every_rank(digits, tmp_path):
+    (tmp_path / "file").touch()
+    cfg = config("vlm_digits", tmp_path / "file" / "mine", digits, "layout=two_processes")
+    one, other = run_ranks(_refused, 2, cfg, timeout=60)
+    assert one == other
+    assert one.startswith(f"run.dir: the folder {tmp_path}/file/mine cannot be written (Not a directory")
+
+
+def _train(*arguments: str) -> tuple[int, str]:
+    """Exit code and standard error of `mimo-train train`."""
+    import contextlib
+    import io
+
+    from mimo_train.cli import main
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(["train", *arguments]), said.getvalue()
+
+
+def test_the_command_has_exit_code_1(digits, tmp_path):
+    (tmp_path / "file").touch()
+    arguments = ("gpt_tiny", f"run.dir={tmp_path}/file", f"data.shards={digits}/train", "data.demo=")
+    ((code, said),) = run_ranks(_train, 1, *arguments, timeout=60)
+    assert code == 1
+    assert said.startswith(f"error: run.dir: the folder {tmp_path}/file cannot be written (File exists")
+    assert "Traceback" not in said

@@ -1,0 +1,150 @@
+"""The reference of the config is whole: each key and each shipped file stands in docs/configuration.md as it is."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+
+import pytest
+
+from encoders.registry import FAMILIES
+from mimo_train.config.keys import rules_of
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from scripts import key_tables
+
+PAGE = key_tables.PAGE.read_text()
+
+
+@dataclass
+class Sound:
+    """A section whose fields have docstrings."""
+
+    number: int = 3
+    """Of something,
+    over two lines."""
+    needed: str = dataclasses.field(kw_only=True)
+    """No default."""
+
+
+@dataclass
+class Silent:
+    """A section with a field that has none."""
+
+    number: int = 3
+    """Of something."""
+    other: int = 4
+
+
+def test_the_page_is_current():
+    assert key_tables.current(PAGE) == PAGE, f"run `{key_tables.WRITE}`"
+
+
+def test_each_key_is_there():
+    """Against the schema itself, so that no part of it is left out."""
+    keys = {f"{section.name}.{field.name}" for section in sections() for field in fields(section.type)}
+    for field in fields(ModuleConfig):
+        inner = fields(field.type) if dataclasses.is_dataclass(field.default_factory) else ()
+        keys |= {f"modules.NAME.{field.name}.{one.name}" for one in inner} or {f"modules.NAME.{field.name}"}
+    keys |= {field.name for kind in (LlmSpec, *(family.spec for family in FAMILIES.values())) for field in fields(kind)}
+    assert len(keys) > 120
+    assert keys <= set(re.findall(r"^\| `([\w.]+)` \|", PAGE, re.MULTILINE))
+
+
+def sections() -> list[dataclasses.Field]:
+    return [field for field in fields(ConfigContainer) if field.name != "modules"]
+
+
+def test_each_shipped_file_is_there():
+    for file in [*key_tables.CONFIGS.glob("*.yaml"), *key_tables.CONFIGS.glob("*/*.yaml")]:
+        assert f"| `{file.stem}` | {key_tables.described(file)} |" in PAGE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda page: page.replace("Optimizer steps in all.", "Steps."),
+        lambda page: page.replace("| `train.iters` | `1000` |", "| `train.iters` | `100` |"),
+        lambda page: page.replace("| `mlp_merge4` |", "| `mlp_merge8` |"),
+        lambda page: re.sub(r"\| `train\.iters`.*\n", "", page),
+    ],
+)
+def test_a_page_that_is_not_current_is_noticed(change):
+    changed = change(PAGE)
+    assert changed != PAGE
+    assert key_tables.current(changed) == PAGE
+
+
+def test_a_part_without_markers_is_named():
+    with pytest.raises(key_tables.Undescribed, match="needs markers for .*'train'.*and has "):
+        key_tables.current(PAGE.replace("<!-- begin train -->", ""))
+    with pytest.raises(key_tables.Undescribed, match="<!-- begin train --> has no <!-- end train -->"):
+        key_tables.current(PAGE.replace("<!-- end train -->", ""))
+
+
+def test_a_field_without_a_docstring_is_named():
+    assert key_tables.docstrings(Sound) == {"number": "Of something, over two lines.", "needed": "No default."}
+    with pytest.raises(key_tables.Undescribed, match=r"Silent\.other has no docstring"):
+        key_tables.docstrings(Silent)
+
+
+def test_a_file_without_a_comment_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(key_tables, "ROOT", tmp_path)
+    file = tmp_path / "mine.yaml"
+    file.write_text("# @package _global_\n# One thing,\n# on two lines.\nname: mine\n# later\n")
+    assert key_tables.described(file) == "One thing, on two lines."
+    file.write_text("name: mine\n# later\n")
+    with pytest.raises(key_tables.Undescribed, match=r"mine\.yaml does not begin with a comment"):
+        key_tables.described(file)
+
+
+def test_docstrings_name_the_values_that_the_checks_allow():
+    kinds = [ModuleConfig, LlmSpec, *(section.type for section in sections())]
+    kinds += [field.type for field in fields(ModuleConfig) if dataclasses.is_dataclass(field.default_factory)]
+    checked = 0
+    for kind in kinds:
+        meanings = key_tables.docstrings(kind)
+        for field in fields(kind):
+            choices = [choice for choice in rules_of(field).choices if choice]
+            checked += len(choices)
+            assert not [choice for choice in choices if f"`{choice}`" not in meanings[field.name]], field.name
+    assert checked > 40
+
+
+def test_links_of_the_page_lead_somewhere():
+    links = re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", PAGE)
+    assert len(links) > 15
+    for file, anchor in links:
+        text = (key_tables.PAGE.parent / file).read_text() if file else PAGE
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, f"{file}#{anchor}"
+
+
+def test_the_script_checks_and_writes_without_torch(tmp_path):
+    """Started as a developer starts it."""
+    code = (
+        "import sys, runpy, pathlib\n"
+        "sys.argv = ['key_tables.py', *sys.argv[1:]]\n"
+        "from scripts import key_tables\n"
+        f"page = pathlib.Path({str(tmp_path)!r}) / 'configuration.md'\n"
+        "key_tables.PAGE, key_tables.ROOT = page, page.parent\n"
+        "code = key_tables.main(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules\n"
+        "raise SystemExit(code)\n"
+    )
+    page = tmp_path / "configuration.md"
+    page.write_text(PAGE.replace("Optimizer steps in all.", "Steps."))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        started = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(started, cwd=key_tables.CONFIGS.parent, capture_output=True, text=True, timeout=120)
+
+    found = run()
+    assert found.returncode == 1
+    assert found.stderr == f"error: configuration.md is not current: run `{key_tables.WRITE}`\n"
+    assert run("--write").returncode == 0
+    assert page.read_text() == PAGE
+    assert run().returncode == 0
