@@ -2,8 +2,9 @@
 end the run.
 
 There is one rule, `require_budget`, and two that count for it. A dataset counts the samples that its own process has
-read. A run of several ranks counts over all ranks and all its starts, each sample of a step once, whoever read it. The
-count of a rank is never above that of the run, so it is right whichever is the first to end the run.
+read. A run of several ranks counts over all ranks and all its starts, each sample of a step once, whoever read it; an
+evaluation counts the held-out samples in the same way, apart from those. The count of a rank is never above that of the
+run, so it is right whichever is the first to end the run.
 """
 
 from __future__ import annotations

@@ -37,10 +37,14 @@ def add_run_dir(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
         return
     try:
         record = folders.read_record(checkpoint)
+    except UserError as error:
+        report.faults.append(Fault("checkpoint.resume", str(error)))
+        return
+    try:
         before = compose.from_dict(record["config"])
         layout_before = lay_out(before)
         fingerprint = record["data_fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         report.warnings.append(
             f"resumes {checkpoint}, whose {folders.RECORD} cannot be read ({_first_line(error)}): "
             "whether model and data fit is not known"

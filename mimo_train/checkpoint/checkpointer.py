@@ -85,7 +85,7 @@ class Checkpointer:
             The folder that the run continues from; None for a new run.
 
         Raises:
-            UserError: the checkpoint is damaged, or of other shards.
+            UserError: the checkpoint is damaged, or of another model or other shards; on every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
         folder = folders.chosen(self._run.dir, cfg.checkpoint.resume)

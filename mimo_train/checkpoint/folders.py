@@ -68,9 +68,33 @@ def in_folder(folder: Path, key: str) -> Path:
     return found
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """The record of a complete checkpoint."""
-    return json.loads((folder / RECORD).read_text())
+def damaged(folder: Path, why: str) -> UserError:
+    """The error of a checkpoint whose files are not those that were written."""
+    return UserError(
+        f"checkpoint {folder} is damaged: {why}; remove this folder, and checkpoint.resume=auto takes the newest that "
+        "is left, or name another one"
+    )
+
+
+def read_record(folder: Path, *needed: str) -> dict[str, Any]:
+    """The record of a complete checkpoint.
+
+    Args:
+        needed: keys that it must have.
+
+    Raises:
+        UserError: it cannot be read, or lacks one of them.
+    """
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError) as error:
+        raise damaged(folder, f"{RECORD} cannot be read ({error})") from error
+    if not isinstance(record, dict):
+        raise damaged(folder, f"{RECORD} holds no record, but {type(record).__name__}")
+    lacking = [key for key in needed if key not in record]
+    if lacking:
+        raise damaged(folder, f"{RECORD} has no {', '.join(lacking)}")
+    return record
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:

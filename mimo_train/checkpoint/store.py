@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.verify import require_held, verified_record
 from mimo_train.config.compose import to_dict
 from mimo_train.config.parts import is_adapter
 from mimo_train.parallel import device
@@ -104,15 +105,18 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Put model, and if given optimizer, schedules, train state and generators, back to what `folder` holds.
 
+    Collective over all ranks.
+
     Without an optimizer, adapters may be new to the checkpoint: they stay as they are.
 
     Returns:
         The checkpoint's record; its `rerun` is what was given for this rank, None for another layout.
 
     Raises:
-        UserError: files are missing or damaged.
+        UserError: files are missing or damaged, or tensors are not there or of other shapes. On every rank alike, and
+            before anything is loaded.
     """
-    record = folders.read_record(folder)
+    record = verified_record(folder)
     state = _sharded_state(model, optimizer, is_loading=True)
     same_layout = record["layout"] == _layout_key(layout)
     new = {} if optimizer else _take_out_new_adapters(state, folder, model)
@@ -120,9 +124,10 @@ def load_checkpoint(
         state["rng"] = _object_of_rank("rng", None)
         if record["rerun"]:
             state["rerun"] = _object_of_rank("rerun", None)
+    require_held(state, folder)
     # Some formats of the optimizer are loaded into leaves in place.
     with torch.no_grad():
-        loaded = dist_checkpointing.load(state, str(folder), verify_integrity=True)
+        loaded = dist_checkpointing.load(state, str(folder))
         for name, chunk in _by_key(model).items():
             unwrap_model(chunk).load_state_dict(loaded[name] | new.get(name, {}))
         if optimizer is not None:

@@ -40,15 +40,15 @@ def main(checkpoint: str, *, prompt: str, media: dict[str, list[str]], max_new_t
     """Print the answer to `prompt` about `media`: kind (image, audio) -> files. Returns the exit code.
 
     Raises:
-        UserError: no complete checkpoint, a picture or clip that cannot be read or that no module takes, or a prompt
-            that does not fit into `data.sequence_length`.
+        UserError: no complete checkpoint or a damaged one, a picture or clip that cannot be read or that no module
+            takes, or a prompt that does not fit into `data.sequence_length`.
     """
     from mimo_train.checkpoint import folders
     from mimo_train.config.compose import from_dict
 
     files = {kind: _read(kind, paths) for kind, paths in media.items() if paths}
     folder = folders.in_folder(Path(checkpoint), "CHECKPOINT")
-    cfg = from_dict(folders.read_record(folder)["config"])
+    cfg = from_dict(folders.read_record(folder, "config")["config"])
 
     from mimo_train.launch.library_log import adopt_torch, divert
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from data.pipeline import require_budget
 from data.storage.replace import replacing
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
@@ -52,17 +53,23 @@ class HeldOut:
         that if and only if the most likely token after every true prefix is the true one (by induction over the
         answer), so one pass over the true sequence decides it. `samples.json` is decoded for real.
 
+        Raises:
+            TooManyBadSamples: more of the samples are bad than `data.max_bad_samples` allows, on every rank alike; a
+                rank that has found too many by itself raises earlier.
+
         Returns:
             {"eval/loss": nats per answer token, "eval/exact_match": share of samples, "eval/samples": their number};
             empty on ranks before the language model's last stage.
         """
         pipeline = self._pipeline
         sums, predict = torch.zeros(4, dtype=torch.float64, device=pipeline.device), PredictStep(pipeline)
+        bad = torch.zeros((), dtype=torch.int64, device=pipeline.device)
         iterator = self()
         try:
             with _evaluating(pipeline.model):
                 for index in range(self.steps):
                     iterator.advance()
+                    bad += torch.count_nonzero(iterator.bad)
                     collected = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
                     for microbatch in collected if pipeline.is_last_stage else ():
                         sums += _score(microbatch, self.samples)
@@ -70,6 +77,7 @@ class HeldOut:
                         self._write_samples(iterator)
         finally:
             iterator.close()
+        require_budget(int(bad), self._run.cfg.data.max_bad_samples, self.dataset.bad_samples.latest)
         if not pipeline.is_last_stage:
             return {}
         dist.all_reduce(sums, group=pipeline.groups.collections[LANGUAGE].dp)

@@ -40,7 +40,14 @@ def divert(path: Path) -> None:
     writer = _Writer(path)
     console = warnings.showwarning
 
-    def show(message, category, filename, lineno, file=None, line=None) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if file is not None or not is_library(filename):
             console(message, category, filename, lineno, file, line)
         else:

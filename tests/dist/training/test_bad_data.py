@@ -119,6 +119,18 @@ def test_the_budget_of_a_run_names_a_sample_that_a_rank_knows(digits, tmp_path):
         train_on_ranks(config("vlm_digits", tmp_path / "run", demo, *layout, *allowed), timeout=60)
 
 
+def test_held_out_samples_have_one_budget_over_all_ranks(digits, tmp_path):
+    """Two ranks read half of the samples each, and neither finds more bad ones than are allowed."""
+    demo = spoiled(digits, tmp_path / "demo", every_picture_from(0))
+    layout = ("layout=one_process", "modules.images.layout.dp=2", "modules.language.layout.dp=2")
+    batch = ("train.global_batch_size=16", "train.micro_batch_size=8", "train.iters=1", "train.eval_samples=16")
+    held_out = (f"data.validation_shards={demo}/train", *layout, *batch)
+    lines = train_on_ranks(config("vlm_digits", tmp_path / "one", digits, *held_out, "data.max_bad_samples=16"))
+    assert lines[-1]["eval/samples"] < 4 and "bad_samples" not in lines[-1]
+    with pytest.raises(RankFailure, match=r"max_bad_samples: 1[3-6] bad samples, 12 allowed, for example .*train-0"):
+        train_on_ranks(config("vlm_digits", tmp_path / "two", digits, *held_out, "data.max_bad_samples=12"), timeout=60)
+
+
 def test_placeholders_unlike_pictures_are_named_with_both_counts(digits, tmp_path):
     demo = spoiled(digits, tmp_path / "demo", one_placeholder_more)
     with pytest.raises(RankFailure, match=r"2 .*1|1 .*2"):

@@ -455,10 +455,20 @@ def test_a_checkpoint_of_other_data_is_a_fault(tmp_path):
 
 def test_a_checkpoint_whose_record_is_damaged_is_a_warning(tmp_path):
     override = saved(tmp_path)
-    for text in ("{", "{}", '{"config": {"train": {"iter": 5}}, "data_fingerprint": ""}'):
+    for text in ("{}", '{"config": {"train": {"iter": 5}}, "data_fingerprint": ""}'):
         (tmp_path / "checkpoints" / "step_00000200" / "run.json").write_text(text)
         (warning,) = check(load("vlm_digits", override)).warnings
         assert "step_00000200" in warning and "run.json cannot be read" in warning
+
+
+def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
+    """Training would end on it."""
+    override = saved(tmp_path)
+    for text in ("{", "[]", ""):
+        (tmp_path / "checkpoints" / "step_00000200" / "run.json").write_text(text)
+        (fault,) = check(load("vlm_digits", override)).faults
+        assert fault.key == "checkpoint.resume"
+        assert "step_00000200 is damaged: run.json" in fault.message and "remove this folder" in fault.message
 
 
 def test_folders_of_checkpoints_must_be_there(tmp_path):

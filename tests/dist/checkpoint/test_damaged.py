@@ -1,0 +1,161 @@
+"""A checkpoint that cannot be loaded ends every rank with an error that names its folder, the reason and a remedy."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mimo_train.checkpoint import folders
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, train_on_ranks, train_rank
+
+LAYOUT = "layout=two_processes"
+
+
+@pytest.fixture(scope="module")
+def whole(digits, tmp_path_factory) -> Path:
+    """A run with a checkpoint of its second step."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    train_on_ranks(config("vlm_digits", run_dir, digits, LAYOUT, "train.iters=2"))
+    return run_dir
+
+
+def _refused(cfg) -> tuple[str, str]:
+    try:
+        train_rank(cfg)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def refused(cfg) -> str:
+    """What every rank of a run raises at its start: one UserError, in the same words."""
+    one, other = run_ranks(_refused, 2, cfg, timeout=90)
+    assert one == other
+    assert one[0] == "UserError", one
+    return one[1]
+
+
+def missing(name: str):
+    def spoil(folder: Path) -> str:
+        (folder / name).unlink()
+        return name
+
+    return spoil
+
+
+def written(name: str, text: str):
+    def spoil(folder: Path) -> str:
+        (folder / name).write_text(text)
+        return name
+
+    return spoil
+
+
+def without_step(folder: Path) -> str:
+    record = folders.read_record(folder)
+    del record["layout"]
+    folders.write_record(folder, record)
+    return f"{folders.RECORD} has no layout"
+
+
+def of_a_rank(change):
+    """Changes the tensors that one rank has written."""
+
+    def spoil(folder: Path) -> str:
+        file = sorted(folder.glob("*.distcp"))[-1]
+        change(file)
+        return file.name
+
+    return spoil
+
+
+def truncate(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "no metadata.json": missing("metadata.json"),
+    "broken metadata.json": written("metadata.json", "{"),
+    "no .metadata": missing(".metadata"),
+    "broken .metadata": written(".metadata", "no pickle"),
+    "no tensors": of_a_rank(Path.unlink),
+    "truncated tensors": of_a_rank(truncate),
+    "one bit": of_a_rank(flip),
+    "no hashes": missing("integrity.json"),
+    "broken hashes": written("integrity.json", "["),
+    "other hashes": written("integrity.json", "[]"),
+    "broken record": written(folders.RECORD, "{"),
+    "other record": written(folders.RECORD, "[]"),
+    "short record": without_step,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named(damage, whole, digits, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    folder = folders.newest(tmp_path / "run")
+    named = DAMAGES[damage](folder)
+    message = refused(config("vlm_digits", tmp_path / "run", digits, LAYOUT, "train.iters=4"))
+    assert f"checkpoint {folder} is damaged: " in message
+    assert named in message
+    assert "remove this folder" in message and "checkpoint.resume" in message
+    assert folder.is_dir(), "nothing is removed by itself"
+
+
+OTHERS = {
+    "modules.images.encoder.hidden_size=48": ("images", "has shape"),
+    "modules.language.llm.ffn_hidden_size=48": ("language", "has shape", "(2, 128, 32) there and (2, 96, 32) here"),
+    "modules.language.llm.num_layers=3": ("language", "has shape (2, ", "and (3, "),
+    "modules.images.encoder.class_token=true": ("images", "class_token is not in it"),
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [*((override, "checkpoint.resume") for override in OTHERS), (next(iter(OTHERS)), "checkpoint.weights")],
+)
+def test_a_checkpoint_of_another_model_is_named(override, key, whole, digits, tmp_path):
+    """Also where it is that of one module only, so that the ranks of the other have no fault of their own."""
+    folder = folders.newest(whole)
+    cfg = config("vlm_digits", tmp_path, digits, LAYOUT, "train.iters=4", f"{key}={folder}", override)
+    message = refused(cfg)
+    assert f"checkpoint {folder} is of another model: " in message
+    assert [word for word in OTHERS[override] if word not in message] == [], message
+    assert "give the config that it was saved with" in message
+
+
+def test_what_was_frozen_has_no_moments(whole, digits, tmp_path):
+    """Another run than the one that the optimizer's state is of."""
+    overrides = ("train.iters=2", "modules.images.freeze=[encoder]")
+    train_on_ranks(config("vlm_digits", tmp_path, digits, LAYOUT, *overrides))
+    message = refused(config("vlm_digits", tmp_path, digits, LAYOUT, "train.iters=4"))
+    assert "trained other parameters: " in message and "is not in it" in message
+    assert "checkpoint.weights=" in message
+
+
+def test_generate_names_a_damaged_checkpoint(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    folder = folders.newest(tmp_path / "run")
+    (folder / folders.RECORD).write_text(json.dumps({"step": 2}))
+    ((code, said),) = run_ranks(_generate, 1, str(folder), timeout=60)
+    assert code == 1
+    assert said.startswith(f"error: checkpoint {folder} is damaged: {folders.RECORD} has no config")
+
+
+def _generate(folder: str) -> tuple[int, str]:
+    import contextlib
+    import io
+
+    from mimo_train.cli import main
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(["generate", folder, "--prompt", "Hello"]), said.getvalue()
