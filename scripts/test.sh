@@ -9,4 +9,4 @@ MIMO_NEEDS="pytest pytest_timeout xdist hypothesis sklearn mlflow comet_ml nvidi
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 cd "$MIMO_ROOT"
 export OMP_NUM_THREADS=1 # several processes share the machine in many tests
-exec "$MIMO_PYTHON" -m pytest -n "${MIMO_TEST_WORKERS:-2}" --dist loadfile --durations=10 "$@"
+exec "$MIMO_PYTHON" -m pytest -n "${MIMO_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --durations=10 "$@"

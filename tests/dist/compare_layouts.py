@@ -24,12 +24,14 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only models and layouts whose names contain one of these words")
     parser.add_argument("--all", action="store_true", help="every layout of the table")
     parser.add_argument("--list", action="store_true", help="print the names and train nothing")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of a rank (default: 1)")
     options = parser.parse_args()
     chosen = _chosen(options.words, options.all or options.list)
     if options.list:
         print("\n".join(f"{model}: {row}" for model, rows in chosen.items() for row in rows))
         return 0
     os.environ["MIMO_QUIET_RANKS"] = "1"  # read by the ranks of tests.dist.ranks
+    os.environ["MIMO_RANK_THREADS"] = str(options.threads)  # read by tests.dist.preload
     from rich.console import Console
     from rich.table import Table
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from mimo_train.plan.layout import AXES
+from tests.dist.runs import BOUNDS, BOUNDS_BF16, Bounds
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Row:
 class Model:
     """What is trained, on one process and at the layouts of its rows."""
 
+    family: str
+    """Models of one family run the same code at a layout: what one covers, the others need not."""
     config: str
     demo: str
     """One of `parity.make_demos`."""
@@ -54,8 +57,12 @@ class Model:
     """Samples of a microbatch, the same at every layout."""
     overrides: tuple[str, ...]
     rows: tuple[Row, ...]
-    tolerance: float = 1e-5
-    """Largest relative difference of a loss and of a gradient norm."""
+    bounds: Bounds = BOUNDS
+
+    @property
+    def uneven(self) -> bool:
+        """Whether microbatches have other numbers of pictures, or of tokens of them, on every replica."""
+        return self.demo in ("sparse", "sizes", "mixed")
 
 
 def apart(images: str, language: str, *changes: str) -> Row:
@@ -220,6 +227,7 @@ _MIXTURE = (
     "modules.language.llm.expert_ffn_hidden_size=48",
     "modules.language.llm.shared_expert_ffn_hidden_size=32",
     "modules.language.llm.num_layers=2",
+    "modules.language.llm.router_z_loss=0.01",
 )
 _ANY_SIZE = (
     "encoder@modules.images.encoder=vit_tiny_native",
@@ -246,15 +254,16 @@ _SMALL_MIXTURE = (
 _UNTIED = ("modules.language.llm.tie_embeddings=false",)
 
 
-def _gpt(rows: tuple[Row, ...], *overrides: str) -> Model:
-    return Model("gpt_tiny", "prose", _MICROBATCH, ("layout=language_one", *_SHORT, *overrides), rows)
+def _gpt(rows: tuple[Row, ...], *overrides: str, family: str = "gpt") -> Model:
+    return Model(family, "gpt_tiny", "prose", _MICROBATCH, ("layout=language_one", *_SHORT, *overrides), rows)
 
 
-def _vlm(rows: tuple[Row, ...], *overrides: str, demo: str = "digits", **more) -> Model:
-    return Model(
-        "vlm_digits", demo, _MICROBATCH, ("layout=one_process", "train.global_batch_size=8", *overrides), rows, **more
-    )
+def _vlm(rows: tuple[Row, ...], *overrides: str, demo: str = "digits", family: str = "vlm", **more) -> Model:
+    fixed = ("layout=one_process", "train.global_batch_size=8")
+    return Model(family, "vlm_digits", demo, _MICROBATCH, (*fixed, *overrides), rows, **more)
 
+
+SEVERAL, MIXTURES = "several encoders", "experts"
 
 MODELS = {
     "vlm": _vlm(VLM),
@@ -266,15 +275,15 @@ MODELS = {
         demo="sparse",
     ),
     "vlm, pictures of any size": _vlm(ANY_SIZE, *_ANY_SIZE, demo="sizes"),
-    "two vision encoders": _vlm(TWO_VISION, *_DETAILS),
-    "pictures and sound": Model("mixed_tiny", "mixed", _MICROBATCH, _SMALL_MIXTURE, PICTURES_AND_SOUND),
+    "two vision encoders": _vlm(TWO_VISION, *_DETAILS, family=SEVERAL),
+    "pictures and sound": Model(SEVERAL, "mixed_tiny", "mixed", _MICROBATCH, _SMALL_MIXTURE, PICTURES_AND_SOUND),
     "vlm, untied": _vlm(UNTIED, *_UNTIED),
-    "vlm, bf16": _vlm(BF16, "train.precision=bf16", tolerance=1e-2),
+    "vlm, bf16": _vlm(BF16, "train.precision=bf16", family="bf16", bounds=BOUNDS_BF16),
     "vlm, experts": _vlm(VLM_EXPERTS, *_MIXTURE),
     "gpt": _gpt(GPT, "modules.language.llm.num_layers=4"),
     "gpt, three layers, untied": _gpt(GPT_UNEQUAL_STAGES, "modules.language.llm.num_layers=3", *_UNTIED),
-    "experts": _gpt(EXPERTS, *_MIXTURE),
-    "experts, four layers": _gpt(EXPERT_CHUNKS, *_MIXTURE, "modules.language.llm.num_layers=4"),
+    "experts": _gpt(EXPERTS, *_MIXTURE, family=MIXTURES),
+    "experts, four layers": _gpt(EXPERT_CHUNKS, *_MIXTURE, "modules.language.llm.num_layers=4", family=MIXTURES),
 }
 """By name."""
 

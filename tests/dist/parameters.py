@@ -16,9 +16,6 @@ from tests.dist.ranks import run_ranks
 STATE = re.compile(r"mimo\.\w+\.optimizer\.state\.(\w+)\.(.+)")
 """Names of the optimizer's state: what it is, and the parameter's name."""
 
-KEY_BIAS = "linear_qkv.bias"
-"""How the name of a parameter ends that holds biases of keys."""
-
 
 def parameters_of(run_dir: Path) -> dict[str, np.ndarray]:
     """Every parameter of the newest checkpoint of a run, whole, by name; fails unless all have their moments there."""
@@ -27,15 +24,10 @@ def parameters_of(run_dir: Path) -> dict[str, np.ndarray]:
 
 
 def largest_change(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[float, str]:
-    """Largest difference of a parameter, as a root mean square over its elements, and the parameter's name.
-
-    What all keys of an attention have in common does not change its softmax, so the gradient of their bias is nothing
-    but rounding, which Adam divides by its own size: such a bias counts a hundredth.
-    """
+    """Largest difference of a parameter, as a root mean square over its elements, and the parameter's name."""
     assert sorted(one) == sorted(other), f"parameters differ by name: {sorted(one.keys() ^ other.keys())}"
     assert all(one[name].shape == other[name].shape for name in one), "parameters differ in shape"
-    changes = {name: float(np.sqrt(np.mean((one[name] - other[name]) ** 2))) for name in one}
-    return max((change / 100 if name.endswith(KEY_BIAS) else change, name) for name, change in changes.items())
+    return max((float(np.sqrt(np.mean((one[name] - other[name]) ** 2))), name) for name in one)
 
 
 def _read(folder: str) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 from data.demo.make import make_demo, make_mixed_demo, make_text_demo
 from tests.dist.layout_tables import MODELS, Row
 from tests.dist.parameters import largest_change, parameters_of
-from tests.dist.runs import STEPS, config, curve, largest_difference, train_on_ranks
+from tests.dist.runs import RATE, STEPS, Bounds, config, curve, largest_difference, train_on_ranks
 from tests.dist.stretched import stretch_pictures
 
 
@@ -23,17 +23,11 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Bounds):
     """The largest differences between two runs of one model."""
 
-    loss: float
-    """Relative."""
-    norm: float
-    """Relative, of the gradient norm."""
-    parameter: float
-    """Root mean square over the elements of the parameter that differs most, as a part of the peak learning rate."""
     name: str
-    """That parameter."""
+    """The parameter that differs most."""
 
 
 def make_demos(folder: Path) -> dict[str, Path]:
@@ -66,23 +60,10 @@ def trained(*of) -> Trained:
 def difference(one: Trained, other: Trained) -> Difference:
     """How far the second run is from the first."""
     change, name = largest_change(one.parameters, other.parameters)
-    return Difference(*largest_difference(one.points, other.points), change / LEARNING_RATE, name)
+    return Difference(*largest_difference(one.points, other.points), change / RATE, name)
 
 
 def within(model: str, found: Difference) -> bool:
-    """Whether a difference is within the bounds of a model of `MODELS`: its tolerance for losses and gradient norms,
-    and for parameters as below."""
-    tolerance = MODELS[model].tolerance
-    return max(found.loss, found.norm) < tolerance and found.parameter < PARAMETERS * tolerance
-
-
-LEARNING_RATE = 1e-3
-"""Peak rate of all models."""
-
-PARAMETERS = 50
-"""Largest change of a parameter, in learning rates, by the tolerance of losses.
-
-Adam moves every element by about the learning rate in a step, whatever the size of its gradient, so a parameter's
-distance is measured in learning rates and not by its own norm, which its first value dominates: one gradient that is
-wrong in one step of 20 shows as a tenth or more. In fp32 the bound is 5e-4, and rounding gives 5e-5 at most; in
-bf16 the gradients of small parameters are rounding to a good part, and the bound is half a step."""
+    """Whether a difference is within the bounds of a model of `MODELS`."""
+    bounds = MODELS[model].bounds
+    return found.loss < bounds.loss and found.norm < bounds.norm and found.parameter < bounds.parameter

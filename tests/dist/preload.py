@@ -3,7 +3,8 @@
 import gc
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One thread a rank, whatever a user's environment says, but for scripts/compare_layouts.sh --threads.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("MIMO_RANK_THREADS", "1")
 # Megatron-Core asks at its import whether there is CUDA. Asked through the driver, which is torch's way without this,
 # it would leave the ranks that are forked from here unable to use a device.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -12,6 +13,6 @@ import torch
 
 import mimo_train.training.pretrain  # noqa: F401
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # What is imported here is no garbage: collections in ranks need not look through it.
 gc.freeze()

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+from tests.hang import HANG_SECONDS
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.dist.preload"])
 
@@ -17,13 +19,13 @@ class RankFailure(AssertionError):
     """A rank raised or died; the message holds the traceback of the first one that did."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """Call `function(*arguments)` on every rank and return the results in rank order.
 
     The first rank that fails takes the others down at once.
 
     Raises:
-        RankFailure: a rank raised, died, or took longer than `timeout` seconds.
+        RankFailure: a rank raised, died, or did not end within HANG_SECONDS.
     """
     from torch.distributed import TCPStore
 
@@ -39,7 +41,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         pipes.append(receiver)
         processes.append(process)
     try:
-        return _collect(pipes, time.monotonic() + timeout)
+        return _collect(pipes, time.monotonic() + HANG_SECONDS)
     finally:
         for process in processes:
             process.join(timeout=5)
@@ -77,7 +79,6 @@ def _rank_main(sender, rank: int, world_size: int, port: int, function, argument
         # As under torchrun: the store is another process's, a rank only joins it.
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
-        OMP_NUM_THREADS="1",
     )
     if os.environ.get("MIMO_QUIET_RANKS"):
         sys.stdout = sys.stderr = open(os.devnull, "w")

@@ -1,5 +1,5 @@
 """The layout never changes the numbers: losses and gradient norms of 20 steps, and the parameters after them, against
-those of one process, for the rows of `layout_tables`: every third of each model, or all with MIMO_ALL_LAYOUTS=1."""
+those of one process, for the rows of `layout_tables` that `layout_cover` picks, or all with MIMO_ALL_LAYOUTS=1."""
 
 import functools
 import os
@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from mimo_train.plan.run import resolve
-from tests.dist.layout_tables import CASES, MODELS
-from tests.dist.parity import PARAMETERS, STEPS, Trained, config_of, difference, make_demos, trained, within
+from tests.dist.layout_cover import DEFAULT, FAMILIES, cases_of
+from tests.dist.layout_tables import CASES, MODELS, apart
+from tests.dist.parity import Trained, config_of, difference, make_demos, trained, within
+from tests.dist.runs import BOUNDS, BOUNDS_BF16, RATE, STEPS, USUAL_ADAM
 
-TRIED = [(name, row) for name, model in MODELS.items() for row in model.rows[::3]]
-if os.environ.get("MIMO_ALL_LAYOUTS"):
-    TRIED = CASES
+TRIED = CASES if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +37,47 @@ def test_layout_gives_the_numbers_of_one_process(model, row, one_process, demos,
 
 
 def test_other_seed_gives_other_numbers(one_process, demos, tmp_path):
-    other = trained("vlm", demos, tmp_path, None, "run.seed=7")
-    found = difference(one_process("vlm"), other)
-    assert min(found.loss, found.norm, found.parameter) > 100 * MODELS["vlm"].tolerance
+    found = difference(one_process("vlm"), trained("vlm", demos, tmp_path, None, "run.seed=7"))
+    assert found.loss > 1000 * BOUNDS.loss and found.norm > 1000 * BOUNDS.norm
+    assert found.parameter > 1000 * BOUNDS.parameter
 
 
-def test_a_rate_of_one_module_that_is_a_hundredth_off_shows_in_its_parameters(one_process, demos, tmp_path):
-    other = trained("vlm", demos, tmp_path, None, "modules.images.optim.lr=0.00101")
+def test_a_rate_of_one_module_that_is_a_hundredth_off_shows(one_process, demos, tmp_path):
+    other = trained("vlm", demos, tmp_path, None, f"modules.images.optim.lr={RATE * 1.01}")
     found = difference(one_process("vlm"), other)
-    assert found.parameter > 10 * PARAMETERS * MODELS["vlm"].tolerance and ".images." in found.name
+    assert found.loss > 10 * BOUNDS.loss and found.norm > 10 * BOUNDS.norm
+    assert found.parameter > 100 * BOUNDS.parameter and ".images." in found.name
+
+
+def test_layouts_stay_near_each_other_with_adam_as_users_have_it(demos, tmp_path):
+    """Where Adam makes whole steps of gradients that are nothing but rounding no bound is tight; this one shows another
+    decay of the second moment, which the table does not."""
+    one = trained("vlm", demos, tmp_path / "one", None, *USUAL_ADAM)
+    row = difference(one, trained("vlm", demos, tmp_path / "row", apart("tp2", "pp2"), *USUAL_ADAM))
+    assert row.loss < NEAR, row
+    other = trained("vlm", demos, tmp_path / "other", None, *USUAL_ADAM, "optim.beta2=0.9")
+    assert difference(one, other).loss > 10 * NEAR
+
+
+NEAR = 2e-4
+"""Relative difference of losses; on one machine 1e-7 was seen, on another 2.5e-5 at three times the rate."""
+
+
+def test_the_default_rows_have_what_any_row_has():
+    tried = set()
+    for family in FAMILIES:
+        cases = cases_of(family)
+        of = set().union(*(features for model, row, features in cases if (model, row) in DEFAULT))
+        assert of == set().union(*(features for *_, features in cases)), family
+        tried |= of
+    axes = {f"language {axis}" for axis in ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")}
+    axes |= {f"images {axis}" for axis in ("tp", "sp", "pp", "dp")}
+    ways = {f"uneven, {way}, {fan}" for way in ("apart", "same ranks") for fan in ("fan-in", "fan-out")}
+    places = {"disjoint", "shared", "first ranks", "placement.allow_idle=true", "placement.bridge=megatron"}
+    changes = {"optim.distributed_optimizer=false", "train.recompute=full", "images.balance=patches"}
+    assert axes | ways | places | changes | MODELS.keys() <= tried
+    assert {MODELS[model].bounds for model, _ in DEFAULT} == {BOUNDS, BOUNDS_BF16}
+    assert len(DEFAULT) < len(CASES) / 2, "few of them"
 
 
 def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.hang import HANG_SECONDS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOLS = ("bash", "basename", "cat", "cp", "dirname", "env", "mkdir", "mv", "rm", "sh", "sleep")
 
@@ -79,7 +81,7 @@ class Checkout:
         """Runs a line of bash in the checkout and notes its calls anew."""
         self.calls_file.write_text("")
         process = self.start(command, **variables)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_SECONDS)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def calls(self, what: str) -> int:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.e2e.fake_python import Checkout
+from tests.hang import HANG_SECONDS
 
 STRICT = "set -euo pipefail; . scripts/env.sh; echo $MIMO_PYTHON"
 INSTALL = "-m uv pip install"
@@ -143,7 +144,7 @@ def test_a_killed_set_up_is_repaired_by_the_next_start(tmp_path, tools):
     while not checkout.calls(INSTALL):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_SECONDS)
     repaired = checkout.run(STRICT)
     assert repaired.returncode == 0, repaired.stderr
     assert (checkout.calls("-m venv --clear"), checkout.calls(INSTALL)) == (1, 1)
@@ -170,7 +171,7 @@ def test_two_starts_at_once_set_up_once(tmp_path, tools):
     checkout = Checkout(tmp_path, *tools)
     checkout.program("python3.12")
     starts = [checkout.start(STRICT, FAKE_INSTALL_SECONDS="1") for _ in range(2)]
-    results = [(*start.communicate(timeout=60), start.returncode) for start in starts]
+    results = [(*start.communicate(timeout=HANG_SECONDS), start.returncode) for start in starts]
     assert [code for *_, code in results] == [0, 0], results
     assert checkout.calls(INSTALL) == 1
 

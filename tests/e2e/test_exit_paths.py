@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 from mimo_train.checkpoint import folders
@@ -11,11 +10,9 @@ from mimo_train.plan.run import resolve
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve
-from tests.e2e.test_train import digits, finish, start  # noqa: F401 (a fixture)
+from tests.e2e.test_train import digits, finish, start, wait_for  # noqa: F401 (a fixture)
 
 ENCODER, LANGUAGE = 0, 1
-LIMIT = 30
-"""Seconds that all ranks have to end."""
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, str]]:
@@ -49,7 +46,7 @@ def test_a_run_ends_for_every_reason_in_turn_and_goes_on(digits, tmp_path):  # n
     for reason, step, what in jobs:
         overrides = ("train.iters=9", "layout=two_processes", "checkpoint.keep=0", *what.get("overrides", ()))
         cfg = config("vlm_digits", tmp_path, digits, *overrides)
-        codes = run_ranks(_rank, 2, cfg, what.get("callback"), what.get("late_rank"), timeout=LIMIT)
+        codes = run_ranks(_rank, 2, cfg, what.get("callback"), what.get("late_rank"))
         assert codes == [0, 0], reason
         assert events(tmp_path, "exit")[-1] == {"step": str(step), "reason": reason}
         assert folders.newest(tmp_path).name == f"step_{step:08d}"
@@ -57,14 +54,6 @@ def test_a_run_ends_for_every_reason_in_turn_and_goes_on(digits, tmp_path):  # n
         (step, reason) for reason, step, _ in jobs
     ], "one save for each exit"
     assert [point[0] for point in curve(read_metrics(tmp_path / "metrics.jsonl"))] == list(range(1, 10))
-
-
-def wait_for(path: Path, process, seconds: float = 100) -> None:
-    """Until a launched run has written `path`."""
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, finish(process, 1)
-        time.sleep(0.05)
 
 
 def test_a_failing_rank_ends_all_and_the_same_command_goes_on(digits, tmp_path, monkeypatch):  # noqa: F811
@@ -87,8 +76,8 @@ def test_a_failing_rank_ends_all_and_the_same_command_goes_on(digits, tmp_path, 
     for rank, step in ((ENCODER, 4), (LANGUAGE, 6)):
         monkeypatch.setenv("MIMO_TEST_BREAK", f"{rank}:{step}")
         process = start("train_vlm.sh", *arguments, cwd=tmp_path)
-        wait_for(run_dir / f"failed_{rank}", process)
-        printed = finish(process, LIMIT)
+        wait_for((run_dir / f"failed_{rank}").exists, process)
+        printed = finish(process)
         assert process.returncode == 1, printed
         assert f"rank {rank}: RuntimeError: broken on purpose before step {step}" in printed
         assert f"rank {rank} (process" in printed.splitlines()[-1], printed

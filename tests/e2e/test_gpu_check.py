@@ -11,7 +11,7 @@ from tests.e2e.test_train import finish, start
 
 def test_a_rehearsal_on_the_cpu_runs_every_check_and_writes_a_record(tmp_path):
     process = start("gpu_check.sh", "--device", "cpu", "--to", "record.md", cwd=tmp_path)
-    printed = finish(process, 400)
+    printed = finish(process)
     assert process.returncode == 0, printed
     rows, name = {}, ""
     for row in printed.splitlines():

@@ -11,6 +11,7 @@ import pytest
 
 from mimo_train.launch import torchrun as launch
 from tests.e2e.fake_python import pid_runs
+from tests.hang import HANG_SECONDS
 
 RANK = """
 import os, signal, sys, time
@@ -35,7 +36,8 @@ if rank == "1" and behaviour == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 while not received or behaviour in ("fail", "ask", "die", "stuck"):
     time.sleep(0.05)
-time.sleep(0.7)  # as if saving
+while behaviour == "save" and not os.path.exists("go"):  # as if saving
+    time.sleep(0.05)
 open(f"saved{rank}", "w").write(str(received))
 """
 
@@ -75,12 +77,12 @@ def ranks(folder: Path) -> list[int]:
 
 def test_a_stop_reaches_each_rank_once_and_waits_for_it(start, tmp_path):
     launcher = start("save")
-    launcher.send_signal(signal.SIGHUP)
-    time.sleep(0.2)
-    launcher.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=60)
+    # Between them a moment, in which a launcher that does it wrong would send its ranks one signal more.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        launcher.send_signal(number)
+        time.sleep(0.2)
+    (tmp_path / "go").touch()
+    _, err = launcher.communicate(timeout=HANG_SECONDS)
     assert launcher.returncode == 0, err
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
     assert len(err.splitlines()) == 1 and "SIGINT" in err
@@ -89,7 +91,7 @@ def test_a_stop_reaches_each_rank_once_and_waits_for_it(start, tmp_path):
 def test_ranks_that_do_not_finish_in_time_are_ended(start, tmp_path):
     launcher = start("stuck", MIMO_GRACE_SECONDS="0.5")
     launcher.send_signal(signal.SIGUSR1)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=HANG_SECONDS)
     assert launcher.returncode == 1
     assert "did not finish within 0.5 s" in err
     assert not any(map(pid_runs, ranks(tmp_path)))
@@ -101,7 +103,7 @@ def test_ranks_that_do_not_finish_in_time_are_ended(start, tmp_path):
 )
 def test_one_failed_rank_ends_the_others_and_has_the_word(start, tmp_path, behaviour, words):
     launcher = start(behaviour)
-    _, err = launcher.communicate(timeout=launch.FAILURE_SECONDS + 15)
+    _, err = launcher.communicate(timeout=HANG_SECONDS)
     assert launcher.returncode == 1
     assert not any(map(pid_runs, ranks(tmp_path)))
     lines = err.splitlines()
@@ -111,7 +113,7 @@ def test_one_failed_rank_ends_the_others_and_has_the_word(start, tmp_path, behav
 
 def test_a_run_that_asks_for_another_machine_ends_with_its_exit_code(start):
     launcher = start("ask")
-    _, err = launcher.communicate(timeout=launch.FAILURE_SECONDS + 15)
+    _, err = launcher.communicate(timeout=HANG_SECONDS)
     assert launcher.returncode == 16
     assert len(err.splitlines()) == 1 and "exit code 16" in err and "another machine" in err
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_train import finish, start
+from tests.hang import HANG_SECONDS
 
 BIN = Path(sys.executable).parent
 CALLBACK = """
@@ -34,7 +35,7 @@ def folder(tmp_path) -> Path:
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command, cwd=cwd, env=os.environ | variables, capture_output=True, text=True, timeout=150, check=False
+        command, cwd=cwd, env=os.environ | variables, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
 
 

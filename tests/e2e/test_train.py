@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from data.demo.make import make_demo
+from tests.hang import HANG_SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICK = (
@@ -44,19 +46,34 @@ def start(script: str, *arguments: str, cwd: Path) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, timeout: float = 150) -> str:
+def finish(process: subprocess.Popen) -> str:
     """What it printed, once it has ended; ends its whole session if it does not."""
     try:
-        return process.communicate(timeout=timeout)[0]
+        return process.communicate(timeout=HANG_SECONDS)[0]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"still running after {timeout} s:\n{process.communicate()[0][-3000:]}")
+        pytest.fail(f"still running after {HANG_SECONDS} s:\n{process.communicate()[0][-3000:]}")
+
+
+def wait_for(event: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Until `event()` is true; fails if the process ends before it is."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not event():
+        if process.poll() is not None or time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"what was waited for has not happened:\n{process.communicate()[0][-3000:]}")
+        time.sleep(0.05)
 
 
 def vlm(digits: Path, run_dir: Path, *overrides: str) -> list[str]:
     """Arguments of a quick run on two processes."""
     shards = (f"data.shards={digits}/train", f"data.validation_shards={digits}/held_out")
     return ["vlm_digits", f"run.dir={run_dir}", *shards, *QUICK, *overrides]
+
+
+def whole_lines(run_dir: Path) -> int:
+    """Lines of metrics.jsonl, without one that is being written."""
+    return (run_dir / "metrics.jsonl").read_text().count("\n")
 
 
 def lines_of(run_dir: Path) -> list[dict]:
@@ -85,7 +102,7 @@ def test_two_modules_on_two_processes_leave_every_file(digits, tmp_path):
     Image.new("RGB", (60, 40), "red").save(picture)
     question = ["--image", str(picture), "--prompt", "Which digit is red?", "--max-new-tokens", "3"]
     command = [sys.executable, "-m", "mimo_train.cli", "generate", str(run_dir), *question]
-    answered = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    answered = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=tmp_path)
     assert answered.returncode == 0 and "Warning" not in answered.stderr, answered.stderr
 
 
@@ -104,12 +121,9 @@ def test_sigterm_saves_and_exits_0_and_the_same_command_goes_on(digits, tmp_path
     run_dir = tmp_path / "run"
     arguments = vlm(digits, run_dir, "train.iters=400", "train.eval_samples=8")
     process = start("train_vlm.sh", *arguments, cwd=tmp_path)
-    deadline = time.monotonic() + 100
-    while not (run_dir / "metrics.jsonl").exists() or len(lines_of(run_dir)) < 3:
-        assert process.poll() is None and time.monotonic() < deadline, finish(process, 1)
-        time.sleep(0.1)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and whole_lines(run_dir) >= 3, process)
     process.send_signal(signal.SIGTERM)
-    printed = finish(process, 60)
+    printed = finish(process)
     assert process.returncode == 0, printed
     done = lines_of(run_dir)[-1]["step"]
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{done:08d}"]
@@ -122,7 +136,7 @@ def test_sigterm_saves_and_exits_0_and_the_same_command_goes_on(digits, tmp_path
 
 def test_failing_rank_is_named_and_ends_the_others(digits, tmp_path):
     process = start("train_vlm.sh", *vlm(digits, tmp_path / "run", f"data.shards={tmp_path}/nowhere"), cwd=tmp_path)
-    printed = finish(process, 100)
+    printed = finish(process)
     assert process.returncode != 0
     errors = [line for line in printed.splitlines() if line.startswith("error:")]
     assert errors and "data.shards" in errors[0] and "nowhere" in errors[0], printed

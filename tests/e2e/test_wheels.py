@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.fake_python import REPOSITORY, TOOLS
 from tests.e2e.tiny_packages import PROJECT, registry, wheel
+from tests.hang import HANG_SECONDS
 
 BASE = str(Path(sys.base_prefix, "bin", f"python{sysconfig.get_python_version()}"))
 NO_NETWORK = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple"}
@@ -39,7 +40,7 @@ class Machine:
     def run(self, command: str, **variables: str) -> subprocess.CompletedProcess:
         return subprocess.run(
             [shutil.which("bash"), "-c", command],
-            cwd=self.root, env=self.env | variables, capture_output=True, text=True, timeout=300, check=False,
+            cwd=self.root, env=self.env | variables, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
         )  # fmt: skip
 
 
@@ -206,7 +207,7 @@ LEFT_OUT = ("mimo-train", "uv", "webdataset", "braceexpand", "omegaconf", "antlr
 def test_a_run_starts_from_real_wheels(tmp_path):
     """This checkout, on a machine that has everything but some packages: one has no wheel in the registry."""
     probe = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, "braceexpand==0.1.7"]
-    if subprocess.run(probe, capture_output=True, timeout=120, check=False).returncode:
+    if subprocess.run(probe, capture_output=True, timeout=HANG_SECONDS, check=False).returncode:
         pytest.skip("no registry of packages can be reached")
     base = tmp_path / "base"
     subprocess.run([BASE, "-m", "venv", "--without-pip", base], check=True)
@@ -216,7 +217,7 @@ def test_a_run_starts_from_real_wheels(tmp_path):
     pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
     path = {"PATH": f"{Path(BASE).parent}:/usr/bin:/bin", "HOME": os.environ["HOME"]}
     command = [REPOSITORY / "scripts/wheels.sh", tmp_path / "wheels", "--have", tmp_path / "list", "--pieces", "0.05"]
-    result = subprocess.run(command, env=path | pip, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, env=path | pip, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert result.returncode == 0, result.stderr
     assert {"webdataset", "omegaconf", "antlr4_python3_runtime", "hatchling"} <= names(tmp_path / "wheels")
     assert "in 2 pieces: webdataset-1.0.2-py3-none-any.whl" in result.stdout
@@ -228,7 +229,7 @@ def test_a_run_starts_from_real_wheels(tmp_path):
     steps = ("gpt_tiny", "train.iters=2", "data.validation_shards=", f"run.dir={tmp_path}/run", "run.device=cpu")
     result = subprocess.run(
         [checkout / "scripts/train_gpt.sh", *steps],
-        env=env | NO_NETWORK, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
+        env=env | NO_NETWORK, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -11,7 +11,7 @@ from tests.dist.optim.test_optim_modules import _curve_from
 from tests.dist.optim.test_optim_stages import _curve as staged_curve
 from tests.dist.optim.test_optim_stages import _train_and_save
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, largest_difference
+from tests.dist.runs import TOLERANCE, USUAL_ADAM, config, largest_difference
 from tests.dist.steps import whole
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -22,19 +22,19 @@ def vlm(tmp_path, name: str, *overrides: str):
     demo = tmp_path / "digits"
     if not demo.exists():
         make_demo(demo, train_samples=480, held_out_samples=40, shards=2)
-    fixed = ("layout=one_process", "run.device=cuda", "train.iters=20", "optim.lr=3e-3")
+    fixed = ("layout=one_process", "run.device=cuda", "train.iters=20")
     return config("vlm_digits", tmp_path / name, demo, *fixed, *overrides)
 
 
 def test_a_step_gives_the_numbers_of_megatron_cores_own_on_cuda(tmp_path):
     cfg = vlm(tmp_path, "run", "optim.clip_grad=0.5")
     ours, theirs = (whole(run_ranks(_curve, 1, cfg, own)) for own in (False, True))
-    assert max(largest_difference(theirs, ours)) < 1e-5
+    assert max(largest_difference(theirs, ours)) < TOLERANCE
 
 
 def test_fp16_follows_fp32_on_cuda(tmp_path):
-    ((exact, initial),) = run_ranks(_curve_from, 1, vlm(tmp_path, "fp32"), None)
-    fp16 = vlm(tmp_path, "fp16", "train.precision=fp16", "optim.initial_loss_scale=8")
+    ((exact, initial),) = run_ranks(_curve_from, 1, vlm(tmp_path, "fp32", *USUAL_ADAM), None)
+    fp16 = vlm(tmp_path, "fp16", *USUAL_ADAM, "train.precision=fp16", "optim.initial_loss_scale=8")
     ((half, _),) = run_ranks(_curve_from, 1, fp16, [initial])
     assert 0 < largest_difference(whole([exact]), whole([half]))[0] < 1e-2
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hang import HANG_SECONDS
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mimo_train", "encoders", "data")
 LONGEST_FILE = 400  # lines
@@ -141,7 +143,7 @@ def test_a_wrong_arrow_is_found(tmp_path, file, line, complaint):
 
 
 def python(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 def promised() -> list[str]:

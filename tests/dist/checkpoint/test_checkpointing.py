@@ -50,9 +50,7 @@ def train_with(cfg, kind: type[Callback]) -> Callback:
 
 def saves(cfg) -> list[str]:
     """Folders of the checkpoints, as every rank was told."""
-    first, *others = [
-        saved.folders for saved in run_ranks(train_with, resolve(cfg).layout.world_size, cfg, Saves, timeout=90)
-    ]
+    first, *others = [saved.folders for saved in run_ranks(train_with, resolve(cfg).layout.world_size, cfg, Saves)]
     assert all(other == first for other in others)
     return first
 
@@ -114,7 +112,7 @@ def test_replicas_that_differ_are_not_saved(axis, digits, tmp_path):
     with pytest.raises(
         RankFailure, match=r"weights on rank \d differ from those of its data-parallel replicas.*step 4"
     ):
-        run_ranks(train_with, 3, cfg, DriveApart, timeout=90)
+        run_ranks(train_with, 3, cfg, DriveApart)
     assert [folder.name for folder in folders.complete(tmp_path)] == ["step_00000002"]
 
 
@@ -148,5 +146,5 @@ def _asked_for_and_due(cfg) -> list[str]:
 
 def test_a_step_that_was_saved_is_not_saved_again(digits, tmp_path):
     cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "train.iters=2", "checkpoint.save_interval=1")
-    assert run_ranks(_asked_for_and_due, 1, cfg, timeout=60) == [["step_00000001", "step_00000002"]]
+    assert run_ranks(_asked_for_and_due, 1, cfg) == [["step_00000001", "step_00000002"]]
     assert reasons(tmp_path) == ["asked", "asked"]

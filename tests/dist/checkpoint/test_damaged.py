@@ -31,7 +31,7 @@ def _refused(cfg) -> tuple[str, str]:
 
 def refused(cfg) -> str:
     """What every rank of a run raises at its start: one UserError, in the same words."""
-    one, other = run_ranks(_refused, 2, cfg, timeout=90)
+    one, other = run_ranks(_refused, 2, cfg)
     assert one == other
     assert one[0] == "UserError", one
     return one[1]
@@ -146,7 +146,7 @@ def test_generate_names_a_damaged_checkpoint(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     folder = folders.newest(tmp_path / "run")
     (folder / folders.RECORD).write_text(json.dumps({"step": 2}))
-    ((code, said),) = run_ranks(_generate, 1, str(folder), timeout=60)
+    ((code, said),) = run_ranks(_generate, 1, str(folder))
     assert code == 1
     assert said.startswith(f"error: checkpoint {folder} is damaged: {folders.RECORD} has no config")
 

@@ -56,9 +56,7 @@ def train(
     cfg, value: float, *, step: int = 4, transient: bool = True, node: str = "first"
 ) -> tuple[list[int], list[str]]:
     """Exit codes of all ranks, and what their state machines say."""
-    results = run_ranks(
-        _train_with_fault, resolve(cfg).layout.world_size, cfg, value, step, transient, node, timeout=120
-    )
+    results = run_ranks(_train_with_fault, resolve(cfg).layout.world_size, cfg, value, step, transient, node)
     return [code for code, _ in results], [text for _, said in results for text in said]
 
 

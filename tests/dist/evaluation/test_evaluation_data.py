@@ -77,7 +77,7 @@ def run(digits: Path, run_dir: Path, given: bool) -> list:
         "log.tensorboard=true",
         "data.sequence_length=72",
     )
-    return run_ranks(_train, 2, cfg, given, timeout=90)
+    return run_ranks(_train, 2, cfg, given)
 
 
 def test_the_last_stage_gives_data_without_a_function_for_it(digits, tmp_path):

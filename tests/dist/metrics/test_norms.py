@@ -39,7 +39,7 @@ MOE_LAYOUTS = {
     "tp2 ep2": ("layout=language_tp2", "modules.language.layout.sp=true", "modules.language.layout.ep=2"),
     "tp2 etp2": ("layout=language_tp2", "modules.language.layout.sp=true", "modules.language.layout.etp=2"),
 }
-QUICK = ("train.global_batch_size=8", "train.micro_batch_size=2", "optim.lr=0.01", "optim.warmup_iters=0")
+QUICK = ("train.global_batch_size=8", "train.micro_batch_size=2", "optim.warmup_iters=0")
 GPT = (*QUICK, "modules.language.llm.num_layers=4")
 FROZEN = (*QUICK, "modules.images.freeze=[projector]")
 MOE = (*QUICK, "llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.expert_ffn_hidden_size=32")
@@ -192,7 +192,7 @@ def _dtensor_norms() -> list[float]:
 
 def test_norms_of_dtensors():
     cut, both, whole = 1 + 4 + 9, 8 * 4, 25
-    for norms in run_ranks(_dtensor_norms, 4, timeout=60):
+    for norms in run_ranks(_dtensor_norms, 4):
         assert norms == pytest.approx([math.sqrt(2 * cut + both + whole), math.sqrt(cut), 0.0], rel=1e-6)
 
 
@@ -230,7 +230,7 @@ def _reduced(values: list) -> dict:
 
 def test_ranks_agree_on_a_maximum_a_conjunction_and_memory():
     values = [(1.5, -2.0), (None, -1.0), (-7.25, None), (None, None), (math.nan, 3.0), (-math.inf, None)]
-    for reduced in run_ranks(_reduced, 2, values, timeout=60):
+    for reduced in run_ranks(_reduced, 2, values):
         assert reduced["max"] == pytest.approx([1.5, -1.0, -7.25, None, math.nan, -math.inf], nan_ok=True)
         assert reduced["and"] == [True, False, False, False]
         assert reduced["memory"] == {"peak_allocated_mem": 1.5, "alloc_retries": 4}
@@ -283,6 +283,6 @@ def test_metrics_that_megatron_core_writes_reach_every_tracker():
         "moe/load_balancing_loss_layer_0": 0.25,
         "moe/load_balancing_loss_layer_1": 1.0,
     }
-    for written in run_ranks(_written_by_megatron_core, 2, timeout=60):
+    for written in run_ranks(_written_by_megatron_core, 2):
         expected = [(target, name, value, 7) for name, value in values.items() for target in ("comet", "run")]
         assert written == expected and all(type(value) is float for _, _, value, _ in written)

@@ -229,7 +229,7 @@ def test_losses_of_routers_are_the_same_on_every_rank_at_every_layout(overrides,
             assert step[name] == pytest.approx(sum(layers) / 2) and layers[0] != layers[1]
         assert 0.9 < step["load_balancing_loss"] < 4 and 0 < step["z_loss"]
     for rank in two:
-        assert rank == [pytest.approx(step, rel=1e-5) for step in one[0]]
+        assert rank == [pytest.approx(step, rel=TOLERANCE) for step in one[0]]
 
 
 def values_of_routers(cfg) -> list[dict[str, float]]:

@@ -3,16 +3,18 @@
 import pytest
 
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.runs import RATE, TOLERANCE, config, curve, largest_difference, train_on_ranks
 from tests.dist.steps import Steps, whole
 
+PEAK, LOWEST, PROJECTOR = RATE / 2, RATE / 40, RATE * 5 / 4
+"""Rates of the encoder's module, and the peak of its projector."""
 OWN = (
-    "modules.images.optim.lr=2e-3",
-    "modules.images.optim.min_lr=1e-4",
+    f"modules.images.optim.lr={PEAK}",
+    f"modules.images.optim.min_lr={LOWEST}",
     "modules.images.optim.warmup_iters=4",
     "modules.images.optim.decay=linear",
     "modules.images.optim.weight_decay=0.1",
-    "modules.images.optim.projector_lr=5e-3",
+    f"modules.images.optim.projector_lr={PROJECTOR}",
     "modules.language.optim.decay=constant",
 )
 
@@ -38,14 +40,14 @@ def test_groups_follow_the_settings_of_their_module(digits, tmp_path):
     cfg = config("vlm_digits", tmp_path, digits, "layout=two_processes", "train.iters=20", *OWN)
     found = {name: rates for rank in run_ranks(_rates_of_groups, 2, cfg) for name, rates in rank.items()}
     # Linear from the end of warm-up at step 4 to step 20, one step in; the projector with its own peak.
-    encoder, projector = (1e-4 + (peak - 1e-4) * 15 / 16 for peak in (2e-3, 5e-3))
+    encoder, projector = (LOWEST + (peak - LOWEST) * 15 / 16 for peak in (PEAK, PROJECTOR))
     assert sorted(found["images"]) == [
         (pytest.approx(encoder), 0),
         (pytest.approx(encoder), pytest.approx(0.1)),
         (pytest.approx(projector), 0),
         (pytest.approx(projector), pytest.approx(0.1)),
     ]
-    assert sorted(found["language"]) == [(1e-3, 0), (1e-3, pytest.approx(0.01))]
+    assert sorted(found["language"]) == [(RATE, 0), (RATE, pytest.approx(0.01))]
 
 
 def test_settings_of_modules_give_the_numbers_of_one_process_and_are_logged(digits, tmp_path):
@@ -56,10 +58,10 @@ def test_settings_of_modules_give_the_numbers_of_one_process_and_are_logged(digi
         curves[layout] = curve(lines)
         last = [line for line in lines if "lm loss" in line][-1]
         # The rate of the last step, which follows 5 steps: linear from step 4 to step 6.
-        assert last["learning_rate/images"] == pytest.approx(1e-4 + 1.9e-3 / 2)
-        assert last["learning_rate/images.projector"] == pytest.approx(1e-4 + 4.9e-3 / 2)
-        assert last["learning_rate/language"] == pytest.approx(1e-3)
-    assert max(largest_difference(curves["one_process"], curves["images_dp2_language_dp1"])) < 1e-5
+        assert last["learning_rate/images"] == pytest.approx((PEAK + LOWEST) / 2)
+        assert last["learning_rate/images.projector"] == pytest.approx((PROJECTOR + LOWEST) / 2)
+        assert last["learning_rate/language"] == pytest.approx(RATE)
+    assert max(largest_difference(curves["one_process"], curves["images_dp2_language_dp1"])) < TOLERANCE
 
 
 def _curve_from(cfg, weights: list[dict] | None, steps: int = 6) -> tuple[list[tuple], dict]:
@@ -222,9 +224,9 @@ def _resumed_rates(cfg, save: bool) -> tuple[list[tuple], set[float]]:
 def test_a_run_may_continue_with_other_rates_and_a_rate_for_the_projector(digits, tmp_path):
     overrides = ("layout=one_process", "train.iters=20", "optim.decay=constant", "optim.warmup_iters=1")
     run_ranks(_resumed_rates, 1, config("vlm_digits", tmp_path, digits, *overrides), True)
-    changed = ("modules.images.optim.lr=5e-4", "modules.images.optim.projector_lr=3e-3")
+    changed = (f"modules.images.optim.lr={RATE / 2}", f"modules.images.optim.projector_lr={RATE / 4}")
     ((curve_after, rates),) = run_ranks(
         _resumed_rates, 1, config("vlm_digits", tmp_path, digits, *overrides, *changed), False
     )
-    assert rates == {5e-4, 3e-3}
+    assert rates == {RATE / 2, RATE / 4}
     assert all(norm > 0 for _, norm in curve_after)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist.ranks import RankFailure, run_ranks
-from tests.dist.runs import config, largest_difference
+from tests.dist.runs import TOLERANCE, config, largest_difference
 from tests.dist.steps import Steps, whole
 
 WORLD = {
@@ -20,7 +20,7 @@ STEPS = 6
 
 
 def vlm(digits, run_dir, layout: str, *overrides: str):
-    return config("vlm_digits", run_dir, digits, f"layout={layout}", "train.iters=20", "optim.lr=3e-3", *overrides)
+    return config("vlm_digits", run_dir, digits, f"layout={layout}", "train.iters=20", *overrides)
 
 
 def _curve(cfg, steps: int = STEPS) -> list[tuple]:
@@ -68,7 +68,7 @@ def test_stages_give_the_numbers_of_one_process_at_any_layout(until, digits, tmp
     one = whole(run_ranks(_curve, 1, vlm(digits, tmp_path, "one_process", *until)))
     for layout in ("two_processes", "images_tp2_language_pp2"):
         other = whole(run_ranks(_curve, WORLD[layout], vlm(digits, tmp_path, layout, *until)))
-        assert max(largest_difference(one, other)) < 1e-5, layout
+        assert max(largest_difference(one, other)) < TOLERANCE, layout
 
 
 def test_a_stage_is_a_frozen_run_until_its_step_and_differs_afterwards(digits, tmp_path):
@@ -80,8 +80,12 @@ def test_a_stage_is_a_frozen_run_until_its_step_and_differs_afterwards(digits, t
             _curve, 2, vlm(digits, tmp_path, "two_processes", "modules.images.freeze_until={encoder: 3, projector: 3}")
         )
     )
-    assert max(largest_difference(frozen[:3], staged[:3])) < 1e-6
+    assert max(largest_difference(frozen[:3], staged[:3])) < TOLERANCE
     assert staged[3][2] > frozen[3][2] * (1 + 1e-5), "from its step on the encoder has a gradient"
+
+
+ADAM = ("optim.eps=1e-15", "optim.lr=1e-3")
+"""With which Adam's steps have the size of its rate."""
 
 
 def _first_update(cfg, steps: int) -> dict[str, float]:
@@ -96,7 +100,7 @@ def _first_update(cfg, steps: int) -> dict[str, float]:
 
 def test_the_first_update_of_a_released_part_has_the_size_that_adam_gives_a_first_update(digits, tmp_path):
     """With its bias corrected from 0, Adam's first update has the size of the learning rate, whatever the gradient."""
-    until = ("modules.images.freeze_until={encoder: 4}", "optim.weight_decay=0", "optim.eps=1e-15")
+    until = ("modules.images.freeze_until={encoder: 4}", "optim.weight_decay=0", *ADAM)
     changes = run_ranks(_first_update, 1, vlm(digits, tmp_path, "one_process", *until), 5)[0]
     assert changes and all(change == pytest.approx(1, rel=1e-3) for change in changes.values() if change)
     assert sum(change > 0 for change in changes.values()) > len(changes) / 2
@@ -130,7 +134,7 @@ def test_a_resumed_run_keeps_its_stages(saved_at, layouts, uninterrupted, digits
     run_ranks(_train_and_save, WORLD[layouts[0]], first, saved_at)
     resumed = whole(run_ranks(_curve, WORLD[layouts[1]], then, 8 - saved_at))
     resumed = [(step + saved_at, loss, norm) for step, loss, norm in resumed]
-    assert max(largest_difference(uninterrupted[saved_at:], resumed)) < 1e-5
+    assert max(largest_difference(uninterrupted[saved_at:], resumed)) < TOLERANCE
 
 
 def test_a_resumed_run_must_have_the_stages_of_its_checkpoint(digits, tmp_path):
@@ -155,4 +159,4 @@ def test_a_pattern_means_the_same_layers_at_every_pipeline_layout(key, prose, tm
         cfg = config("gpt_tiny", tmp_path, prose, f"layout={layout}", "train.iters=20", f"modules.language.{key}")
         return whole(run_ranks(_curve, WORLD[layout], cfg, 4))
 
-    assert max(largest_difference(curve("language_one"), curve("language_pp2"))) < 1e-5
+    assert max(largest_difference(curve("language_one"), curve("language_pp2"))) < TOLERANCE

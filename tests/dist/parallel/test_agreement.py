@@ -24,7 +24,7 @@ def _outcomes() -> list[str]:
 
 
 def test_all_ranks_raise_what_the_first_one_has_found():
-    assert run_ranks(_outcomes, 3, timeout=60) == [["", "found by rank 1", "found by rank 1", "found by rank 0"]] * 3
+    assert run_ranks(_outcomes, 3) == [["", "found by rank 1", "found by rank 1", "found by rank 0"]] * 3
 
 
 def _alone() -> list[str]:
@@ -41,4 +41,4 @@ def _alone() -> list[str]:
 
 
 def test_a_process_alone_raises_its_own():
-    assert run_ranks(_alone, 1, timeout=60) == [["found"]]
+    assert run_ranks(_alone, 1) == [["found"]]

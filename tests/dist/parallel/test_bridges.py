@@ -7,7 +7,7 @@ from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError
 from mimo_train.plan.run import resolve
 from tests.dist.ranks import RankFailure
-from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 
 STEPS = "train.iters=4"
 
@@ -31,7 +31,7 @@ def test_megatron_cores_bridge_gives_our_numbers(digits, tmp_path, layout):
         curve(train_on_ranks(config("vlm_digits", tmp_path / bridge, digits, *LAYOUTS[layout], *changes(bridge))))
         for bridge in ("native", "megatron")
     )
-    assert max(largest_difference(ours, theirs)) < 1e-6
+    assert max(largest_difference(ours, theirs)) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.dist.ranks import run_ranks
 
 def on_one_rank(function):
     """Runs `function` in a forked process, since the stand-in changes its process."""
-    return run_ranks(function, 1, timeout=60)[0]
+    return run_ranks(function, 1)[0]
 
 
 def _names_of_cuda() -> list[str]:
@@ -178,7 +178,7 @@ def _gather_unequal_parts() -> tuple[str, list]:
 
 
 def test_unequal_parts_are_needed_because_gloo_takes_equal_ones():
-    for refused, gathered in run_ranks(_gather_unequal_parts, 2, timeout=60):
+    for refused, gathered in run_ranks(_gather_unequal_parts, 2):
         assert "invalid tensor size" in refused
         assert gathered == [[1.0, 1.0]] + [[2.0, 2.0]] * 3
 
@@ -214,8 +214,8 @@ def _send_both_ways(apart: bool) -> list[float]:
 
 
 def test_sending_apart_is_needed_because_two_stages_mistake_gradients_for_activations():
-    assert run_ranks(_send_both_ways, 2, False, timeout=60) == [[-1.0, 1.0]] * 2
-    assert run_ranks(_send_both_ways, 2, True, timeout=60) == [[1.0, -1.0]] * 2
+    assert run_ranks(_send_both_ways, 2, False) == [[-1.0, 1.0]] * 2
+    assert run_ranks(_send_both_ways, 2, True) == [[1.0, -1.0]] * 2
 
 
 def test_psutil_is_listed_because_megatron_core_does_not_declare_it():

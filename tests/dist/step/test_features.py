@@ -6,7 +6,7 @@ import pytest
 
 from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, largest_difference
+from tests.dist.runs import TOLERANCE, config, largest_difference
 from tests.dist.steps import Steps, whole
 
 EPOCH = 6
@@ -23,7 +23,7 @@ def few(tmp_path_factory) -> Path:
 
 def vlm(demo: Path, run_dir: Path, *overrides: str):
     return config(
-        "vlm_digits", run_dir, demo, "train.iters=40", "optim.lr=3e-3", "optim.warmup_iters=0",
+        "vlm_digits", run_dir, demo, "train.iters=40", "optim.warmup_iters=0",
         # In order: the first samples of the second epoch are read while the last ones of the first are computed.
         "data.shuffle=false", "train.global_batch_size=16", "train.micro_batch_size=4",
         "modules.images.freeze=[encoder]", *overrides,
@@ -76,14 +76,14 @@ def test_the_second_epoch_runs_no_encoder_and_gives_the_same_numbers(layout, few
     layout = f"layout={layout}"
     plain, all_seen, _ = watched(vlm(few, tmp_path / "plain", layout))
     curve, seen, read = watched(vlm(few, tmp_path / "cached", layout, *cached(tmp_path / "features")))
-    assert differ(curve, plain) < 1e-6
+    assert differ(curve, plain) < TOLERANCE
     encoders = [rank for rank in range(len(seen)) if sum(all_seen[rank])]
     for rank in encoders:
         assert seen[rank][:EPOCH] == all_seen[rank][:EPOCH] and sum(seen[rank][EPOCH:]) == 0
         assert sum(read[rank][EPOCH + 1 :]) == 0, "no pixels are read either"
     # Another run on the same weights and layout begins with all features.
     again, seen, _ = watched(vlm(few, tmp_path / "again", layout, *cached(tmp_path / "features")), EPOCH)
-    assert differ(again, plain[:EPOCH]) < 1e-6 and not sum(map(sum, seen))
+    assert differ(again, plain[:EPOCH]) < TOLERANCE and not sum(map(sum, seen))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_other_weights_and_other_transforms_have_features_of_their_own(change, f
     watched(vlm(few, tmp_path / "first", "layout=one_process", *shared), 1)
     plain, all_seen, _ = watched(vlm(few, tmp_path / "plain", "layout=one_process", change), 2)
     curve, seen, _ = watched(vlm(few, tmp_path / "changed", "layout=one_process", change, *shared), 2)
-    assert seen == all_seen and differ(curve, plain) < 1e-6
+    assert seen == all_seen and differ(curve, plain) < TOLERANCE
 
 
 def test_damaged_features_are_computed_again(few, tmp_path):
@@ -108,7 +108,7 @@ def test_damaged_features_are_computed_again(few, tmp_path):
         raw[len(raw) // 2] ^= 0xFF
         path.write_bytes(raw)
     curve, seen, _ = watched(cfg, 2)
-    assert differ(curve, plain) < 1e-6
+    assert differ(curve, plain) < TOLERANCE
     assert 0 < sum(seen[0]) < sum(all_seen[0])
     assert not sum(map(sum, watched(cfg, 2)[1])), "what was damaged is whole again"
 
@@ -132,7 +132,7 @@ def test_ranks_that_find_different_features_agree(few, tmp_path):
     overrides = "layout=images_tp2_language_pp2", *cached(tmp_path / "features")
     plain, all_seen, _ = watched(vlm(few, tmp_path / "full", *overrides), EPOCH)
     ranks = run_ranks(_differing, 4, vlm(few, tmp_path / "part", *overrides), EPOCH)
-    assert differ(whole([curve for curve, _, _ in ranks]), plain) < 1e-6
+    assert differ(whole([curve for curve, _, _ in ranks]), plain) < TOLERANCE
     assert ranks[0][1] == ranks[1][1] and 0 < sum(ranks[0][1]) < sum(all_seen[0])
 
 
@@ -181,7 +181,7 @@ def test_prefetched_features_come_from_the_cache_too(few, tmp_path):
     overrides = "layout=two_processes", "modules.images.prefetch_microbatches=2", *cached(tmp_path / "features")
     plain, _, _ = watched(vlm(few, tmp_path / "plain", "layout=two_processes"))
     curve, seen, _ = watched(vlm(few, tmp_path / "cached", *overrides))
-    assert differ(curve, plain) < 1e-6
+    assert differ(curve, plain) < TOLERANCE
     assert sum(seen[0][EPOCH:]) == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
-from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 
 
 def members_of(shard: Path) -> list[tuple[str, bytes]]:
@@ -63,7 +63,7 @@ LAYOUTS = ("layout=one_process", "layout=two_processes", "layout=images_tp2_lang
 def test_first_corrupt_picture_ends_the_run_with_its_name(layout, digits, tmp_path):
     demo = spoiled(digits, tmp_path / "demo", every_picture_from(0))
     with pytest.raises(RankFailure, match=r"train-000000\.tar.*data\.max_bad_samples"):
-        train_on_ranks(config("vlm_digits", tmp_path / "run", demo, layout, "train.iters=4"), timeout=60)
+        train_on_ranks(config("vlm_digits", tmp_path / "run", demo, layout, "train.iters=4"))
 
 
 def test_tolerated_corrupt_pictures_count_nowhere_at_any_layout(digits, tmp_path):
@@ -78,9 +78,9 @@ def test_tolerated_corrupt_pictures_count_nowhere_at_any_layout(digits, tmp_path
     assert one[-1]["bad_samples"] > 10
     for layout in LAYOUTS[1:]:
         assert [line["bad_samples"] for line in lines[layout]] == [line["bad_samples"] for line in one]
-        assert max(largest_difference(curve(one), curve(lines[layout]))) < 1e-5
+        assert max(largest_difference(curve(one), curve(lines[layout]))) < TOLERANCE
     whole = train_on_ranks(config("vlm_digits", tmp_path / "whole", digits, LAYOUTS[0], *tolerant))
-    assert largest_difference(curve(one), curve(whole))[0] > 1e-5
+    assert largest_difference(curve(one), curve(whole))[0] > 100 * TOLERANCE
 
 
 SOME = ("train.iters=6", "train.skip_iters=[2]", "train.log_interval=6", "data.max_bad_samples=1000")
@@ -116,7 +116,7 @@ def test_the_budget_of_a_run_names_a_sample_that_a_rank_knows(digits, tmp_path):
     layout = ("layout=one_process", "modules.images.layout.dp=2", "modules.language.layout.dp=2")
     allowed = ("data.max_bad_samples=12", "train.global_batch_size=16", "train.micro_batch_size=8", "train.iters=1")
     with pytest.raises(RankFailure, match=r"max_bad_samples: 1[3-6] bad samples, 12 allowed, for example .*train-0"):
-        train_on_ranks(config("vlm_digits", tmp_path / "run", demo, *layout, *allowed), timeout=60)
+        train_on_ranks(config("vlm_digits", tmp_path / "run", demo, *layout, *allowed))
 
 
 def test_held_out_samples_have_one_budget_over_all_ranks(digits, tmp_path):
@@ -128,15 +128,13 @@ def test_held_out_samples_have_one_budget_over_all_ranks(digits, tmp_path):
     lines = train_on_ranks(config("vlm_digits", tmp_path / "one", digits, *held_out, "data.max_bad_samples=16"))
     assert lines[-1]["eval/samples"] < 4 and "bad_samples" not in lines[-1]
     with pytest.raises(RankFailure, match=r"max_bad_samples: 1[3-6] bad samples, 12 allowed, for example .*train-0"):
-        train_on_ranks(config("vlm_digits", tmp_path / "two", digits, *held_out, "data.max_bad_samples=12"), timeout=60)
+        train_on_ranks(config("vlm_digits", tmp_path / "two", digits, *held_out, "data.max_bad_samples=12"))
 
 
 def test_placeholders_unlike_pictures_are_named_with_both_counts(digits, tmp_path):
     demo = spoiled(digits, tmp_path / "demo", one_placeholder_more)
     with pytest.raises(RankFailure, match=r"2 .*1|1 .*2"):
-        train_on_ranks(
-            config("vlm_digits", tmp_path / "run", demo, "layout=two_processes", "train.iters=4"), timeout=60
-        )
+        train_on_ranks(config("vlm_digits", tmp_path / "run", demo, "layout=two_processes", "train.iters=4"))
 
 
 def test_truncated_shard_is_named(digits, tmp_path):
@@ -147,12 +145,12 @@ def test_truncated_shard_is_named(digits, tmp_path):
     cut.write_bytes(content[: len(content) // 2])
     cfg = config("vlm_digits", tmp_path / "run", tmp_path / "demo", "layout=two_processes", "train.iters=4")
     with pytest.raises(RankFailure, match=r"train-000000\.tar.*truncated"):
-        train_on_ranks(cfg, timeout=60)
+        train_on_ranks(cfg)
 
 
 def test_missing_folder_is_named_with_its_key(tmp_path):
     with pytest.raises(RankFailure, match=r"data\.shards: .*nowhere"):
-        train_on_ranks(config("vlm_digits", tmp_path / "run", tmp_path / "nowhere", "train.iters=4"), timeout=60)
+        train_on_ranks(config("vlm_digits", tmp_path / "run", tmp_path / "nowhere", "train.iters=4"))
 
 
 def test_budget_ends_the_run_at_the_step_that_exceeds_it(digits, tmp_path):
@@ -167,5 +165,5 @@ def test_budget_ends_the_run_at_the_step_that_exceeds_it(digits, tmp_path):
         "train.global_batch_size=32",
     )
     with pytest.raises(RankFailure, match=r"data\.max_bad_samples"):
-        train_on_ranks(cfg, timeout=60)
+        train_on_ranks(cfg)
     assert 0 < len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 5

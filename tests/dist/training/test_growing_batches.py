@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.plan.batch import Batch
-from tests.dist.runs import config, curve, largest_difference, train_on_ranks
+from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 
 RAMP = ("train.global_batch_size=16", "train.micro_batch_size=2", "train.rampup_batch_size=[4, 4, 40]")
 
@@ -30,7 +30,7 @@ def test_consumed_samples_follow_the_ramp(one_process):
 @pytest.mark.parametrize("layout", ["two_processes", "images_dp2_language_dp2"])
 def test_a_growing_batch_gives_the_numbers_of_one_process(layout, one_process, digits, tmp_path):
     other = run(digits, tmp_path, f"layout={layout}", *RAMP)
-    assert max(largest_difference(curve(one_process), curve(other))) < 1e-5
+    assert max(largest_difference(curve(one_process), curve(other))) < TOLERANCE
 
 
 def test_a_growing_batch_is_the_batch_of_its_size(one_process, digits, tmp_path):
@@ -48,7 +48,7 @@ def test_a_resumed_ramp_goes_on_where_it_was(one_process, digits, tmp_path):
                           "train.exit_interval=5"))  # fmt: skip
     lines = run(digits, tmp_path, "layout=two_processes", *RAMP)
     assert [line["step"] for line in lines] == list(range(1, 11))
-    assert max(largest_difference(curve(one_process), curve(lines))) < 1e-5
+    assert max(largest_difference(curve(one_process), curve(lines))) < TOLERANCE
 
 
 def test_steps_that_are_passed_over_cost_their_samples_and_nothing_else(digits, tmp_path):
@@ -58,4 +58,4 @@ def test_steps_that_are_passed_over_cost_their_samples_and_nothing_else(digits, 
     # Nothing was learned at step 1: the loss of step 2 is that of the initial weights, and its rate is the first.
     assert lines[0]["learning_rate/language"] == 0.0
     again = run(digits, tmp_path / "one", "layout=one_process", "train.skip_iters=[1, 4, 5]")
-    assert max(largest_difference(curve(lines), curve(again))) < 1e-5
+    assert max(largest_difference(curve(lines), curve(again))) < TOLERANCE

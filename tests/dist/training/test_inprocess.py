@@ -47,7 +47,7 @@ def cfg(digits, tmp_path):
     """Makes a run of six steps that may start again once."""
 
     def make(layout: str, name: str = "run"):
-        overrides = (f"layout={layout}", "train.iters=6", "checkpoint.save_interval=2", "run.timeout_minutes=0.5")
+        overrides = (f"layout={layout}", "train.iters=6", "checkpoint.save_interval=2", "run.timeout_minutes=5")
         return config("vlm_digits", tmp_path / name, digits, *overrides, "run.inprocess_restarts=1")
 
     return make
@@ -56,7 +56,7 @@ def cfg(digits, tmp_path):
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_failed_run_goes_on_in_its_processes_to_the_same_numbers(failing_rank, cfg, tmp_path):
     cfg = cfg("two_processes")
-    results = run_ranks(_train_with_failures, 2, cfg, failing_rank, 1, timeout=100)
+    results = run_ranks(_train_with_failures, 2, cfg, failing_rank, 1)
     assert results == [(0, 2, 0), (0, 2, 0)]
     whole = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "whole"), inprocess_restarts=0))
     assert curve(read_metrics(Path(cfg.run.dir) / "metrics.jsonl")) == curve(train_on_ranks(whole))
@@ -67,12 +67,12 @@ def test_a_failed_run_goes_on_in_its_processes_to_the_same_numbers(failing_rank,
 def test_after_the_last_restart_the_run_fails(cfg):
     cfg = cfg("two_processes")
     with pytest.raises(RankFailure):
-        run_ranks(_train_with_failures, 2, cfg, 1, 2, timeout=100)
+        run_ranks(_train_with_failures, 2, cfg, 1, 2)
     lines = read_metrics(Path(cfg.run.dir) / "metrics.jsonl")
     assert [line["step"] for line in lines][-1] == 5
 
 
 def test_one_process_needs_no_torchrun_and_fails_with_its_own_error(cfg):
-    assert run_ranks(_train_with_failures, 1, cfg("one_process"), 0, 1, False, timeout=100) == [(0, 2, 0)]
+    assert run_ranks(_train_with_failures, 1, cfg("one_process"), 0, 1, False) == [(0, 2, 0)]
     with pytest.raises(RankFailure, match="RuntimeError: a fault of this test"):
-        run_ranks(_train_with_failures, 1, cfg("one_process", "broken"), 0, 2, False, timeout=100)
+        run_ranks(_train_with_failures, 1, cfg("one_process", "broken"), 0, 2, False)

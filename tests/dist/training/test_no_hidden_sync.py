@@ -81,7 +81,7 @@ def test_a_logging_interval_costs_one_message_and_one_copy(layout, digits, tmp_p
     overrides = (f"layout={layout}", f"train.iters={STEPS + 1}", f"train.log_interval={INTERVAL}")
     cfg = config("vlm_digits", tmp_path, digits, *overrides)
     world = {"one_process": 1, "two_processes": 2, "images_dp1_language_dp2": 3}[layout]
-    for loop, bare in run_ranks(_count_steps, world, cfg, timeout=120):
+    for loop, bare in run_ranks(_count_steps, world, cfg):
         added = {kind: loop[kind] - bare[kind] for kind in ("messages", "host copies")}
         intervals = STEPS // INTERVAL
         # One more message: whether any rank could not read a sample of the first step.

@@ -16,7 +16,7 @@ def _refused(cfg) -> str:
 def test_a_file_in_the_way_ends_every_rank(digits, tmp_path):
     (tmp_path / "file").touch()
     cfg = config("vlm_digits", tmp_path / "file" / "mine", digits, "layout=two_processes")
-    one, other = run_ranks(_refused, 2, cfg, timeout=60)
+    one, other = run_ranks(_refused, 2, cfg)
     assert one == other
     assert one.startswith(f"run.dir: the folder {tmp_path}/file/mine cannot be written (Not a directory")
 
@@ -35,7 +35,7 @@ def _train(*arguments: str) -> tuple[int, str]:
 def test_the_command_has_exit_code_1(digits, tmp_path):
     (tmp_path / "file").touch()
     arguments = ("gpt_tiny", f"run.dir={tmp_path}/file", f"data.shards={digits}/train", "data.demo=")
-    ((code, said),) = run_ranks(_train, 1, *arguments, timeout=60)
+    ((code, said),) = run_ranks(_train, 1, *arguments)
     assert code == 1
     assert said.startswith(f"error: run.dir: the folder {tmp_path}/file cannot be written (File exists")
     assert "Traceback" not in said

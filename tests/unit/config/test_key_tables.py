@@ -14,6 +14,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from scripts import key_tables
+from tests.hang import HANG_SECONDS
 
 PAGE = key_tables.PAGE.read_text()
 
@@ -140,7 +141,9 @@ def test_the_script_checks_and_writes_without_torch(tmp_path):
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         started = [sys.executable, "-c", code, *arguments]
-        return subprocess.run(started, cwd=key_tables.CONFIGS.parent, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            started, cwd=key_tables.CONFIGS.parent, capture_output=True, text=True, timeout=HANG_SECONDS
+        )
 
     found = run()
     assert found.returncode == 1

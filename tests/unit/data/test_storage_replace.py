@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from data.storage.replace import replacing
+from tests.hang import HANG_SECONDS
 
 
 def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path):
@@ -44,10 +45,10 @@ def test_permissions_are_those_of_the_umask_or_as_given(tmp_path, mode, found):
 def write_slowly(path, number, barrier):
     """One writer of several: all files are open before any is whole."""
     with replacing(path) as file:
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=HANG_SECONDS)
         for _ in range(100):
             file.write(bytes([number]) * 1000)
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=HANG_SECONDS)
 
 
 def test_threads_and_processes_may_replace_one_file_at_once(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from mimo_train.launch import library_log
 from mimo_train.launch.library_log import is_library
 from mimo_train.parallel import cuda_stand_in
+from tests.hang import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARY = """
@@ -50,7 +51,7 @@ def run(tmp_path: Path, log: Path, more: str = "") -> str:
         [sys.executable, program, log, library],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         env={"PYTHONPATH": f"{ROOT}:{library}", "PATH": "/usr/bin:/bin"},
     )
     assert ended.returncode == 0, ended.stderr

@@ -14,6 +14,7 @@ from jinja2 import UndefinedError
 from mimo_train.config.compose import load
 from mimo_train.plan.run import resolve
 from mimo_train.report.render import environment
+from tests.hang import HANG_SECONDS
 from tests.unit.report.made_up_runs import PNG, report, write_metrics
 from tests.unit.report.parsed_page import ParsedPage
 
@@ -177,5 +178,7 @@ def test_a_name_that_the_data_lacks_is_an_error():
 )
 def test_the_report_imports_no_torch_and_help_no_report(code, absent):
     check = f"\nimport sys\nfound = set({absent}) & set(sys.modules)\nassert not found, found"
-    result = subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code + check], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert result.returncode == 0, result.stderr
