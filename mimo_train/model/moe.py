@@ -1,4 +1,4 @@
-"""Mixture of experts: the block that stands in the place of a layer's feed-forward block, and its balancing loss.
+"""Mixture of experts: the block that replaces a layer's feed-forward block, and its balancing loss.
 
 Router, dispatcher and experts are Megatron-Core's. Initial weights are a function of (seed, module, layer, number of
 the expert) alone, so that neither `ep` nor `etp` changes them.
@@ -23,7 +23,7 @@ from mimo_train.model.seeds import seed_for
 
 
 def expert_layer(linears: MLPSubmodules, te: bool) -> partial:
-    """What builds the mixture-of-experts block of a layer.
+    """The builder of a layer's mixture-of-experts block.
 
     Args:
         linears: linear layers of a feed-forward block without a norm: the shared expert's, and each one's unless `te`.
@@ -53,9 +53,8 @@ def _seeded_experts(
 ) -> MegatronModule:
     """`count` experts of this rank, each with the weights of its number in the layer.
 
-    The layer's seed is the one that the generator was last given (`SeededTransformerLayer`). The generator is left in a
-    state that does not depend on `count`, for what the layer builds next.
-    """
+    The layer's seed is the last seed of the global generator (`SeededTransformerLayer`). The generator is left in a
+    state that does not depend on `count`, for the parts of the layer that are built next."""
     layer_seed = torch.initial_seed()
     bare = copy.copy(config)
     bare.perform_initialization = False
@@ -75,7 +74,7 @@ def _seeded_experts(
 
 
 def _weights(experts: MegatronModule, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of one of this rank's experts, whether they are layers of their own or grouped."""
+    """Weights of one of this rank's experts, as separate layers or grouped."""
     if isinstance(experts, SequentialMLP):
         expert = experts.local_experts[index]
         return expert.linear_fc1.weight, expert.linear_fc2.weight
@@ -105,22 +104,22 @@ TRACKED = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""What Megatron-Core's tracker calls the loss, by `router_balancing`."""
+"""Name of the loss in Megatron-Core's tracker, by `router_balancing`."""
 
 
 class Balancing:
-    """The load-balancing loss of a model with experts: its weight, and its value without a message of its own.
+    """The load-balancing loss of a model with experts: its weight, and its value without an extra message.
 
     Megatron-Core 0.19.2 adds positions x loss to the sum of token losses and divides both by the tokens that count
     (router.py:600), so that its weight would grow with the share of positions that do not count: prompts, pictures,
-    padding. A loss over all data-parallel ranks it averages over them, though each has only a part of it
-    (router.py:531). Times `learned_share`, and the number of parts, the loss is a mean with the weight that the config
-    says, for loss functions that return a sum and its number of tokens. For its value the tracker sends messages for
-    each group (moe_logging.py:249); here each rank adds what it recorded to the step's `StepSum`.
+    padding. It averages a loss over all data-parallel ranks, although each has only a part of it (router.py:531).
+    Multiplied by `learned_share` and the number of parts, the loss is a mean with the weight in the config, for loss
+    functions that return a sum and its number of tokens. The tracker sends messages for each group to log the value
+    (moe_logging.py:249); here each rank adds its record to the step's `StepSum`.
 
     Attributes:
-        active: whether there is such a loss; nothing else has a meaning without.
-        learned_share: tokens that count / positions, of the step, 0-d; whoever reads the data sets it.
+        active: whether there is such a loss; without it nothing else is used.
+        learned_share: tokens that count / positions, of the step, 0-d; set by the data iterator.
     """
 
     NAME = "load_balancing_loss"
@@ -134,7 +133,7 @@ class Balancing:
         if not self.active:
             return
         self._tracked = TRACKED[kind]
-        # Each data-parallel rank has a part of one loss, or a loss of its own.
+        # Each data-parallel rank has a part of one loss, or its own loss.
         self._parts = replicas if kind == "global_aux_loss" else 1
         self._losses = config.num_layers * replicas // self._parts
         config.moe_grad_scale_func = self._scale
@@ -148,12 +147,12 @@ class Balancing:
         on the device, on every rank; 1 when all experts get as many tokens. Empty if there is no such loss.
 
         Args:
-            total: [1], sum over ranks of what `own` gave.
+            total: [1], sum of `own` over ranks.
         """
         return {} if total is None else {self.NAME: total[0] / (self._losses * self._microbatches)}
 
     def own(self) -> torch.Tensor | None:
-        """What this rank has recorded in the step, for the step's sum; starts the next one."""
+        """This rank's recorded losses of the step, for the step's sum; resets the record."""
         entry = get_moe_metrics_tracker().metrics.get(self._tracked)
         if entry is None:
             return None
@@ -162,6 +161,6 @@ class Balancing:
         return total
 
     def _scale(self) -> torch.Tensor:
-        """What the gradient of the loss is multiplied by; the schedule asks after each forward pass."""
+        """Factor of the gradient of the loss; the schedule calls this after each forward pass."""
         scale_loss, scale = self._config.grad_scale_func, self._parts * self.learned_share.reshape(1)
         return scale if scale_loss is None else scale_loss(scale)

@@ -1,4 +1,4 @@
-"""When a run ends before its last step: a signal or its time asks for it, and all ranks agree on the step."""
+"""When a run ends before its last step, on a signal or a time limit; all ranks agree on the step."""
 
 import signal
 import time
@@ -8,7 +8,7 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 
 
 class ExitSignal:
-    """Notes SIGTERM (what schedulers send before they kill) and SIGUSR1; the loop asks between steps."""
+    """Records SIGTERM (which schedulers send before they kill) and SIGUSR1; the loop checks between steps."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -20,7 +20,7 @@ class ExitSignal:
         return self.listen()
 
     def listen(self) -> "ExitSignal":
-        """Note signals from now on; again has no effect."""
+        """Record signals from now on; a second call has no effect."""
         for number in self.SIGNALS if not self._previous else ():
             self._previous[number] = signal.signal(number, self._note)
         return self
@@ -39,11 +39,11 @@ class ExitSignal:
 
 
 class ExitVotes:
-    """Reasons to end that ranks meet at different steps: a signal, and their clocks. Every rank votes in the step's one
-    sum over the world, so that all end at the same step."""
+    """Reasons to exit that can reach ranks at different steps: a signal, and their clocks. Every rank votes in the
+    step's `StepSum`, so that all ranks exit at the same step."""
 
     NUMBER = 2
-    """Votes of a rank: it received a signal; its time is over."""
+    """Votes of a rank: it received a signal; its time limit has passed."""
 
     def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float):
         """
@@ -61,13 +61,12 @@ class ExitVotes:
 
 @dataclass(frozen=True)
 class AgreedVotes:
-    """What ranks have voted in the last step, the same on every rank."""
+    """The votes of all ranks in the last step, the same on every rank."""
 
     signalled: bool = False
     out_of_time: bool = False
 
 
 def agreed_votes(optimizer: ModuleOptimizer) -> AgreedVotes:
-    """The votes of the last step, whose sums over ranks come to the host with the gradient norm; none before the first
-    step."""
+    """The votes of the last step, whose sums arrive on the host with the gradient norm; none before the first step."""
     return AgreedVotes(*(bool(votes) for votes in optimizer.arrived))
