@@ -1,4 +1,4 @@
-"""What a language model is made of: sizes, and the arithmetic that follows from them. Imports no torch."""
+"""Sizes of a language model, and their checks. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class LlmSpec:
     """Weight of the load-balancing loss."""
 
     def faults(self, prefix: str) -> Iterator[Fault]:
-        """Sizes that cannot be, alone and together.
+        """Invalid sizes, alone and in combination.
 
         Args:
             prefix: config key of this spec.
