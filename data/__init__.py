@@ -1,4 +1,4 @@
 """The data path: WebDataset shards in, exact batches out.
 
-One stage per file; nothing here knows of models or process groups.
+One stage per file; nothing here depends on models or process groups.
 """

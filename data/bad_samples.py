@@ -1,4 +1,4 @@
-"""Bad samples, those that cannot be read: every one is logged with shard and key, and more than `data.max_bad_samples`
+"""Bad samples (samples that cannot be read): each is logged with shard and key, and more than `data.max_bad_samples`
 end the run.
 
 There is one rule, `require_budget`, and two that count for it. A dataset counts the samples that its own process has

@@ -5,11 +5,11 @@ Three promises that the ranks of a run rely on:
 - Text and media are read apart: a rank that reads text never touches a pixel.
 - A bad sample never changes a shape. There are two kinds:
   * known from the index (no record, a picture or clip without a readable header, a size that a module refuses, more
-    media tokens than `sequence_length`): every rank knows it, and a text without media takes its place. Its token
-    counts are 0.
-  * found when reading (damaged bytes, bad JSON, placeholders that do not match): what takes its place has the token
-    counts and sizes of the index: placeholders without loss, and zeros for pixels. A rank that does not read the
-    damaged part cannot know.
+    media tokens than `sequence_length`): every rank replaces it by a text without media, with token
+    counts of 0.
+  * found when reading (damaged bytes, bad JSON, placeholders that do not match): its replacement has the token counts
+    and sizes of the index, with placeholders without loss and zeros for pixels, because a rank that does not read the
+    damaged part cannot detect it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Dataset:
         return self.shards[shard], self._index(shard).key(row)
 
     def identity(self, number: int) -> str:
-        """What no other sample of any run has: shard with size and time of change, and key."""
+        """A unique identity over all runs: shard with size and modification time, and key."""
         shard, row = self._place(number)
         size, mtime = self._stamps[shard]
         return f"{self.shards[shard].resolve()}|{size}|{mtime}|{self._index(shard).key(row)}"

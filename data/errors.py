@@ -1,4 +1,4 @@
-"""What a user can cause in this package. Every message names the cause and what to change."""
+"""User errors of this package. Every message names the cause and the remedy."""
 
 
 class DataError(ValueError):

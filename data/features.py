@@ -1,4 +1,4 @@
-"""What is known of the media of a microbatch besides their tensors, for encoders whose features are kept.
+"""Metadata of the media of a microbatch, for encoders with cached features.
 
 A sample whose features the lookup of its module finds is not read: its pictures are missing from the microbatch's
 tensors, and its features are here instead.

@@ -1,5 +1,5 @@
-"""What the index alone says of a sample: its members, and how many tokens they take in every module. Nothing is read
-for it, and every rank comes to the same numbers."""
+"""The outline of a sample from the index alone: its members, and the number of tokens they take in every module. No
+member is read, and every rank gets the same numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MediaSize(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleOutline:
-    """A sample as the index knows it. One with a `bad_reason` has no members and no tokens."""
+    """A sample as described by the index. One with a `bad_reason` has no members and no tokens."""
 
     number: int
     shard: int

@@ -1,5 +1,5 @@
-"""Encoders of modalities and their projectors: a folder for each family, with what it is made of (`spec`) and its code
-(`model`); `registry` names the families.
+"""Encoders of modalities and their projectors: a folder for each family, with its sizes (`spec`) and its code
+(`model`); `registry` lists the families.
 
-Nothing here knows about training; layouts and process groups are handed in.
+Nothing here depends on training; layouts and process groups are passed in.
 """

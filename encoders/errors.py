@@ -1,4 +1,4 @@
-"""What a user can cause in this package."""
+"""User errors of this package."""
 
 
 class EncoderError(ValueError):

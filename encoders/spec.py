@@ -1,4 +1,4 @@
-"""What the specs of all encoder families share: their methods, and the arithmetic of layers. Imports no torch."""
+"""The interface of the specs of all encoder families, and the arithmetic of layers. Imports no torch."""
 
 from typing import Protocol
 
@@ -14,9 +14,9 @@ class Merging(Protocol):
 
 
 class EncoderSpec(Protocol):
-    """What every family's spec has. `extent0` and `extent1` are what the header of a medium says: height and width in
-    pixels, or samples and samples per second. Everything is a pure function of the spec, so that data (placeholders),
-    `mimo-train check` and the pipeline (message shapes) agree without asking the model."""
+    """The interface of every family's spec. `extent0` and `extent1` are read from the header of a medium: height and
+    width in pixels, or samples and samples per second. Everything is a pure function of the spec, so that data
+    (placeholders), `mimo-train check` and the pipeline (message shapes) agree without the model."""
 
     name: str
     family: str

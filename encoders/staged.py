@@ -1,7 +1,7 @@
-"""What encoders of several pipeline stages have in common: media of equal size go through the layers together.
+"""Base of encoders in pipeline stages: media of equal size go through the layers together.
 
-Embeddings are on the first stage and the final norm is on the last. Between stages travels a packed tensor: the tokens
-of all media (pictures or clips), one after the other.
+Embeddings are on the first stage and the final norm is on the last. Between stages a packed tensor is sent: the
+tokens of all media (pictures or clips), one after the other.
 
 Shape suffixes: N media of one size, T tokens inside the encoder, H hidden size, R rows: tokens of all media.
 """
@@ -28,8 +28,8 @@ Size = tuple[int, int]
 
 
 class StagedEncoder(MegatronModule, ABC):
-    """Media -> features: what one pipeline stage has of an encoder. The layers are the same for all families; each says
-    how media become tokens and how tokens become features.
+    """Media -> features: one pipeline stage of an encoder. The layers are the same for all families; each family
+    defines how media become tokens and how tokens become features.
 
     Args:
         config: sizes and parallelism of the layers; `config.init_seed` seeds the weights outside of the layers.

@@ -18,7 +18,7 @@ DESCRIPTION = """\
 Train vision-language models on Megatron-Core, each module with its own parallel layout.
 
 examples:
-  mimo-train check vlm_digits                          what would run, and everything that is wrong with it
+  mimo-train check vlm_digits                          what would run, and every fault
   scripts/train_vlm.sh vlm_digits                      train it, with as many processes as the layout needs
   torchrun --nproc-per-node 2 -m mimo_train.cli train vlm_digits
   mimo-train generate runs/vlm_digits --image digit.png --prompt "Which digit is this?"
@@ -26,10 +26,10 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 a user's fault, 2 wrong usage, 16 and 17 a loss that is
-    not to be trusted (`train.rerun`), 130 interrupted.
+    """Run one command and return its exit code: 0 done, 1 a user error, 2 wrong usage, 16 and 17 a loss that cannot
+    be trusted (`train.rerun`), 130 interrupted.
 
-    A user's fault is printed as `error: ` and one line per fault. Anything unexpected keeps its traceback.
+    A user error is printed as `error: ` and one line per fault. Anything unexpected keeps its traceback.
     """
     working_directory_last()
     try:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone (`| head`). Python would complain again when it flushes at exit.
+        # The reader of the output has closed it (`| head`). Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except users_faults() as error:

@@ -1,4 +1,4 @@
-"""Replacing a file in one step, so that a reader or a crash never meets half of it."""
+"""Atomic replacement of a file, so that a reader or a crash never sees a partial one."""
 
 import os
 import secrets

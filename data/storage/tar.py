@@ -1,4 +1,4 @@
-"""The members of a tar, in order, and the proof that it was read to its very end."""
+"""The members of a tar, in order, and a check that it was read to its end."""
 
 import io
 import os
@@ -20,7 +20,7 @@ def forget_members(tar: tarfile.TarFile) -> None:
 def walk_tar(path: Path, file: io.BufferedReader, size: int) -> Iterator[tuple[str, int, int]]:
     """(name, offset, bytes) of every regular member of the uncompressed tar `path`, open as `file`, of `size` bytes.
 
-    `tarfile` stops without a word at a damaged header, so what follows the last member is checked when it is reached.
+    `tarfile` stops silently at a damaged header, so the bytes after the last member are checked at the end.
 
     Raises:
         ShardError: the tar is empty, truncated, damaged or compressed, or has sparse members; the message has the byte.

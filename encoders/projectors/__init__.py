@@ -1,1 +1,1 @@
-"""What carries features of an encoder into the language model's embedding space."""
+"""Projectors of encoder features into the language model's embedding space."""

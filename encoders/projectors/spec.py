@@ -1,4 +1,4 @@
-"""What a projector is made of: sizes, and the arithmetic that follows from them. Imports no torch."""
+"""Sizes of a projector, and the arithmetic derived from them. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from encoders.spec import ACTIVATIONS
 
 @dataclass
 class ProjectorSpec:
-    """What carries encoder features into the language model's embedding space."""
+    """A projector of encoder features into the language model's embedding space."""
 
     name: str = "mlp"
     """Free name, shown in tables."""

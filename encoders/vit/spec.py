@@ -1,4 +1,4 @@
-"""What a vision transformer is made of: sizes, and the arithmetic that follows from them. Imports no torch."""
+"""Sizes of a vision transformer, and the arithmetic derived from them. Imports no torch."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,6 @@
-"""`mimo-train check`: the contract of a run, proven without a GPU, and every fault at once.
+"""`mimo-train check`: check a run without a GPU, and report every fault at once.
 
-Parts that do not depend on a fault still run: a layout that does not divide keeps nobody from learning that a shard is
-truncated. Imports no torch.
+Parts that do not depend on a fault still run: an invalid layout does not hide a truncated shard. Imports no torch.
 """
 
 import shlex
@@ -20,10 +19,10 @@ from mimo_train.plan.parameters import padded_vocab_size
 from mimo_train.plan.run import Run, config_faults
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
-"""Faults below these keys leave no layout."""
+"""With faults below these keys there is no layout."""
 
 BATCH_KEYS = ("train", "data.sequence_length")
-"""Faults below these keys leave no arithmetic of batch and memory."""
+"""With faults below these keys, batch and memory cannot be computed."""
 
 
 def main(config: str, overrides: Sequence[str] = ()) -> int:
@@ -41,7 +40,7 @@ def main(config: str, overrides: Sequence[str] = ()) -> int:
 
 
 def check(cfg: ConfigContainer) -> Report:
-    """Everything that can be said about a run before it starts."""
+    """All checks of a run that are possible before it starts."""
     report = Report(faults=config_faults(cfg))
     layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
     specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)

@@ -1,4 +1,4 @@
-"""Tables of what follows from the config alone: parameters, memory, batch, pipeline, tokens per picture."""
+"""Tables derived from the config alone: parameters, memory, batch, pipeline, tokens per picture."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What the parts of a check find, and how it is printed: tables on a terminal, plain columns anywhere else."""
+"""Findings of a check, and their printing: tables on a terminal, plain columns elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ class Report:
 
     tables: list[Table] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    """What keeps the run from starting."""
+    """Faults that prevent the run from starting."""
     warnings: list[str] = field(default_factory=list)
-    """What the run can do with, but the user should know."""
+    """Problems that do not prevent the run."""
     notes: list[str] = field(default_factory=list)
-    """What will happen, such as the step that the run resumes from."""
+    """Information, such as the checkpoint that the run resumes from."""
 
 
 def show(report: Report, last_line: str, out: TextIO, err: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""The table of ranks: which processes have which stages of which modules, on which nodes, and how features travel."""
+"""The table of ranks: the module stages on each process and node, and the routes of features."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ from mimo_train.plan.layout import RunLayout
 
 
 def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
-    """One row for neighbours that have the same; ranks are the launcher's, idle ones included."""
+    """One row per range of equal ranks; ranks are the launcher's, idle ones included."""
     node = cfg.placement.ranks_per_node
     rows = []
     for here, span in _spans(layout):
@@ -26,12 +26,12 @@ def add_ranks(report: Report, cfg: ConfigContainer, layout: RunLayout) -> None:
         notes.append(
             "on one node; with several, placement.ranks_per_node shows here what the launcher's nodes will change"
         )
-    header = ("ranks", *(("nodes",) if node else ()), "what stands there")
+    header = ("ranks", *(("nodes",) if node else ()), "modules")
     report.tables.append(Table("Ranks", header, rows, notes))
 
 
 def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
-    """Neighbouring processes that have the same, with what it is."""
+    """Ranges of processes with equal contents, and these contents."""
     here: dict[int, list[str]] = {process: [] for process in range(layout.processes[-1] + 1)}
     for name, module in layout.modules.items():
         for stage in range(module.pp):
@@ -44,13 +44,13 @@ def _spans(layout: RunLayout) -> Iterator[tuple[str, range]]:
 
 
 def _way(layout: RunLayout, edge: Edge) -> str:
-    """How features go along an edge."""
+    """The route of features along an edge, in words."""
     giver, taker = layout.modules[edge.giver], layout.modules[edge.taker]
     taking = placement.span_text(layout.processes_of(taker.stage_ranks(0)))
     if edge.is_shared:
         stage = replace(taker, pp=1, ep=1, etp=1, sp=False)
         same = (giver.tp, giver.dp) == (stage.tp, stage.dp)
-        dealt = "stay where they are" if same else f"are dealt again, from {replace(giver, sp=False)} to {stage}"
+        dealt = "stay where they are" if same else f"are redistributed, from {replace(giver, sp=False)} to {stage}"
         return f"features of {giver.name} {dealt}: it is on the first ranks of {taker.name} ({taking})"
     giving = placement.span_text(layout.processes_of(giver.stage_ranks(giver.pp - 1)))
     return f"features of {giver.name} are sent from ranks {giving} to {taking}"

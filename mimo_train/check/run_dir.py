@@ -1,4 +1,4 @@
-"""What a run resumes from: a checkpoint of the same or another layout, of the same or another model and data."""
+"""The checkpoint that a run resumes from, and whether its layout, model and data fit."""
 
 import dataclasses
 from collections.abc import Iterator

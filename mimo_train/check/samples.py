@@ -1,4 +1,4 @@
-"""What a run will read: tokenizer, shards, and the first samples as training sees them.
+"""The inputs of a run: tokenizer, shards, and the first samples as training reads them.
 
 Only reading samples imports torch.
 """
@@ -20,12 +20,12 @@ FIRST_SAMPLES = 100
 """Samples that are read and decoded."""
 
 NAMED_SAMPLES = 5
-"""Bad samples that a line of their own names; the rest is counted."""
+"""Bad samples that are listed one per line; the rest is counted."""
 
 
 @dataclass
 class Seen:
-    """What was learnt from the data."""
+    """Results of reading the data."""
 
     training_samples: int | None = None
     media_per_sample: dict[str, float] = field(default_factory=dict)
@@ -108,7 +108,7 @@ def _add_shards(
     )
     rows.append(("", "members", ", ".join(f"{count:,} .{name}" for name, count in sorted(members.items())) or "none"))
     if unusable:
-        rows.append(("", "unusable", f"{unusable:,} samples, as the shards' directories tell"))
+        rows.append(("", "unusable", f"{unusable:,} samples, according to the shards' indexes"))
     if good and not samples:
         report.faults.append(Fault(key, f"{plural(len(good), 'shard')} of {pattern} can be read, without any sample"))
     elif samples and tokenizer is not None and cfg.data.sequence_length > 0:

@@ -1,4 +1,4 @@
-"""Saves and loads a run: one object, made when the run is set up, that knows everything a checkpoint holds."""
+"""Saves and loads a run: one object, created at set-up, that holds everything a checkpoint contains."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ class Stateful(Protocol):
 
 
 class Repeatable(Protocol):
-    """Knows whether a step is to be made again, for example `mimo_train.diagnose.rerun.Rerun`."""
+    """State of a step that may have to be repeated, for example `mimo_train.diagnose.rerun.Rerun`."""
 
     def state_dict(self, data: Any) -> dict[str, Any] | None: ...
 
@@ -47,18 +47,18 @@ class Checkpointer:
     ):
         """
         Args:
-            data_fingerprint: of the training shards; a checkpoint of other shards does not continue.
+            data_fingerprint: of the training shards; a checkpoint of other shards is refused.
         """
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
         self._train_state, self._rerun, self._data_fingerprint = train_state, rerun, data_fingerprint
 
     def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Path | None = None) -> Path:
-        """Write a checkpoint of the run as it is; parameters that are on their way arrive first.
+        """Write a checkpoint of the run; pending parameter gathers are completed first.
 
         Args:
-            data: the step's iterator, where a step may have to be made again (`train.rerun`).
-            non_persistent: whether it is one of those of which only the newest stays.
-            run_dir: a folder where all checkpoints stay, instead of `run.dir` with its `checkpoint.keep`.
+            data: the step's iterator, if a step may have to be repeated (`train.rerun`).
+            non_persistent: whether it is of the kind of which only the newest is kept.
+            run_dir: a folder in which all checkpoints are kept, instead of `run.dir` with its `checkpoint.keep`.
 
         Returns:
             The checkpoint's folder; it is complete.
@@ -98,7 +98,7 @@ class Checkpointer:
         elif cfg.checkpoint.weights:
             weights = folders.in_folder(Path(cfg.checkpoint.weights), "checkpoint.weights")
             load_checkpoint(weights, layout, self._model)
-            # The optimizer keeps master copies of the weights that it was built with.
+            # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
         return folder
 

@@ -8,11 +8,11 @@ from typing import Any
 from mimo_train.config.fault import UserError
 
 RECORD = "run.json"
-"""What we write into a checkpoint beside Megatron-Core's files: where the run stood, its layout and its data."""
+"""File in a checkpoint beside Megatron-Core's: the run's progress, layout and data fingerprint."""
 
 
 def checkpoints_dir(run_dir: Path, non_persistent: bool = False) -> Path:
-    """Folder of all checkpoints of a run, or of the non-persistent ones, of which only the newest stays."""
+    """Folder of all checkpoints of a run, or of the non-persistent ones, of which only the newest is kept."""
     return run_dir / "checkpoints" / "non_persistent" if non_persistent else run_dir / "checkpoints"
 
 
@@ -103,16 +103,16 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def remove_old(run_dir: Path, keep: int, non_persistent: bool = False) -> None:
-    """Remove what is no longer kept, and what earlier saves left unfinished.
+    """Remove checkpoints beyond `keep`, and unfinished ones of earlier saves.
 
     Args:
-        keep: newest complete checkpoints that stay; 0 keeps all. Of the non-persistent ones, one stays.
+        keep: number of complete checkpoints to keep; 0 keeps all. Of the non-persistent ones, one is kept.
         non_persistent: which of the two kinds.
     """
     for folder in checkpoints_dir(run_dir, non_persistent).glob("*.partial"):
         shutil.rmtree(folder, ignore_errors=True)
     keep = 1 if non_persistent else keep
     for folder in complete(run_dir, non_persistent)[:-keep] if keep else []:
-        # The record goes first: a folder that is being removed is no checkpoint any more.
+        # Remove the record first: without it the folder is not a checkpoint.
         (folder / RECORD).unlink()
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Saving and loading everything a run is, through Megatron-Core's dist_checkpointing.
+"""Saving and loading the state of a run through Megatron-Core's dist_checkpointing.
 
-Model and optimizer are stored as whole tensors cut into shards, so that any layout reads what any other wrote.
-Generators are stored per rank and come back only at the same layout.
+Model and optimizer are stored as whole tensors cut into shards, so that any layout reads checkpoints of any other.
+Random generators are stored per rank and restored only at the same layout.
 """
 
 import queue
@@ -50,9 +50,9 @@ def save_checkpoint(
     """Write a checkpoint; it appears under its final name only when every rank has written its part. Collective.
 
     Args:
-        keep: newest checkpoints of the run that stay; 0 keeps all.
-        non_persistent: whether it is one of those of which only the newest stays.
-        rerun: what this rank must know to repeat the step; on all ranks or on none.
+        keep: number of checkpoints of the run to keep; 0 keeps all.
+        non_persistent: whether it is of the kind of which only the newest is kept.
+        rerun: this rank's state for repeating the step; on all ranks or on none.
 
     Returns:
         The checkpoint's folder.
@@ -103,14 +103,14 @@ def load_checkpoint(
     schedulers: Any = None,
     train_state: Any = None,
 ) -> dict[str, Any]:
-    """Put model, and if given optimizer, schedules, train state and generators, back to what `folder` holds.
+    """Load the model from `folder`, and if given optimizer, schedules, train state and generators.
 
     Collective over all ranks.
 
-    Without an optimizer, adapters may be new to the checkpoint: they stay as they are.
+    Without an optimizer, adapters may be missing in the checkpoint: they keep their values.
 
     Returns:
-        The checkpoint's record; its `rerun` is what was given for this rank, None for another layout.
+        The checkpoint's record; its `rerun` is this rank's state, None at another layout.
 
     Raises:
         UserError: files are missing or damaged, or tensors are not there or of other shapes. On every rank alike, and
@@ -143,14 +143,14 @@ def load_checkpoint(
 
 def _use_queue_of_this_process() -> None:
     """Megatron-Core 0.19.2 starts a manager process on every rank for the results of a save (filesystem_async.py:53),
-    which imports the program again, also when this process itself writes. Its threads need no more than a queue."""
+    which imports the program again, even if this process itself writes. A queue is enough for its threads."""
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
 
 
 def _by_key(chunks: list[MegatronModule]) -> dict[str, MegatronModule]:
     """Chunks under the keys that the optimizer looks for. Tensors are stored by the names of their layers, so these
-    keys do not show in a checkpoint."""
+    keys do not appear in a checkpoint."""
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 

@@ -1,4 +1,4 @@
-"""What commands have in common: arguments that name a config, and how faults are printed."""
+"""Shared by the commands: arguments that name a config, and the printing of faults."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ CONFIG_HELP = "name of a shipped config, such as vlm_digits, or path to a YAML f
 OVERRIDE_HELP = "changes to the config: train.iters=100, or a file of a group: layout=one_process"
 
 Handler = Callable[[argparse.Namespace], int | None]
-"""Runs a command; gives its exit code, None for 0."""
+"""Runs a command; returns its exit code, None for 0."""
 
 
 def add_command(commands: Any, name: str, handler: Handler, summary: str, description: str) -> argparse.ArgumentParser:
@@ -17,7 +17,7 @@ def add_command(commands: Any, name: str, handler: Handler, summary: str, descri
 
     Args:
         summary: its line in `mimo-train --help`.
-        description: what its own help begins with, examples included.
+        description: the beginning of its own help, with examples.
     """
     command = commands.add_parser(
         name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -41,7 +41,7 @@ def positive(text: str) -> int:
 
 
 def users_faults() -> tuple[type[Exception], ...]:
-    """The errors of all packages that a user can cause and mend."""
+    """The base classes of user errors of all packages."""
     from data.errors import DataError
     from encoders.errors import EncoderError
     from mimo_train.config.fault import UserError

@@ -1,4 +1,4 @@
-"""`mimo-train check`: prove the contract of a run."""
+"""`mimo-train check`: check a run before it starts."""
 
 import argparse
 from typing import Any
@@ -12,7 +12,7 @@ def add(commands: Any) -> None:
         commands,
         "check",
         _check,
-        "prove the contract of a run, without a GPU",
+        "check a run before it starts, without a GPU",
         "Prints what would run (modules, layout, memory, batch, data) and every fault at once, each with\n"
         "the config key to change. Exit code 1 if there is a fault. Starts no process group and needs no GPU.\n\n"
         "examples:\n"

@@ -48,7 +48,7 @@ def add(subparsers: Any) -> None:
 
 
 def _about_files(handler: Any) -> Any:
-    """These commands are about files that the user names: one that cannot be read or written is the user's fault."""
+    """Turn an OSError into a user error: these commands read and write files that the user names."""
 
     def run(args: argparse.Namespace) -> int:
         try:

@@ -1,4 +1,4 @@
-"""`mimo-train train`: one rank of a run. It trains, writes the report, and says what is there."""
+"""`mimo-train train`: one rank of a run. It trains, writes the report, and prints a summary."""
 
 import argparse
 import base64
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SECONDS_BEHIND_PEERS = 3
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-"""What gloo and NCCL say when a peer has ended."""
+"""Messages of gloo and NCCL when a peer has ended."""
 
 
 def add(commands: Any) -> None:
@@ -51,7 +51,7 @@ def _train(args: argparse.Namespace) -> int:
         if os.environ.get("RANK", "0") == "0":
             print_fault(error)
         return 1
-    if is_idle(run.layout):  # before the imports, which take their time
+    if is_idle(run.layout):  # before the slow imports
         say_idle()
         return 0
     return main(run)
@@ -60,16 +60,16 @@ def _train(args: argparse.Namespace) -> int:
 def main(run: "Run") -> int:
     """Run one rank; returns its exit code.
 
-    A rank that fails prints its own error and ends at once, without waiting for peers that wait for it: the launcher
-    then ends them.
+    A rank that fails prints its own error and exits at once, without waiting for its peers: the launcher then ends
+    them.
     """
     from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.launch.library_log import adopt_torch, divert
 
-    exit_signal = ExitSignal().listen()  # before the other imports, which take their time
+    exit_signal = ExitSignal().listen()  # before the slow imports
     divert(run.dir / "logs" / f"rank_{os.environ.get('RANK', '0')}.log")
     if run.cfg.run.inprocess_restarts:
-        # Its threads wait for news of other ranks second by second, and torch would warn each time that there are none.
+        # Its threads poll the other ranks every second, and torch would print a warning each time.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     import torch.distributed as dist
@@ -84,7 +84,7 @@ def main(run: "Run") -> int:
             raise
         _print_error(error)
         if _is_lost_peer(error):
-            # The rank that broke the connection knows why: let the launcher hear it first. It ends the others.
+            # The rank that broke the connection has the cause: let it exit first. The launcher then ends the others.
             time.sleep(SECONDS_BEHIND_PEERS)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -95,7 +95,7 @@ def main(run: "Run") -> int:
     if rank == run.layout.logging_rank:
         _summarise(run)
     if code:
-        # The launcher ends what still runs when the first rank has left with a code.
+        # The launcher ends the remaining ranks when the first one exits with a code.
         dist.barrier()
     dist.destroy_process_group()
     return code
@@ -112,12 +112,12 @@ def _print_error(error: BaseException) -> None:
         prefix, text = f"error: {prefix}", str(error)
     else:
         text = traceback.format_exc()
-    # In one piece: ranks that fail together would write into each other's lines.
+    # In one write: ranks that fail together would mix their lines.
     sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
 
 
 def _summarise(run: "Run") -> None:
-    """The last lines of a run: what it reached, where its report is, and a command to try."""
+    """Print the last lines of a run: its result, the path of its report, and a command to try."""
     from mimo_train.metrics.sinks.jsonl import read_metrics
     from mimo_train.report.page import write_report
 
@@ -135,7 +135,7 @@ def _summarise(run: "Run") -> None:
 
 
 def _try_it(run_dir: Path) -> str:
-    """A command that asks the checkpoint about a held-out sample of the report; its media are written to files."""
+    """A command that queries the checkpoint about a held-out sample of the report; writes the media to files."""
     samples_file = run_dir / "samples.json"
     samples = json.loads(samples_file.read_text()) if samples_file.exists() else []
     sample = next(

@@ -1,4 +1,4 @@
-"""Functions with the names and signatures that users of Megatron-Bridge know, thin, over the native interface.
+"""Functions with the names and signatures of Megatron-Bridge: thin wrappers over the native interface.
 
-docs/training-api.md lists them, with what differs. Programs that are written for mimo-train use `mimo_train.training`.
+docs/training-api.md lists them and the differences. Programs written for mimo-train use `mimo_train.training`.
 """

@@ -1,8 +1,8 @@
-"""Metrics of mixtures of experts, which Megatron-Core writes by itself: handed on to every tracker of the run.
+"""Metrics of mixtures of experts, which Megatron-Core writes itself: passed on to every tracker of the run.
 
-Megatron-Core's `track_moe_metrics` knows a TensorBoard writer and a W&B run. What stands in for the writer here passes
-each value on to Comet and MLflow as well. Like the sinks of `log`, these are copies: one that fails is reported once
-and left alone, and training goes on.
+Megatron-Core's `track_moe_metrics` supports a TensorBoard writer and a W&B run. The writer here also passes each value
+to Comet and MLflow. Like the sinks of `log`, these are copies: one that fails is reported once and disabled, and
+training continues.
 """
 
 import logging

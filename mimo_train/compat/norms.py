@@ -1,4 +1,4 @@
-"""L2 norms by the names and signatures that users of Megatron-Bridge know."""
+"""L2 norms with the names and signatures of Megatron-Bridge."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,7 +24,7 @@ def calc_params_l2_norm(
 
     Args:
         model: the model chunks of this rank.
-        model_config: not needed: what a norm must know, the parameters know.
+        model_config: unused: the parameters carry the needed attributes.
         use_megatron_fsdp: whether all parameters are DTensors.
         force_create_fp32_copy: count 16-bit parameters themselves, in fp32, and not their master copies.
 

@@ -1,4 +1,4 @@
-"""Entry points by the names that users of Megatron-Bridge know."""
+"""Entry points with the names of Megatron-Bridge."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ def _pretrain(
     store: dist.Store | None = None,
     inprocess_call_wrapper: Any = None,
 ) -> int:
-    """One life of a run inside its processes: set up, train, close.
+    """Set up, train and close once, inside the current processes.
 
     Args:
-        state: made from a run alone, `GlobalState(resolve(config))`; each life has a state of its own.
-        store: where the processes meet, instead of the address in the environment.
-        inprocess_call_wrapper: not needed: a run that starts again continues from its newest checkpoint.
+        state: created from a run alone, `GlobalState(resolve(config))`; each call sets up its own state.
+        store: for the rendezvous, instead of the address in the environment.
+        inprocess_call_wrapper: unused: a restarted run resumes from its newest checkpoint.
 
     Returns:
         The exit code.

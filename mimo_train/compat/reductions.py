@@ -21,7 +21,7 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: di
     """
     is_nan = stat is not None and math.isnan(stat)
     value = -math.inf if stat is None or is_nan else stat
-    # What a maximum makes of NaN and of no value, backends do not agree on: both travel beside it.
+    # Backends differ in the maximum of NaN and missing values, so both are sent as separate flags.
     message = torch.tensor([value, stat is not None, is_nan], dtype=torch.float64, device=device.current())
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=mp_group)
     largest, found, any_nan = message.tolist()

@@ -1,4 +1,4 @@
-"""`setup`: a run with the parts that the documented functions take."""
+"""`setup`: build a run and return the parts that the documented functions take."""
 
 import time
 from collections.abc import Sequence
@@ -51,10 +51,10 @@ def setup(
     """Build a run, or continue it from its newest checkpoint. Collective over all ranks.
 
     Args:
-        exit_signal: notes signals, if they are to end the run.
+        exit_signal: records signals, if they should end the run.
         callbacks: called by the loop and by the documented functions.
         pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
-        store: where the processes meet, instead of the address in the environment.
+        store: for the rendezvous, instead of the address in the environment.
     """
     run, start_time = config if isinstance(config, Run) else started_run(config), time.time()
     votes = ExitVotes(exit_signal or ExitSignal(), run.cfg.train.exit_duration_minutes, start_time)

@@ -1,4 +1,4 @@
-"""The state that the documented functions take: `GlobalState` with what they need beside their arguments."""
+"""The state that the documented functions take: `GlobalState` with the parts they need beside their arguments."""
 
 from dataclasses import dataclass, field, replace
 
@@ -46,7 +46,7 @@ def session_of(state: GlobalState, function: str) -> Session:
     """
     if not isinstance(state, SessionState):
         raise TypeError(
-            f"{function} takes the state that mimo_train.compat.setup.setup gives, got a {type(state).__name__}: a run "
-            "that pretrain drives does this by itself"
+            f"{function} takes the state that mimo_train.compat.setup.setup returns, got a {type(state).__name__}: a "
+            "run that pretrain drives does this by itself"
         )
     return state.session

@@ -1,4 +1,4 @@
-"""The loop and what belongs to it, by the names and signatures that users of Megatron-Bridge know."""
+"""The loop and its parts, with the names and signatures of Megatron-Bridge."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -173,13 +173,13 @@ def save_checkpoint_and_time(
     non_persistent_ckpt: bool = False,
     train_data_iterator: Any = None,
 ) -> None:
-    """Save everything, note it in progress.txt and on the console, and tell the callbacks. Collective.
+    """Save everything, and report it to progress.txt, the console and the callbacks. Collective.
 
     Args:
         model, optimizer, opt_param_scheduler: those of `setup`.
         num_floating_point_operations_so_far: of the whole run, noted in progress.txt.
         checkpointing_context: not needed: the session of the state has a `Checkpointer`.
-        non_persistent_ckpt: whether it is one of those of which only the newest stays.
+        non_persistent_ckpt: whether it is of the kind of which only the newest is kept.
         train_data_iterator: that of `setup`; its place is a number in the train state.
     """
     session = session_of(state, "save_checkpoint_and_time")
@@ -208,12 +208,12 @@ def checkpoint_and_decide_exit(
 
 
 def _finish_train(global_state: SessionState) -> None:
-    """End a loop that has not failed: end the profilers, show what the console holds back, note why in progress.txt."""
+    """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt."""
     loop.finish(session_of(global_state, "_finish_train"))
 
 
 def get_start_time_from_progress_log(cfg: ConfigContainer) -> tuple[datetime, float]:
-    """Since when the run has had as many processes as it has now, and the FLOPs it had taken by then; see
+    """When the run began to use its present number of processes, and the FLOPs done by then; see
     `mimo_train.metrics.progress.start_of_jobs`."""
     run = resolve(cfg)
     return progress.start_of_jobs(run.dir, run.layout.world_size)
@@ -222,7 +222,7 @@ def get_start_time_from_progress_log(cfg: ConfigContainer) -> tuple[datetime, fl
 def compute_throughputs_and_append_to_progress_log(
     state: SessionState, num_floating_point_operations_so_far: float
 ) -> None:
-    """Note FLOPs, tokens and throughput of the run so far in progress.txt. Called on one rank."""
+    """Write FLOPs, tokens and throughput of the run so far into progress.txt. Called on one rank."""
     progress.throughput(
         state.run_dir,
         world_size=state.layout.world_size,
@@ -259,11 +259,11 @@ def _handle_mxfp8_param_buffer_copy(
 
 
 def _require_own(session: Session, model: list, optimizer: Any, scheduler: Any, data: Any = None) -> None:
-    """These functions work on the parts of one session: other objects would be ignored without a word."""
+    """These functions use the parts of one session: other objects would be ignored silently."""
     own = {"model": session.model, "optimizer": session.optimizer, "scheduler": session.schedulers}
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if data is not None:
         own["train_data_iterator"], given["train_data_iterator"] = session.data, data
     foreign = [name for name, value in given.items() if value is not own[name]]
     if foreign:
-        raise UserError(f"{' and '.join(foreign)} must be what mimo_train.compat.setup.setup gave with this state")
+        raise UserError(f"{' and '.join(foreign)} must be what mimo_train.compat.setup.setup returned with this state")

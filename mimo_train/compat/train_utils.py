@@ -1,4 +1,4 @@
-"""Logging and statistics by the names and signatures that users of Megatron-Bridge know."""
+"""Logging and statistics with the names and signatures of Megatron-Bridge."""
 
 from typing import Any
 

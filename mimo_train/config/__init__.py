@@ -1,1 +1,1 @@
-"""What a run is: dataclasses with their checks, and how YAML files and overrides become them. Imports no torch."""
+"""The config of a run: dataclasses with their checks, and their composition from YAML and overrides. No torch."""

@@ -129,13 +129,13 @@ def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], li
             # A group that the file does not pick from is added to it.
             choices.append(override if key.replace(" ", "") in named else f"+{override}")
         else:
-            # Nothing behind the = is the empty string, not YAML's null.
+            # An empty value is the empty string, not YAML's null.
             values.append(override if override != f"{key}=" else f'{key}=""')
     return choices, values
 
 
 def _defaults(path: Path) -> list[Any]:
-    """The defaults list of a YAML file; empty if it has none or cannot be read (composing will say so)."""
+    """The defaults list of a YAML file; empty if it has none or cannot be read (composing will report it)."""
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError:
@@ -214,5 +214,5 @@ def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:
 
 
 def is_plain_gpt(cfg: ConfigContainer) -> bool:
-    """Whether the run is one language model and nothing else."""
+    """Whether the run has only the language model."""
     return set(cfg.modules) == {LANGUAGE}

@@ -1,14 +1,13 @@
-"""Errors that a user can cause and mend, and faults of a config by their key. Imports no torch."""
+"""User errors, and faults of a config with their keys. Imports no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 class UserError(ValueError):
-    """Base of the errors of this package that a user can cause and mend; the message says how.
+    """Base of this package's errors that a user can cause; the message contains the remedy.
 
-    Commands print it as `error: ` lines without a traceback. `data.errors` and `encoders.errors` have bases of their
-    own.
+    Commands print it as `error: ` lines without a traceback. `data.errors` and `encoders.errors` have their own bases.
     """
 
 
@@ -24,7 +23,7 @@ class Fault:
 
 
 class ConfigError(UserError):
-    """A run that cannot start, with every fault that was found."""
+    """A run that cannot start, with all faults."""
 
     def __init__(self, faults: Iterable[Fault]):
         self.faults = list(faults)

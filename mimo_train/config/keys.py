@@ -1,4 +1,4 @@
-"""Config keys that carry their own checks: the values that a field takes stand beside its default. Imports no torch."""
+"""Config keys with checks: the accepted values are declared beside the default. Imports no torch."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ _RULES = "rules"
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which values a key takes. None and unset bounds allow everything; a key whose value is None is not checked."""
+    """The values that a key accepts. Unset bounds allow everything; a value of None is not checked."""
 
     choices: tuple[str, ...] = ()
     at_least: float | None = None
     above: float | None = None
     below: float | None = None
     zero_means: str = ""
-    """What 0 stands for, where that is not a number like the others; for the message."""
+    """Meaning of 0 where it is a special value; for the message."""
 
     def complaint(self, value: Any) -> str:
         """What is wrong with a value; empty if nothing is."""
@@ -52,10 +52,10 @@ def rules_of(field: dataclasses.Field) -> Rules:
 
 
 def value_faults(section: Any, prefix: str) -> Iterator[Fault]:
-    """Values of a section that their own keys do not take.
+    """Values of a section that its keys do not accept.
 
     Args:
-        section: a dataclass; sections inside it are not looked at.
+        section: a dataclass; nested sections are not checked.
         prefix: the section's key.
     """
     for field in dataclasses.fields(section):

@@ -1,4 +1,4 @@
-"""What a language model is made of: sizes, and the arithmetic that follows from them. Imports no torch."""
+"""Sizes of a language model, and their checks. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class LlmSpec:
     the mean loss of a token; it keeps the logits small."""
 
     def faults(self, prefix: str) -> Iterator[Fault]:
-        """Sizes that cannot be, alone and together.
+        """Invalid sizes, alone and in combination.
 
         Args:
             prefix: config key of this spec.

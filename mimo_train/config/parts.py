@@ -1,11 +1,11 @@
-"""Names of modules and of their parts, which configs, models and checkpoints have in common. Imports no torch."""
+"""Names of modules and their parts, shared by configs, models and checkpoints. Imports no torch."""
 
 LANGUAGE = "language"
 """Name of the module with the loss: fixed, as in Megatron-Core (MIMO_LANGUAGE_MODULE_KEY)."""
 
 PARTS = {"encoder": "encoders.*", "projector": "input_projections.*", "llm": "*"}
-"""What `freeze` names as a whole, with the pattern of parameter names it stands for; anything else in it is a shell
-pattern itself."""
+"""Parts that `freeze` can name, with their patterns of parameter names; any other entry of `freeze` is a shell
+pattern."""
 
 ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Linear layers of a transformer layer that can have adapters."""
@@ -15,7 +15,7 @@ ADAPTERS = ("lora_a", "lora_b")
 
 
 def parts_of(module: str) -> tuple[str, ...]:
-    """What `freeze` can name of a module as a whole."""
+    """The parts of a module that `freeze` can name."""
     return ("llm",) if module == LANGUAGE else ("encoder", "projector")
 
 

@@ -1,1 +1,1 @@
-"""What went wrong, or slow: values that are not finite, suspect losses, stragglers, profiles."""
+"""Diagnosis of runs: non-finite values, suspect losses, stragglers, profiles."""

@@ -1,8 +1,8 @@
-"""Finds the microbatch, direction, module, rank and layer where a value that is not finite begins.
+"""Finds the microbatch, direction, module, rank and layer where a non-finite value originates.
 
-The step's microbatches are run again, one at a time. Forward hooks look at what every layer takes and gives, hooks on
-these tensors look at their gradients. Hooks on tensors instead of full-backward hooks on layers: those would make the
-output of a layer a view, which Megatron-Core 0.19.2 refuses between pipeline stages (schedules.py,
+The step's microbatches are rerun one at a time. Forward hooks check the inputs and outputs of every layer, and hooks on
+these tensors check their gradients. Full-backward hooks on layers are not used, because they make the output of a layer
+a view, which Megatron-Core 0.19.2 refuses between pipeline stages (schedules.py,
 deallocate_output_tensor).
 """
 
@@ -24,7 +24,7 @@ from mimo_train.step.losses import StepLosses
 from mimo_train.step.schedule import Pipeline
 
 FORWARD, LOSS, BACKWARD = "forward", "loss function", "backward"
-"""Where a value can begin that is not finite, in the order of a microbatch."""
+"""Where a non-finite value can originate, in the order of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,28 @@ class Place:
     module: str
     stage: int
     layer: str
-    """Its name, as `layers_of` gives it; empty for the loss function."""
+    """Its name, as returned by `layers_of`; empty for the loss function."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """The first value of a microbatch on a rank that is not finite."""
+    """The first non-finite value of a microbatch on a rank."""
 
     direction: str
     place: Place
     begins: bool
-    """Whether what the layer took (in backward: the gradient that reached it) was finite."""
+    """Whether the layer's input (in backward: the gradient of its output) was finite."""
     weights: bool
     """Whether the layer's weights are finite."""
     rank: int
     depth: int = 0
-    """Layers of this rank before it. With context parallelism a value that begins on one rank reaches the others in
-    a later layer, by attention."""
+    """Layers of this rank before it. With context parallelism a value that originates on one rank reaches the others
+    in a later layer, by attention."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where it begins: what the ranks agreed on."""
+    """The origin that the ranks agreed on."""
 
     microbatch: int
     direction: str
@@ -79,12 +79,12 @@ class Origin:
 def bisect(
     forward_backward: ForwardBackward, pipeline: Pipeline, losses: StepLosses, data: StepIterator
 ) -> Origin | None:
-    """Run the microbatches of the current step alone, until one gives a value that is not finite. Collective.
+    """Run the microbatches of the current step one at a time, until one has a non-finite value. Collective.
 
     Returns:
         The same on every rank; None if every microbatch alone is finite.
     """
-    # The interleaved schedule wants as many microbatches as stages: the same one several times.
+    # The interleaved schedule needs as many microbatches as stages: repeat the same one.
     language = pipeline.layout.language
     copies = language.pp if language.vpp > 1 else 1
     for microbatch in range(len(data.current.microbatches)):
@@ -100,7 +100,7 @@ def bisect(
 
 
 class LayerHooks:
-    """Hooks on every layer of this rank, while it is entered; notes in the order of time what is not finite."""
+    """Hooks on every layer of this rank, active inside a `with` block; records non-finite values in order of time."""
 
     def __init__(self, pipeline: Pipeline):
         self._model = pipeline.model
@@ -130,7 +130,7 @@ class LayerHooks:
             bad_loss: whether a loss of this rank was not finite.
         """
         if self._forward:
-            # What a layer takes is finite where it begins; an input of the module may be bad before any layer.
+            # At the origin the layer's input is finite; an input of the module may be bad before any layer.
             place, begins = self._forward[0]
             return self._sighting(FORWARD, place, begins)
         if bad_loss:
@@ -175,7 +175,7 @@ class LayerHooks:
 
 
 def _values(tree: Any) -> list[torch.Tensor]:
-    """Tensors of numbers that layers exchange; weights that are handed to a layer are none."""
+    """Floating-point tensors that layers exchange, without weights that are passed to a layer."""
     return [
         leaf
         for leaf in tree_leaves(tree)
@@ -185,7 +185,7 @@ def _values(tree: Any) -> list[torch.Tensor]:
 
 def _origin(microbatch: int, sightings: list[Sighting], modules: list[str]) -> Origin:
     """The first sighting in the order of a microbatch: forward from encoders through the language model's stages, the
-    loss, and back. Ranks that share a layer agree, except that only some may hold bad weights or see it begin."""
+    loss, and back. Ranks that share a layer agree, except that only some may hold bad weights or the origin."""
 
     def order(sighting: Sighting) -> tuple:
         direction = (FORWARD, LOSS, BACKWARD).index(sighting.direction)

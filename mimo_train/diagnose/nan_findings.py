@@ -1,7 +1,7 @@
-"""What is not finite after a bad step: gradients, weights, losses and inputs, with their ranks and samples.
+"""Non-finite values after a bad step: gradients, weights, losses and inputs, with their ranks and samples.
 
-Values that are not finite spread: one picture makes every loss behind it and every gradient NaN. So inputs and weights
-are looked at too: where these are at fault, they name the module. Where they are not, `train.on_nan=bisect` finds it.
+Non-finite values spread: one picture makes the loss of its microbatch and every gradient NaN. So inputs and weights are
+checked too: if they are at fault, they identify the module. Otherwise, `train.on_nan=bisect` finds the origin.
 """
 
 import math
@@ -74,7 +74,7 @@ class BadMicrobatch:
 
 @dataclass
 class Findings:
-    """What is not finite. Gradients are those after the sum over data-parallel ranks; losses are each rank's own."""
+    """The non-finite values. Gradients are those after the sum over data-parallel ranks; losses are each rank's own."""
 
     gradients: list[BadTensors] = field(default_factory=list)
     weights: list[BadTensors] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Findings:
 
 
 def gather(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> Findings:
-    """Look at the step that has just been made, and exchange with all ranks. Collective; the same on every rank."""
+    """Check the last step, and exchange the findings with all ranks. Collective; the same on every rank."""
     own = Findings(
         _on_this_rank(bad_gradients(pipeline.model)),
         _on_this_rank(bad_weights(pipeline.model)),
@@ -141,7 +141,7 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
 
 
 def _bad_inputs(pipeline: Pipeline, data: StepIterator) -> Iterator[BadMicrobatch]:
-    """Pictures or clips that this rank read and that are not finite, with the samples they are of."""
+    """Non-finite pictures or clips that this rank read, with their samples."""
     outline = data.dataset.outline
     for microbatch, batch in enumerate(data.current.microbatches):
         for module, inputs in batch.get("modality_inputs", {}).items():
@@ -174,7 +174,7 @@ def _samples(data: StepIterator, numbers: Iterable[int]) -> list[Sample]:
 
 
 def _parameters(model: list) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameters of this rank by module and global name; the chunks of a rank would share other names."""
+    """Parameters of this rank by module and global name; local names of different chunks may be equal."""
     return {
         module: {name: parameter for chunk in chunks for name, parameter in global_names(chunk).items()}
         for module, chunks in modules_of(model).items()

@@ -1,6 +1,6 @@
-"""What a step does whose gradient is not finite: `train.on_nan`.
+"""Handling of a step with a non-finite gradient: `train.on_nan`.
 
-The optimizer has updated nothing then, and every rank has the same norm, so all ranks do the same without a message.
+The optimizer has updated nothing, and every rank has the same norm, so all ranks act alike without communication.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from mimo_train.step.schedule import Pipeline
 from mimo_train.step.state import GlobalState
 
 MOST_IN_A_ROW = 10
-"""Bad steps in a row after which `train.on_nan=skip` ends the run: what comes back every step is not in the samples."""
+"""Bad steps in a row after which `train.on_nan=skip` ends the run: a fault in every step is not caused by samples."""
 
 
 class NonFiniteStep(UserError):
@@ -32,7 +32,7 @@ class NonFiniteStep(UserError):
 
 
 class NanPolicy:
-    """Watches the steps of a loop. A good step costs it neither a message nor a copy from the device."""
+    """Checks the steps of a loop. A good step costs neither a message nor a copy from the device."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class NanPolicy:
     ):
         """
         Args:
-            save: saves the run as it is, in a folder, for a reason; gives the checkpoint's folder. Collective.
+            save: called as (folder, reason); saves the run and returns the checkpoint's folder. Collective.
         """
         self._state, self._pipeline, self._optimizer, self._losses = state, pipeline, optimizer, losses
         self._forward_backward, self._save = forward_backward, save
@@ -54,14 +54,14 @@ class NanPolicy:
         self._scale: torch.Tensor | None = None
 
     def start_step(self) -> None:
-        """Note what a step changes that a replay needs: the generators, and the loss scale."""
+        """Record the state that a replay needs and a step changes: the generators, and the loss scale."""
         self._generators = device.get_rng_state()
         if isinstance(self._optimizer.grad_scaler, DynamicGradScaler):
-            # An update puts a new tensor in its place.
+            # An update replaces this tensor by a new one.
             self._scale = self._optimizer.grad_scaler.scale
 
     def end_step(self, result: StepResult, data: StepIterator) -> None:
-        """Do what `train.on_nan` says if the step was bad. Collective then.
+        """Apply `train.on_nan` if the step was bad. Collective in that case.
 
         Raises:
             NonFiniteStep: by raise and bisect; by skip at the tenth bad step in a row.
@@ -72,7 +72,7 @@ class NanPolicy:
             self._bad_step(result.grad_norm, data)
 
     def _scale_was_lowered(self) -> bool:
-        """Whether this is how fp16 finds its loss scale; at the smallest scale it is a fault."""
+        """Whether fp16 lowered its loss scale, which is not a fault; at the smallest scale it is."""
         scaler = self._optimizer.grad_scaler
         return isinstance(scaler, DynamicGradScaler) and bool(self._scale > scaler.min_scale)
 

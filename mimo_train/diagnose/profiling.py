@@ -1,6 +1,6 @@
 """Profilers on chosen steps and ranks: torch's, NVIDIA's nsys, and the history of the CUDA allocator.
 
-What they write is in `run.dir`/profile/rank_N. A run that ends before `profiling.step_end` leaves what it has recorded.
+They write into `run.dir`/profile/rank_N. A run that ends before `profiling.step_end` keeps what it has recorded.
 """
 
 from pathlib import Path
@@ -18,8 +18,8 @@ from mimo_train.parallel import device
 
 
 class NsysCapture:
-    """What `nsys profile --capture-range=cudaProfilerApi` records: opened, CUDA's profiler runs, and NVTX ranges name
-    the operators of torch and the functions that Megatron-Core marks."""
+    """The range that `nsys profile --capture-range=cudaProfilerApi` records. Inside it CUDA's profiler runs, and NVTX
+    ranges name the operators of torch and the functions that Megatron-Core marks."""
 
     def __init__(self, record_shapes: bool):
         self._ranges = torch.autograd.profiler.emit_nvtx(record_shapes=record_shapes)
@@ -48,7 +48,7 @@ class StepProfiler:
     """
 
     def __init__(self, cfg: ConfigContainer, run_dir: Path, kind: str):
-        """Made before the model is, so that the allocator's history holds all of it.
+        """Created before the model, so that the allocator's history includes it.
 
         Args:
             kind: the run's device, cuda or cpu.
@@ -61,7 +61,7 @@ class StepProfiler:
             raise ConfigError(faults)
         self._cfg, self._folder = cfg.profiling, folder_of_rank(run_dir)
         self._records = records(cfg.profiling)
-        # On a CPU run the profiler would complain that there is no GPU to record.
+        # On a CPU run the profiler would warn that there is no GPU.
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
         self._first_step = self._step = 0
         self.torch: profile | None = None
@@ -76,9 +76,9 @@ class StepProfiler:
         return self._nvtx if self._nvtx is not None and self._nvtx.is_open else None
 
     def before_step(self, step: int) -> None:
-        """Start what records from `step` on, or mark the step in what records already.
+        """Start the profilers at the first chosen step, or mark the step in a running recording.
 
-        A run that continues inside of the chosen steps records the rest of them.
+        A run that resumes within the chosen steps records the rest of them.
         """
         self._step = step
         if self.torch is not None:
@@ -87,7 +87,7 @@ class StepProfiler:
             return
         self._first_step = step
         if self._cfg.torch:
-            # With a schedule of its own, the profiler marks steps in the trace.
+            # With a schedule, the profiler marks steps in the trace.
             self.torch = profile(
                 activities=self._activities,
                 schedule=lambda _: ProfilerAction.RECORD,
@@ -102,14 +102,14 @@ class StepProfiler:
             self._nvtx.__enter__()
 
     def after_step(self, step: int) -> None:
-        """End what records after `profiling.step_end`."""
+        """Stop the profilers after `profiling.step_end`."""
         if step == self._cfg.step_end:
             self._end()
             if self._has_history:
                 write_memory_snapshot(self._folder, step)
 
     def close(self) -> None:
-        """End what still records: the run has ended, or failed, before `profiling.step_end`."""
+        """Stop active profilers: the run has ended, or failed, before `profiling.step_end`."""
         self._end()
         if self._has_history and 0 < self._step < self._cfg.step_end:
             write_memory_snapshot(self._folder, self._step)
@@ -133,7 +133,7 @@ def records(profiling: ProfilingConfig) -> bool:
 
 
 def write_memory_snapshot(folder: Path, step: int) -> None:
-    """Write what the CUDA allocator did up to `step`, for https://pytorch.org/memory_viz, and record no more."""
+    """Write the allocator's history up to `step`, for https://pytorch.org/memory_viz, and stop recording."""
     folder.mkdir(parents=True, exist_ok=True)
     device.write_memory_history(folder / f"memory_step_{step}.pickle")
 

@@ -1,7 +1,7 @@
-"""What is left of a bad step: the state before it, and a file that says how to make it again.
+"""Replay of a bad step: a checkpoint of the state before it, and a file with the command that repeats it.
 
-Both are in `run.dir`/replay: a checkpoint there is none that `checkpoint.resume=auto` finds or `checkpoint.keep`
-removes. A run that is started again continues from its own newest checkpoint, and meets the same samples again.
+Both are in `run.dir`/replay, where `checkpoint.resume=auto` does not find checkpoints and `checkpoint.keep` does not
+remove them. A restarted run resumes from its own newest checkpoint, and reads the same samples again.
 """
 
 import json
@@ -37,8 +37,8 @@ def write_replay(
         checkpoint: folder of the state before the step.
 
     Returns:
-        The file, and the command that makes the step again and bisects it. Its run stands in a folder of its own, keeps
-        the learning rates, and ends after this one step.
+        The file, and the command that repeats the step and bisects it. Its run has its own folder, keeps the learning
+        rates, and ends after this one step.
     """
     step, folder, current = state.train_state.step + 1, state.run_dir / FOLDER, data.current
     file, config = folder / f"step_{step:08d}.json", folder / f"step_{step:08d}.yaml"
@@ -49,7 +49,7 @@ def write_replay(
         f"train.exit_interval={step}",
     ]
     if state.cfg.run.inprocess_restarts:
-        # A run that may start again continues from its newest checkpoint, not from a chosen one.
+        # A run with restarts resumes from its newest checkpoint, not from a chosen one.
         overrides.append("run.inprocess_restarts=0")
     ranks = f"torchrun --nproc-per-node {state.layout.processes[-1] + 1} -m mimo_train.cli train"
     command = f"{ranks} {shlex.join([str(config), *overrides])}"

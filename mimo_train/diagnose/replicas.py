@@ -1,4 +1,4 @@
-"""Whether data-parallel replicas hold the same weights: a device that computes wrongly drives them apart."""
+"""Checks that data-parallel replicas hold the same weights, which a faulty device would change."""
 
 import hashlib
 
@@ -12,8 +12,8 @@ from mimo_train.model.param_gather import gathered
 
 
 def require_equal_replicas(model: list[MegatronModule], step: int) -> None:
-    """Compare the weights of data-parallel replicas, so that no checkpoint is written of replicas that a fault has
-    driven apart. Collective over them.
+    """Compare the weights of data-parallel replicas, so that no checkpoint of diverged replicas is written. Collective
+    over them.
 
     Args:
         model: the model chunks of this rank.

@@ -1,12 +1,12 @@
-"""Repeated steps: Megatron-Core's rerun state machine tells faults of the hardware from wrong numbers of the run.
+"""Repeated steps: Megatron-Core's rerun state machine distinguishes hardware faults from bad numbers of the run.
 
-With `train.rerun=validate_results` the loss of every microbatch is looked at. One that is not finite, or ten times the
-largest seen, makes all ranks run the step again before the update:
+With `train.rerun=validate_results` the loss of every microbatch is checked. If one is not finite, or ten times the
+largest seen, all ranks rerun the step before the update:
 
-- another loss, that was only too large: a transient fault; the step goes on with what the repetition gave;
-- another loss, that was not finite: the run ends with exit code 17, and continues from its newest checkpoint;
-- the same loss again, not finite: a checkpoint is saved, and the run ends with exit code 16; started again on another
-  machine it repeats the step there, and says whether the device or the run is at fault.
+- another loss, that was only too large: a transient fault; the step continues with the result of the rerun;
+- another loss, that was not finite: the run ends with exit code 17, and resumes from its newest checkpoint;
+- the same loss again, not finite: a checkpoint is saved, and the run ends with exit code 16; restarted on another
+  machine it repeats the step there, and reports whether the device or the run is at fault.
 """
 
 import logging
@@ -26,8 +26,8 @@ SPIKE_SAMPLES = 100
 
 
 class Rerun:
-    """Runs the forward and backward passes of a step as often as the state machine wants. Costs nothing if disabled;
-    else it reads every loss on the host, and ranks agree once or twice a step."""
+    """Runs the forward and backward passes of a step as often as the state machine requires. Costs nothing if disabled;
+    otherwise every loss is copied to the host, and ranks synchronise once or twice per step."""
 
     def __init__(self, mode: str, report_interval: int = 1):
         """
@@ -38,13 +38,13 @@ class Rerun:
         self._machine = None
         if mode == RerunMode.DISABLED:
             return
-        # The state machine itself leaves out the tracker of tensor-parallel generators, from which dropout draws.
+        # The state machine itself omits the tracker of tensor-parallel generators, which dropout uses.
         self._machine = RerunStateMachine(device.get_rng_state, device.set_rng_state, RerunMode(mode))
         RerunStateMachine.REPORTING_INTERVAL_ITERATIONS = report_interval
         _show_messages(logging.INFO if mode == RerunMode.REPORT_DETERMINISM_STATS else logging.WARNING)
 
     def runs(self, data_iterator: Any) -> Iterator[None]:
-        """One turn for each time that the step has to be run. Collective, unless disabled."""
+        """Yield once for each required run of the step. Collective, unless disabled."""
         if self._machine is None:
             yield
             return
@@ -57,7 +57,7 @@ class Rerun:
         return (False, False, 0) if self._machine is None else self._machine.should_checkpoint_and_exit()
 
     def validate(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Look at the mean loss of a microbatch, if it is one of a step's runs.
+        """Validate the mean loss of a microbatch, if a step is running.
 
         Args:
             loss: sum over the tokens, 0-d.
@@ -76,7 +76,7 @@ class Rerun:
         machine.validate_result(loss, large, "the loss is suddenly large", fatal=False)
 
     def state_dict(self, data_iterator: Any) -> dict[str, Any] | None:
-        """What this rank must know to repeat the step after a restart; None if none is to be repeated."""
+        """This rank's state for repeating the step after a restart; None if no step is to be repeated."""
         if self._machine is None:
             return None
         state = self._machine.state_dict(_Replay(data_iterator), "torch_dist")
@@ -91,24 +91,24 @@ class Rerun:
 
 
 class _Replay(RerunDataIterator):
-    """A `StepIterator` as the state machine wants it: the microbatches of a step can be had again, and where the data
-    stands is the number of consumed samples."""
+    """Adapts a `StepIterator` to the state machine: it can rewind the microbatches of a step, and the position in the
+    data is the number of consumed samples."""
 
     def rewind(self) -> None:
         self.iterable.rewind()
 
     def advance(self) -> None:
-        """The loop moves on."""
+        """Nothing to do: the loop advances the data."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The train state says where the data stands."""
+        """Nothing to do: the train state has the position in the data."""
 
 
 def _show_messages(level: int) -> None:
-    """Let the state machine speak on standard error, where the rest of Megatron-Core is silent."""
+    """Show the state machine's messages on standard error; the rest of Megatron-Core is silenced."""
     logger = logging.getLogger(rerun_state_machine.__name__)
     logger.setLevel(level)
     if not logger.handlers:

@@ -25,13 +25,13 @@ class Spread:
 
 
 class StragglerTimer:
-    """Takes the compute times that the logging rank has collected, gives values for the log and a line for the console.
+    """Turns the compute times collected on the logging rank into values for the log and a line for the console.
 
-    A rank is slow by itself when it computes for longer: the time that it waits for others is not counted.
+    Only compute time counts, not the time that a rank waits for others.
     """
 
     def __init__(self, layout: RunLayout, console: Console):
-        """`console` is silent on ranks that do not log; they hand in no times."""
+        """`console` is silent on ranks that do not log; they observe no times."""
         self._layout, self._console = layout, console
         self._spreads: dict[str, Spread] = {}
         self._seconds, self._flops, self._steps = 0.0, 0.0, 1

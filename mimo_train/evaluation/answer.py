@@ -19,7 +19,7 @@ from mimo_train.plan.inputs import media_of
 from mimo_train.step.schedule import Pipeline
 
 NAMES = {"image": "picture", "audio": "clip"}
-"""What a file is called, by its kind and by the option that gives it."""
+"""Word for a file in messages, by its kind."""
 
 
 def on_one_process(cfg: ConfigContainer) -> ConfigContainer:
@@ -42,14 +42,14 @@ def answer(
 
     Args:
         prompt: what a user asks; for a plain GPT, the text that it continues.
-        files: pictures (image) and clips (audio), by kind, in the order in which they stand before the prompt.
+        files: pictures (image) and clips (audio), by kind, in their order before the prompt.
     """
     ids, media = _encode(cfg, tokenizer, prompt, files)
     limit, predict = cfg.data.sequence_length, PredictStep(pipeline)
     if len(ids) >= limit:
         raise UserError(f"--prompt: takes {len(ids)} tokens with its media, data.sequence_length is {limit}")
     places = {item.module: tokenizer.placeholder_id(item.placeholder) for item in media_of(cfg)}
-    # One microbatch of one sample; on one rank nothing is divided by loads.
+    # One microbatch of one sample; on one rank loads are not needed.
     rows = {name: [[ids.count(placeholder)]] for name, placeholder in places.items()}
     new: list[int] = []
     while len(new) < max_new_tokens and len(ids) < limit:

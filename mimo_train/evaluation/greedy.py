@@ -23,7 +23,7 @@ from mimo_train.step.schedule import Pipeline
 
 
 class PredictStep:
-    """Forward step that gives predictions instead of a loss; run with forward_only and collect_non_loss_data.
+    """Forward step that returns predictions instead of a loss; run with forward_only and collect_non_loss_data.
 
     The loss function's result for a microbatch: see `_predictions`.
     """

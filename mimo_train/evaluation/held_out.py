@@ -31,7 +31,7 @@ class HeldOut:
     def __init__(self, run: Run, pipeline: Pipeline, tokenizer: Tokenizer, features: Features | None = None):
         """
         Args:
-            features: where those of frozen encoders are found.
+            features: lookups of cached features of frozen encoders.
         """
         self._run, self._pipeline, self._tokenizer = run, pipeline, tokenizer
         self.dataset = build_dataset(run.cfg, tokenizer, held_out=True)
@@ -49,9 +49,9 @@ class HeldOut:
     def evaluate(self) -> dict[str, float]:
         """Loss and exact match over the samples; on the logging rank, samples.json too. Collective over all ranks.
 
-        An answer matches exactly when greedy decoding gives the true answer to the last token. Greedy decoding does
-        that if and only if the most likely token after every true prefix is the true one (by induction over the
-        answer), so one pass over the true sequence decides it. `samples.json` is decoded for real.
+        An answer matches exactly when greedy decoding gives the true answer to the last token. That is so
+        if and only if the most likely token after every true prefix is the true one (by induction over the answer), so
+        one pass over the true sequence decides it. The answers in `samples.json` are really decoded.
 
         Raises:
             TooManyBadSamples: more of the samples are bad than `data.max_bad_samples` allows, on every rank alike; a
@@ -89,8 +89,8 @@ class HeldOut:
         }
 
     def non_loss_data(self, step_func: Callable, give: Callable[[list], Any] | None = None) -> Any:
-        """What `give`, called with the model, or without it a forward pass over the first held-out step gives, in
-        evaluation mode. Collective over all ranks.
+        """The result of `give(model)`, or without `give` of a forward pass over the first held-out step, in evaluation
+        mode. Collective over all ranks.
 
         Args:
             step_func: as the schedule calls it; its loss functions are called with non_loss_data=True.

@@ -9,7 +9,7 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class ExitSignal:
-    """Notes SIGTERM (what schedulers send before they kill) and SIGUSR1; the loop asks between steps."""
+    """Records SIGTERM (which schedulers send before they kill) and SIGUSR1; the loop checks between steps."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -21,7 +21,7 @@ class ExitSignal:
         return self.listen()
 
     def listen(self) -> "ExitSignal":
-        """Note signals from now on; again has no effect."""
+        """Record signals from now on; a second call has no effect."""
         for number in self.SIGNALS if not self._previous else ():
             self._previous[number] = signal.signal(number, self._note)
         return self

@@ -1,7 +1,7 @@
-"""Whose `data` and `encoders` a program imports: ours, or others of that name. Imports no torch.
+"""Check that `data` and `encoders` are imported from mimo-train and not from elsewhere. Imports no torch.
 
-The names are plain, and a user's folder may well hold a `data.py`. The scripts start Python with -P, which leaves the
-working directory off its path; what is started as `python -m`, as by torchrun, has it in front.
+The names are common, and a user's folder may hold a `data.py`. The scripts start Python with -P, which leaves the
+working directory off its path; `python -m`, as used by torchrun, puts it first.
 """
 
 import os
@@ -18,8 +18,8 @@ HOME = Path(__file__).resolve().parents[2]
 
 
 def working_directory_last() -> None:
-    """Move the working directory from the front of Python's path, where `python -m` puts it, to its end: modules of
-    the user are found there (`train.callbacks`), and hide none of ours. Nothing changes where we live in it."""
+    """Move the working directory from the front of Python's path, where `python -m` puts it, to its end, so that
+    modules of the user are found (`train.callbacks`) but do not hide ours. Does nothing if our packages are in it."""
     if sys.flags.safe_path or not sys.path:
         return
     try:
@@ -35,8 +35,8 @@ def working_directory_last() -> None:
 def require_own_packages() -> None:
     """
     Raises:
-        UserError: Python would import a package from elsewhere in the place of one of ours; with both places and the
-            remedy, one line for each.
+        UserError: Python would import another package instead of one of ours; names both locations and the remedy,
+            one line for each.
     """
     faults = [fault for name in NAMES if (fault := _fault(name))]
     if faults:

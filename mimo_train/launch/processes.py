@@ -1,7 +1,7 @@
 """The processes that a launcher has started, and the ranks of a run among them. Imports no torch.
 
-The launcher numbers its processes in RANK, those without a module included (`placement.allow_idle`). Everything else
-in the program counts only those that have one: a *rank* is a place among them, `RunLayout.processes` names its process.
+The launcher numbers all its processes in RANK, including those without a module (`placement.allow_idle`). The rest of
+the program counts only processes with a module: a *rank* is an index among them, `RunLayout.processes` maps it to RANK.
 """
 
 import copy
@@ -36,13 +36,13 @@ def is_idle(layout: RunLayout) -> bool:
 
 
 def say_idle() -> None:
-    """The one line of a process without a module."""
-    print(f"process {_process()}: no module stands here (placement.allow_idle), it ends", flush=True)
+    """Print the one line of a process without a module."""
+    print(f"process {_process()}: no module is placed here (placement.allow_idle), exiting", flush=True)
 
 
 @contextmanager
 def numbered(layout: RunLayout) -> Iterator[None]:
-    """RANK and WORLD_SIZE as the run counts, without idle processes; as the launcher counts again behind it."""
+    """Set RANK and WORLD_SIZE to the run's numbering, without idle processes, and restore the launcher's at the end."""
     given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     os.environ["RANK"] = str(layout.processes.index(_process()))
     os.environ["WORLD_SIZE"] = str(layout.world_size)
@@ -74,7 +74,7 @@ def _process_faults(run: Run) -> list[Fault]:
     started, needed = int(os.environ.get("WORLD_SIZE", "1")), run.layout.processes[-1] + 1
     if started < needed or (started > needed and not run.cfg.placement.allow_idle):
         return [Fault("WORLD_SIZE", _another_number(run, started))]
-    # What the config says of nodes has been looked at already; the launcher may have started others.
+    # `resolve` has checked the nodes in the config; the launcher may have started others.
     return list(node_faults(run.cfg, _started_per_node()))
 
 

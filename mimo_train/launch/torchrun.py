@@ -3,13 +3,13 @@
 ``python -m mimo_train.launch.torchrun [torchrun options] -m mimo_train.cli train CONFIG ...`` takes torchrun's own
 options. What it adds to torchrun:
 
-- SIGTERM, SIGINT, SIGHUP or SIGUSR1 is handed to each rank once, as SIGTERM, and the ranks have ``MIMO_GRACE_SECONDS``
-  (default 120) to finish their step, save and exit 0; then the launcher exits 0 too. Torchrun alone ends with an error
-  and kills what still runs after 30 s. A second SIGINT (Ctrl-C) ends the ranks at once.
+- SIGTERM, SIGINT, SIGHUP or SIGUSR1 is sent to each rank once, as SIGTERM, and the ranks have ``MIMO_GRACE_SECONDS``
+  (default 120) to finish their step, save and exit 0; then the launcher exits 0 too. Torchrun itself exits with an
+  error and kills remaining ranks after 30 s. A second SIGINT (Ctrl-C) ends the ranks at once.
 - When a rank fails, the others, which wait for it in a collective, are ended ``FAILURE_SECONDS`` later, not after 30 s.
-- The rank's own error stays the last word: one line says which rank it was, in place of torchrun's two tracebacks.
+- The rank's own error is the last output: one line names the rank, instead of torchrun's two tracebacks.
 
-It imports no torch at module level: its signal handlers stand before that import begins.
+It imports no torch at module level: its signal handlers are installed before that import begins.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ class Ranks:
     """The running ranks of this node, as far as signals are concerned.
 
     Args:
-        grace_seconds: how long the ranks may take to finish after a stop was asked for.
+        grace_seconds: how long the ranks may take to finish after a stop was requested.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -47,7 +47,7 @@ class Ranks:
         self._early: int | None = None  # a signal that came while the ranks were being started
 
     def ask_to_stop(self, signum: int, _frame: object) -> None:
-        """Handler of the signals that stop a run: hands SIGTERM on, once."""
+        """Handler of the signals that stop a run: sends SIGTERM to the ranks, once."""
         if self.starting:
             self._early = signum
         elif self.context is None:
@@ -65,7 +65,7 @@ class Ranks:
             self._signal(signal.SIGKILL)
 
     def started(self, context: Any) -> None:
-        """Takes over the ranks that have just started, and a signal that came meanwhile.
+        """Called when the ranks have started; handles a signal that arrived meanwhile.
 
         Args:
             context: torch's object of the running ranks.
@@ -95,11 +95,11 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: torchrun's options and the command of a rank; those of the process when None.
 
     Returns:
-        0 if every rank exited 0, after a stop that was asked for too; otherwise the exit code of the rank that failed
+        0 if every rank exited 0, also after a requested stop; otherwise the exit code of the rank that failed
         first, 1 if a signal ended it.
 
     Raises:
-        UserError: MIMO_GRACE_SECONDS is not a positive number, or packages of others are in the place of ours.
+        UserError: MIMO_GRACE_SECONDS is not a positive number, or other packages hide ours.
     """
     working_directory_last()
     require_own_packages()
@@ -134,8 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _adapt(context_class: Any, ranks: Ranks) -> None:
-    """Changes torch's class of running ranks: it tells ``ranks`` when they have started, and waits less for the others
-    when one has failed."""
+    """Patches torch's class of running ranks: it notifies ``ranks`` when they have started, and waits less for the
+    others when one has failed."""
     start, close = context_class._start, context_class._close
 
     def started(self: Any) -> None:
@@ -150,16 +150,16 @@ def _adapt(context_class: Any, ranks: Ranks) -> None:
 
 
 def _report(failures: dict[int, Any], stop_asked: bool) -> int:
-    """Says which rank failed first; returns its exit code. The others were ended because of it, or say the same."""
+    """Print which rank failed first, and return its exit code. The other ranks failed or were ended because of it."""
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     if failure.exitcode in ASKED_FOR:
         _say(f"exit code {failure.exitcode}: {ASKED_FOR[failure.exitcode]}. All ranks of this node have ended.")
         return failure.exitcode
     if stop_asked and failure.exitcode == -signal.SIGTERM:
-        how = "was stopped before it had begun to train: nothing was saved"
+        how = "was stopped before training began: nothing was saved"
     elif failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        how = f"was ended by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
+        how = f"was killed by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
     else:
         how = f"failed with exit code {failure.exitcode}; the messages above say why"
     _say(f"rank {rank} (process {failure.pid}) {how}. All ranks of this node have ended.")

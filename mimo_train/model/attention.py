@@ -23,7 +23,7 @@ class SdpaAttention(MegatronModule):
     """softmax(Q K^T * scale) V, causal or unmasked, with grouped queries.
 
     With context parallelism each rank gathers keys and values of the whole sequence, and its two chunks of queries
-    attend to what stands before them (see `context`).
+    attend to all positions up to their own (see `context`).
 
     Raises:
         UserError: for a mask type other than causal and no_mask, or context parallelism without a causal mask.
@@ -64,7 +64,7 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attend; keys and values may have fewer heads than queries. Returns [S, B, heads * D].
 
-        `attention_mask` is not read: padding stands at the end, where a causal mask already hides it.
+        `attention_mask` is ignored: padding is at the end, where the causal mask already hides it.
         """
         assert packed_seq_params is None, "packed sequences need the te layer spec"
         if self.cp_group:
@@ -78,7 +78,7 @@ class SdpaAttention(MegatronModule):
         value_CBND: torch.Tensor,
         cp_group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        """The same for this rank's chunks of queries, over keys and values of all ranks; one message for both."""
+        """Attention of this rank's query chunks over keys and values of all ranks, gathered in one message."""
         head = key_CBND.size(-1)
         keys_values = gather_sequence(torch.cat([key_CBND, value_CBND], dim=-1), cp_group)
         key_SBND, value_SBND = keys_values[..., :head], keys_values[..., head:]

@@ -1,4 +1,4 @@
-"""One run's modules on this rank: a `MimoModel`, or a plain GPT when `language` is alone."""
+"""Build the modules of a run on this rank: a `MimoModel`, or a plain GPT when `language` is alone."""
 
 import warnings
 from typing import Any
@@ -75,11 +75,11 @@ def build_model(
     te: bool,
     pre_wrap_hook: ModelHook | None = None,
 ) -> list[MegatronModule]:
-    """The part of the model that stands on this rank, on `device`, each module wrapped in Megatron-Core's DDP.
+    """Build the part of the model on this rank, on `device`, each module wrapped in Megatron-Core's DDP.
 
     Args:
         vocab_size: tokens of the tokenizer, before padding.
-        special_token_ids: token id that marks the places of each encoder module's features.
+        special_token_ids: token id of the placeholders of each encoder module's features.
         te: whether layers are Transformer Engine's.
         pre_wrap_hook: changes the chunks of the language model before they are frozen and wrapped (see `model.heads`).
 
@@ -125,8 +125,8 @@ def build_model(
 
 
 def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, name: str) -> None:
-    """Leave nothing but adapters to train if the module has any, and let recomputed layers behind frozen weights learn.
-    A head that a hook puts in afterwards is trained."""
+    """Freeze everything but adapters if the module has any, and let recomputed layers after frozen weights learn. A
+    head that a hook adds afterwards is trained."""
     if cfg.modules[name].lora.rank:
         freeze_base(chunks, PARTS["llm" if name == LANGUAGE else "encoder"])
     if cfg.recompute_of(name) == "full":
@@ -134,8 +134,9 @@ def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, na
 
 
 def _tell_tensor_parallel_group(module: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """A module that names no group takes Megatron-Core's global one when its weights are described for a checkpoint
-    (0.19.2, transformer/module.py:80-84): on ranks of several modules that is the language model's."""
+    """Set the TP group of submodules that have none. For those, Megatron-Core uses its global group when it describes
+    their weights for a checkpoint (0.19.2, transformer/module.py:80-84); on shared ranks that is the language
+    model's."""
     for child in module.modules():
         if isinstance(child, MegatronModule) and not hasattr(child, "tp_group"):
             child.tp_group = tp_group
@@ -149,7 +150,7 @@ def _partition_groups(groups: RunGroups) -> dict:
 def _language_specs(
     cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, vocab_size: int, te: bool
 ) -> list[ModuleSpec]:
-    """One spec for each model chunk of this rank's stage; they share a config, from which the schedule reads."""
+    """One spec for each model chunk of this rank's stage; they share one config, which the schedule reads."""
     llm, config = cfg.llm, language_config(cfg, layout)
     params = {"config": config, "max_sequence_length": cfg.data.sequence_length}
     pgs = groups.collections.get(LANGUAGE)
@@ -217,8 +218,8 @@ def _encoder_spec(cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, na
 
 def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> DistributedDataParallel:
     config = module.config if name == LANGUAGE else module.encoders[name].config
-    # Overlap counts on every parameter taking part in every microbatch, on all replicas alike. An encoder does nothing
-    # where a microbatch is all text, and what is still frozen takes no gradient.
+    # Overlap requires that every parameter gets a gradient in every microbatch, on all replicas. An encoder does not
+    # run for a text-only microbatch, and frozen parameters get no gradient.
     overlap = name == LANGUAGE and not cfg.modules[name].freeze_until
     return DistributedDataParallel(
         config=config,

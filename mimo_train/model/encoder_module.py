@@ -1,4 +1,4 @@
-"""An encoder with its projector, whose features may come from a cache or be computed ahead of their turn."""
+"""An encoder with its projector, whose features may come from a cache or be prefetched."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,12 +13,11 @@ from mimo_train.parallel.device import to_device
 
 
 class EncoderModule(StagedModality):
-    """`StagedModality` whose features may be known. With `MicrobatchMedia` beside its inputs, the encoder is frozen and
-    runs for those samples only whose features are not known.
+    """`StagedModality` with cached or prefetched features. If its inputs include a `MicrobatchMedia`, the encoder is
+    frozen and runs only for samples whose features are missing.
 
     Attributes:
-        cache: takes the features that were computed; None: there is none, or another rank of the tensor-parallel group
-            writes.
+        cache: stores computed features; None if there is no cache, or another rank of the tensor-parallel group writes.
         cached: whether features of samples are looked up, on this rank and all others of its tensor-parallel group.
     """
 
@@ -47,7 +46,7 @@ class EncoderModule(StagedModality):
         known = self._known_everywhere(media.samples)
         missing = [sample for sample, is_known in zip(media.samples, known, strict=True) if not is_known]
         if any(sample.features is not None for sample in missing):
-            # Found here and not on another rank of the group: read what was passed over.
+            # Found here but not on another rank of the group: read the media that were skipped.
             inputs = to_device(media.read([sample.number for sample in missing]), self._device)
         computed: Iterator[torch.Tensor] = iter(())
         if missing:
@@ -65,8 +64,8 @@ class EncoderModule(StagedModality):
         return torch.cat(parts)
 
     def _known_everywhere(self, samples: Sequence[SampleMedia]) -> list[bool]:
-        """Of which samples every rank of the tensor-parallel group has the features: its ranks run the encoder's layers
-        together or not at all. One message, if there are several ranks and a cache."""
+        """For each sample, whether every rank of the tensor-parallel group has its features: the ranks must run the
+        encoder's layers together. One message, if there are several ranks and a cache."""
         known = [sample.features is not None for sample in samples]
         if not self.cached or self.pg_collection.tp.size() == 1:
             return known

@@ -1,10 +1,9 @@
 """Features of samples on disk: one file each, bounded, checksummed, shared by any number of processes.
 
-Files need nothing from a file system but renaming in one piece, so that the folder may lie on a network file system, on
-which the locks of a database are not to be relied on.
+Files need only atomic renames, so the folder may be on a network file system, where database locks are unreliable.
 
-A file is the BLAKE2b checksum of what follows, and the tensor in the safetensors format. It is written under another
-name and renamed; whoever reads it touches it, and the files that were touched longest ago go first.
+A file is a BLAKE2b checksum followed by the tensor in the safetensors format. It is written under another name and
+renamed; a read touches it, and the files that were touched longest ago are removed first.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ SUFFIX = ".features"
 
 _CHECKSUM_BYTES = 16
 _LEAST, _SLACK = 0.8, 0.2
-"""Share of the bound that is left after files have gone, and that may be written until the next time."""
+"""Share of the bound that is kept when files are removed, and share that may be written until the next removal."""
 
 
 class FeatureCache:
@@ -34,7 +33,8 @@ class FeatureCache:
     def __init__(self, folder: Path, max_bytes: int, *, fingerprint: str, writers: int = 1):
         """
         Args:
-            fingerprint: of everything that features depend on besides the sample; entries of others are not seen.
+            fingerprint: of everything that features depend on besides the sample; entries with another one are not
+                found.
             writers: processes that write into the folder at the same time; together they keep the bound.
         """
         self.hits = self.misses = self.damaged = 0
@@ -53,7 +53,7 @@ class FeatureCache:
             raw = path.read_bytes()
             os.utime(path)
         except FileNotFoundError:
-            # Not there, or another process has removed it just now.
+            # Missing, or just removed by another process.
             self._count("misses")
             return None
         checksum, content = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
@@ -66,7 +66,8 @@ class FeatureCache:
         return load(content)["features"]
 
     def write(self, key: str, features: torch.Tensor) -> None:
-        """Keep a tensor under this key. A disk that refuses it ends the writing, with a warning, and not the run."""
+        """Store a tensor under this key. An error of the disk disables further writing with a warning; the run
+        continues."""
         if self._gives_up:
             return
         content = save({"features": features.detach().to("cpu", copy=True).contiguous()})
@@ -89,8 +90,8 @@ class FeatureCache:
             warnings.warn(f"{self._folder}: no more features are kept in this run: {error}", stacklevel=2)
 
     def _make_room(self) -> None:
-        """Remove what was not used for longest, down to a part of the bound. What several processes do at once is done
-        once: they find the same files the oldest."""
+        """Remove the least recently used files, down to a share of the bound. Several processes may do so at once: they
+        find the same files to be the oldest."""
         found = []
         for path in self._folder.glob("??/*"):
             try:

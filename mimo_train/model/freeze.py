@@ -53,10 +53,10 @@ def release_steps(
 
 
 def let_recomputed_layers_learn(chunks: list[torch.nn.Module]) -> None:
-    """Give the trained weights of recomputed layers their gradient where nothing in front of them is trained.
+    """Compute the gradients of trainable weights in recomputed layers when nothing before them is trainable.
 
     Recomputation gives a layer a backward pass only if its input needs a gradient (torch looks at inputs alone;
-    tensor_parallel/random.py, `CheckpointFunction`, in Megatron-Core 0.19.2): behind a frozen embedding none does.
+    tensor_parallel/random.py, `CheckpointFunction`, in Megatron-Core 0.19.2): after a frozen embedding it does not.
     """
     for chunk in chunks:
         for module in chunk.modules():

@@ -1,4 +1,4 @@
-"""Other heads than the vocabulary's, for value and reward models, and freezing of routers."""
+"""Output heads for value and reward models, and freezing of routers."""
 
 from collections.abc import Callable
 
@@ -56,7 +56,7 @@ class LinearForLastLayer(torch.nn.Linear):
         """
         output = super().forward(input_).float()
         if self.sequence_parallel:
-            # Every rank goes on with the whole output, and so has the whole gradient of it already.
+            # Every rank uses the whole output, so it already has the whole gradient.
             output = gather_from_sequence_parallel_region(
                 output, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -64,10 +64,10 @@ class LinearForLastLayer(torch.nn.Linear):
 
 
 def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_size: int = 1) -> ModelHook:
-    """A hook that puts a `LinearForLastLayer` in the place of the output layer of the pipeline's last stage.
+    """A hook that replaces the output layer of the pipeline's last stage by a `LinearForLastLayer`.
 
-    Embeddings and output layer share no weights any more, on any stage. The new weights are drawn on the CPU from the
-    model's seed, the same at every layout. The model gives [batch, sequence, output_size] when it gets no labels.
+    Embeddings and output layer no longer share weights, on any stage. The new weights are drawn on the CPU from the
+    model's seed, the same at every layout. Without labels the model returns [batch, sequence, output_size].
 
     Args:
         hidden_size: width of the transformer's output.
@@ -136,9 +136,10 @@ def _new_head(language: GPTModel, hidden_size: int, output_size: int, sequence_p
 
 
 def _register_linear_for_last_layer_mapping() -> None:
-    """Tell checkpoints that the head is whole on every tensor-parallel and data-parallel rank: one of them writes it.
+    """Describe the head to checkpoints as replicated on every tensor-parallel and data-parallel rank; one rank writes
+    it.
 
-    Without this, Megatron-Core asks its global state for the groups of a layer that is not its own.
+    Without this, Megatron-Core looks up the groups of a foreign layer in its global state.
     """
     LinearForLastLayer.sharded_state_dict = _replicated_state  # type: ignore[attr-defined]  # registered here
 

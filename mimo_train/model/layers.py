@@ -1,4 +1,4 @@
-"""Layer specs: which classes a transformer layer is made of.
+"""Layer specs: the classes of a transformer layer.
 
 Two kinds, chosen by what is installed: `te` (Transformer Engine, on CUDA) and `torch` (plain norms and Megatron-Core's
 linear layers around `SdpaAttention`; runs everywhere).
@@ -75,7 +75,7 @@ def use_transformer_engine(kind: str) -> bool:
 def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool) -> ModuleSpec:
     """The spec of one pre-norm transformer layer with the given attention mask.
 
-    Adapters stand beside Megatron-Core's linear layers: with them the layer is of the torch kind.
+    Adapters extend Megatron-Core's linear layers, so a layer with adapters is of the torch kind.
     """
     submodules = _te_submodules(config) if te and not config.lora.rank else _torch_submodules(config)
     attention = replace(submodules.self_attention, params={"attn_mask_type": mask})
@@ -107,7 +107,7 @@ def _gathered_linear(*args: Any, **options: Any) -> ColumnParallelLinear:
 
 
 def norm_class(te: bool) -> type:
-    """What builds a norm of its own (final norms)."""
+    """The builder of a separate norm (final norms)."""
     if te:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -128,8 +128,8 @@ def _te_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
 
 def _torch_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
     head_norm = TorchNorm if config.qk_layernorm else IdentityOp
-    # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's; in front of experts it
-    # keeps the norm apart, too.
+    # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's; before experts it
+    # keeps the norm separate, too.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.num_moe_experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"

@@ -44,7 +44,7 @@ from mimo_train.model.seeds import seed_for
 
 
 class _Adapter:
-    """What the two kinds of adapted linear layers have in common."""
+    """Base of the two adapted linear layers."""
 
     lora: LoraConfig
     # What the parallel linear layer has that this is mixed into.
@@ -56,11 +56,11 @@ class _Adapter:
     weight: torch.Tensor
 
     def _add_adapter(self, target: str, lora: LoraConfig, cut: dict[str, int]) -> None:
-        """Make A and B, of which `cut` names the one that tensor parallelism cuts, and along which dimension."""
+        """Create A and B. `cut` maps the one that tensor parallelism cuts to its dimension."""
         self.lora, self._target, self._cut = lora, target, cut
         width, scale = self.input_size, 1 / math.sqrt(self.input_size)
         whole = torch.empty(lora.rank, width)
-        # The generator was last given the seed of the layer (`SeededTransformerLayer`), and stays as it is.
+        # The global generator was seeded for this layer (`SeededTransformerLayer`), and is not changed here.
         generator = torch.Generator().manual_seed(seed_for(torch.initial_seed(), "lora", target))
         whole.uniform_(-scale, scale, generator=generator)
         rows, columns = self.weight.shape
@@ -101,7 +101,7 @@ class _Adapter:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the adapter to the weight, and begin it anew at zero."""
+        """Add the adapter to the weight, and reset it to zero."""
         self.weight += (self._scale * self.lora_b.float() @ self.lora_a.float()).to(self.weight.dtype)
         self.lora_b.zero_()
 
@@ -148,7 +148,7 @@ class LoraRowParallelLinear(_Adapter, RowParallelLinear):
 
 
 class LoraLinear:
-    """Builds one of a layer's linear layers, with an adapter where the config wants one."""
+    """Builds one of a layer's linear layers, with an adapter if the config has one for it."""
 
     def __init__(self, target: str, plain: type, adapted: type):
         """`plain` or `adapted` is what it builds; the config it is given has the `LoraConfig` as `lora`."""
@@ -176,7 +176,7 @@ def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
 
     Args:
         chunks: what this rank holds of one module, before data-parallel wrapping.
-        part: shell pattern of the names that this is about; what else a module has stays as it is.
+        part: shell pattern of the parameter names to freeze; other parameters are unchanged.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -186,7 +186,7 @@ def freeze_base(chunks: list[torch.nn.Module], part: str) -> None:
 
 def merge_lora(model: list[torch.nn.Module]) -> None:
     """Add every adapter of the model chunks to its weight, so that the weights alone give the model's numbers (in bf16
-    and fp16 to the precision of a weight). The adapters begin anew at zero."""
+    and fp16 to the precision of a weight). The adapters are reset to zero."""
     for chunk in model:
         for module in chunk.modules():
             if isinstance(module, _Adapter):

@@ -19,13 +19,13 @@ from mimo_train.parallel.context import sum_gradients
 class PlacedMimoModel(MimoModel):
     """`MimoModel` in which an encoder may share the ranks of the language model's first stage while others do not.
 
-    Megatron-Core 0.19.2 knows two ways, all modules on the same ranks or every rank with encoders or the language model
-    alone (mimo/model/base.py:441-463), and takes a mix of both for the second, without the language model.
+    Megatron-Core 0.19.2 supports two cases: all modules on the same ranks, or every rank with either encoders or the
+    language model (mimo/model/base.py:441-463). It treats a mix as the second case, without the language model.
 
     Attributes:
         shapes: of the current step; set by the pipeline.
         shared_bridges: by encoder, from its layout to the language model's on the same ranks; set by the pipeline. An
-            encoder without one hands over what it has: its samples are the language model's.
+            encoder without one passes its features on unchanged: its samples are the language model's.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PlacedMimoModel(MimoModel):
         self._cp_group = cp_group
 
     def _build_colocated_communicators(self) -> None:
-        """None of Megatron-Core's: they need equal counts in every sample. See `shared_bridges`."""
+        """Build none of Megatron-Core's, which need equal counts in every sample. See `shared_bridges`."""
 
     def forward(
         self,
@@ -52,7 +52,7 @@ class PlacedMimoModel(MimoModel):
         modality_inputs: dict[str, dict[str, Any]] | None = None,
         packing_kwargs: dict | None = None,
     ) -> tuple[torch.Tensor | dict[str, torch.Tensor], torch.Tensor | None]:
-        """One pass of what stands on this rank: encoders first, then the language model.
+        """Forward pass of the modules on this rank: encoders first, then the language model.
 
         Args:
             input_ids: [batch, sequence], on the language model's ranks; position_ids, labels and loss_mask likewise.
@@ -66,8 +66,8 @@ class PlacedMimoModel(MimoModel):
         features = self._encode(modality_inputs or {}, received)
         if not self.role.has_language_module:
             return features, loss_mask
-        # All encoders have run before the first exchange, so that every rank meets the exchanges in the same order, in
-        # the backward pass too.
+        # All encoders run before the first exchange, so that every rank makes the exchanges in the same order, also in
+        # the backward pass.
         received |= {name: self._to_language(name, rows) for name, rows in features.items()}
         received = {name: rows if name == LANGUAGE else self._joined(name, rows) for name, rows in received.items()}
         return self._forward_language_module(
@@ -77,9 +77,9 @@ class PlacedMimoModel(MimoModel):
     def get_text_embeddings(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, special_token_ids: dict[str, int]
     ) -> torch.Tensor:
-        """Embeddings [sequence, batch, hidden] of all tokens, also where features will stand.
+        """Embeddings [sequence, batch, hidden] of all tokens, placeholders included.
 
-        Megatron-Core's (mimo/model/base.py:346-397) picks out the tokens of the text, and the host waits for their
+        Megatron-Core's (mimo/model/base.py:346-397) selects the tokens of the text, and the host waits for their
         number.
         """
         return unwrap_model(self.language_model).embedding(input_ids=input_ids, position_ids=position_ids)
@@ -92,8 +92,8 @@ class PlacedMimoModel(MimoModel):
     ) -> torch.Tensor:
         """The text's embeddings [sequence, batch, hidden] with the features of every module in their places.
 
-        Megatron-Core's (mimo/model/base.py:144-210) counts placeholders for the host, which waits for that, and picks
-        gradients by a mask in the backward pass, where it waits again. Here the device counts and compares.
+        Megatron-Core's (mimo/model/base.py:144-210) counts placeholders on the host, which waits for the device, and
+        selects gradients by a mask in the backward pass, where it waits again. Here the device counts and compares.
         """
         features = dict(modality_embeddings)
         text_SBH = features.pop("text")
@@ -107,10 +107,10 @@ class PlacedMimoModel(MimoModel):
         return joined.view(sequence, batch, hidden)
 
     def _encode(self, inputs: dict[str, Any], received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Output of the encoder stages of this rank; without media of [0, hidden size].
+        """Outputs of the encoder stages of this rank; [0, hidden size] without media.
 
-        What needs no gradient keeps nothing for a backward pass: weights that are not trained ask for none, and what
-        came from the stage before is cut off.
+        If no gradient is needed, nothing is kept for a backward pass: frozen weights require none, and the input from
+        the previous stage is detached.
         """
         outputs, shapes = {}, self.shapes
         for name, submodule in self.modality_submodules.items():
@@ -125,8 +125,8 @@ class PlacedMimoModel(MimoModel):
         return outputs
 
     def _joined(self, name: str, features: torch.Tensor) -> torch.Tensor:
-        """Features as the language model takes them: cut off where nothing needs their gradient, which is otherwise
-        summed over the ranks that have a part of the sequence."""
+        """Features for the language model: detached if nothing needs their gradient; otherwise their gradient is summed
+        over the context-parallel ranks."""
         if not self.shapes.features_need_gradient(name):
             return features.detach()
         return features if self._cp_group is None else sum_gradients(features, self._cp_group)
@@ -150,5 +150,5 @@ class MegatronMimoModel(MimoModel):
         self, output: torch.Tensor, input_ids: torch.Tensor | None, encoder_name: str
     ) -> None:
         sizes = self.sizes(encoder_name)
-        if len(set(sizes)) > 1:  # equal sizes are cut in equal parts without being told
+        if len(set(sizes)) > 1:  # equal sizes are the default
             mark(output, _mimo_bridge_split_sizes=sizes)

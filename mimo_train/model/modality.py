@@ -12,7 +12,7 @@ from mimo_train.parallel import device
 class StagedModality(VisionModalitySubmodules):
     """`VisionModalitySubmodules` whose encoder runs on every one of its pipeline stages.
 
-    Megatron-Core 0.19.2 takes what a later stage receives for the encoder's last output and only projects it
+    Megatron-Core 0.19.2 treats the input of a later stage as the encoder's final output and only projects it
     (mimo/submodules/base.py, `forward`).
     """
 
@@ -23,7 +23,7 @@ class StagedModality(VisionModalitySubmodules):
 
         Args:
             encoder_inputs: encoder -> arguments of its `forward`; None if the microbatch has no media.
-            hidden_states: what the stage before gave, [rows, encoder's hidden size]; None on the first stage.
+            hidden_states: output of the previous stage, [rows, encoder's hidden size]; None on the first stage.
 
         Returns:
             [rows, encoder's hidden size], of no rows without media; on the last stage [rows, language model's hidden
@@ -39,5 +39,5 @@ class StagedModality(VisionModalitySubmodules):
 
 
 def _no_rows(config: TransformerConfig) -> torch.Tensor:
-    """What a stage hands on where there is nothing to compute; nothing is sent."""
+    """Output of a stage without media; it is not sent."""
     return torch.empty(0, config.hidden_size, dtype=config.pipeline_dtype, device=device.current(), requires_grad=True)

@@ -26,7 +26,7 @@ from mimo_train.plan.layout import ModuleLayout
 
 
 def expert_layer(linears: MLPSubmodules, te: bool) -> partial:
-    """What builds the mixture-of-experts block of a layer.
+    """The builder of a layer's mixture-of-experts block.
 
     Args:
         linears: linear layers of a feed-forward block without a norm: the shared expert's, and each one's unless `te`.
@@ -56,9 +56,8 @@ def _seeded_experts(
 ) -> MegatronModule:
     """`count` experts of this rank, each with the weights of its number in the layer.
 
-    The layer's seed is the one that the generator was last given (`SeededTransformerLayer`). The generator is left in a
-    state that does not depend on `count`, for what the layer builds next.
-    """
+    The layer's seed is the last seed of the global generator (`SeededTransformerLayer`). The generator is left in a
+    state that does not depend on `count`, for the parts of the layer that are built next."""
     layer_seed = torch.initial_seed()
     bare = copy.copy(config)
     bare.perform_initialization = False
@@ -79,7 +78,7 @@ def _seeded_experts(
 
 
 def _weights(experts: MegatronModule, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of one of this rank's experts, whether they are layers of their own or grouped."""
+    """Weights of one of this rank's experts, as separate layers or grouped."""
     if isinstance(experts, SequentialMLP):
         expert = experts.local_experts[index]
         return expert.linear_fc1.weight, expert.linear_fc2.weight
@@ -109,7 +108,7 @@ TRACKED = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""What Megatron-Core's tracker calls the load-balancing loss, by `router_balancing`."""
+"""Name of the load-balancing loss in Megatron-Core's tracker, by `router_balancing`."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +128,15 @@ class RouterLosses:
 
     Megatron-Core 0.19.2 adds positions x loss to the sum of token losses and divides both by the tokens that count
     (router.py:600), so that its weight would grow with the share of positions that do not count: prompts, pictures,
-    padding. A loss over all data-parallel ranks it averages over them, though each has only a part of it
-    (router.py:531). Times `learned_share`, and the number of parts, the loss is a mean with the weight that the config
-    says, for loss functions that return a sum and its number of tokens. For its values the tracker sends messages for
-    each group (moe_logging.py:249); here each rank adds what it recorded to the step's `StepSum`.
+    padding. It averages a loss over all data-parallel ranks, although each has only a part of it (router.py:531).
+    Multiplied by `learned_share` and the number of parts, the loss is a mean with the weight in the config, for loss
+    functions that return a sum and its number of tokens. The tracker sends messages for each group to log the values
+    (moe_logging.py:249); here each rank adds its record to the step's `StepSum`.
 
     Attributes:
-        active: whether there is such a loss; nothing else has a meaning without.
+        active: whether there is such a loss; without it nothing else is used.
         numbers: of this class in the step's sum.
-        learned_share: tokens that count / positions, of the step, 0-d; whoever reads the data sets it.
+        learned_share: tokens that count / positions, of the step, 0-d; set by the data iterator.
     """
 
     SECTION = "router losses"
@@ -152,7 +151,7 @@ class RouterLosses:
         kind = config.moe_router_load_balancing_type
         self.learned_share = torch.ones((), device=device)
         self._config, self._per_layer, self._device, self._microbatches = config, per_layer, device, 1
-        # Each data-parallel rank has a part of one balancing loss, or a loss of its own.
+        # Each data-parallel rank has a part of one balancing loss, or its own loss.
         self._parts = layout.dp if kind == "global_aux_loss" else 1
         self._tracked: list[_Tracked] = []
         if config.num_moe_experts and kind != "none" and config.moe_aux_loss_coeff > 0:
@@ -192,7 +191,7 @@ class RouterLosses:
         return values
 
     def own(self) -> torch.Tensor:
-        """[numbers], what this rank has recorded in the step, for the step's sum; starts the next one."""
+        """[numbers], what this rank's recorded losses of the step, for the step's sum; resets the record."""
         metrics, recorded = get_moe_metrics_tracker().metrics, []
         for tracked in self._tracked:
             entry = metrics.get(tracked.entry)
@@ -204,6 +203,6 @@ class RouterLosses:
         return torch.cat(recorded)
 
     def _scale(self) -> torch.Tensor:
-        """What the gradient of the losses is multiplied by; the schedule asks after each forward pass."""
+        """Factor of the gradient of the losses is multiplied by; the schedule calls this after each forward pass."""
         scale_loss, scale = self._config.grad_scale_func, self._parts * self.learned_share.reshape(1)
         return scale if scale_loss is None else scale_loss(scale)

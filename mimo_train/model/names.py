@@ -1,6 +1,6 @@
 """Modules, layers and parameters of this rank by names that mean the same at every layout.
 
-The one place that turns what a rank holds into names of the whole model: layers are counted from 0 over all stages and
+The only place that maps local parameters to names of the whole model: layers are counted from 0 over all stages and
 chunks, experts over all expert-parallel ranks, and the last stage's copy of weights that it shares with the embedding
 is named as the embedding. Patterns of `freeze`, norms of gradients and findings of a bad step use them.
 """
@@ -43,8 +43,8 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def layers_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name, layer): the entries of lists of layers, and what is beside such lists. A layer's name is the first part of
-    those of its parameters in `global_names`."""
+    """(name, layer): the entries of lists of layers, and the modules outside such lists. A layer's name is the prefix
+    of its parameters' names in `global_names`."""
     for key, child in module.named_children():
         if isinstance(child, TransformerLayer):
             key = child.layer_number - 1

@@ -1,9 +1,8 @@
 """L2 norms of parameters and gradients, over all modules, at any layout: every element counts once.
 
-An element stands on several ranks: on the tensor-parallel ones if its parameter is not cut, on the data-parallel ones
-(for experts, on those of the expert's replicas), and tied embeddings on the first and the last stage. Which of them
-counts it is decided without a message; what is counted is then summed over the world, in one message.
-"""
+An element is replicated on several ranks: on tensor-parallel ranks if its parameter is not cut, on data-parallel ranks
+(for experts, on the expert's replicas), and for tied embeddings on the first and the last stage. Which rank counts it
+is decided locally; the counted squares are then summed over the world, in one message."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -51,8 +50,8 @@ def grad_l2_norms(model: list[MegatronModule]) -> dict[str, float]:
     """L2 norms of the gradients, of all together and of every parameter. Collective over the world: one sum and one
     copy to the host, and at the first call a gathering of names.
 
-    Gradients are taken as they stand, summed over ranks by `finalize_model_grads`. Before the optimizer's step that is
-    before clipping, and in fp16 with the loss scale still in them; after it, clipped and unscaled.
+    Gradients are used in their current state, summed over ranks by `finalize_model_grads`: unclipped and with the fp16
+    loss scale before the optimizer's step, clipped and unscaled after it.
 
     Returns:
         On every rank the same: `l2_norm/grad/global`, and `l2_norm/grad/<module>.<parameter>` for every parameter that
@@ -117,7 +116,7 @@ def _slices(module: torch.nn.Module) -> dict[torch.nn.Parameter, slice]:
 
 
 def _names_of_all_ranks(chunk: MegatronModule, own: list[str]) -> list[str]:
-    """The names of all ranks, each once, in rank order; gathered once in the life of a model, and kept in it."""
+    """The names of all ranks, each once, in rank order; gathered once per model, and stored in it."""
     if not hasattr(chunk, "names_of_all_ranks"):
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)

@@ -1,7 +1,7 @@
 """Parameters that are gathered while the forward pass runs (`optim.overlap_param_gather`).
 
-Forward pre-hooks on Megatron-Core's wrappers of these modules wait for them. Whoever reads parameters outside of a
-forward pass, to save them for example, does it in `gathered`.
+Forward pre-hooks on Megatron-Core's wrappers of these modules wait for them. Code that reads parameters outside of a
+forward pass, to save them for example, must use `gathered`.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from mimo_train.model.names import modules_of
 
 @contextmanager
 def gathered(model: list[MegatronModule]) -> Iterator[None]:
-    """Complete the gathering at the start of the `with` block, and read parameters as they are inside it. Collective
-    where modules overlap."""
+    """Complete the gathering at the start of the `with` block, so that parameters are current inside it. Collective if
+    modules overlap."""
     hooked = [*overlapping_chunks(model)]
     for chunk in hooked:
         chunk.disable_forward_pre_hook(param_sync=True)

@@ -58,7 +58,8 @@ def _uneven_stages(num_layers: int, stages: int) -> dict[str, Any]:
 
 def _interleaving(layout: ModuleLayout) -> dict[str, Any]:
     """In one batch of messages both ways between two stages, Megatron-Core 0.19.2 mistakes a gradient for an activation
-    (p2p_communication.py:16, each is the other's next and previous stage): the two ways must be sent apart."""
+    (p2p_communication.py:16, each is the other's next and previous stage), so the two directions are sent
+    separately."""
     if layout.vpp == 1:
         return {}
     return {
@@ -80,7 +81,7 @@ def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
         "moe_router_load_balancing_type": llm.router_balancing,
         "moe_aux_loss_coeff": 0.0 if llm.router_balancing == "none" else llm.router_aux_loss,
         "moe_z_loss_coeff": llm.router_z_loss or None,
-        # The softmax over the one expert that was picked would be 1 and teach the router nothing.
+        # The softmax over a single selected expert would be 1, without a gradient for the router.
         "moe_router_pre_softmax": llm.experts_per_token == 1,
         "moe_router_dtype": "fp32",
         "expert_model_parallel_size": layout.ep,
@@ -111,8 +112,8 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerCon
 
 
 def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
-    """The config of the projector behind an encoder; its hidden size is the language model's. It stands on one stage
-    and reads whole sequences."""
+    """The config of an encoder's projector; its hidden size is the language model's. It is on one stage and reads whole
+    sequences."""
     projector: ProjectorSpec = cfg.modules[layout.name].projector
     layout = replace(layout, pp=1, sp=False)
     llm = cfg.llm
@@ -121,7 +122,7 @@ def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
         layout,
         num_layers=1,
         hidden_size=llm.hidden_size,
-        num_attention_heads=layout.tp,  # a projector has no attention; the config wants heads that tp divides
+        num_attention_heads=layout.tp,  # a projector has no attention; the config requires heads that tp divides
         kv_channels=1,
         ffn_hidden_size=projector.ffn_hidden_size or llm.hidden_size,
         activation_func=_ACTIVATIONS[projector.activation],

@@ -3,7 +3,7 @@
 Megatron-Core 0.19.2 falls back to `torch.optim.AdamW`, whose state does not fit its distributed optimizer: one `step`
 tensor per parameter where a number per group is expected (distrib_optimizer.py:838 fails before the first step, :1223
 misses it in reshardable checkpoints, :1032 makes all parameters share one tensor that is then incremented once for
-each). With `step` an int in the param group, none of the special cases is taken.
+each). With `step` an int in the param group, none of the special cases applies.
 """
 
 import torch

@@ -81,7 +81,7 @@ def _join_gathering_of_groups() -> None:
     """Take part in building the optimizer of a module that this rank does not train.
 
     Megatron-Core 0.19.2 aligns parameter groups over all ranks of the world, not over those of the module
-    (optimizer/__init__.py:364, called for dense and for expert parameters): whoever stays away hangs the others.
+    (optimizer/__init__.py:364, called for dense and for expert parameters): a rank that does not join hangs the others.
     """
     for _ in ("dense", "expert"):
         dist.all_gather_object([None] * dist.get_world_size(), [])
@@ -109,13 +109,13 @@ def _optimizer_config(cfg: ConfigContainer, optim: OptimConfig) -> OptimizerConf
 def _group_overrides(
     cfg: ConfigContainer, name: str, config: OptimizerConfig, releases: dict[torch.nn.Parameter, int]
 ) -> dict:
-    """What sets parameters of a module apart: no decay of vectors, the projector's rate, the step of release."""
+    """Settings of parameter groups in a module: no decay of vectors, the projector's rate, the step of release."""
     overrides = get_standard_config_overrides(config)
     projector_lr = cfg.modules[name].optim.projector_lr
     if projector_lr is not None:
         overrides[ParamKey(name=f"module.{PARTS['projector']}")] = {"max_lr": projector_lr}
     for step in sorted(set(releases.values())):
-        # An equal step for equal parameters on every rank, though each knows only its own.
+        # Equal parameters have equal steps on every rank, although each rank has only its own.
         released_then = ParamPredicate(f"trained from step {step}", partial(_is_released, releases, step))
         overrides[ParamKey(predicate=released_then)] = {RELEASE: step}
     return overrides
@@ -142,8 +142,9 @@ def _grad_scaler(cfg: ConfigContainer) -> MegatronGradScaler | None:
 
 
 def _replica_groups(pgs: ProcessGroupCollection | None) -> ProcessGroupCollection | None:
-    """What tells copies of the optimizer's state apart. In a checkpoint Megatron-Core 0.19.2 takes the ranks in tp,
-    pp and dp (mimo/optimizer.py:339), which context-parallel ranks have in common."""
+    """The groups that distinguish replicas of the optimizer's state. For checkpoints Megatron-Core 0.19.2 uses the
+    ranks in tp, pp and dp (mimo/optimizer.py:339), which are equal on context-parallel ranks, so dp includes cp
+    here."""
     if pgs is None:
         return None
     return ProcessGroupCollection(tp=pgs.tp, pp=pgs.pp, dp=pgs.dp_cp, dp_cp=pgs.dp_cp, expt_dp=pgs.expt_dp)

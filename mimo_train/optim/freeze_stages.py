@@ -1,4 +1,4 @@
-"""Stages of freezing: parameters of `modules.NAME.freeze_until` are not trained before a step, and from it on are."""
+"""Freeze stages: parameters of `modules.NAME.freeze_until` are frozen until a step and trainable from then on."""
 
 from collections.abc import Callable
 
@@ -15,17 +15,17 @@ from mimo_train.plan.layout import RunLayout
 
 
 class FreezeStages:
-    """Holds parameters back until their step.
+    """Freezes parameters until their step.
 
-    Before it they take no gradient, so that nothing is computed for them in backward; their part of the gradient buffer
-    stays zero, and the optimizer leaves them alone. The learning rate follows the run's steps meanwhile: a part that is
-    released late begins with the rate of that step, without a warm-up of its own.
+    Until then they require no gradient, so nothing is computed for them in backward; their part of the gradient buffer
+    stays zero, and the optimizer does not change them. The learning rate follows the run's steps: a part that is
+    released late starts with the rate of that step, without its own warm-up.
     """
 
     def __init__(
         self, cfg: ConfigContainer, optimizer: ModuleOptimizer, on_step: Callable[[int], None] = lambda step: None
     ):
-        """Freeze what the first step does not train; `apply` releases it, also in a run that is resumed.
+        """Freeze what the first step does not train; `apply` releases it, also in a resumed run.
 
         Args:
             on_step: called at the start of every step, with the steps done.
@@ -38,10 +38,10 @@ class FreezeStages:
             self._waiting.setdefault(step, []).append(parameter)
 
     def apply(self, step: int) -> None:
-        """Release what is trained from here on. Called at the start of every step, after a checkpoint is loaded.
+        """Release the parameters that are trained from `step` on. Called at the start of every step, after loading.
 
         Args:
-            step: steps done, also those of the job that was resumed.
+            step: steps done, including those of earlier jobs.
         """
         while self._steps and self._steps[0] <= step:
             released = self._steps.pop(0)
@@ -61,7 +61,7 @@ class GradientNeeds:
         releases: dict[torch.nn.Parameter, int],
         groups: RunGroups,
     ):
-        """Collective over all ranks, before `FreezeStages` holds anything back.
+        """Collective over all ranks, before `FreezeStages` freezes anything.
 
         Args:
             modules: the chunks of the modules of this rank.

@@ -29,13 +29,14 @@ class ModuleOptimizer(MimoOptimizer):
     """One Megatron-Core optimizer per module, stepped together.
 
     Attributes:
-        updates: optimizer steps made, skipped ones not counted; the same on every rank.
+        updates: optimizer steps made, without skipped iterations; the same on every rank.
         module_grad_norms: L2 norm of the gradient of every trained module in the last step, before clipping.
         releases: the step from which parameters of this rank are trained that are not from the first on.
-        passengers: gives numbers of the device, equal on all ranks, that come to the host with the norms of a step.
+        passengers: returns numbers on the device, equal on all ranks, that are copied to the host with the norms of a
+            step.
         arrived: these numbers after the last step.
-        grad_scaler: scales the loss of fp16, else None. One for all modules: they would drift apart otherwise, since
-            Megatron-Core tells a module's scaler of the overflows of that module alone.
+        grad_scaler: scales the loss of fp16, else None. One for all modules: separate scales would diverge, since
+            Megatron-Core updates a module's scaler by the overflows of that module alone.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class ModuleOptimizer(MimoOptimizer):
         Args:
             infos: by module; this rank's optimizers.
             config: of the run.
-            clip_grads: largest gradient norm of each trained module that is a clip group of its own, None for those
-                that are clipped together by `config.clip_grad`; 0 does not clip.
+            clip_grads: largest gradient norm of each trained module that is clipped separately, None for those that are
+                clipped together by `config.clip_grad`; 0 does not clip.
             freeze_until: `modules.NAME.freeze_until` of all modules; a checkpoint must have been made with the same.
             chunks: this rank's wrapped chunks of all modules.
             releases: the step from which each parameter of this rank is trained, where that is not the first.
-            device: where the numbers are that ranks agree on.
+            device: device of the numbers that ranks exchange.
         """
         super().__init__(infos, config)
         self.updates = 0
@@ -74,7 +75,7 @@ class ModuleOptimizer(MimoOptimizer):
             optimizer.grad_scaler = None
 
     def attach(self, config: TransformerConfig) -> None:
-        """Tell the schedule how losses are scaled and how gradient reduction waits for the last microbatch.
+        """Set the schedule's loss scaling, and delay gradient reduction to the last microbatch.
 
         Args:
             config: the language model's, which drives the schedule.
@@ -123,13 +124,13 @@ class ModuleOptimizer(MimoOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
-        """Megatron-Core's state of every module, and what all ranks know alike.
+        """Megatron-Core's state of every module, and the state that is equal on all ranks.
 
-        Megatron-Core 0.19.2 asserts one step for all groups (distrib_optimizer.py:838), so they have one meanwhile.
+        Megatron-Core 0.19.2 asserts one step for all groups (distrib_optimizer.py:838), so they temporarily share one.
         """
         for optimizer in self._inner():
             if not optimizer.is_stub_optimizer:
-                # A checkpoint holds the moments of all parameters, also of those that have made no step yet.
+                # A checkpoint holds the moments of all parameters, also of those that were not updated yet.
                 optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         settings = self._settings()
         for group in self._groups():
@@ -144,7 +145,7 @@ class ModuleOptimizer(MimoOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint. Learning rate, decay and other settings stay those of the config.
+        """Load the state of a checkpoint. Learning rate, decay and other settings remain those of the config.
 
         Raises:
             UserError: the checkpoint was made with other `modules.NAME.freeze_until`.
@@ -179,8 +180,8 @@ class ModuleOptimizer(MimoOptimizer):
         return group.get(RELEASE, 0) not in self._updates_before
 
     def _set_group_steps(self) -> None:
-        """Set the number of updates that Adam has made of each group. It does not count for empty groups itself, and
-        Transformer Engine's does for groups that wait."""
+        """Set Adam's step counter of each group. Adam does not count steps of empty groups, and Transformer Engine's
+        counts steps of frozen groups."""
         for group in self._groups():
             group["step"] = 0 if self._waits(group) else self.updates - self._updates_before[group.get(RELEASE, 0)]
 
@@ -200,11 +201,11 @@ class ModuleOptimizer(MimoOptimizer):
         """Bring the reduced gradients to the parameters of the optimizers, without the loss scale.
 
         Returns:
-            [1], above 0 where one of this rank is not finite; only looked for under loss scaling.
+            [1], above 0 if a gradient of this rank is not finite; only checked with loss scaling.
         """
         found = torch.zeros(1, device=self._device)
         for optimizer in self._inner():
-            # Its own scaler was taken from it: this copies and no more.
+            # The optimizer has no scaler, so this only copies.
             optimizer.prepare_grads()
             for group in optimizer.param_groups:
                 if self._waits(group):
@@ -216,7 +217,7 @@ class ModuleOptimizer(MimoOptimizer):
         return found
 
     def _agree(self, overflow: torch.Tensor) -> tuple[dict[str, float], bool, int | None]:
-        """Sum what every rank found over all of them: one message, one copy to the host.
+        """Sum the findings of all ranks: one message, one copy to the host.
 
         Every shard of a gradient counts on one rank, so that the sum over the world of their squares is the square of
         the module's norm, as Megatron-Core sums it over the module's ranks.
@@ -278,8 +279,8 @@ class ModuleOptimizer(MimoOptimizer):
         return {key: value for key, value in group.items() if key != "params"}
 
     def _replace_groups(self, module_state: dict, optimizer: Any) -> None:
-        """Put this run's groups in the place of the saved ones, of which nothing is needed: a run may continue with
-        another learning rate or with a projector_lr, which are other groups to Megatron-Core."""
+        """Replace the saved groups, which are not needed, by this run's: a run may resume with another learning rate or
+        projector_lr, and to Megatron-Core those are other groups."""
         if optimizer is None:
             return
         inner = optimizer.chained_optimizers

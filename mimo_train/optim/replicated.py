@@ -1,4 +1,4 @@
-"""Checkpoints of optimizers whose whole state stands on every replica (`optim.distributed_optimizer: false`).
+"""Checkpoints of optimizers whose whole state is on every replica (`optim.distributed_optimizer: false`).
 
 Megatron-Core 0.19.2's FP32Optimizer and Float16OptimizerWithFloat16Params write names of their own (optimizer.py:1196,
 :1090), which its distributed optimizer does not read, and leave step and parameter groups to the common state, which
@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def store_like_distributed(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer of Megatron-Core, of any class but the distributed one, the distributed one's checkpoints."""
+    """Let a non-distributed optimizer of Megatron-Core read and write checkpoints of the distributed one."""
     optimizer.sharded_state_dict = partial(_sharded_state, optimizer)
     optimizer.load_state_dict = partial(_load_state, optimizer)
 
@@ -33,7 +33,7 @@ def _sharded_state(
     if optimizer.is_stub_optimizer:
         return {}
     places, _ = extract_sharded_tensors_and_factories(model_state)
-    # Tied embeddings may stand there twice; a parameter has one state.
+    # Tied embeddings may occur twice; a parameter has one state.
     by_parameter = {id(_main(place.data)): place for place in nested_values(places)}
     state = [
         {key: _placed(by_parameter[id(parameter)], key, tensor) for key, tensor in _tensors(optimizer, parameter)}

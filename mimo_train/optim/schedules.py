@@ -27,8 +27,8 @@ def is_frozen(name: str, cfg: ConfigContainer) -> bool:
 class ModuleSchedulers:
     """The learning-rate schedules of all trained modules, stepped together.
 
-    A schedule is a function of the steps done and the config, so every rank follows every module's, also of modules
-    that stand elsewhere: the logging rank can log them without a message.
+    A schedule is a function of the steps done and the config, so every rank has those of all modules, also of modules
+    on other ranks: the logging rank can log them without communication.
     """
 
     def __init__(self, cfg: ConfigContainer, optimizer: ModuleOptimizer):
@@ -60,12 +60,12 @@ class ModuleSchedulers:
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move every schedule to where a checkpoint stood."""
+        """Move every schedule to the step of a checkpoint."""
         self.step(state["num_steps"] - self.num_steps)
 
 
 class _NoParameters:
-    """What a schedule steps when the module's parameters are on other ranks."""
+    """Takes the place of the optimizer when the module's parameters are on other ranks."""
 
     param_groups = ()
 

@@ -1,1 +1,1 @@
-"""Everything that talks between ranks: devices, process groups, bridges between modules, the sum of a step."""
+"""Communication between ranks: devices, process groups, bridges between modules, the sum of a step."""

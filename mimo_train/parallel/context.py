@@ -1,7 +1,7 @@
-"""Context parallelism of the language model: which part of a sequence each rank has, and how the parts meet.
+"""Context parallelism of the language model: the part of a sequence on each rank, and how parts are gathered.
 
 A sequence of S tokens is cut in 2 cp chunks; rank r has chunks r and 2 cp - 1 - r, one early and one late, so that
-causal attention is as much work on every rank (Megatron-Core's order, `get_batch_on_this_cp_rank`).
+causal attention is equal work on every rank (Megatron-Core's order, `get_batch_on_this_cp_rank`).
 
 Shape suffixes: B batch, S sequence, C = S / cp positions of one rank.
 """
@@ -16,8 +16,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 
 def own_part(batch: dict[str, Any], cp_group: dist.ProcessGroup) -> dict[str, Any]:
-    """This rank's part [B, C, ...] of every tensor [B, S, ...] of a microbatch; what has no sequence, such as the
-    numbers of the samples, stays as it is."""
+    """This rank's part [B, C, ...] of every tensor [B, S, ...] of a microbatch; other values, such as
+    sample numbers, are unchanged."""
     if cp_group.size() == 1:
         return batch
     whole = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
@@ -42,5 +42,5 @@ def gather_sequence(part_C: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.
 
 
 def sum_gradients(whole: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.Tensor:
-    """`whole` as it is, which every rank has and uses a part of; its gradient is the sum over the ranks."""
+    """`whole` unchanged; every rank has it and uses a part of it, so its gradient is the sum over the ranks."""
     return whole if cp_group.size() == 1 else copy_to_tensor_model_parallel_region(whole, group=cp_group)

@@ -1,7 +1,7 @@
 """A stand-in for CUDA that lets unmodified Megatron-Core 0.19.2 run on CPU processes over gloo.
 
 Megatron-Core names CUDA devices, streams and the NCCL backend in its code (schedules.py:749, mimo/optimizer.py:65,
-clip_grads.py:174, bridge_communicator.py:199, ...). `StandIn` answers those calls on the CPU. A CUDA call that has no
+clip_grads.py:174, bridge_communicator.py:199, ...). `StandIn` implements those calls on the CPU. A CUDA call without a
 stand-in raises `MissingStandIn` with its name and caller.
 """
 
@@ -99,17 +99,17 @@ class StandIn:
 
 
 _TAKE_DEVICES = {torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to}
-"""Functions that take a device, or what names one, without a keyword."""
+"""Functions that take a device, or its name, as a positional argument."""
 
 
 class _CudaNamesToCpu(TorchFunctionMode):
-    """Sends whatever names a CUDA device to the CPU, and lets `Tensor.type()` answer with CUDA's names."""
+    """Replaces CUDA devices by the CPU in torch calls, and makes `Tensor.type()` return CUDA's names."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not kwargs and func not in _TAKE_DEVICES:
-            return func(*args)  # nearly all calls; every microsecond here is paid thousands of times a step
+            return func(*args)  # nearly all calls; this runs thousands of times per step
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
@@ -194,7 +194,7 @@ class _Event:
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """Stands in for what has no effect on a CPU."""
+    """Replaces functions that have no effect on a CPU."""
 
 
 _HARMLESS = {
@@ -212,7 +212,7 @@ _HARMLESS = {
     "seed_all",
     "get_sync_debug_mode",
 }
-"""Functions that answer truthfully without a GPU; torch itself asks some of them on CPU runs."""
+"""Functions that return correct results without a GPU; torch itself calls some of them on CPU runs."""
 
 
 def _missing(name: str) -> Callable[..., NoReturn]:
@@ -221,7 +221,7 @@ def _missing(name: str) -> Callable[..., NoReturn]:
         caller = sys._getframe(1)
         raise MissingStandIn(
             f"torch.cuda.{name} was called on a CPU run by {caller.f_code.co_filename}:{caller.f_lineno}; "
-            "mimo_train/parallel/device.py has no stand-in for it"
+            "mimo_train/parallel/cuda_stand_in.py has no stand-in for it"
         )
 
     return call

@@ -1,6 +1,6 @@
-"""The device of a process: CUDA, or the CPU with a stand-in for CUDA. The one file that knows there is a difference.
+"""The device of a process: CUDA, or the CPU with a stand-in for CUDA. The only file that distinguishes the two.
 
-On a CUDA run nothing is touched; on a run without, `install("cpu")` puts the stand-in in place, once.
+A CUDA run is left untouched; on a CPU run, `install("cpu")` installs the stand-in, once per process.
 """
 
 import os
@@ -43,7 +43,7 @@ def resolve(requested: str, processes: int = 1) -> str:
 
 
 def install(kind: str, local_rank: int = 0) -> torch.device:
-    """Make this process ready for `kind` (`cuda` or `cpu`) and return its device.
+    """Prepare this process for `kind` (`cuda` or `cpu`) and return its device.
 
     For `cpu` the stand-in is installed, once per process; for `cuda` the device of `local_rank` is selected.
     """
@@ -63,8 +63,8 @@ def backend(kind: str) -> str:
 def init_process_group(
     kind: str, timeout_minutes: float, device: torch.device, store: torch.distributed.Store | None = None
 ) -> None:
-    """Join the processes of the run from torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or those
-    that meet at `store`."""
+    """Join the processes of the run by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or over
+    `store`."""
     torch.distributed.init_process_group(
         backend(kind),
         store=store,
@@ -91,7 +91,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put every generator back to what `get_rng_state` returned."""
+    """Restore every generator to what `get_rng_state` returned."""
     from megatron.core import tensor_parallel
 
     random.setstate(state["python"])
@@ -118,7 +118,7 @@ def current() -> torch.device:
 
 
 def name(device: torch.device) -> str:
-    """The name of a CUDA device as its maker gives it; empty for the CPU."""
+    """The product name of a CUDA device; empty for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
@@ -129,12 +129,12 @@ def timing_event() -> torch.cuda.Event:
 
 def memory_statistics() -> dict[str, Any] | None:
     """Statistics of the CUDA allocator; None in a process that does not use CUDA."""
-    # A CPU run on a machine with a GPU has CUDA, and does not use it.
+    # A CPU run on a machine with a GPU has CUDA but does not use it.
     return torch.cuda.memory_stats() if torch.cuda.is_initialized() else None
 
 
 def release_cached_memory() -> None:
-    """Give back what the CUDA allocator holds and nobody uses."""
+    """Release the unused memory of the CUDA allocator."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -145,16 +145,16 @@ def record_memory_history(entries: int) -> None:
 
 
 def write_memory_history(path: Path) -> None:
-    """Write what was recorded, for https://pytorch.org/memory_viz, and record no more."""
+    """Write the recorded history, for https://pytorch.org/memory_viz, and stop recording."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def start_cuda_profiler() -> None:
-    """Start what `nsys profile --capture-range=cudaProfilerApi` records."""
+    """Start the range that `nsys profile --capture-range=cudaProfilerApi` records."""
     torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
 
 
 def stop_cuda_profiler() -> None:
-    """End it."""
+    """End that range."""
     torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())

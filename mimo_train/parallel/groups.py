@@ -24,7 +24,7 @@ class RunGroups:
 
     grids: dict[str, HyperCommGrid]
     collections: dict[str, ProcessGroupCollection]
-    """Process groups of the modules that stand on this rank."""
+    """Process groups of the modules on this rank."""
 
     @property
     def multi_module(self) -> MultiModuleProcessGroupCollection:
@@ -44,8 +44,8 @@ def build_groups(layout: RunLayout) -> RunGroups:
         embedding_groups = _build_embedding_groups(grid) if name == LANGUAGE else ()
         grids[name] = grid
         if grid.is_current_rank_in_grid():
-            # An encoder's is the rank alone, as cp is: for None Megatron-Core 0.19.2 takes the group of its global
-            # state (finalize_model_grads.py:190), which is the language model's on the same ranks.
+            # For an encoder it is a group of this rank alone, like cp: for None, Megatron-Core 0.19.2 uses the group
+            # in its global state (finalize_model_grads.py:190), which on shared ranks is the language model's.
             collections[name] = _collect(grid, *(embedding_groups or 2 * (grid.get_pg("cp"),)))
     _bridge_parallel_state(collections.get(LANGUAGE) or next(iter(collections.values())))
     return RunGroups(grids, collections)
@@ -122,7 +122,7 @@ def _collect(
 
 
 def _bridge_parallel_state(pgs: ProcessGroupCollection) -> None:
-    """Show this rank's groups to the parts of Megatron-Core 0.19.2 that still read its global state; we never do."""
+    """Set this rank's groups for the parts of Megatron-Core 0.19.2 that still read its global state; we never do."""
     state = parallel_state
     state._TENSOR_MODEL_PARALLEL_GROUP = pgs.tp
     state._PIPELINE_MODEL_PARALLEL_GROUP = pgs.pp

@@ -1,4 +1,4 @@
-"""The one sum over all ranks of a step: everything that ranks must agree on travels in one message."""
+"""The all-reduce of a step: everything that ranks must agree on is summed in one message."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 Source = Callable[[], torch.Tensor | Sequence[float] | None]
-"""Gives this rank's part of a section: a tensor, or numbers of the host; what is missing at the end is zeros, and all
-of it for None."""
+"""Returns this rank's part of a section: a tensor, or numbers on the host, padded with zeros at the end; None is all
+zeros."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class StepSum:
         self._length += length
 
     def reduce(self) -> None:
-        """Ask every source and sum over all ranks. Collective."""
+        """Call every source and sum over all ranks. Collective."""
         runs: list[torch.Tensor | list[float]] = []
         for section in self._sections.values():
             part = section.source()
@@ -48,7 +48,7 @@ class StepSum:
                 numbers = [0.0] * (section.length - part.numel())
             else:
                 numbers = [*(part or ()), *[0.0] * (section.length - len(part or ()))]
-            # Neighbouring numbers of the host go to the device together.
+            # Adjacent numbers on the host are copied to the device together.
             if runs and isinstance(runs[-1], list):
                 runs[-1] += numbers
             elif numbers:

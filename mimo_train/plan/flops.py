@@ -138,7 +138,7 @@ def encoder_products(
 def count(products: Sequence[Product], frozen: Sequence[str] = (), *, upstream: bool, recompute: str = "none") -> Flops:
     """FLOPs of forward and backward over `products`.
 
-    Backward gets to a product if its weight is trained, or any in front of it is. Only matrices are looked at: where a
+    Backward reaches a product if its weight is trained, or any before it is. Only matrices are looked at: where a
     pattern freezes a matrix and leaves its bias or a norm, these are taken as frozen too.
 
     Args:
@@ -248,7 +248,7 @@ def _feed_forward(prefix: str, rows: float, llm: LlmSpec, ffn: int = 0) -> Itera
 
 
 def _experts(layer: str, tokens: int, llm: LlmSpec) -> Iterator[Product]:
-    """Router, experts (each token passes `experts_per_token` of them; the first one's name stands for all), shared."""
+    """Router, experts (each token passes `experts_per_token` of them; named as the first one), shared."""
     yield Product(f"{layer}.mlp.router.weight", 2 * tokens * llm.hidden_size * llm.num_experts, in_layer=True)
     rows = tokens * llm.experts_per_token
     yield from _feed_forward(f"{layer}.mlp.experts.local_experts.0", rows, llm, llm.expert_ffn_hidden_size)

@@ -1,4 +1,4 @@
-"""The graph of a run's modules: who gives features to whom, and whether the two share ranks. Imports no torch."""
+"""The graph of a run's modules: edges from givers to takers of features, disjoint or shared. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -27,5 +27,5 @@ class Edge:
 
 def connections(cfg: ConfigContainer) -> list[tuple[str, str]]:
     """(giver, taker) of every edge, in the order of the config. Every encoder gives to the language model; this is the
-    one place that says so."""
+    only place that defines it."""
     return [(name, LANGUAGE) for name in cfg.encoders] if LANGUAGE in cfg.modules else []

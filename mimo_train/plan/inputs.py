@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
-    """The token that stands for each encoder module's features: of the first module of a kind that of the kind, such as
-    `<image>`; of a further one a token with its name, such as `<image:details>`."""
+    """The placeholder token of each encoder module's features: for the first module of a kind that of the kind, such as
+    `<image>`; for further ones a token with the module's name, such as `<image:details>`."""
     taken: dict[str, str] = {}
     for name, module in cfg.encoders.items():
         own = module.encoder.placeholder

@@ -61,13 +61,13 @@ class ModuleLayout:
 
 @dataclass(frozen=True)
 class RunLayout:
-    """The modules of a run, their ranks, and who gives features to whom."""
+    """The modules of a run, their ranks, and the edges between them."""
 
     modules: dict[str, ModuleLayout]
     edges: tuple[Edge, ...]
     """In the order of the config."""
     processes: tuple[int, ...]
-    """The launcher's rank of each rank: a process without a module has none."""
+    """The launcher's rank of each rank; processes without a module have no rank."""
     ranks_per_node: int = 0
     """0 where it is not known, or all are on one node."""
 

@@ -171,7 +171,7 @@ def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0)
 
 
 def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
-    """Memory of each rank, over all modules that stand on it."""
+    """Memory of each rank, over all modules on it."""
     total: dict[int, Memory] = {}
     for stage in stages:
         for rank in stage.ranks:

@@ -1,7 +1,7 @@
-"""Where modules stand: first ranks, shared ranks, idle processes, nodes. Imports no torch.
+"""Placement of modules: first ranks, shared ranks, idle processes, nodes. Imports no torch.
 
-An encoder stands apart from the language model, on other ranks, or on exactly the ranks of its first stage. Encoders
-that stand apart may share their ranks, stage by stage.
+An encoder is either on other ranks than the language model, or on exactly the ranks of its first stage. Encoders on
+other ranks may share these with each other, stage by stage.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Placement:
 
 
 def place(cfg: ConfigContainer) -> Placement:
-    """Where the modules of a valid config stand."""
+    """The placement of the modules of a valid config."""
     spans = _spans(cfg)
     processes = sorted({process for span in spans.values() for process in span})
     rank_of = {process: rank for rank, process in enumerate(processes)}
@@ -33,7 +33,7 @@ def place(cfg: ConfigContainer) -> Placement:
 
 
 def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
-    """Everything that is wrong with where modules stand. Sizes are at least 1 and there is a language module."""
+    """All faults of the placement. Sizes are at least 1 and there is a language module."""
     found = list(_key_faults(cfg))
     yield from found
     if found:
@@ -47,7 +47,7 @@ def placement_faults(cfg: ConfigContainer) -> Iterator[Fault]:
 
 
 def node_faults(cfg: ConfigContainer, node: int) -> Iterator[Fault]:
-    """What keeps modules from standing where they do on nodes of this many ranks; nothing if it is 0."""
+    """Faults of the placement on nodes of `node` ranks; none if it is 0."""
     if not node:
         return
     spans = _spans(cfg)
@@ -55,7 +55,7 @@ def node_faults(cfg: ConfigContainer, node: int) -> Iterator[Fault]:
     if first >= node:
         yield Fault(
             "placement.first_rank",
-            f"no module stands on the first node (ranks 0-{node - 1}), the lowest rank is {first}: processes meet "
+            f"no module is on the first node (ranks 0-{node - 1}), the lowest rank is {first}: processes meet "
             f"there, and its launcher ends with its last process; let a module start below rank {node}",
         )
     if not cfg.placement.tp_across_nodes:
@@ -69,8 +69,8 @@ def moved_for_nodes(cfg: ConfigContainer) -> str:
     if order == tuple(cfg.modules) or cfg.placement.mode == "shared" or cfg.placement.first_rank:
         return ""
     return (
-        f"modules stand in the order {', '.join(order)}: in the config's order ({', '.join(cfg.modules)}) a "
-        f"tensor-parallel group would stand on two nodes of {cfg.placement.ranks_per_node} ranks"
+        f"modules are placed in the order {', '.join(order)}: in the config's order ({', '.join(cfg.modules)}) a "
+        f"tensor-parallel group would be on two nodes of {cfg.placement.ranks_per_node} ranks"
     )
 
 
@@ -126,7 +126,7 @@ def _order(cfg: ConfigContainer) -> tuple[str, ...]:
 
 
 def _crossing(cfg: ConfigContainer, name: str, first: int, node: int) -> range | None:
-    """The first tensor-parallel group of a module at `first` that stands on two nodes."""
+    """The first tensor-parallel group of a module at `first` that crosses nodes."""
     sizes = cfg.modules[name].layout
     groups = (range(start, start + sizes.tp) for start in range(first, first + _size(sizes), sizes.tp))
     return next((group for group in groups if group[0] // node != group[-1] // node), None)
@@ -199,7 +199,7 @@ def _idle_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Faul
         behind = min((name for name in spans if spans[name][0] > idle[0]), key=lambda name: spans[name][0])
         yield Fault(
             "placement.first_rank",
-            f"no module stands on rank {idle[0]}: {len(idle)} idle of {max(used) + 1}. Move {behind} from rank "
+            f"no module is on rank {idle[0]}: {len(idle)} idle of {max(used) + 1}. Move {behind} from rank "
             f"{spans[behind][0]} to {idle[0]}, or set placement.allow_idle=true",
         )
 
@@ -246,7 +246,8 @@ def _aligned(cfg: ConfigContainer, spans: dict[str, range], node: int) -> dict[s
 
 
 def _dropout_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[Fault]:
-    """A rank has one generator: what one module's tensor-parallel ranks must draw alike, another's draw apart."""
+    """A rank has one random generator: ranks that must draw equal masks for one module would draw different ones for
+    another."""
     dropout = {name: module.encoder.dropout for name, module in cfg.encoders.items()}
     dropout[LANGUAGE] = cfg.llm.dropout
     names = list(spans)

@@ -1,4 +1,4 @@
-"""A run that can start: `resolve` proves a config and gives it with the arithmetic that follows. Imports no torch."""
+"""A validated run: `resolve` checks a config and derives its layout and batch. Imports no torch."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from mimo_train.plan.placement import placement_faults
 
 @dataclass(frozen=True)
 class Run:
-    """A config without faults, and what follows from it. Made once per process by `resolve`, and handed on."""
+    """A config without faults, with its layout and batch. Created once per process by `resolve`, and passed on."""
 
     cfg: ConfigContainer
     layout: RunLayout
@@ -32,11 +32,11 @@ class Run:
 
 
 def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
-    """Prove a config, and lay it out.
+    """Check a config and derive its layout and batch.
 
     Args:
-        ranks_per_node: processes that the launcher has started on each of several nodes, where `placement` does not
-            say it; 0 if there is no launcher, or one node.
+        ranks_per_node: processes that the launcher started on each of several nodes, used if `placement` does not set
+            it; 0 if there is no launcher, or one node.
 
     Raises:
         ConfigError: every one of `config_faults`.
@@ -49,14 +49,14 @@ def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
 
 
 def on_nodes(cfg: ConfigContainer, ranks_per_node: int) -> ConfigContainer:
-    """The config with `placement.ranks_per_node`, where it does not say it itself."""
+    """The config with `placement.ranks_per_node` filled in, if it is not set."""
     if cfg.placement.ranks_per_node:
         return cfg
     return dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, ranks_per_node=ranks_per_node))
 
 
 def config_faults(cfg: ConfigContainer) -> list[Fault]:
-    """Everything that is wrong with a config, as far as it is known without its data: each with key and numbers."""
+    """All faults of a config that can be found without its data, each with key and numbers."""
     found = [*layout_faults(cfg)]
     found += _media_faults(cfg, found)
     world_size = None if found else lay_out(cfg).world_size

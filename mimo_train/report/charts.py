@@ -47,7 +47,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Tick:
-    """A label of an axis, and how far it stands from the left or from the top, in percent."""
+    """A label of an axis, and its distance from the left or from the top, in percent."""
 
     label: str
     percent: str

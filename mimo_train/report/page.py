@@ -25,7 +25,7 @@ from mimo_train.report.shown_samples import ShownSamples, shown_samples
 
 @dataclass(frozen=True)
 class Page:
-    """What a report says, in the order in which it says it; what a run does not have is None or empty."""
+    """Contents of a report, in order; parts that a run does not have are None or empty."""
 
     run: str
     models: dict[str, str]

@@ -19,8 +19,7 @@ from mimo_train.step.schedule import Pipeline
 
 
 def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
-    """This rank's part of every module it holds: its data-parallel slice. Of media, an encoder's later stages get the
-    sizes alone."""
+    """The data-parallel slice of every module on this rank. Later stages of an encoder read only the sizes of media."""
     return [
         Reader(
             name,
@@ -42,8 +41,8 @@ def open_loader(
     steps: int,
     size_at: Callable[[int], int] | None = None,
 ) -> StepLoader:
-    """The loader of this rank from sample number `consumed` on, for `steps` steps of `size_at(consumed)` samples, or of
-    the full batch."""
+    """The loader of this rank, starting at sample number `consumed`, for `steps` steps of `size_at(consumed)` samples
+    (default: the full batch)."""
     return StepLoader(
         dataset,
         Batching(run.batch.global_batch_size, run.batch.microbatch_samples, size_at),
@@ -57,9 +56,9 @@ def open_loader(
 class StepIterator:
     """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
 
-    A rank that cannot read a sample tells the others, so that its loss counts nowhere. The flags of the next step
-    travel in the sum over ranks at the end of this one, so that they cost no message; so does, for the weight of
-    the routers' losses, how much of each sample counts.
+    A rank that cannot read a sample flags it to all ranks, so that its loss counts nowhere. The flags of the next step
+    are part of the all-reduce at the end of this one and cost no extra message. So is the share of
+    counted positions of each sample, for the weight of the routers' losses.
     """
 
     def __init__(self, loader: StepLoader, pipeline: Pipeline, step_sum: StepSum | None = None):
@@ -73,13 +72,13 @@ class StepIterator:
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
         self.weighs = pipeline.router_losses.active and step_sum is not None
-        """Whether ranks need to know how much of each sample counts."""
+        """Whether ranks exchange the share of counted positions of each sample."""
         self._sums_seen = step_sum.count if step_sum else 0
         self._waiting: deque[int] = deque()
 
     def advance(self) -> StepBatch | None:
-        """Make the next step the current one; None when there is no more. Collective over all ranks at the start,
-        after a step that was passed over, and at every step of an evaluation."""
+        """Make the next step the current one; None at the end. Collective over all ranks at the start, after a step of
+        `train.skip_iters`, and at every step of an evaluation."""
         self._current, step_sum = self._upcoming, self._step_sum
         if self._current is None:
             return None
@@ -117,16 +116,16 @@ class StepIterator:
 
     @property
     def device(self) -> torch.device:
-        """Where the microbatches go."""
+        """Device of the microbatches."""
         return self._pipeline.device
 
     @property
     def dataset(self) -> Dataset:
-        """Where the samples come from: gives shard and key of a sample number."""
+        """The dataset; it maps a sample number to its shard and key."""
         return self._loader.dataset
 
     def rewind(self, chosen: Sequence[int] | None = None) -> None:
-        """Start the current step's microbatches again: all, or those with the numbers in `chosen`."""
+        """Restart the current step's microbatches: all, or those with the numbers in `chosen`."""
         step, microbatches = self.current, self.current.microbatches
         chosen = range(len(microbatches)) if chosen is None else chosen
         self._pipeline.shapes.begin(
@@ -147,13 +146,13 @@ class StepIterator:
             index = self._waiting.popleft()
             batch = to_device(self.current.microbatches[index], self._pipeline.device)
             if "loss_mask" in batch:
-                # What no rank found bad counts.
+                # Only samples that no rank flagged as bad have a loss.
                 first, count = self._first(index), self._pipeline.batch.micro_batch_size
                 batch["loss_mask"] = batch["loss_mask"] * self._good[first : first + count]
             return batch
 
     def following(self) -> Iterator[dict[str, Any]]:
-        """The microbatches that come next, as they were read: what is left of this step, and those of the next."""
+        """The upcoming microbatches as they were read: the rest of this step, and those of the next."""
         for index in self._waiting:
             yield self.current.microbatches[index]
         if self._upcoming is not None:
@@ -168,7 +167,7 @@ class StepIterator:
         return [] if self._upcoming is None else self._upcoming.bad.tolist()
 
     def own_learned(self) -> torch.Tensor:
-        """How much of each sample of the next step counts, for the step's sum."""
+        """Share of counted positions of each sample of the next step, for the step's sum."""
         return self._learned_of(self._upcoming)
 
     def close(self) -> None:

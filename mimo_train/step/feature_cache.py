@@ -1,4 +1,4 @@
-"""Features of frozen encoders: fingerprints, lookups, and who computes ahead when."""
+"""Features of frozen encoders: fingerprints, lookups, and prefetching."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ class Features:
     """Caches of this rank's frozen encoders, and the lookups that its datasets use."""
 
     def __init__(self, cfg: ConfigContainer, model: list[MegatronModule], te: bool):
-        """Open the caches of `modules.NAME.feature_cache`; when the weights are loaded. Collective over the
+        """Open the caches of `modules.NAME.feature_cache`, after the weights are loaded. Collective over the
         tensor-parallel ranks of a module.
 
         Args:
@@ -53,19 +53,19 @@ class Features:
                 self._prefetched[name] = config.prefetch_microbatches
 
     def serve(self, dataset: Dataset) -> None:
-        """Let the readers of a dataset look features up. Before they begin."""
+        """Let the readers of a dataset look up features. Call it before they start."""
         dataset.lookups = dict(self._lookups)
 
     def prefetcher(self, iterator: StepIterator) -> "Prefetcher | None":
-        """What computes ahead from this `StepIterator`; None if no encoder here does."""
+        """The prefetcher for this `StepIterator`; None if no encoder on this rank prefetches."""
         return Prefetcher(self._modules, self._prefetched, iterator) if self._prefetched else None
 
 
 class Prefetcher:
-    """Computes features of the next microbatches of a `StepIterator` while this rank has nothing else to do.
+    """Computes features of the next microbatches of a `StepIterator` while this rank is idle.
 
-    What a call computes depends on where the run stands and not on time, so that the ranks of a tensor-parallel group,
-    which call it at the same places, do the same.
+    What a call computes depends on the position in the run and not on time, so that the ranks of a tensor-parallel
+    group, which call it at the same points, do the same.
     """
 
     def __init__(self, modules: dict[str, EncoderModule], bounds: dict[str, int], iterator: StepIterator):
@@ -83,7 +83,7 @@ class Prefetcher:
                 pass
 
     def _next(self, name: str) -> bool:
-        """Whether there was one to compute."""
+        """Compute one microbatch; returns whether there was one to compute."""
         bound, held = self._bounds[name], 0
         for microbatch in self._iterator.following():
             inputs = microbatch["modality_inputs"][name]
@@ -99,11 +99,11 @@ class Prefetcher:
 
 
 def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool) -> str:
-    """Of all that an encoder's features depend on besides the sample: its weights as loaded, its spec (sizes of the
-    picture and how pixels are normalised), precision, kind of layers. Collective over the module's tensor-parallel
+    """Hash of everything that an encoder's features depend on besides the sample: its weights as loaded, its spec
+    (picture size and pixel normalisation), precision, kind of layers. Collective over the module's tensor-parallel
     ranks.
 
-    Each rank has its part of the weights, so that another tensor-parallel size gives another fingerprint.
+    Each rank hashes its part of the weights, so the fingerprint depends on the tensor-parallel size.
     """
     config = cfg.modules[name]
     own, tp = _weights(module.encoders), module.pg_collection.tp

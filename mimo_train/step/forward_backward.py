@@ -20,7 +20,7 @@ class ForwardBackward:
         """
         Args:
             forward_step: as the schedule calls it (see `prepare_forward_step_func`).
-            losses: takes the losses of the microbatches.
+            losses: receives the losses of the microbatches.
         """
         self._forward_step = record_losses(forward_step, losses)
         self._pipeline, self._optimizer, self._losses = pipeline, optimizer, losses

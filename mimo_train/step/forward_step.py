@@ -1,4 +1,4 @@
-"""The contract of a forward step: which signatures a user may write, and how the state reaches it."""
+"""The contract of a forward step: the accepted signatures, and how the state is passed to it."""
 
 import inspect
 import typing
@@ -24,10 +24,10 @@ _STATE_NAMES = ("state", "global_state")
 
 
 def prepare_forward_step_func(forward_step_func: ForwardStepCallable, state: GlobalState) -> ForwardStepCallable:
-    """The forward step as the schedule calls it, with the state bound if it asks for one.
+    """The forward step as the schedule calls it, with the state bound if its signature has one.
 
-    Called once per loop: the signature is read once, and the bound state is the object itself, so later changes of it
-    are seen. A functor keeps its own attributes.
+    Called once per loop. The bound state is the object itself, so later changes are visible. A functor keeps its own
+    attributes.
     """
     return maybe_inject_state(forward_step_func, state, needs_global_state_injection(forward_step_func))
 

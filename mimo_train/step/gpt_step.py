@@ -22,8 +22,8 @@ def forward_step(
     """One forward pass of this rank's stage.
 
     Args:
-        return_schedule_plan: return the layers' plan for the schedule to run instead of running them, as Megatron-Core
-            asks when it overlaps the experts' communication with another microbatch.
+        return_schedule_plan: return the layers' plan for the schedule to run instead of running them, which
+            Megatron-Core requests when it overlaps the experts' communication with another microbatch.
 
     Returns:
         (loss per token [batch, sequence] or the stage's activations, loss function); Megatron-Core's schedule calls
@@ -31,7 +31,7 @@ def forward_step(
     """
     batch = next(data_iterator, None)
     if batch is None:
-        raise UserError("the data ended before train.iters: data_iterator gave no microbatch")
+        raise UserError("the data ended before train.iters: data_iterator returned no microbatch")
     texts = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "loss_mask")}
     inputs = own_part(texts, unwrap_model(model).pg_collection.cp)
     loss_mask = inputs.pop("loss_mask")

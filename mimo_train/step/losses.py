@@ -55,9 +55,9 @@ def weighted_sum(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Several named losses as one, in the token-aware pattern.
 
-    The first loss says how many tokens the microbatch has, n. The total is the sum over losses of weight x mean x n,
-    so that, after division by the tokens of the global batch, each loss counts by its mean over the tokens times its
-    weight (1 unless `weights` has its name).
+    The first loss defines n, the number of tokens of the microbatch. The total is the sum over losses of weight x mean
+    x n, so that, after division by the tokens of the global batch, each loss counts by its mean over the tokens times
+    its weight (1 unless `weights` has its name).
 
     Args:
         losses: name -> scalar (a mean) or (sum, count).
@@ -100,7 +100,7 @@ class StepLosses:
         """
         Args:
             weights: `train.loss_weights`.
-            validate: is shown the sum of every microbatch and its number of tokens.
+            validate: called with the loss sum of every microbatch and its number of tokens.
         """
         self.reports: list[dict[str, torch.Tensor]] = []
         self._weights, self._step_sum, self._validate = dict(weights), step_sum, validate
@@ -163,7 +163,7 @@ class StepLosses:
         unknown = sorted(self._weights.keys() - report.keys())
         if unknown:
             raise UserError(
-                f"train.loss_weights.{unknown[0]}: no such loss; the forward step gives {', '.join(report)}"
+                f"train.loss_weights.{unknown[0]}: no such loss; the forward step returns {', '.join(report)}"
             )
         if len(report) > MAX_LOSSES:
             raise UserError(f"the loss function reports {len(report)} losses, at most {MAX_LOSSES} are summed")

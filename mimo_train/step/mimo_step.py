@@ -1,4 +1,4 @@
-"""Forward step of a run with several modules: encoders give features, only the language model gives a loss."""
+"""Forward step of a run with several modules: encoders return features, only the language model returns a loss."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -51,11 +51,11 @@ def forward_step(
         (loss per token, loss function) at the language model's last stage, else (features by module, None).
 
     Raises:
-        TypeError: the last stage gave features by module instead of losses: modules and layout disagree.
+        TypeError: the last stage returned features by module instead of losses: modules and layout disagree.
     """
     batch = get_batch(data_iterator)
     if batch is None:
-        raise UserError("the data ended before train.iters: data_iterator gave no microbatch")
+        raise UserError("the data ended before train.iters: data_iterator returned no microbatch")
     batch.setdefault("input_ids", None)
     output, loss_mask = model(**batch)
     mimo_model = unwrap_model(model)

@@ -1,4 +1,4 @@
-"""What a step of training gives."""
+"""Result of a training step."""
 
 from dataclasses import dataclass, field
 
@@ -7,16 +7,16 @@ import torch
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers of one step, before it is logged, and what should happen behind it."""
+    """Numbers of one step, before it is logged, and the actions it asks for."""
 
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Reduced losses by name, on ranks of the language model's last stage, else empty. They are on the device: to read
-    one waits for it."""
+    """Reduced losses by name, on ranks of the language model's last stage, else empty. They are on the device:
+    reading one waits for it."""
     skipped_iter: int = 0
     """1 if the update was skipped, else 0."""
     grad_norm: float | None = None
-    """Gradient norm over all modules before clipping, not finite if that is why the update was skipped; None if the
-    step asks to exit, or was passed over."""
+    """Gradient norm over all modules before clipping; not finite if that is why the update was skipped. None if the
+    step asks to exit, or was left out (`train.skip_iters`)."""
     num_zeros_in_grad: int | None = None
     """Number of gradient elements that are zero; None unless they are counted."""
     should_checkpoint: bool = False
@@ -24,4 +24,4 @@ class StepResult:
     should_exit: bool = False
     """Whether the step asks to end the run."""
     exit_code: int = 0
-    """With which exit code, if it does."""
+    """Exit code, if the step asks to end the run."""

@@ -39,7 +39,7 @@ class Pipeline:
         shapes: rows that givers send per sample; the data sets it before each step.
         is_last_stage: whether this rank computes the loss: the language model's last stage.
         router_losses: weights and values of the load-balancing loss and the z-loss of experts.
-        stopwatch: takes the time that this rank waits for others.
+        stopwatch: measures the time that this rank waits for others.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Pipeline:
     ):
         """
         Args:
-            step_sum: what ranks sum at the end of backward; it has a section `tokens` of `own_tokens`.
+            step_sum: the all-reduce at the end of backward; its section `tokens` is filled by `own_tokens`.
         """
         self.layout, self.batch, self.groups, self.model, self.device = run.layout, run.batch, groups, model, device
         self.stopwatch, self.shapes = stopwatch, StepShapes()
@@ -113,11 +113,11 @@ class Pipeline:
         )
 
     def work_ahead(self, while_waiting: Callable[[], None], when_done: Callable[[], None]) -> None:
-        """Use the time in which this rank waits for modules on other ranks.
+        """Run functions while this rank waits for modules on other ranks.
 
         Args:
             while_waiting: called in every exchange with them.
-            when_done: called when this rank has done its part of a step.
+            when_done: called when this rank has finished its part of a step.
         """
         if self.layout.disjoint_edges:
             assert self._communicator is not None, "modules on other ranks are reached by a communicator"
@@ -150,7 +150,7 @@ class Pipeline:
             )
 
     def _connect(self, model: MimoModel, config: TransformerConfig) -> None:
-        """Give the model the bridges of its shared edges, or what Megatron-Core's need."""
+        """Set the bridges of the model's shared edges, or the sizes that Megatron-Core's bridges need."""
         if isinstance(model, MegatronMimoModel):
             self._megatron_sizes = model.sizes = MegatronSizes(self.layout, self.shapes)
             return
@@ -165,7 +165,7 @@ class Pipeline:
         }
 
     def _communicator_of(self, model: MimoModel, config: TransformerConfig) -> MultiModulePipelineCommunicator:
-        """What carries features and activations between the steps of the schedule."""
+        """The communicator for features and activations between the steps of the schedule."""
         grids = self.groups.grids
         if self._megatron_sizes:
             return MegatronCommunicator(self.layout, grids, config, self.stopwatch)

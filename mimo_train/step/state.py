@@ -1,4 +1,4 @@
-"""What forward steps, callbacks and the log know of a run: its config, its progress, its loggers."""
+"""The state of a run for forward steps, callbacks and the log: its config, its progress, its loggers."""
 
 import time
 from dataclasses import asdict, dataclass, field
@@ -23,9 +23,9 @@ class TrainState:
     step: int = 0
     """Optimizer steps done."""
     consumed_train_samples: int = 0
-    """Samples passed; the whole state of the data, since their order is a function of the seed."""
+    """Samples consumed; the whole state of the data, since their order is a function of the seed."""
     skipped_train_samples: int = 0
-    """Of these, samples of `train.skip_iters`."""
+    """Samples of `train.skip_iters` among them."""
     skipped_iters: int = 0
     """Steps whose update was skipped because a gradient was not finite."""
     bad_samples: int = 0
@@ -34,7 +34,7 @@ class TrainState:
     """Model FLOPs of all modules."""
 
     def count(self, samples: int, result: StepResult, passed_over: bool = False) -> None:
-        """Count a step of so many samples; `passed_over`: it is one of `train.skip_iters`."""
+        """Count a step of `samples` samples; `passed_over`: it is one of `train.skip_iters`."""
         self.step += 1
         self.consumed_train_samples += samples
         self.skipped_train_samples += samples if passed_over else 0
@@ -45,7 +45,7 @@ class TrainState:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over what a checkpoint holds."""
+        """Load the state of a checkpoint."""
         for name, value in state.items():
             setattr(self, name, type(getattr(self, name))(value))
 
@@ -54,7 +54,7 @@ class TrainState:
 class GlobalState:
     """Configuration, progress, timers and loggers of a run; forward steps receive it on request.
 
-    Complete when it is made; on ranks that do not log, console and metrics lead nowhere.
+    Console and metrics write nothing on ranks that do not log.
     """
 
     run: Run

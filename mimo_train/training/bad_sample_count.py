@@ -8,10 +8,10 @@ from mimo_train.step.state import TrainState
 
 
 class BadSampleCount:
-    """Counts on the device, without waiting for it; whoever brings the number to the host settles the account.
+    """Counts on the device without waiting for it; `settle` moves the count to the host.
 
     Attributes:
-        new: those that are not in `TrainState.bad_samples` yet, 0-d float64 on the device; the same on every rank.
+        new: bad samples not yet in `TrainState.bad_samples`, 0-d float64 on the device; the same on every rank.
     """
 
     def __init__(self, train_state: TrainState, allowed: int, device: torch.device):
@@ -21,15 +21,15 @@ class BadSampleCount:
         self.new = torch.zeros((), dtype=torch.float64, device=device)
 
     def note(self, data: StepIterator) -> None:
-        """Count those of the current step, found by any rank, once it is done or passed over."""
+        """Count the bad samples of the current step, found by any rank, after the step is done or left out."""
         self.new += torch.count_nonzero(data.bad)
         self._example = data.dataset.bad_samples.latest
 
     def settle(self, new: int | None = None) -> None:
-        """Move what is new to `TrainState.bad_samples`.
+        """Add the new bad samples to `TrainState.bad_samples`.
 
         Args:
-            new: how many those are, where the host knows it already; else this waits for the device.
+            new: their number, if it is already on the host; otherwise this waits for the device.
         """
         self._train_state.bad_samples += int(self.new) if new is None else new
         self.new.zero_()
@@ -37,6 +37,6 @@ class BadSampleCount:
     def require_budget(self) -> None:
         """
         Raises:
-            TooManyBadSamples: `TrainState.bad_samples` is above what is allowed, on every rank alike.
+            TooManyBadSamples: `TrainState.bad_samples` exceeds `data.max_bad_samples`; on every rank.
         """
         require_budget(self._train_state.bad_samples, self._allowed, self._example)

@@ -1,4 +1,4 @@
-"""What is due between two steps: comparison of replicas, the end of a profile, garbage collection."""
+"""Work between two steps: comparing replicas, ending a profile, collecting garbage."""
 
 from megatron.core.transformer.module import MegatronModule
 
@@ -15,7 +15,7 @@ class BetweenSteps:
         self._cfg, self._model, self._profiler = run.cfg, model, profiler
 
     def __call__(self, step: int) -> None:
-        """Do what is due after so many steps.
+        """Do what is due after `step` steps.
 
         With `train.rerun`, the weights of data-parallel replicas are compared before a step that
         `checkpoint.save_interval` saves.

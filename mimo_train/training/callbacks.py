@@ -1,10 +1,11 @@
-"""What users add to a run: classes whose methods are called at fixed moments, on every rank unless said otherwise.
+"""User code in a run: classes whose methods are called at fixed moments, on every rank unless noted otherwise.
 
     class Stop(Callback):
         def on_step_end(self, state, result):
             ...
 
-`train.callbacks=[package.module:Stop]` makes one without arguments; `pretrain(..., callbacks=[Stop()])` takes objects.
+`train.callbacks=[package.module:Stop]` instantiates the class without arguments; `pretrain(..., callbacks=[Stop()])`
+takes objects.
 An error that a callback raises ends the run, on all ranks.
 """
 
@@ -26,17 +27,19 @@ class Callback:
     """Base of all callbacks: override what you need. Steps are counted in `state.train_state.step`.
 
     Raises:
-        TypeError: a subclass has an `on_...` method that is no event; when the class is made.
+        TypeError: a subclass has an `on_...` method that is not an event; at the class definition.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         unknown = sorted(name for name in vars(cls) if name.startswith("on_") and name not in EVENTS)
         if unknown:
-            raise TypeError(f"{cls.__qualname__}.{unknown[0]} is no event of a callback: there are {', '.join(EVENTS)}")
+            raise TypeError(
+                f"{cls.__qualname__}.{unknown[0]} is not a callback event: the events are {', '.join(EVENTS)}"
+            )
 
     def on_train_start(self, state: GlobalState, model: list[MegatronModule]) -> None:
-        """The run is built, or continued from a checkpoint; no step has been made yet.
+        """The run is built, or resumed from a checkpoint; no step has run yet.
 
         `model`: the model chunks of this rank, wrapped for data parallelism; `mimo_train.model.names.modules_of` names
         the modules in them.
@@ -46,14 +49,14 @@ class Callback:
         """A step begins; `train_state.step` steps are done."""
 
     def on_step_end(self, state: GlobalState, result: StepResult) -> None:
-        """A step has ended and is counted."""
+        """A step has ended and is included in `train_state.step`."""
 
     def on_log(self, state: GlobalState, values: dict[str, float]) -> None:
-        """`values` of a step have been written; at logging steps, on the logging rank only."""
+        """`values` have been written; at logging steps, on the logging rank only."""
 
     def on_evaluation(self, state: GlobalState, values: dict[str, float]) -> None:
-        """An evaluation has ended. `values` (`eval/...`) are there on ranks of the language model's last stage, the
-        logging rank among them; elsewhere the dict is empty."""
+        """An evaluation has ended. `values` (`eval/...`) is filled on ranks of the language model's last stage, which
+        include the logging rank, and empty elsewhere."""
 
     def on_checkpoint(self, state: GlobalState, folder: Path) -> None:
         """A checkpoint is complete in `folder`."""
@@ -62,7 +65,7 @@ class Callback:
         """The loop has ended, after its last step or because an exit was asked for; not after a failure."""
 
     def on_failure(self, state: GlobalState, error: BaseException) -> None:
-        """This rank fails with `error` and ends. Other ranks may not know it yet: call nothing collective here."""
+        """This rank has failed with `error`. Other ranks may not have noticed: make no collective call here."""
 
 
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -70,25 +73,25 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """Calls callbacks in the order they were given. An event that none overrides costs a look-up."""
+    """Calls callbacks in the order given. An event that no callback overrides costs one look-up."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()):
         """
         Raises:
-            TypeError: something in `callbacks` is no `Callback`.
+            TypeError: an element of `callbacks` is not a `Callback`.
         """
         callbacks = list(callbacks)
         for callback in callbacks:
             if not isinstance(callback, Callback):
-                raise TypeError(f"callbacks: {callback!r} is no object of a subclass of {__name__}.Callback")
+                raise TypeError(f"callbacks: {callback!r} is not an instance of {__name__}.Callback")
         self._listeners: dict[str, list[Callable]] = {
             event: [getattr(callback, event) for callback in callbacks if _overrides(type(callback), event)]
             for event in EVENTS
         }
 
     def fire(self, event: str, state: GlobalState, *args: Any) -> None:
-        """Call every listener of `event`. What a listener raises goes on to the caller; but while a run fails, every
-        listener is called, and what one raises is noted at the error of the run."""
+        """Call every listener of `event`. An exception propagates, except from `on_failure`: there every listener is
+        called, and an exception is added as a note to the error of the run."""
         for listener in self._listeners[event]:
             if event != "on_failure":
                 listener(state, *args)
@@ -100,14 +103,14 @@ class Callbacks:
 
 
 def load_callbacks(entries: Iterable[str]) -> list[Callback]:
-    """Objects of the classes that `train.callbacks` names; modules are found from the working directory too.
+    """Instances of the classes in `train.callbacks`; the working directory is searched for modules too.
 
     Raises:
-        ConfigError: a module cannot be imported, has no such class, or the class is no callback or takes arguments;
-            every such entry.
+        ConfigError: a module cannot be imported, has no such class, or the class is not a callback or takes arguments;
+            names every such entry.
     """
     folder = os.getcwd()
-    # Last, so that it hides nothing; the scripts and the `mimo-train` command leave it off the path.
+    # Last, so that it hides no installed package; the scripts and the `mimo-train` command leave it off the path.
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
     loaded, faults = [], []
@@ -125,7 +128,7 @@ def _load(entry: str) -> Callback:
     module, _, name = entry.partition(":")
     found = getattr(importlib.import_module(module), name)
     if not (isinstance(found, type) and issubclass(found, Callback)):
-        raise TypeError(f"{name} is no subclass of {__name__}.Callback")
+        raise TypeError(f"{name} is not a subclass of {__name__}.Callback")
     return found()
 
 

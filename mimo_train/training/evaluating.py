@@ -1,4 +1,4 @@
-"""When the loop evaluates, and where the values go."""
+"""When the loop evaluates, and where the values are written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from mimo_train.training.setup import Session
 
 @dataclass(frozen=True)
 class EvaluationHooks:
-    """What users add to evaluations."""
+    """User functions for evaluations."""
 
     process: Callable[[Any, int, Any], None] | None = None
     """Called as (data, step, writer) on the logging rank, with TensorBoard's `SummaryWriter`, or None where
     `log.tensorboard` is off."""
     give: Callable[[list], Any] | None = None
-    """Called as (model) on every rank; gives the data. Without it, the data is the list of what the loss functions,
-    called with non_loss_data=True, give for the microbatches of the first held-out step."""
+    """Called as (model) on every rank; returns the data. Without it, the data is the list of what the loss functions
+    return with non_loss_data=True for the microbatches of the first held-out step."""
 
 
 def evaluate_when_due(

@@ -1,4 +1,4 @@
-"""When a run ends before its last step: a signal or its time asks for it, and all ranks agree on the step."""
+"""When a run ends before its last step, on a signal or a time limit; all ranks agree on the step."""
 
 import time
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 
 
 class ExitVotes:
-    """Reasons to end that ranks meet at different steps: a signal, and their clocks. Every rank votes in the step's one
-    sum over the world, so that all end at the same step."""
+    """Reasons to exit that can reach ranks at different steps: a signal, and their clocks. Every rank votes in the
+    step's `StepSum`, so that all ranks exit at the same step."""
 
     NUMBER = 2
-    """Votes of a rank: it received a signal; its time is over."""
+    """Votes of a rank: it received a signal; its time limit has passed."""
 
     def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float):
         """
@@ -30,13 +30,12 @@ class ExitVotes:
 
 @dataclass(frozen=True)
 class AgreedVotes:
-    """What ranks have voted in the last step, the same on every rank."""
+    """The votes of all ranks in the last step, the same on every rank."""
 
     signalled: bool = False
     out_of_time: bool = False
 
 
 def agreed_votes(optimizer: ModuleOptimizer) -> AgreedVotes:
-    """The votes of the last step, whose sums over ranks come to the host with the gradient norm; none before the first
-    step."""
+    """The votes of the last step, whose sums arrive on the host with the gradient norm; none before the first step."""
     return AgreedVotes(*(bool(votes) for votes in optimizer.arrived))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def manual_garbage_collection(interval: int) -> Iterator[None]:
-    """While open, Python's own collector is off, if `train.manual_gc_interval` is above 0; `collect_when_due` collects.
+    """Turn off Python's own collector inside the block if `interval` (`train.manual_gc_interval`) is above 0.
 
-    What is alive at the start stays for the whole run, so it is set aside and never looked through again.
+    Objects alive at the start live for the whole run, so they are frozen and never scanned again.
     """
     if interval < 1:
         yield

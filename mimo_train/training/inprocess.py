@@ -1,7 +1,7 @@
-"""In-process restart: a run that fails on a rank starts again inside its processes, from its newest checkpoint.
+"""In-process restart: a run that fails on a rank restarts inside its processes, from its newest checkpoint.
 
-nvidia-resiliency-ext watches the ranks, ends what they wait for and calls the run again; here is what it is told. It
-saves the start of new processes: interpreter, imports, CUDA contexts and what the operating system has read ahead.
+nvidia-resiliency-ext monitors the ranks, aborts their collectives and calls the run again; this file configures it. It
+avoids the start of new processes: interpreter, imports, CUDA contexts and the file cache.
 """
 
 import gc
@@ -22,12 +22,12 @@ from mimo_train.parallel import device
 
 
 def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> Callable[[], int]:
-    """A function that calls `life`, which makes a run from its newest checkpoint to its end, as often as it takes.
+    """Wrap `life`, which runs from the newest checkpoint to the end, so that it is restarted after failures.
 
-    `life` is given where the processes of this life meet; None is the address in the environment. With
-    `run.inprocess_restarts` above 0 it starts again that often: when it raises on any rank, or when the interpreter of
-    a rank is stuck for `run.timeout_minutes`. A process that has died cannot be restarted from inside; then all end, as
-    they do after the last restart.
+    `life` receives the store for the rendezvous; None means the address in the environment. With
+    `run.inprocess_restarts` above 0 it restarts up to that often, when it raises on any rank or the interpreter of a
+    rank hangs for `run.timeout_minutes`. A process that has died cannot be restarted from inside; then all processes
+    end, as they do after the last restart.
     """
     restarts = run.inprocess_restarts
     if restarts == 0:
@@ -35,12 +35,12 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
     from nvidia_resiliency_ext import inprocess
 
     class Finalize(inprocess.finalize.Finalize):
-        """Forgets what the ended life has left in this process; its process groups are gone already."""
+        """Clears the state that the failed attempt left in this process; its process groups are already destroyed."""
 
         def __call__(self, frozen_state: inprocess.state.FrozenState) -> inprocess.state.FrozenState:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_global_memory_buffer()
-            # May hold what an interrupted save has written.
+            # May hold results of an interrupted save.
             filesystem_async._results_queue = None
             for found in gc.get_objects():
                 if type(found) is DistributedDataParallel:
@@ -52,10 +52,10 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
     last_error: list[Exception] = []
 
     def one_life(call_wrapper: inprocess.CallWrapper = None) -> int:
-        # Only now has the wrapper let go of the error that ended the last life, and of what its frames held.
+        # The wrapper has just released the error of the last attempt, and with it the objects in its frames.
         gc.collect()
         device.release_cached_memory()
-        # The wrapper's own connection waits for news of the other ranks all the time.
+        # The wrapper's own connection is busy: it waits for the status of the other ranks.
         meeting = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(f"mimo_train/life_{call_wrapper.iteration}", meeting)
         try:
@@ -91,7 +91,7 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
 
 
 def _be_reachable() -> None:
-    """Where the processes of a run meet, if this one is alone and torchrun has not said it."""
+    """Set the rendezvous variables for a single process that torchrun did not start."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = str(listener.getsockname()[1])

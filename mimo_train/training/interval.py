@@ -1,4 +1,4 @@
-"""Numbers of a logging interval: gathered where they arise, brought to the host by one message and one copy."""
+"""Numbers of a logging interval: accumulated on each rank, collected by one all-reduce and one copy to the host."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from mimo_train.step.state import GlobalState
 from mimo_train.training.bad_sample_count import BadSampleCount
 
 ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan iterations"
-"""Counters of steps among the sums of an interval: with an update, without, and of these with a loss that is not
-finite."""
+"""Counters among the sums of an interval: steps with an update, steps without, and of these the ones with a non-finite
+loss."""
 
 
 def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped_iter: int) -> None:
@@ -24,7 +24,7 @@ def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped
 
     Args:
         totals: sums by loss, and the three counters; starts empty, changed in place.
-        losses: of the step; those of a skipped step are counted and not added.
+        losses: of the step; those of a skipped iteration are checked but not added.
         skipped_iter: 1 if the update was skipped.
     """
     totals[ADVANCED] = totals.get(ADVANCED, 0) + 1 - skipped_iter
@@ -39,8 +39,8 @@ def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped
 
 
 def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Mean of every loss over the updates of an interval, and the number of steps whose loss was not finite; all sums
-    start again at zero."""
+    """Mean of every loss over the updates of an interval, and the number of steps with a non-finite loss; resets all
+    sums to zero."""
     updates, nan_steps = max(totals.get(ADVANCED, 0), 1), totals.get(NAN, 0)
     counters = (ADVANCED, SKIPPED, NAN)
     means = {name: total / updates for name, total in totals.items() if name not in counters}
@@ -53,7 +53,7 @@ def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class IntervalNumbers:
-    """What all ranks did since the last logging step."""
+    """Numbers of all ranks since the last logging step."""
 
     steps: int
     samples: int
@@ -75,7 +75,7 @@ class IntervalNumbers:
 
 
 class Interval:
-    """Gathers during the interval what costs no message; `collect` does the rest, and starts the next one.
+    """Accumulates local numbers during the interval; `collect` combines them over ranks and starts the next interval.
 
     Attributes:
         step_samples: samples of the latest steps of this job, as many as `log.throughput_window` looks at.

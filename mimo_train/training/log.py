@@ -1,4 +1,4 @@
-"""What a step writes into the log: gathered at every step, written to sinks and console at logging steps."""
+"""The log of training steps: gathered at every step, written to sinks and console at logging steps."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ from mimo_train.training.setup import Session
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What a logging step writes besides the numbers of its interval; what is None is left out."""
+    """Numbers that a logging step writes besides those of its interval; None values are omitted."""
 
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """Of the step, by module, and by NAME.projector where that has its own."""
     grad_norm: float | None = None
-    """Over all modules before clipping; NaN is written where there is none."""
+    """Over all modules before clipping; None is written as NaN."""
     loss_scale: float = 1.0
     """Written if it is not 1."""
     params_norm: float | None = None
@@ -49,13 +49,13 @@ class StepNumbers:
 
 
 class StepLog:
-    """The log of a loop: what a step hands in, and what is kept between logging steps.
+    """The log of a loop, with the state it keeps between logging steps.
 
     Called by every rank after every step. Between logging steps nothing leaves the device; at one, there is one sum
     over the world and one copy to the host, plus those of `log.params_norm` and `log.grad_norms` if they are on.
 
     Attributes:
-        stragglers: takes the compute times of the ranks; None unless `log.straggler`.
+        stragglers: receives the compute times of the ranks; None unless `log.straggler`.
     """
 
     def __init__(self, session: Session, callbacks: Callbacks):
@@ -74,12 +74,12 @@ class StepLog:
         self.stragglers = StragglerTimer(self._state.layout, self._state.console) if straggler else None
 
     def start_step(self) -> None:
-        """Start the clock of a step, and note the learning rates it runs with."""
+        """Start the clock of a step, and record its learning rates."""
         self._started = time.perf_counter()
         self._rates = self._schedulers.learning_rates()
 
     def end_step(self, result: StepResult, data: StepIterator) -> None:
-        """Count the step that has just ended, and write what is due.
+        """Record the step that has just ended, and write the log if this is a logging step.
 
         Raises:
             TooManyBadSamples: see `write`.
@@ -106,7 +106,7 @@ class StepLog:
             self.stragglers.report()
 
     def note(self, data: StepIterator, seconds: float) -> None:
-        """Count the current step of `data`, which took so many seconds on this rank."""
+        """Record the current step of `data`, which took `seconds` on this rank."""
         batch, step = data.current, self._state.train_state.step
         flops = self._step_flops(
             samples=batch.size, counts=batch.token_counts, loads=batch.loads, pairs=batch.pairs, step=step
@@ -126,17 +126,17 @@ class StepLog:
         """Write a logging step to the sinks and the console. Collective over all ranks.
 
         Args:
-            totals: see `add_step`; starts again at zero.
+            totals: see `add_step`; reset to zero.
             history: seconds of the latest steps, newest last.
             loaded_step: step that this job started from.
             sequence_length: tokens of a sample; default `data.sequence_length`.
-            show_memory: whether the console shows the memory.
+            show_memory: whether to print the memory on the console.
 
         Returns:
-            The new `show_memory`: False once memory has been shown.
+            The new `show_memory`: False once memory has been printed.
 
         Raises:
-            TooManyBadSamples: more samples were bad than `data.max_bad_samples` allows, on every rank at the same step.
+            TooManyBadSamples: more bad samples than `data.max_bad_samples`; on every rank at the same step.
         """
         state, cfg = self._state, self._state.cfg
         numbers = self._interval.collect(take_means(totals))

@@ -15,7 +15,7 @@ from mimo_train.training.setup import Session
 from mimo_train.training.train_step import TrainStep
 
 PASSED_OVER = StepResult()
-"""Result of a step of `train.skip_iters`: its samples are passed over, with no forward pass and no update."""
+"""Result of a step of `train.skip_iters`: its samples are consumed without a forward pass or an update."""
 
 
 def train(
@@ -28,7 +28,7 @@ def train(
 
     Args:
         forward_step_func: see `forward_step.ACCEPTED_FORMS`.
-        evaluation_hooks: what users add to evaluations.
+        evaluation_hooks: user functions for evaluations.
 
     Returns:
         The exit code.
@@ -77,7 +77,7 @@ def train(
 
 
 def finish(session: Session) -> None:
-    """End a loop that has not failed: end the profilers, show what the console holds back, note why in progress.txt."""
+    """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt."""
     state = session.state
     session.parts.profiler.close()
     state.console.close()

@@ -23,7 +23,7 @@ from mimo_train.training.setup import Session, setup
 
 
 def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
-    """The forward step of a run without one of its own: of several modules, or of the language model alone."""
+    """The forward step that `pretrain` uses if none is given: for several modules, or for the language model alone."""
     return mimo_step.forward_step if cfg.encoders else gpt_step.forward_step
 
 
@@ -34,12 +34,12 @@ def pretrain(
     callbacks: Sequence[Callback] = (),
     pre_wrap_hook: ModelHook | None = None,
 ) -> int:
-    """Train, evaluate and save as the config says; continue if `run.dir` holds a checkpoint.
+    """Train, evaluate and save according to the config; resume if `run.dir` holds a checkpoint.
 
     Args:
-        config: of the run, or a run that `started_run` has resolved.
+        config: the config, or a `Run` that `started_run` has resolved.
         forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
-        exit_signal: notes signals already, for a program that wants them noted from its first moment.
+        exit_signal: an `ExitSignal` that is already listening, so that no early signal is lost.
         callbacks: called after those of `train.callbacks`.
         pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
 
@@ -70,11 +70,11 @@ def one_life(
     pre_wrap_hook: ModelHook | None = None,
     store: dist.Store | None = None,
 ) -> int:
-    """One life of a run inside its processes: set up, train, close.
+    """Set up, train and close once; an in-process restart calls it again.
 
     Args:
         start_time: of this job, in seconds since the epoch.
-        store: where the processes meet, instead of the address in the environment.
+        store: for the rendezvous, instead of the address in the environment.
 
     Returns:
         The exit code.
@@ -102,10 +102,10 @@ def finetune(
 ) -> int:
     """Train from the weights of another run: `pretrain` for a config with `checkpoint.weights`.
 
-    A run of its own, with its own data, optimizer and schedule; started again, it continues from its own checkpoints.
+    This is a new run with its own data, optimizer and schedule; restarted, it resumes from its own checkpoints.
 
     Raises:
-        ConfigError: `checkpoint.weights` is empty; and all that `pretrain` raises.
+        ConfigError: `checkpoint.weights` is empty. Also everything that `pretrain` raises.
     """
     if not config.checkpoint.weights:
         raise ConfigError([Fault("checkpoint.weights", "is empty: finetune starts from the weights of a checkpoint")])

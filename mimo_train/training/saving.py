@@ -13,15 +13,15 @@ FINISHED = "finished"
 """Reason of an exit after `train.iters` steps."""
 
 EXPLAINED = {
-    "signal": "a signal asked to end",
+    "signal": "a signal requested an exit",
     "exit_duration_minutes": "train.exit_duration_minutes {train.exit_duration_minutes:g} have passed",
     "exit_interval": "train.exit_interval {train.exit_interval} is reached",
 }
-"""What the console says for each reason to end before the last step."""
+"""Console message for each reason to end before the last step."""
 
 
 def exit_reason(state: GlobalState, votes: AgreedVotes) -> str | None:
-    """Why the run ends after this step: finished, signal, exit_duration_minutes or exit_interval; None: it goes on.
+    """Why the run ends after this step: finished, signal, exit_duration_minutes or exit_interval; None: it continues.
     The same on every rank."""
     train, step = state.cfg.train, state.train_state.step
     if step >= train.iters:
@@ -34,7 +34,7 @@ def exit_reason(state: GlobalState, votes: AgreedVotes) -> str | None:
 
 
 class Saver:
-    """Saves when it is due, and notes it in progress.txt, on the console and with the callbacks."""
+    """Saves when a checkpoint is due, and reports it to progress.txt, the console and the callbacks."""
 
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, self._checkpointer = session.state, session.checkpointer
@@ -45,7 +45,7 @@ class Saver:
     def save_and_decide_exit(self, data: StepIterator, votes: AgreedVotes) -> bool:
         """Save once if the step is due, and return whether the loop should end.
 
-        A checkpoint is due when the run ends, for whatever `exit_reason`, every `checkpoint.save_interval` steps, and,
+        A checkpoint is due when the run ends, for any `exit_reason`, every `checkpoint.save_interval` steps, and,
         of the non-persistent kind, every `checkpoint.non_persistent_interval` steps where no other is due. Collective:
         every rank decides the same at the same step.
         """
@@ -57,21 +57,21 @@ class Saver:
             self.save(data, due or "non_persistent_interval", non_persistent=non_persistent)
         if ending in EXPLAINED:
             why = EXPLAINED[ending].format(train=state.cfg.train)
-            state.console.message(f"{why}: saved at step {step}; the same command goes on")
+            state.console.message(f"{why}: saved at step {step}; the same command continues the run")
         return ending is not None
 
     def save(
         self, data: StepIterator, reason: str, *, non_persistent: bool = False, run_dir: Path | None = None
     ) -> Path:
-        """Save everything, and tell progress.txt, the console and the callbacks. Collective.
+        """Save everything, and report it to progress.txt, the console and the callbacks. Collective.
 
-        The time goes to the timer `save-checkpoint`, and to the console.
+        The time is recorded in the timer `save-checkpoint`, and printed on the console.
 
         Args:
-            data: has the step that the checkpoint is of, or that comes next.
+            data: iterator at the step of the checkpoint, or at the next one.
             reason: why it is saved.
-            non_persistent: whether it is one of those of which only the newest stays.
-            run_dir: where it is saved and all others are kept, instead of `run.dir` with its `checkpoint.keep`.
+            non_persistent: whether it is of the kind of which only the newest is kept.
+            run_dir: a folder in which all checkpoints are kept, instead of `run.dir` with its `checkpoint.keep`.
 
         Returns:
             The checkpoint's folder.
@@ -79,7 +79,7 @@ class Saver:
         state, run = self._state, self._state.train_state
         timer = state.timers("save-checkpoint", log_level=0)
         timer.start()
-        # A run that resumes here does not read their steps again.
+        # A run that resumes here does not read these steps again.
         self._bad_samples.settle()
         folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
         timer.stop()

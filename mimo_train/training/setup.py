@@ -1,4 +1,4 @@
-"""From a run to everything the loop needs: processes, groups, model, optimizer, data, loggers, resume."""
+"""Build everything the loop needs from a run: processes, groups, model, optimizer, data, loggers, resume."""
 
 import os
 import random
@@ -52,7 +52,7 @@ from mimo_train.training.exit import ExitVotes
 
 @dataclass(frozen=True)
 class Parts:
-    """What is made of a run before there is an optimizer: enough for a forward pass."""
+    """The parts of a run that a forward pass needs, without an optimizer."""
 
     kind: str
     """The run's device, cuda or cpu."""
@@ -66,7 +66,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that a loop runs on, on this rank."""
+    """Everything that the loop needs on this rank."""
 
     state: GlobalState
     parts: Parts
@@ -105,9 +105,9 @@ def setup(
     """Build a run, or continue it from its newest checkpoint. Collective over all ranks.
 
     Args:
-        votes: this rank's reasons to end.
+        votes: this rank's reasons to exit.
         start_time: of this job, in seconds since the epoch.
-        store: where the processes meet, instead of the address in the environment.
+        store: for the rendezvous, instead of the address in the environment.
         pre_wrap_hook: changes the model chunks before they are wrapped for data parallelism.
 
     Raises:
@@ -165,8 +165,8 @@ def setup(
 def _open_sections(
     run: Run, step_sum: StepSum, pipeline: Pipeline, losses: StepLosses, votes: ExitVotes, data: StepIterator
 ) -> None:
-    """What ranks sum at the end of every backward pass, in one message. The same sections in the same order on every
-    rank; who needs a sum asks for it by its name."""
+    """Open the sections of the all-reduce at the end of every backward pass, in the same order on every rank; sums are
+    read by section name."""
     samples = run.batch.global_batch_size
     step_sum.open("tokens", 1, pipeline.own_tokens)
     step_sum.open("votes", votes.NUMBER, votes.own)
@@ -179,7 +179,7 @@ def _open_sections(
 
 
 def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
-    """Make this process ready for its device and join the others, over `store` if it is given.
+    """Prepare this process for its device and join the others, over `store` if it is given.
 
     Returns:
         The kind of device, and the device.
@@ -215,7 +215,7 @@ def build_parts(run: Run, kind: str, device: torch.device, pre_wrap_hook: ModelH
 
 
 def make_demo_shards(run: Run) -> None:
-    """Make the demo shards of `data.demo` if they are not there; the first rank of each node does, the others wait."""
+    """Generate the demo shards of `data.demo` if they are missing, on the first rank of each node; the others wait."""
     data = run.cfg.data
     if not data.demo:
         return

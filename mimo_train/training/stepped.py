@@ -1,4 +1,4 @@
-"""A run that its caller drives step by step: for benchmarks, notebooks and tests."""
+"""A run driven step by step by the caller: for benchmarks, notebooks and tests."""
 
 import time
 
@@ -17,13 +17,13 @@ from mimo_train.training.train_step import TrainStep
 
 
 class SteppedRun:
-    """A run that is set up, or continued from its newest checkpoint, and makes one step at a time.
+    """A run that is set up, or resumed from its newest checkpoint, and makes one step per call.
 
-    There is no log, no evaluation and no checkpoint between steps, and a gradient that is not finite is only counted.
-    `train.skip_iters` is not looked at: every step is made. Collective over all ranks, with the same order of calls.
+    There is no log, no evaluation and no checkpoint between steps, and non-finite gradients are only counted.
+    `train.skip_iters` is ignored. Collective over all ranks, which must make the same calls in the same order.
 
     Attributes:
-        session: everything that it runs on.
+        session: everything that the run consists of on this rank.
         step_func: the forward step as the schedule calls it.
     """
 

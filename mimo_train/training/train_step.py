@@ -12,7 +12,7 @@ class TrainStep:
     """Makes the steps of a run.
 
     Attributes:
-        forward_backward: of the step's microbatches.
+        forward_backward: runs the step's microbatches.
     """
 
     def __init__(self, session: Session, forward_step: ForwardStepCallable):

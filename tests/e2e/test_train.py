@@ -112,7 +112,7 @@ def test_a_process_without_a_module_leaves_and_the_launcher_goes_on(digits, tmp_
     process = start("train_vlm.sh", *vlm(digits, run_dir, *hole), cwd=tmp_path)
     printed = finish(process)
     assert process.returncode == 0, printed
-    assert "process 1: no module stands here (placement.allow_idle), it ends" in printed
+    assert "process 1: no module is placed here (placement.allow_idle), exiting" in printed
     assert [line["step"] for line in lines_of(run_dir) if "lm loss" in line] == [1, 2]
     assert "report.html" in printed
 

@@ -1,2 +1,2 @@
-"""How features travel from encoders to the language model, and gradients back: what is planned, who talks to whom,
-and the communicators of the pipeline schedule."""
+"""Transfer of features between modules and of their gradients back: shapes, routes, and the communicators of the
+pipeline schedule."""

@@ -31,7 +31,7 @@ class TimedP2PCommunicator(P2PCommunicator):
         self._watch = watch
 
     def _communicate(self, *arguments: Any, **options: Any) -> Received:
-        # Every send and receive begins here, and ends here unless communication overlaps with computation.
+        # Every send and receive starts here, and completes here unless communication overlaps with computation.
         with self._watch("pipeline_wait"):
             previous, following, handles = super()._communicate(*arguments, **options)
         if handles:
@@ -40,7 +40,7 @@ class TimedP2PCommunicator(P2PCommunicator):
 
 
 class _TimedHandle:
-    """A message on its way, whose wait is timed as `pipeline_wait`."""
+    """A pending message, whose wait is timed as `pipeline_wait`."""
 
     def __init__(self, handle: dist.Work, watch: Watch):
         self._handle, self._watch = handle, watch
@@ -53,11 +53,11 @@ class _TimedHandle:
 
 class ModuleStages(TimedP2PCommunicator):
     """Between the stages of one of several modules. Schedules of several modules exchange shapes before every message
-    (`variable_seq_lengths`, p2p_communication.py:322 in Megatron-Core 0.19.2); here they are known.
+    (`variable_seq_lengths`, p2p_communication.py:322 in Megatron-Core 0.19.2); here shapes are known in advance.
 
     The language model's stages exchange [S / cp (/ tp with sequence parallel), B, H]; an encoder's [rows, H], where
-    rows are the tokens inside the encoder of this rank's samples. What has no rows is not sent, and no gradient goes to
-    an encoder's stage that needs none.
+    rows are the tokens inside the encoder of this rank's samples. Empty tensors are not sent, and no gradient goes
+    to an encoder's stage that needs none.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ModuleStages(TimedP2PCommunicator):
         )  # fmt: skip
 
     def _next_shape(self, forward: bool) -> tuple[int, ...]:
-        """Shape of the next activation from the stage before, or of the next gradient from the one behind."""
+        """Shape of the next activation from the previous stage, or of the next gradient from the following one."""
         if self._module.name == LANGUAGE:
             return self._fixed
         microbatch = self._turns.forward() if forward else self._turns.backward()
@@ -157,9 +157,9 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
 
     @property
     def current_stage(self) -> int:
-        """Stage of this rank, counted from the end of the pipeline: how many microbatches run ahead follows from it.
-        Megatron-Core 0.19.2 counts a module's stages from 0 (multimodule_communicator.py:246-277): one of fewer stages
-        than another would run further ahead than the module behind both takes in, and both wait."""
+        """Stage of this rank, counted from the end of the pipeline; the number of warm-up microbatches follows from it.
+        Megatron-Core 0.19.2 counts a module's stages from 0 (multimodule_communicator.py:246-277): a module with fewer
+        stages than another would run further ahead than their common taker consumes, and both would deadlock."""
         name, info = next(iter(self.rank_module_map.items()))
         return self.total_stages - stages_to_end(self._run.layout, name, info.pp_rank)
 
@@ -194,7 +194,7 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
 
 
 class MegatronCommunicator(MultiModulePipelineCommunicator):
-    """Megatron-Core's communicator as it is; only the time between stages is taken."""
+    """Megatron-Core's communicator unchanged, with the waits between stages timed."""
 
     def __init__(
         self, layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig, watch: Watch = not_timed
@@ -209,7 +209,7 @@ class MegatronCommunicator(MultiModulePipelineCommunicator):
 
 
 def _piped(layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig) -> tuple:
-    """Grids, topology, config, dimension names, numbers of dimensions: what `MultiModulePipelineCommunicator` takes."""
+    """Arguments of `MultiModulePipelineCommunicator`: grids, topology, config, dimension names and counts."""
     topology: dict[str, list[str]] = {name: [] for name in layout.piped_modules}
     for edge in layout.disjoint_edges:
         topology[edge.giver].append(edge.taker)

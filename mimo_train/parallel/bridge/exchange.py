@@ -1,12 +1,12 @@
-"""Bridges: how features go along an edge from the giver's ranks to the taker's first stage, and gradients back.
+"""Bridges: transfer of features along an edge from the giver's ranks to the taker's first stage, and gradients back.
 
 Megatron-Core 0.19.2's `BridgeCommunicator` exchanges shapes before every transfer (bridge_communicator.py:864-980),
 launches a reduction for each debug message even when it is not printed (:428, 434, 512, ...), needs data-parallel
 sizes that divide each other, no context parallelism (:105-116), and cannot return gradients of unequal parts to
 several encoder replicas (mimo/model/base.py:528-558); its `ColocatedBridgeCommunicator`, for modules on the same ranks,
 needs equal counts in every sample, one stage and no context parallelism (colocated_communicator.py:47-50, 118-154).
-These take the number of rows of every sample from the data index: any pair of data-parallel sizes and any counts, none
-included, with one batch of sends and receives per transfer.
+The bridges here take the number of rows of every sample from the data index: they support any pair of data-parallel
+sizes and any counts, zero included, with one batch of sends and receives per transfer.
 
 Rows are features of one microbatch, [rows, hidden], in sample order. Every rank of a replica of the giver's last stage
 holds all rows of the replica's samples, and so does every rank of a replica of the taker's first stage.
@@ -34,7 +34,7 @@ from mimo_train.plan.graph import Edge
 from mimo_train.plan.run import Run
 
 Watch = Callable[[str], AbstractContextManager]
-"""Times what happens in a `with` block, by name (see `mimo_train.metrics.stopwatch`)."""
+"""Times a `with` block, by name (see `mimo_train.metrics.stopwatch`)."""
 
 
 def not_timed(name: str) -> AbstractContextManager:
@@ -43,7 +43,7 @@ def not_timed(name: str) -> AbstractContextManager:
 
 
 class Bridge:
-    """Who exchanges which rows of features with whom along one edge, and the exchange itself.
+    """Routes of feature rows along one edge, and the exchange itself.
 
     Args:
         edge: from the module that gives features to the one that takes them.
@@ -52,7 +52,7 @@ class Bridge:
         watch: times the exchange as `bridge_wait`.
 
     Attributes:
-        while_waiting: called in every exchange when all messages are on their way.
+        while_waiting: called in every exchange after all messages are posted.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Bridge:
         self.while_waiting: Callable[[], None] | None = None
 
     def _give_forward(self, features: torch.Tensor, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
-        """What the giver hands over."""
+        """Rows that the giver sends."""
         peers = self._spans_of_taker(self._forward_to)
         return self._give(features, self._giver_span(microbatch), peers, microbatch)
 
     def _take_forward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
-        """Room for what the taker gets."""
+        """Buffer for the rows that the taker receives."""
         peers = self._spans_of_giver(self._forward_from, microbatch)
         return self._take(self._taker_span(), peers, microbatch)
 
@@ -105,7 +105,7 @@ class Bridge:
         if not parts:
             return []
         if rows is None:
-            # Nothing in the taker depended on these features.
+            # Nothing in the taker depends on these features.
             rows = torch.zeros(count, self._hidden, dtype=self._dtype, device=self._device)
         assert rows.shape == (count, self._hidden), (
             f"{self.giver.name}: features are {tuple(rows.shape)}, the data index says {(count, self._hidden)}"
@@ -122,7 +122,7 @@ class Bridge:
     def _exchange(
         self, given: list[tuple[torch.Tensor, Part]], taken: torch.Tensor | None = None, parts: Sequence[Part] = ()
     ) -> None:
-        """Send what is given and fill `taken`, in one batch; what this rank gives itself is copied."""
+        """Send the parts in `given` and fill `taken`, in one batch; parts for this rank itself are copied."""
         operations = [dist.P2POp(dist.isend, rows, part.peer) for rows, part in given if part.peer != self._rank]
         own = next((rows for rows, part in given if part.peer == self._rank), None)
         for part in parts:
@@ -135,7 +135,7 @@ class Bridge:
                 operations.append(dist.P2POp(dist.irecv, room, part.peer))
         works = dist.batch_isend_irecv(operations) if operations else ()
         if self.while_waiting:
-            # Also where this rank exchanges nothing: what is called may be collective over a replica's ranks.
+            # Also if this rank exchanges nothing: the function may be collective over a replica's ranks.
             self.while_waiting()
         if works:
             with self._watch("bridge_wait"):
@@ -162,9 +162,9 @@ class Bridge:
 class DisjointBridge(Bridge):
     """An edge between modules on different ranks: messages between the steps of a pipeline schedule.
 
-    Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`. Where nothing of the giver
-    needs a gradient, none is sent and none is waited for. The features it receives ask for one all the same: the
-    schedule keeps the gradients of all inputs (schedules.py:619 in Megatron-Core 0.19.2).
+    Has the methods that `MultiModulePipelineCommunicator` calls on a `BridgeCommunicator`. If nothing in the giver
+    needs a gradient, none is sent or received. The received features require one nevertheless, because the schedule
+    retains the gradients of all inputs (schedules.py:619 in Megatron-Core 0.19.2).
     """
 
     def __init__(self, edge: Edge, grids: dict[str, HyperCommGrid], *arguments: Any):
@@ -188,7 +188,7 @@ class DisjointBridge(Bridge):
         return features.requires_grad_()
 
     def send_backward(self, gradient: torch.Tensor | None) -> None:
-        """Send the gradient of the features received for the oldest microbatch without one; None stands for zeros."""
+        """Send the gradient of the features received for the oldest microbatch without one; None means zeros."""
         self._exchange(self._next_given_backward(gradient))
 
     def recv_backward(self) -> torch.Tensor | None:

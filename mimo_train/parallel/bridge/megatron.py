@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.19.2's own bridges need to know, and what they cannot carry (`placement.bridge=megatron`)."""
+"""Sizes for Megatron-Core 0.19.2's own bridges, and the counts they do not support (`placement.bridge=megatron`)."""
 
 import torch.distributed as dist
 
@@ -22,7 +22,7 @@ class MegatronSizes:
         return self._shapes.counts[name][microbatch][first:last]
 
     def require_possible(self) -> None:
-        """Every rank checks the whole step, so every rank stops.
+        """Check the whole step, on every rank, so that every rank stops.
 
         Raises:
             UserError: samples of a microbatch have different numbers of rows, which Megatron-Core's bridges carry only

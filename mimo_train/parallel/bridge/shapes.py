@@ -1,5 +1,5 @@
-"""What every rank knows of a step before it runs: rows and loads of every sample, and which replica has it, so that no
-message has to say how large the next one is. Imports no torch."""
+"""Rows and loads of every sample of a step, and the replica that has it. Every rank has them before the step runs, so
+that no message has to announce the size of the next one. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ Counts = dict[str, list[list[int]]]
 
 @dataclass(frozen=True)
 class Needs:
-    """What of an encoder module needs a gradient in a step; the same on every rank."""
+    """Which parts of an encoder module need a gradient in a step; the same on every rank."""
 
     stages: tuple[bool, ...]
-    """By pipeline stage: whether layers of this stage or of one before are trained."""
+    """By pipeline stage: whether layers of this stage or of an earlier one are trained."""
     features: bool
     """Whether the module's features need a gradient: any layer or the projector is trained."""
 
@@ -31,9 +31,9 @@ class StepShapes:
     loads: Counts = field(default_factory=dict)
     """Tokens that a sample's media take inside the giver's layers."""
     step: int = 0
-    """Counts the steps, so that bridges know when a new one began."""
+    """Counts the steps, so that bridges detect a new one."""
     needs: dict[str, Needs] = field(default_factory=dict)
-    """Which encoder modules need gradients; one that is not named does. Set at the start of a training step."""
+    """Which encoder modules need gradients; one that is missing does. Set at the start of a training step."""
 
     def begin(self, counts: Counts, loads: Counts) -> None:
         """Start a step with these numbers."""
@@ -41,11 +41,11 @@ class StepShapes:
         self.step += 1
 
     def features_need_gradient(self, name: str) -> bool:
-        """Whether the taker sends a gradient to this giver, which waits for it."""
+        """Whether the taker sends a gradient to this giver."""
         return name not in self.needs or self.needs[name].features
 
     def stage_needs_gradient(self, name: str, stage: int) -> bool:
-        """Whether this stage of an encoder gets a gradient from the one behind it."""
+        """Whether this stage of an encoder receives a gradient from the following one."""
         return name not in self.needs or self.needs[name].stages[stage]
 
     def spans(self, encoder: ModuleLayout, microbatch: int) -> list[Span]:
@@ -81,7 +81,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank exchanges with one peer: rows [first, last) of its own tensor."""
+    """Rows [first, last) of this rank's tensor that it exchanges with one peer."""
 
     peer: int
     first: int
@@ -127,8 +127,8 @@ def _replicas(module: ModuleLayout, stage: int) -> list[range]:
 def routes(givers: Sequence[range], takers: Sequence[range]) -> list[tuple[int, int]]:
     """(giving rank, taking rank) pairs: every taking rank has one giving rank in every replica of the giver.
 
-    All ranks of a replica hold the same rows. A rank that stands on both sides gives to itself; else the ranks of the
-    giving replica take turns.
+    All ranks of a replica hold the same rows. A rank on both sides gives to itself; otherwise the ranks of the giving
+    replica take turns.
     """
     return [
         (taking if taking in replica else replica[index % len(replica)], taking)

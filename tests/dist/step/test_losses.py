@@ -127,7 +127,7 @@ def test_named_losses_are_weighted_by_the_config():
     [
         ("nothing", {}, r"returned Tensor: it must return one of \(loss, \{name: value\}\)"),
         ("tokens", {"lm loss": 2.0}, "train.loss_weights: names lm loss, but the loss function returns its total"),
-        ("named", {"smal": 2.0}, "train.loss_weights.smal: no such loss; the forward step gives lm loss, small"),
+        ("named", {"smal": 2.0}, "train.loss_weights.smal: no such loss; the forward step returns lm loss, small"),
     ],
 )
 def test_what_a_loss_function_cannot_return_is_named(returns, weights, message):

@@ -18,7 +18,7 @@ def test_stages_idle_ranks_and_the_way_of_features():
     cfg = arranged({"dp": 2, "pp": 2}, (32, 4), first=first, images={"tp": 2}, sounds={"dp": 2}, photos={"tp": 2})
     cfg.placement.allow_idle = True
     found = table(cfg)
-    assert found.header == ("ranks", "what stands there")
+    assert found.header == ("ranks", "modules")
     assert found.rows == [
         ("0-1", "sounds + photos"),
         ("2-3", "idle"),
@@ -26,7 +26,7 @@ def test_stages_idle_ranks_and_the_way_of_features():
         ("6-7", "language, stage 2 of 2"),
     ]
     assert found.notes[:3] == [
-        "features of images are dealt again, from tp2 to dp2: it is on the first ranks of language (4-5)",
+        "features of images are redistributed, from tp2 to dp2: it is on the first ranks of language (4-5)",
         "features of sounds are sent from ranks 0-1 to 4-5",
         "features of photos are sent from ranks 0-1 to 4-5",
     ]

@@ -217,4 +217,4 @@ def test_pretrain_ends_at_once_where_no_module_stands(launcher, capsys):
 
     launcher(4, 5)
     assert pretrain(changed(ALLOWED)) == 0
-    assert capsys.readouterr().out == "process 4: no module stands here (placement.allow_idle), it ends\n"
+    assert capsys.readouterr().out == "process 4: no module is placed here (placement.allow_idle), exiting\n"

@@ -58,7 +58,7 @@ def test_every_event_reaches_every_listener_with_its_arguments():
 
 
 def test_a_method_that_is_no_event_is_refused_when_the_class_is_made():
-    with pytest.raises(TypeError, match=r"Wrong\.on_step is no event.*on_step_start, on_step_end, on_log"):
+    with pytest.raises(TypeError, match=r"Wrong\.on_step is not a callback event.*on_step_start, on_step_end, on_log"):
 
         class Wrong(Callback):
             def on_step(self, state):
@@ -96,7 +96,7 @@ def test_an_unknown_event_cannot_be_fired():
 
 
 def test_what_is_no_callback_is_refused():
-    with pytest.raises(TypeError, match=r"Recorder'> is no object of a subclass"):
+    with pytest.raises(TypeError, match=r"Recorder'> is not an instance"):
         Callbacks([Recorder])
 
 
@@ -156,10 +156,10 @@ def test_callbacks_of_the_working_directory_are_found(project):
     [
         ("my_package.nothing:Good", "No module named 'my_package.nothing'"),
         ("my_package.mine:Bad", "has no attribute 'Bad'"),
-        ("my_package.mine:Other", "Other is no subclass of mimo_train.training.callbacks.Callback"),
-        ("my_package.mine:function", "function is no subclass"),
+        ("my_package.mine:Other", "Other is not a subclass of mimo_train.training.callbacks.Callback"),
+        ("my_package.mine:function", "function is not a subclass"),
         ("my_package.mine:Wants", "missing 1 required positional argument: 'path'"),
-        ("wrong:Wrong", "Wrong.on_end is no event of a callback"),
+        ("wrong:Wrong", "Wrong.on_end is not a callback event"),
     ],
 )
 def test_an_entry_that_cannot_be_used_is_named_with_the_reason(project, entry, reason):
