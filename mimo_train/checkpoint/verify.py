@@ -77,7 +77,9 @@ def _require_hashes(folder: Path) -> None:
         files = json.loads((folder / INTEGRITY_FNAME).read_text())["files"]
         listed = isinstance(files, dict) and files.keys() >= set(INDEX)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise folders.damaged(folder, f"{INTEGRITY_FNAME} cannot be read ({error or type(error).__name__})") from error
+        raise folders.damaged(
+            folder, f"{INTEGRITY_FNAME} cannot be read ({str(error) or type(error).__name__})"
+        ) from error
     if not listed:
         raise folders.damaged(folder, f"{INTEGRITY_FNAME} does not list {' and '.join(INDEX)}")
 

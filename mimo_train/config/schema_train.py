@@ -55,7 +55,7 @@ class TrainConfig:
     rerun: str = key("disabled", choices=("disabled", "validate_results", "report_determinism_stats"))
     """Megatron-Core's rerun state machine: `disabled`, `validate_results` (repeat a step with a suspect loss, to tell
     transient faults of the hardware from wrong data) or `report_determinism_stats`. See
-    docs/robustness.md#a-loss-that-is-suspect."""
+    docs/robustness.md#suspect-losses."""
     exit_interval: int = key(0, at_least=0)
     """The run saves and ends at a step that is a multiple of this; 0: never."""
     exit_duration_minutes: float = key(0.0, at_least=0)
