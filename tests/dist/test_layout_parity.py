@@ -60,7 +60,7 @@ def test_layouts_stay_near_each_other_with_adam_as_users_have_it(demos, tmp_path
 
 
 NEAR = 2e-4
-"""Relative difference of losses; on one machine 1e-7 was seen, on another 2.5e-5 at three times the rate."""
+"""Relative difference of losses; 2.5e-5 was met on one machine, in other runs at three times the rate."""
 
 
 def test_the_default_rows_have_what_any_row_has():

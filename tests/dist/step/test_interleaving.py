@@ -7,7 +7,7 @@ import pytest
 
 from mimo_train.checkpoint import folders
 from mimo_train.metrics.sinks.jsonl import read_metrics
-from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
+from tests.dist.runs import TOLERANCE, USUAL_ADAM, config, curve, largest_difference, train_on_ranks
 
 MODEL = (
     "llm@modules.language.llm=gpt_tiny_moe",
@@ -70,7 +70,7 @@ def test_chunks_evaluate_and_decode_like_one_process(prose, tmp_path):
     found = {}
     for name, layout in (("one", OTHERS["one process"]), ("chunks", CHUNKS)):
         held_out = (f"data.validation_shards={prose}/held_out", "train.report_samples=2")
-        train_on_ranks(run_config(prose, tmp_path / name, *layout, *held_out, "train.iters=2"))
+        train_on_ranks(run_config(prose, tmp_path / name, *layout, *held_out, "train.iters=2", *USUAL_ADAM))
         (values,) = [line for line in read_metrics(tmp_path / name / "metrics.jsonl") if "eval/loss" in line]
         found[name] = values["eval/loss"], json.loads((tmp_path / name / "samples.json").read_text())
     assert found["chunks"][0] == pytest.approx(found["one"][0], rel=TOLERANCE)
