@@ -52,7 +52,7 @@ def build_tokenizer(name: str | os.PathLike[str], placeholders: Sequence[str] = 
     placeholders: one per media module, e.g. ["<image>"]. Raises DataError if it cannot be loaded.
     """
     if len(set(placeholders)) < len(placeholders):
-        raise DataError(f"each media module needs a placeholder of its own, got {list(placeholders)}")
+        raise DataError(f"each media module needs its own placeholder, got {list(placeholders)}")
     return ByteTokenizer(placeholders) if name == "bytes" else HuggingFaceTokenizer(name, placeholders)
 
 

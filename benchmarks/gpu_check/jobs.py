@@ -73,7 +73,7 @@ class Jobs:
         self._scratch.cleanup()
 
     def run(self, function: Callable, limit: float, **arguments: Any) -> Outcome:
-        """`function(**arguments)` in a process of its own; both are JSON, or names of it.
+        """`function(**arguments)` in its own process; both are JSON, or names of it.
 
         Args:
             limit: seconds after which the process is ended.

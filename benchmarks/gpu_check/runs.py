@@ -1,4 +1,4 @@
-"""Runs of `pretrain` for the checks: curves to compare, and a large model to time. Each in a process of its own."""
+"""Runs of `pretrain` for the checks: curves to compare, and a large model to time. Each in its own process."""
 
 import functools
 import io

@@ -1,4 +1,4 @@
-"""What the checks run: functions of numbers and names that return numbers and names, each in a process of its own."""
+"""What the checks run: functions of numbers and names that return numbers and names, each in its own process."""
 
 import os
 import platform

@@ -125,7 +125,7 @@ def _two_pictures(digits: Digits, rng: np.random.Generator, extension: str) -> D
 
 
 def _draw(digits: Digits, chosen: np.ndarray, colours: list[int], rng: np.random.Generator) -> np.ndarray:
-    """uint8 [CANVAS, CANVAS, 3]: the digits from left to right, each in a column of its own and at any height, on a
+    """uint8 [CANVAS, CANVAS, 3]: the digits from left to right, each in its own column and at any height, on a
     dark background."""
     canvas = np.full((CANVAS, CANVAS, 3), rng.integers(0, 24), dtype=np.uint8)
     columns = np.sort(rng.permutation(CANVAS // _CELL)[: len(chosen)]) * _CELL

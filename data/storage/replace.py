@@ -12,7 +12,7 @@ from typing import BinaryIO
 def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     """A binary file to write; it takes the place of `path` when the block ends, and vanishes when the block raises.
 
-    Threads, processes and machines may replace one path at the same time: each writes a file of its own with a random
+    Threads, processes and machines may replace one path at the same time: each writes its own file with a random
     name beside it, and the last one to end stays.
 
     Args:

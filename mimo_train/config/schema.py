@@ -190,7 +190,7 @@ class ConfigContainer:
     def llm(self) -> LlmSpec:
         """Sizes of the language model, of a config whose modules have no faults."""
         llm = self.language.llm
-        assert llm is not None, "modules.language.llm is missing, which `plan.run` would have told"
+        assert llm is not None, "modules.language.llm is missing, which `plan.run` reports as a fault"
         return llm
 
     def recompute_of(self, name: str) -> str:

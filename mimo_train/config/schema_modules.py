@@ -60,7 +60,7 @@ class ModuleOptimConfig:
     weight_decay: float | None = key(None, at_least=0)
     """Decoupled weight decay, on matrices only."""
     clip_grad: float | None = key(None, at_least=0)
-    """Largest gradient norm of this module alone: set, the module is a clip group of its own; 0 does not clip."""
+    """Largest gradient norm of this module alone: set, the module is its own clip group; 0 does not clip."""
     projector_lr: float | None = key(None, at_least=0)
     """Peak learning rate of the module's projector, where it differs from its encoder's."""
 
@@ -170,7 +170,7 @@ class ModuleConfig:
     feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
     """Features of a frozen encoder on disk, from one epoch to the next. See docs/frozen.md#feature-cache."""
     prefetch_microbatches: int = key(0, at_least=0)
-    """Microbatches whose features a frozen encoder on ranks of its own computes ahead, while it waits; 0: none. See
+    """Microbatches whose features a frozen encoder on its own ranks computes ahead, while it waits; 0: none. See
     docs/frozen.md#prefetching."""
     optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
     """What this module does differently from `optim`; a value that is not set is the run's. See

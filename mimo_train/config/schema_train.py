@@ -43,7 +43,7 @@ class TrainConfig:
     """`[first size, increment, samples]`: the global batch grows from the first size to `global_batch_size` in equal
     steps over that many samples; empty: no ramp-up. Every size is a multiple of `micro_batch_size * dp`."""
     skip_iters: list[int] = field(default_factory=list)
-    """Steps, counted from 1, whose samples are passed over: no forward pass, no update, no step of the learning
+    """Steps, counted from 1, whose samples are skipped: no forward pass, no update, no step of the learning
     rate."""
     loss_weights: dict[str, float] = field(default_factory=dict)
     """Weights of the losses that a loss function returns as `{name: loss}`; 1 where a name is missing. A name that is
@@ -63,7 +63,7 @@ class TrainConfig:
     manual_gc_interval: int = key(0, at_least=0)
     """Steps between garbage collections, on all ranks at once, with Python's own collector off; 0: Python decides."""
     callbacks: list[str] = field(default_factory=list)
-    """Classes `package.module:Class` that are told what happens. See docs/callbacks.md."""
+    """Classes `package.module:Class` whose methods are called at events of the loop. See docs/callbacks.md."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be."""

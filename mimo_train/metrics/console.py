@@ -59,7 +59,7 @@ class Console:
         self._view.step(step, self._total, parts)
 
     def message(self, text: str) -> None:
-        """Print `text` on a line of its own."""
+        """Print `text` on its own line."""
         self._view.print(text)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:

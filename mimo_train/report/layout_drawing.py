@@ -47,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True)
 class LayoutDrawing:
-    """Encoders on ranks of their own, the language model with what shares its ranks, and the arithmetic in words."""
+    """Encoders on their own ranks, the language model with what shares its ranks, and the arithmetic in words."""
 
     encoders: list[Block]
     language: Block
@@ -85,7 +85,7 @@ def _summary(run: Run, shares_ranks: bool) -> str:
     layout, batch = run.layout, run.batch
     said = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
     if len(layout.modules) > 1:
-        said += ", modules share ranks" if shares_ranks else ", each module on ranks of its own"
+        said += ", modules share ranks" if shares_ranks else ", each module on its own ranks"
     idle = sorted(set(range(layout.processes[-1])) - set(layout.processes))
     if idle:
         said += f"; idle: {', '.join(map(str, idle[:_MAX_BOXES]))}{' ...' if len(idle) > _MAX_BOXES else ''}"

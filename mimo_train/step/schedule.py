@@ -1,6 +1,6 @@
 """Communicator, schedule and gradient finalisation for a set of modules: one or many.
 
-Where modules are on ranks of their own, or a taker has several stages, Megatron-Core's 1F1B runs over
+Where modules are on their own ranks, or a taker has several stages, Megatron-Core's 1F1B runs over
 `ModuleCommunicator`. Givers on the ranks of a taker of one stage, and one module in one stage, run without pipelining;
 one module in several stages runs 1F1B over Megatron-Core's `P2PCommunicator`, interleaved if each stage has several
 model chunks.

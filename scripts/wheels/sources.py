@@ -99,7 +99,7 @@ def _wanted(name: str) -> bool:
 
 
 def _with_requirements(files: dict[str, str]) -> str:
-    """PKG-INFO, and in it what the package requires, which setuptools long kept in a file of its own."""
+    """PKG-INFO, and in it what the package requires, which setuptools long kept in its own file."""
     text = files["PKG-INFO"]
     requires = next((content for name, content in files.items() if name.endswith("requires.txt")), "")
     if "\nRequires-Dist:" in text or not requires:
