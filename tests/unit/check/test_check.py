@@ -1,64 +1,14 @@
 """`mimo-train check`: what it prints for sound runs, and that it names every fault with its numbers."""
 
-import dataclasses
 import gzip
-import io
-import json
-import tarfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from PIL import Image
 
-from data.demo.make import DEMOS
-from data.pipeline import Dataset
-from data.tokens import build_tokenizer
 from mimo_train.check import check
 from mimo_train.cli import main
-from mimo_train.config import compose
-from mimo_train.config.keys import rules_of
-from mimo_train.config.schema import DataConfig
-from mimo_train.plan.run import config_faults
-from tests.unit.configs import changed, load
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    """In a folder of our own, with relative paths, so that equal overrides are composed once."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compose, "load", lambda config, overrides=(): load(config, *overrides))
-
-
-def picture(width: int = 20, height: int = 20) -> bytes:
-    raw = io.BytesIO()
-    Image.new("RGB", (width, height), (200, 30, 30)).save(raw, "PNG")
-    return raw.getvalue()
-
-
-def record(question: str, answer: str = "seven") -> bytes:
-    return json.dumps(
-        {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
-    ).encode()
-
-
-def shard(path: Path, *members: tuple[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, raw in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(raw)
-            tar.addfile(info, io.BytesIO(raw))
-    return path
-
-
-def sound(count: int = 4) -> list[tuple[str, bytes]]:
-    """Samples of 32 tokens: begin, 2 role markers, 16 of the picture, 6 of text, seven, 2 ends. 6 carry loss."""
-    members = []
-    for at in range(count):
-        members += [(f"{at:04d}.png", picture()), (f"{at:04d}.json", record("<image>\nWhat?"))]
-    return members
+from tests.unit.check.shards import on, picture, record, shard, sound
+from tests.unit.configs import load
 
 
 def run(capsys, *argv: str) -> tuple[int, str, list[str]]:
@@ -71,12 +21,6 @@ def run(capsys, *argv: str) -> tuple[int, str, list[str]]:
         assert lines.pop().endswith("this run cannot start")
     assert all(line.startswith("error: ") for line in lines)
     return code, out, [line.removeprefix("error: ") for line in lines]
-
-
-def on(shards, **more: str) -> list[str]:
-    """Overrides of a run over `shards`, without a demo."""
-    values = {"data.demo": "", "data.validation_shards": "", "data.shards": str(shards), **more}
-    return ["vlm_digits", *(f"{key}={value}" for key, value in values.items())]
 
 
 def test_a_vision_language_run(capsys, tmp_path):
@@ -313,63 +257,6 @@ def test_a_run_without_a_language_module_is_checked_as_far_as_it_goes(capsys, tm
     assert [fault.split(": ")[0] for fault in faults] == ["modules", "optim.decay"]
 
 
-def wrong_values() -> Iterator[tuple[str, Any, str]]:
-    """For every key of `vlm_digits` that has rules: values that break them, and what is said of each."""
-    cfg = load("vlm_digits")
-    names = ("run", "placement", "data", "train", "optim", "checkpoint", "log", "profiling")
-    sections = {name: getattr(cfg, name) for name in names} | {"modules.language.llm": cfg.language.llm}
-    for name, module in cfg.modules.items():
-        parts = {"layout": module.layout, "optim": module.optim, "lora": module.lora, "cache": module.feature_cache}
-        sections |= {f"modules.{name}": module} | {
-            f"modules.{name}.{'feature_cache' if part == 'cache' else part}": section for part, section in parts.items()
-        }
-    for prefix, section in sections.items():
-        for field in dataclasses.fields(section):
-            rules, key = rules_of(field), f"{prefix}.{field.name}"
-            if rules.choices:
-                yield key, "wrong", "'wrong'"
-            if rules.at_least is not None:
-                yield key, rules.at_least - 1, f"at least {rules.at_least}"
-            if rules.above is not None:
-                yield key, rules.above, f"above {rules.above}, is {rules.above}"
-            if rules.below is not None:
-                yield key, rules.below, f"below {rules.below}, is {rules.below}"
-
-
-def test_rules_are_many():
-    assert len([*wrong_values()]) > 90
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        *wrong_values(),
-        ("optim.beta1", 1.0, "at least 0 and below 1, is 1"),
-        ("optim.beta2", -0.1, "at least 0 and below 1, is -0.1"),
-        ("optim.min_lr", 1.0, "at most optim.lr 0.001, is 1.0"),
-        ("data.shards", "", "data.demo=digits needs a folder"),
-        ("modules.language.llm.num_attention_heads", 32, "even width, it is 3 (hidden_size 96 / 32 heads)"),
-        ("modules.language.llm.num_query_groups", -1, "at least 0 (0: as many as query heads), is -1"),
-        ("modules.images.freeze", ["llm"], "'llm' is no part of this module, it has encoder and projector"),
-        ("modules.language.freeze", ["encoder"], "'encoder' is no part of this module, it has llm"),
-    ],
-)
-def test_values_out_of_range_are_faults_of_their_key(key, value, said):
-    messages = [fault.message for fault in config_faults(changed({key: value})) if fault.key == key]
-    assert any(said in message for message in messages), messages
-
-
-def test_the_demos_of_the_config_are_those_that_can_be_made():
-    (field,) = (field for field in dataclasses.fields(DataConfig) if field.name == "demo")
-    assert rules_of(field).choices == ("", *DEMOS)
-
-
-def test_a_run_with_everything_frozen_has_nothing_to_train():
-    frozen = {"modules.images.freeze": ["encoder", "projector"], "modules.language.freeze": ["llm"]}
-    assert [fault.key for fault in config_faults(changed(frozen))] == ["modules.language.freeze"]
-    assert config_faults(changed({"modules.images.freeze": frozen["modules.images.freeze"]})) == []
-
-
 def test_freezing_shows_in_the_table(capsys):
     _, out, _ = run(capsys, "vlm_digits", "modules.images.freeze=[encoder]", 'modules.language.freeze=["*.bias"]')
     (images,) = (line for line in out.splitlines() if line.startswith(" images    vit_tiny"))
@@ -395,96 +282,3 @@ def test_uneven_memory_is_a_warning():
     report = check(load("vlm_digits", "llm@modules.language.llm=llama_1b"))
     (warning,) = report.warnings
     assert "memory is uneven: rank 1 (language)" in warning and "rank 0 (images)" in warning
-
-
-def saved(run_dir: Path, *overrides: str, fingerprint: str = "", steps=(100, 200)) -> str:
-    """A run.dir as training leaves it, with a checkpoint that is not complete; returns the override that names it."""
-    for step in steps:
-        folder = run_dir / "checkpoints" / f"step_{step:08d}"
-        folder.mkdir(parents=True)
-        record = {"config": compose.to_dict(load("vlm_digits", *overrides)), "data_fingerprint": fingerprint}
-        (folder / "run.json").write_text(json.dumps(record))
-    (run_dir / "checkpoints" / "step_00000300").mkdir()
-    return f"run.dir={run_dir}"
-
-
-def test_a_run_that_resumes_says_from_where(tmp_path):
-    report = check(load("vlm_digits", saved(tmp_path)))
-    assert (report.faults, report.warnings) == ([], [])
-    assert f"resumes {tmp_path}/checkpoints/step_00000200" in report.notes
-    report = check(load("vlm_digits", f"checkpoint.resume={tmp_path}/checkpoints/step_00000100"))
-    assert f"resumes {tmp_path}/checkpoints/step_00000100" in report.notes
-
-
-def test_a_checkpoint_of_another_layout_is_fine(tmp_path):
-    report = check(load("vlm_digits", saved(tmp_path, "layout=language_tp2")))
-    assert (report.faults, report.warnings) == ([], [])
-    (note,) = report.notes
-    assert "language tp2; now images one rank, language one rank" in note and "resharded" in note
-
-
-def test_a_checkpoint_of_another_model_is_a_fault(tmp_path):
-    override = saved(tmp_path, "modules.language.llm.hidden_size=64", "modules.language.llm.dropout=0.1")
-    (fault,) = check(load("vlm_digits", override)).faults
-    assert fault.key == "run.dir"
-    assert "(modules.language.llm.hidden_size was 64, is 96)" in fault.message
-    assert check(load("vlm_digits", override, "checkpoint.resume=never")).faults == []
-
-
-def test_a_checkpoint_of_other_modules_is_a_fault(tmp_path):
-    override = saved(tmp_path)
-    (fault,) = check(load("gpt_tiny", override)).faults
-    assert "modules were images, language, are language" in fault.message
-
-
-def test_learned_positions_tie_a_checkpoint_to_its_sequence_length(tmp_path):
-    override = saved(tmp_path, "modules.language.llm.position=learned")
-    report = check(load("vlm_digits", override, "modules.language.llm.position=learned", "data.sequence_length=64"))
-    assert "data.sequence_length was 96, is 64" in report.faults[0].message
-    assert check(load("vlm_digits", saved(tmp_path / "rope"), "data.sequence_length=64")).faults == []
-
-
-def test_a_checkpoint_of_other_data_is_a_fault(tmp_path):
-    path = shard(Path("a.tar"), *sound())
-    fingerprint = Dataset([path], tokenizer=build_tokenizer("bytes"), sequence_length=96).fingerprint
-    (fault,) = check(load(*on(path), saved(tmp_path / "old", fingerprint="0123"))).faults
-    assert fault.key == "data.shards"
-    assert f"fingerprint {fingerprint}, was 0123" in fault.message
-    assert check(load(*on(path), saved(tmp_path / "same", fingerprint=fingerprint))).faults == []
-
-
-def test_a_checkpoint_whose_record_is_damaged_is_a_warning(tmp_path):
-    override = saved(tmp_path)
-    for text in ("{}", '{"config": {"train": {"iter": 5}}, "data_fingerprint": ""}'):
-        (tmp_path / "checkpoints" / "step_00000200" / "run.json").write_text(text)
-        (warning,) = check(load("vlm_digits", override)).warnings
-        assert "step_00000200" in warning and "run.json cannot be read" in warning
-
-
-def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
-    """Training would end on it."""
-    override = saved(tmp_path)
-    for text in ("{", "[]", ""):
-        (tmp_path / "checkpoints" / "step_00000200" / "run.json").write_text(text)
-        (fault,) = check(load("vlm_digits", override)).faults
-        assert fault.key == "checkpoint.resume"
-        assert "step_00000200 is damaged: run.json" in fault.message and "remove this folder" in fault.message
-
-
-def test_folders_of_checkpoints_must_be_there(tmp_path):
-    (tmp_path / "file").touch()
-    overrides = [f"run.dir={tmp_path}/file"], [f"checkpoint.resume={tmp_path}/none"]
-    keys = [fault.key for given in overrides for fault in check(load("vlm_digits", *given)).faults]
-    assert keys == ["run.dir", "checkpoint.resume"]
-
-
-def test_what_a_module_computes_again_is_one_of_the_runs_choices():
-    (found,) = config_faults(load("vlm_digits", "modules.images.recompute=all"))
-    assert str(found) == "modules.images.recompute: must be empty or none or selective or full, is 'all'"
-
-
-def test_gathering_parameters_needs_the_distributed_optimizer():
-    overlap = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
-    assert not config_faults(load("gpt_tiny", *overlap))
-    (found,) = config_faults(load("gpt_tiny", *overlap, "optim.distributed_optimizer=false"))
-    assert found.key == "optim.overlap_param_gather" and "optim.distributed_optimizer" in found.message

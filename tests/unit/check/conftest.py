@@ -1,0 +1,13 @@
+"""What tests of `check` share."""
+
+import pytest
+
+from mimo_train.config import compose
+from tests.unit.configs import load
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """In a folder of our own, with relative paths, so that equal overrides are composed once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compose, "load", lambda config, overrides=(): load(config, *overrides))

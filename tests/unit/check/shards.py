@@ -1,0 +1,44 @@
+"""Shards for tests of `check`."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+from PIL import Image
+
+
+def picture(width: int = 20, height: int = 20) -> bytes:
+    raw = io.BytesIO()
+    Image.new("RGB", (width, height), (200, 30, 30)).save(raw, "PNG")
+    return raw.getvalue()
+
+
+def record(question: str, answer: str = "seven") -> bytes:
+    return json.dumps(
+        {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+    ).encode()
+
+
+def shard(path: Path, *members: tuple[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, raw in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(raw)
+            tar.addfile(info, io.BytesIO(raw))
+    return path
+
+
+def sound(count: int = 4) -> list[tuple[str, bytes]]:
+    """Samples of 32 tokens: begin, 2 role markers, 16 of the picture, 6 of text, seven, 2 ends. 6 carry loss."""
+    members = []
+    for at in range(count):
+        members += [(f"{at:04d}.png", picture()), (f"{at:04d}.json", record("<image>\nWhat?"))]
+    return members
+
+
+def on(shards, **more: str) -> list[str]:
+    """Overrides of a run over `shards`, without a demo."""
+    values = {"data.demo": "", "data.validation_shards": "", "data.shards": str(shards), **more}
+    return ["vlm_digits", *(f"{key}={value}" for key, value in values.items())]

@@ -1,0 +1,82 @@
+"""Faults of values, alone and between keys."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from data.demo.make import DEMOS
+from mimo_train.config.keys import rules_of
+from mimo_train.config.schema import DataConfig
+from mimo_train.plan.run import config_faults
+from tests.unit.configs import changed, load
+
+
+def wrong_values() -> Iterator[tuple[str, Any, str]]:
+    """For every key of `vlm_digits` that has rules: values that break them, and what is said of each."""
+    cfg = load("vlm_digits")
+    names = ("run", "placement", "data", "train", "optim", "checkpoint", "log", "profiling")
+    sections = {name: getattr(cfg, name) for name in names} | {"modules.language.llm": cfg.language.llm}
+    for name, module in cfg.modules.items():
+        parts = {"layout": module.layout, "optim": module.optim, "lora": module.lora, "cache": module.feature_cache}
+        sections |= {f"modules.{name}": module} | {
+            f"modules.{name}.{'feature_cache' if part == 'cache' else part}": section for part, section in parts.items()
+        }
+    for prefix, section in sections.items():
+        for field in dataclasses.fields(section):
+            rules, key = rules_of(field), f"{prefix}.{field.name}"
+            if rules.choices:
+                yield key, "wrong", "'wrong'"
+            if rules.at_least is not None:
+                yield key, rules.at_least - 1, f"at least {rules.at_least}"
+            if rules.above is not None:
+                yield key, rules.above, f"above {rules.above}, is {rules.above}"
+            if rules.below is not None:
+                yield key, rules.below, f"below {rules.below}, is {rules.below}"
+
+
+def test_rules_are_many():
+    assert len([*wrong_values()]) > 90
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        *wrong_values(),
+        ("optim.beta1", 1.0, "at least 0 and below 1, is 1"),
+        ("optim.beta2", -0.1, "at least 0 and below 1, is -0.1"),
+        ("optim.min_lr", 1.0, "at most optim.lr 0.001, is 1.0"),
+        ("data.shards", "", "data.demo=digits needs a folder"),
+        ("modules.language.llm.num_attention_heads", 32, "even width, it is 3 (hidden_size 96 / 32 heads)"),
+        ("modules.language.llm.num_query_groups", -1, "at least 0 (0: as many as query heads), is -1"),
+        ("modules.images.freeze", ["llm"], "'llm' is no part of this module, it has encoder and projector"),
+        ("modules.language.freeze", ["encoder"], "'encoder' is no part of this module, it has llm"),
+    ],
+)
+def test_values_out_of_range_are_faults_of_their_key(key, value, said):
+    messages = [fault.message for fault in config_faults(changed({key: value})) if fault.key == key]
+    assert any(said in message for message in messages), messages
+
+
+def test_the_demos_of_the_config_are_those_that_can_be_made():
+    (field,) = (field for field in dataclasses.fields(DataConfig) if field.name == "demo")
+    assert rules_of(field).choices == ("", *DEMOS)
+
+
+def test_a_run_with_everything_frozen_has_nothing_to_train():
+    frozen = {"modules.images.freeze": ["encoder", "projector"], "modules.language.freeze": ["llm"]}
+    assert [fault.key for fault in config_faults(changed(frozen))] == ["modules.language.freeze"]
+    assert config_faults(changed({"modules.images.freeze": frozen["modules.images.freeze"]})) == []
+
+
+def test_what_a_module_computes_again_is_one_of_the_runs_choices():
+    (found,) = config_faults(load("vlm_digits", "modules.images.recompute=all"))
+    assert str(found) == "modules.images.recompute: must be empty or none or selective or full, is 'all'"
+
+
+def test_gathering_parameters_needs_the_distributed_optimizer():
+    overlap = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
+    assert not config_faults(load("gpt_tiny", *overlap))
+    (found,) = config_faults(load("gpt_tiny", *overlap, "optim.distributed_optimizer=false"))
+    assert found.key == "optim.overlap_param_gather" and "optim.distributed_optimizer" in found.message
