@@ -10,9 +10,9 @@ from mimo_train.plan import memory
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.memory import GIB, Memory, StageMemory
 from mimo_train.plan.parameters import ParameterCount, freeze_patterns, module_parameters
-from mimo_train.plan.pipeline import bubble, pipeline_stages
 from mimo_train.plan.placement import span_text
 from mimo_train.plan.run import Run
+from mimo_train.plan.stages import bubble, pipeline_stages
 
 IMBALANCE = 2.0
 """Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""

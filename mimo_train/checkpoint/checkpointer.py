@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint import folders
@@ -11,6 +12,7 @@ from mimo_train.config.fault import UserError
 from mimo_train.model.param_gather import gathered
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
+from mimo_train.parallel.agreement import agreed
 from mimo_train.plan.run import Run
 
 
@@ -88,7 +90,7 @@ class Checkpointer:
             UserError: the checkpoint is damaged, or of another model or other shards; on every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
-        folder = folders.chosen(self._run.dir, cfg.checkpoint.resume)
+        folder = self._chosen()
         if folder is not None:
             whole = (self._model, self._optimizer, self._schedulers, self._train_state)
             record = load_checkpoint(folder, layout, *whole)
@@ -100,6 +102,24 @@ class Checkpointer:
             load_checkpoint(weights, layout, self._model)
             # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
+        return folder
+
+    def _chosen(self) -> Path | None:
+        """The checkpoint to continue from: rank 0 chooses, and every rank must find it. Collective."""
+        run_dir, box = self._run.dir, list[Path | None]([None])
+        with agreed():
+            if dist.get_rank() == 0:
+                folder = folders.chosen(run_dir, self._run.cfg.checkpoint.resume)
+                folders.require_none_later(run_dir, folder)
+                box = [folder]
+        dist.broadcast_object_list(box)
+        folder = box[0]
+        with agreed():
+            if folder is not None and not (folder / folders.RECORD).is_file():
+                raise UserError(
+                    f"run.dir: rank {dist.get_rank()} does not find {folder}, which rank 0 continues from: {run_dir} "
+                    "must be on a file system that all nodes see"
+                )
         return folder
 
     def close(self) -> None:

@@ -56,6 +56,27 @@ def chosen(run_dir: Path, resume: str) -> Path | None:
     return in_folder(Path(resume), "checkpoint.resume")
 
 
+def require_none_later(run_dir: Path, start: Path | None) -> None:
+    """
+    Args:
+        start: the checkpoint that a run in `run_dir` starts from; None for a new run.
+
+    Raises:
+        UserError: `run_dir` holds checkpoints of later steps, of another run or of an earlier start of this one. The
+            next start with `checkpoint.resume=auto` would take them, and `checkpoint.keep` would keep them instead of
+            this run's.
+    """
+    found = newest(run_dir)
+    if found is None or found == start:
+        return
+    step = read_record(start, "step")["step"] if start is not None else 0
+    if found.name > final_folder(run_dir, step).name:
+        raise UserError(
+            f"checkpoint.resume: {found} is of a later step than {step}, at which this run begins: "
+            "checkpoint.resume=auto continues from it; to begin there, give another run.dir, or remove the later ones"
+        )
+
+
 def in_folder(folder: Path, key: str) -> Path:
     """The checkpoint that the value of `key` names: a checkpoint's folder, or a run's folder, whose newest it is.
 

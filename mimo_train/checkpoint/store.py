@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.verify import require_held, verified_record
+from mimo_train.checkpoint.integrity import require_held, verified_record
 from mimo_train.config.compose import to_dict
 from mimo_train.config.parts import is_adapter
 from mimo_train.parallel import device

@@ -67,7 +67,8 @@ def main(run: "Run") -> int:
     from mimo_train.launch.library_log import adopt_torch, divert
 
     exit_signal = ExitSignal().listen()  # before the slow imports
-    divert(run.dir / "logs" / f"rank_{os.environ.get('RANK', '0')}.log")
+    rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
+    divert(run.dir / "logs" / f"rank_{rank}.log")
     if run.cfg.run.inprocess_restarts:
         # Its threads poll the other ranks every second, and torch would print a warning each time.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -82,15 +83,17 @@ def main(run: "Run") -> int:
     except BaseException as error:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise
-        _print_error(error)
-        if _is_lost_peer(error):
-            # The rank that broke the connection has the cause: let it exit first. The launcher then ends the others.
+        from mimo_train.config.fault import PeersError
+
+        if not isinstance(error, PeersError):
+            _print_error(error, rank)
+        if isinstance(error, PeersError) or _is_lost_peer(error):
+            # The rank with the cause exits first. The launcher then ends the others.
             time.sleep(SECONDS_BEHIND_PEERS)
         sys.stdout.flush()
         sys.stderr.flush()
         # Destroying process groups would wait for peers that are stuck in a collective.
         os._exit(1)
-    rank = dist.get_rank()
     dist.barrier()
     if rank == run.layout.logging_rank:
         _summarise(run)
@@ -106,8 +109,8 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
 
 
-def _print_error(error: BaseException) -> None:
-    prefix = f"rank {os.environ.get('RANK', '0')}: "
+def _print_error(error: BaseException, rank: int) -> None:
+    prefix = f"rank {rank}: "
     if isinstance(error, users_faults()):
         prefix, text = f"error: {prefix}", str(error)
     else:

@@ -86,6 +86,7 @@ def train_step(
     """
     session = session_of(global_state, "train_step")
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=data_iterator)
+    session.freeze_stages.apply(session.state.train_state.step)
     result = TrainStep(session, forward_step_func)()
     asked = (result.should_checkpoint, result.should_exit, result.exit_code)
     return result.losses, result.skipped_iter, *asked, result.grad_norm, result.num_zeros_in_grad

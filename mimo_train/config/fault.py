@@ -11,6 +11,10 @@ class UserError(ValueError):
     """
 
 
+class PeersError(UserError):
+    """An error that another rank has found and prints; every rank raises it."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing that is wrong with a run: the config key to change, and a sentence with the numbers."""

@@ -13,6 +13,7 @@ from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer, PlacementConfig
+from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.evaluation.greedy import PredictStep
 from mimo_train.plan.inputs import media_of
@@ -23,10 +24,19 @@ NAMES = {"image": "picture", "audio": "clip"}
 
 
 def on_one_process(cfg: ConfigContainer) -> ConfigContainer:
-    """The same model with every module on one rank, and one sample at a time."""
+    """The same model with every module on one rank, and one sample at a time, on whatever device is here; without what
+    only training uses, such as trackers that are not installed here."""
     modules = {name: replace(module, layout=LayoutConfig()) for name, module in cfg.modules.items()}
     train = replace(cfg.train, global_batch_size=1, micro_batch_size=1, rampup_batch_size=[])
-    return replace(cfg, modules=modules, placement=PlacementConfig(mode="shared"), train=train)
+    return replace(
+        cfg,
+        modules=modules,
+        placement=PlacementConfig(mode="shared"),
+        train=train,
+        run=replace(cfg.run, device="auto", inprocess_restarts=0),
+        log=LogConfig(),
+        profiling=ProfilingConfig(),
+    )
 
 
 @torch.no_grad()

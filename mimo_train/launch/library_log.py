@@ -76,8 +76,12 @@ class _Writer:
         self._file: TextIO | None = None
 
     def write(self, text: str) -> None:
-        file = self._file = self._file or self._open()
-        print(text, file=file, flush=True)
+        self._file = self._file or self._open()
+        try:
+            print(text, file=self._file, flush=True)
+        except OSError:  # the disk is full, or was taken away
+            self._file = sys.stderr
+            print(text, file=self._file, flush=True)
 
     def _open(self) -> TextIO:
         try:
@@ -99,9 +103,13 @@ class _Handler(logging.Handler):
         self._format = logging.Formatter("%(levelname)s %(name)s: %(message)s")
 
     def emit(self, record: logging.LogRecord) -> None:
-        if is_library(record.pathname):
-            self._writer.write(self._format.format(record))
-            if record.levelno < logging.ERROR:
-                return
-        assert logging.lastResort is not None
-        logging.lastResort.handle(record)
+        last = logging.lastResort
+        try:
+            if is_library(record.pathname):
+                self._writer.write(self._format.format(record))
+                if record.levelno < logging.ERROR:
+                    return
+            if last is not None and record.levelno >= last.level:
+                last.handle(record)
+        except Exception:  # a logger must never end what it reports on
+            self.handleError(record)

@@ -16,7 +16,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -161,6 +161,8 @@ class RouterLosses:
             self._tracked.append(_Tracked("z_loss", "z_loss", layout.tp * layout.cp * layout.dp))
             config.moe_z_loss_coeff /= self._parts  # `_scale` multiplies every loss of the routers
         self.active = bool(self._tracked)
+        # The tracker is one for the process: nothing of an earlier run in it may count in this one.
+        destroy_moe_metrics_tracker()
         self.numbers = len(self._tracked) * config.num_layers
         if self.active:
             config.moe_grad_scale_func = self._scale

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.fault import PeersError, UserError
 
 
 @contextmanager
@@ -14,7 +14,7 @@ def agreed() -> Iterator[None]:
     gathering of messages. Other errors are ours, and are not waited with.
 
     Raises:
-        UserError: a rank has raised one; the message is that of the lowest such rank.
+        UserError: a rank has raised one; the lowest such rank raises its own, the others a `PeersError` with its text.
     """
     own: UserError | None = None
     try:
@@ -25,6 +25,9 @@ def agreed() -> Iterator[None]:
     if dist.is_initialized() and dist.get_world_size() > 1:
         messages *= dist.get_world_size()
         dist.all_gather_object(messages, messages[0])
-    first = next((message for message in messages if message is not None), None)
-    if first is not None:
-        raise UserError(first) from own
+    rank, first = next(((rank, text) for rank, text in enumerate(messages) if text is not None), (0, None))
+    if first is None:
+        return
+    if own is not None and (len(messages) == 1 or rank == dist.get_rank()):
+        raise own
+    raise PeersError(first) from own

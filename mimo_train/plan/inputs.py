@@ -60,13 +60,11 @@ def build_dataset(
     *,
     held_out: bool = False,
     shards: str | Sequence[str | Path] | None = None,
-    max_bad_samples: int | None = None,
 ) -> Dataset:
     """The training samples, or the held-out ones: these in order, and with their texts.
 
     Args:
         shards: instead of those of the config.
-        max_bad_samples: instead of the config's.
 
     Raises:
         DataError: no shards, or one that cannot be used.
@@ -83,6 +81,6 @@ def build_dataset(
         shuffle=data.shuffle and not held_out,
         cache_dir=data.cache_dir or None,
         blind=data.blind,
-        max_bad_samples=data.max_bad_samples if max_bad_samples is None else max_bad_samples,
+        max_bad_samples=data.max_bad_samples,
         keep_text=held_out,
     )

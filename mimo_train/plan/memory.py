@@ -19,8 +19,8 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.plan.layout import layers_of_stage
 from mimo_train.plan.parameters import ParameterCount, module_parameters
-from mimo_train.plan.pipeline import in_flight
 from mimo_train.plan.run import Run
+from mimo_train.plan.stages import in_flight
 
 GIB = 1024**3
 

@@ -96,10 +96,14 @@ class StepLosses:
         groups: RunGroups,
         step_sum: StepSum,
         validate: Callable[[torch.Tensor, torch.Tensor], None] = lambda loss, num_tokens: None,
+        *,
+        needs_tokens: bool = False,
     ):
         """
         Args:
             weights: `train.loss_weights`.
+            needs_tokens: whether losses must be sums with their number of tokens, since those of routers, which
+                Megatron-Core adds for each token, are divided by it (`mimo_train.model.moe.RouterLosses`).
             validate: called with the loss sum of every microbatch and its number of tokens.
         """
         self.reports: list[dict[str, torch.Tensor]] = []
@@ -110,6 +114,7 @@ class StepLosses:
         self._counts_mean = int(language is not None and language.cp.rank() == 0)
         self._cp_group = language.cp if language is not None and language.cp.size() > 1 else None
         self._checked: tuple[str, ...] | None = None
+        self._needs_tokens = needs_tokens
 
     def begin(self) -> None:
         """Start a step."""
@@ -140,6 +145,8 @@ class StepLosses:
 
     def _normalise(self, result: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         if isinstance(result, dict) and result:
+            if self._needs_tokens and _is_mean(next(iter(result.values()))):
+                raise UserError(_NO_TOKENS)
             return weighted_sum(result, self._weights, self._cp_group)
         if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[-1], dict):
             if self._weights:
@@ -149,6 +156,8 @@ class StepLosses:
                 )
             if len(result) == 3:
                 return result[0], result[1], {name: _pair(value) for name, value in result[-1].items()}
+            if self._needs_tokens:
+                raise UserError(_NO_TOKENS)
             # A mean counts as one token: the sum over microbatches and ranks is divided by their number.
             one = torch.tensor(self._counts_mean, dtype=torch.int, device=result[0].device)
             return result[0], one, {name: _pair(value, self._counts_mean) for name, value in result[-1].items()}
@@ -178,6 +187,17 @@ class StepLosses:
             raise UserError("the loss function reports other names for other microbatches: report all, with count 0")
         sums = torch.cat([report[name] for report in self.reports for name in names])
         return sums.view(len(self.reports), -1).sum(0, dtype=torch.float64)
+
+
+_NO_TOKENS = (
+    "modules.language.llm.router_aux_loss: the loss function returns a mean, but the losses of routers have their "
+    "weight only beside a sum of token losses: let it return (sum, number of tokens, report) or {name: (sum, number)}, "
+    "or set router_aux_loss and router_z_loss to 0"
+)
+
+
+def _is_mean(value: Any) -> bool:
+    return not isinstance(value, (tuple, list)) and torch.as_tensor(value).numel() == 1
 
 
 def _pair(value: Any, count: int = 1) -> torch.Tensor:

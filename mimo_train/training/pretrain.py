@@ -73,7 +73,8 @@ def one_life(
     """Set up, train and close once; an in-process restart calls it again.
 
     Args:
-        start_time: of this job, in seconds since the epoch.
+        start_time: of this job, in seconds since the epoch, for `train.exit_duration_minutes`; the log counts from
+            the start of this life.
         store: for the rendezvous, instead of the address in the environment.
 
     Returns:
@@ -82,7 +83,7 @@ def one_life(
     votes = ExitVotes(exit_signal, run.cfg.train.exit_duration_minutes, start_time)
     session: Session | None = None
     try:
-        session = setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
+        session = setup(run, votes, start_time=time.time(), store=store, pre_wrap_hook=pre_wrap_hook)
         return train(session, forward_step_func, callbacks)
     except BaseException as error:
         state = session.state if session else GlobalState(run, start_time=start_time)

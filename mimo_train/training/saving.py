@@ -57,7 +57,8 @@ class Saver:
             self.save(data, due or "non_persistent_interval", non_persistent=non_persistent)
         if ending in EXPLAINED:
             why = EXPLAINED[ending].format(train=state.cfg.train)
-            state.console.message(f"{why}: saved at step {step}; the same command continues the run")
+            again = "" if checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+            state.console.message(f"{why}: saved at step {step}; the same command{again} continues the run")
         return ending is not None
 
     def save(

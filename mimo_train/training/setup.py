@@ -2,6 +2,7 @@
 
 import os
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,8 +55,6 @@ from mimo_train.training.exit import ExitVotes
 class Parts:
     """The parts of a run that a forward pass needs, without an optimizer."""
 
-    kind: str
-    """The run's device, cuda or cpu."""
     tokenizer: Tokenizer
     pipeline: Pipeline
     """With the model, the process groups and the device."""
@@ -87,11 +86,10 @@ class Session:
 
     def close(self) -> None:
         """End threads, profilers and writers, also after a failure."""
-        self.data.close()
-        self.parts.profiler.close()
-        self.checkpointer.close()
-        self.state.console.close()
-        self.state.metrics.close()
+        state, parts = self.state, self.parts
+        with ExitStack() as ends:  # all of them, whichever fails
+            for part in (state.metrics, state.console, self.checkpointer, parts.profiler, self.data):
+                ends.callback(part.close)
 
 
 def setup(
@@ -126,7 +124,9 @@ def setup(
     freeze_stages = FreezeStages(cfg, optimizer, partial(_announce_needs, pipeline.shapes, needs))
     schedulers = ModuleSchedulers(cfg, optimizer)
     rerun = Rerun(cfg.train.rerun, cfg.train.log_interval)
-    losses = StepLosses(cfg.train.loss_weights, groups, step_sum, rerun.validate)
+    losses = StepLosses(
+        cfg.train.loss_weights, groups, step_sum, rerun.validate, needs_tokens=pipeline.router_losses.active
+    )
     dataset = build_dataset(cfg, parts.tokenizer)
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     checkpointer = Checkpointer(run, *saved, dataset.fingerprint)
@@ -147,7 +147,9 @@ def setup(
     prefetcher = features.prefetcher(data)
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
+    held_out = HeldOut(run, pipeline, parts.tokenizer, features) if cfg.data.validation_shards else None
     return Session(
+        # The log is opened last: what fails before leaves the files of an earlier start as they are.
         state=_open_state(run, train_state, start_time, resumed_from),
         parts=parts,
         optimizer=optimizer,
@@ -156,7 +158,7 @@ def setup(
         rerun=rerun,
         freeze_stages=freeze_stages,
         data=data,
-        held_out=HeldOut(run, pipeline, parts.tokenizer, features) if cfg.data.validation_shards else None,
+        held_out=held_out,
         checkpointer=checkpointer,
         bad_samples=BadSampleCount(train_state, cfg.data.max_bad_samples, device),
     )
@@ -211,7 +213,7 @@ def build_parts(run: Run, kind: str, device: torch.device, pre_wrap_hook: ModelH
     _seed(cfg, groups)
     step_sum, stopwatch = StepSum(device), Stopwatch(cuda=kind == "cuda")
     pipeline = Pipeline(run, groups, model, device, step_sum, stopwatch)
-    return Parts(kind, tokenizer, pipeline, step_sum, stopwatch, profiler)
+    return Parts(tokenizer, pipeline, step_sum, stopwatch, profiler)
 
 
 def make_demo_shards(run: Run) -> None:

@@ -16,8 +16,8 @@ from mimo_train.parallel import device
 from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
 from mimo_train.parallel.bridge.shapes import StepShapes, Turns
 from mimo_train.plan.layout import ModuleLayout, RunLayout
-from mimo_train.plan.pipeline import stages_to_end
 from mimo_train.plan.run import Run
+from mimo_train.plan.stages import stages_to_end
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]
 """From the stage before, from the one behind, and handles of messages that are still on their way."""

@@ -234,6 +234,11 @@ def test_losses_of_routers_are_the_same_on_every_rank_at_every_layout(overrides,
 
 def values_of_routers(cfg) -> list[dict[str, float]]:
     """The losses of routers of two steps, as every rank knows them."""
+    import torch
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    # What an earlier run of this process has left, of a model with more layers.
+    get_moe_metrics_tracker().record("z_loss", torch.tensor(1e6), 1, num_layers=7)
     cfg.train.iters, values = 2, []
     steps = Steps(cfg)
     for _ in range(2):

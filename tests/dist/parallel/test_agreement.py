@@ -6,7 +6,7 @@ from tests.dist.ranks import run_ranks
 def _outcomes() -> list[str]:
     import torch.distributed as dist
 
-    from mimo_train.config.fault import UserError
+    from mimo_train.config.fault import PeersError, UserError
     from mimo_train.parallel.agreement import agreed
 
     dist.init_process_group("gloo")
@@ -18,6 +18,8 @@ def _outcomes() -> list[str]:
                     raise UserError(f"found by rank {rank}")
             found.append("")
         except UserError as error:
+            # The one that has found it is to print it, the others are not.
+            assert isinstance(error, PeersError) == (rank != min(at_fault))
             found.append(str(error))
     dist.destroy_process_group()
     return found

@@ -80,6 +80,7 @@ def _train_frozen(cfg) -> dict[str, float]:
         (("modules.language.freeze=[llm]",), {"encoders", "input_projections"}),
         (("modules.images.freeze=[encoder]", "modules.language.freeze=[llm]"), {"input_projections"}),
         (("modules.images.freeze=[encoder, projector]",), {"language"}),
+        (("modules.images.freeze_until={encoder: 1}",), {"encoders", "input_projections", "language"}),
     ],
 )
 @pytest.mark.parametrize("layout", ["one_process", "two_processes"])

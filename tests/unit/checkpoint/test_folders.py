@@ -56,6 +56,17 @@ def test_a_folder_without_a_checkpoint_is_an_error_whatever_its_name(tmp_path, f
         folders.in_folder(tmp_path / folder, "checkpoint.weights")
 
 
+def test_a_run_begins_at_no_earlier_step_than_its_folder_holds(tmp_path):
+    """Its checkpoints would be removed as the oldest, and the next start would take those of later steps."""
+    first, second = saved(tmp_path, 200), saved(tmp_path, 800)
+    elsewhere = saved(tmp_path / "other", 700).rename(tmp_path / "best")
+    folders.require_none_later(tmp_path, second)
+    folders.require_none_later(tmp_path / "new", first)
+    for start, step in ((None, 0), (first, 200), (elsewhere, 700)):
+        with pytest.raises(UserError, match=f"step_00000800 is of a later step than {step}, .*another run.dir"):
+            folders.require_none_later(tmp_path, start)
+
+
 def test_an_unfinished_checkpoint_is_none(tmp_path):
     saved(tmp_path, 2)
     folders.partial_folder(tmp_path, 3, True).mkdir(parents=True)

@@ -19,6 +19,7 @@ def warn():
     warnings.warn("a warning of a library")
     logging.getLogger("a_library").warning("a record of a library")
     logging.getLogger("a_library").error("an error of a library")
+    logging.getLogger("a_library").warning("%d", "a record that cannot be formatted")
 """
 PROGRAM = """
 import logging, sys, sysconfig, warnings

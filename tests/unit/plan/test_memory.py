@@ -10,11 +10,12 @@ from encoders.spec import joined_width
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.plan import memory, parameters, pipeline
+from mimo_train.plan import memory, parameters
 from mimo_train.plan.inputs import tokenizer_of
 from mimo_train.plan.memory import Memory
 from mimo_train.plan.parameters import ParameterCount
 from mimo_train.plan.run import Run, resolve
+from mimo_train.plan.stages import bubble, in_flight, pipeline_stages
 from tests.unit.configs import load
 
 SMALL = LlmSpec(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)
@@ -231,8 +232,8 @@ def test_memory_of_an_encoder_in_stages():
     (one,) = memory.stage_memory(whole, "images", 384)
     assert (first.ranks, last.ranks) == ((0,), (1,))
     assert first.memory.weights + last.memory.weights == one.memory.weights
-    assert pipeline.pipeline_stages(run.layout) == 3
-    assert [pipeline.in_flight(run, "images", stage) for stage in (0, 1)] == [3, 2]
+    assert pipeline_stages(run.layout) == 3
+    assert [in_flight(run, "images", stage) for stage in (0, 1)] == [3, 2]
     counts = parameters.module_parameters(run.cfg, "images", 384, stage=0, stages=2)
     assert set(counts) == {"encoder"}
 
@@ -265,26 +266,26 @@ def test_freezing_takes_parts_and_leaves_patterns_uncounted():
 )
 def test_bubble(overrides, stages, share):
     run = resolved(*overrides)
-    assert pipeline.pipeline_stages(run.layout) == stages
-    assert pipeline.bubble(run) == pytest.approx(share)
+    assert pipeline_stages(run.layout) == stages
+    assert bubble(run) == pytest.approx(share)
 
 
 def test_microbatches_in_flight_fall_towards_the_last_stage():
     run = resolved("layout=language_pp2")
-    assert pipeline.in_flight(run, "images", 0) == 3
-    assert [pipeline.in_flight(run, "language", stage) for stage in (0, 1)] == [2, 1]
+    assert in_flight(run, "images", 0) == 3
+    assert [in_flight(run, "language", stage) for stage in (0, 1)] == [2, 1]
     few = resolved("layout=language_pp2", "train.global_batch_size=16")
-    assert pipeline.in_flight(few, "images", 0) == 2  # no more than there are
+    assert in_flight(few, "images", 0) == 2  # no more than there are
     shared = resolved("layout=one_process")
-    assert pipeline.in_flight(shared, "images", 0) == pipeline.in_flight(shared, "language", 0) == 1
+    assert in_flight(shared, "images", 0) == in_flight(shared, "language", 0) == 1
 
 
 def test_interleaving_fills_the_bubble_and_keeps_more_chunks():
     run = resolved("layout=language_pp2_vpp2", config="gpt_tiny")
     assert run.batch.num_microbatches == 2
-    assert pipeline.bubble(run) == pytest.approx(1 / 5)  # 2 x 2 chunks
+    assert bubble(run) == pytest.approx(1 / 5)  # 2 x 2 chunks
     # Warm-up of stage 0: 2 x 1 + 1 x 2 of one chunk, and one more; there are no more than 2 x 2.
-    assert [pipeline.in_flight(run, "language", stage) for stage in (0, 1)] == [4, 3]
+    assert [in_flight(run, "language", stage) for stage in (0, 1)] == [4, 3]
 
 
 def test_memory_of_a_language_rank_by_hand(tmp_path):

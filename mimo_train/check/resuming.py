@@ -30,6 +30,7 @@ def add_run_dir(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
         return
     try:
         checkpoint = folders.chosen(folder, cfg.checkpoint.resume)
+        folders.require_none_later(folder, checkpoint)
     except UserError as error:
         report.faults.append(Fault("checkpoint.resume", str(error).removeprefix("checkpoint.resume: ")))
         return
@@ -50,7 +51,7 @@ def add_run_dir(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
             "whether model and data fit is not known"
         )
         return
-    remedy = "use another run.dir, or checkpoint.resume=never"
+    remedy = "use another run.dir"
     changes = list(_model_changes(before, cfg))
     if changes:
         report.faults.append(Fault("run.dir", f"{checkpoint} is of another model ({'; '.join(changes)}): {remedy}"))
@@ -59,7 +60,7 @@ def add_run_dir(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
             Fault(
                 "data.shards",
                 f"are not those that {checkpoint} was trained on (fingerprint {data_fingerprint}, was {fingerprint}), "
-                f"so the order of samples would not continue: give the same shards, {remedy}",
+                f"so the order of samples would not continue: give the same shards, or {remedy}",
             )
         )
     if layout is not None and layout_before.modules != layout.modules:
