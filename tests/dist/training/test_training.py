@@ -66,6 +66,7 @@ def _train_frozen(cfg) -> dict[str, float]:
     for _ in range(3):
         run.train_data_iterator.advance()
         train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
+        run.state.train_state.step += 1
     parts = {"encoders": 0.0, "input_projections": 0.0, "language": 0.0}
     for name, (parameter, before) in named.items():
         part = next((part for part in parts if part in name), "language")
