@@ -1,6 +1,5 @@
 """Data that cannot be read: every fault ends the run with its name, or costs only its own loss; never a hang."""
 
-import io
 import json
 import tarfile
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
+from tests.tars import write_tar
 
 
 def members_of(shard: Path) -> list[tuple[str, bytes]]:
@@ -18,20 +18,10 @@ def members_of(shard: Path) -> list[tuple[str, bytes]]:
         return [(member.name, tar.extractfile(member).read()) for member in tar]
 
 
-def write_shard(path: Path, members: list[tuple[str, bytes]]) -> None:
-    """A shard of these members."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
 def spoiled(digits: Path, folder: Path, spoil) -> Path:
     """A copy of the first training shard in which `spoil(name, content)` replaced members."""
     shard = sorted((digits / "train").glob("*.tar"))[0]
-    write_shard(folder / "train" / shard.name, [(name, spoil(name, content)) for name, content in members_of(shard)])
+    write_tar(folder / "train" / shard.name, [(name, spoil(name, content)) for name, content in members_of(shard)])
     return folder
 
 

@@ -2,10 +2,11 @@
 
 import io
 import json
-import tarfile
 from pathlib import Path
 
 from PIL import Image
+
+from tests.tars import write_tar
 
 
 def picture(width: int = 20, height: int = 20) -> bytes:
@@ -21,13 +22,7 @@ def record(question: str, answer: str = "seven") -> bytes:
 
 
 def shard(path: Path, *members: tuple[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, raw in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(raw)
-            tar.addfile(info, io.BytesIO(raw))
-    return path
+    return write_tar(path, members)
 
 
 def sound(count: int = 4) -> list[tuple[str, bytes]]:

@@ -5,7 +5,8 @@ import torch
 
 from data.pipeline import Dataset
 from data.tokens import build_tokenizer
-from tests.unit.data.helpers import chat, encode_picture, images, write_tar
+from tests.tars import write_tar
+from tests.unit.data.helpers import chat, encode_picture, images
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 
 import numpy as np
 from PIL import Image
@@ -23,16 +22,6 @@ def encode_picture(height, width, kind="JPEG", value=None, seed=0, orientation=N
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def write_tar(path, members):
-    """members: (name, bytes) in order."""
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, raw in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(raw)
-            tar.addfile(info, io.BytesIO(raw))
-    return path
 
 
 def chat(question, answer):

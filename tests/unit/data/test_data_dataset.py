@@ -12,7 +12,8 @@ import torch
 from data.errors import DataError, ShardError, TooManyBadSamples
 from data.pipeline import Dataset, Media
 from data.tokens import build_tokenizer
-from tests.unit.data.helpers import chat, encode_picture, images, write_tar
+from tests.tars import write_tar
+from tests.unit.data.helpers import chat, encode_picture, images
 
 
 def counts_of(data):

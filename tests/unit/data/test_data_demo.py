@@ -15,7 +15,8 @@ from data.pipeline import Batching, Dataset, Reader, StepLoader
 from data.shards import find_shards
 from data.tokens import build_tokenizer
 from mimo_train.cli import main
-from tests.unit.data.helpers import chat, images, write_tar
+from tests.tars import write_tar
+from tests.unit.data.helpers import chat, images
 
 SMALL = {"train_samples": 1500, "held_out_samples": 768, "shards": 3}
 

@@ -14,7 +14,8 @@ from data.errors import DataError, ShardError
 from data.index import build_index, index_path, open_index
 from data.media.headers import parse_header_bytes
 from data.shards import find_shards
-from tests.unit.data.helpers import encode_picture, write_tar
+from tests.tars import write_tar
+from tests.unit.data.helpers import encode_picture
 
 TEXT = b'{"text": "hello"}'
 

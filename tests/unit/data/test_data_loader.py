@@ -5,7 +5,8 @@ import torch
 
 from data.errors import TooManyBadSamples
 from data.pipeline import Batching, Reader, StepLoader
-from tests.unit.data.helpers import chat, encode_picture, images, write_tar
+from tests.tars import write_tar
+from tests.unit.data.helpers import chat, encode_picture, images
 
 BOTH = (Reader("language", 0, 1), Reader("images", 0, 1))
 BATCHING = Batching(global_batch_size=8, microbatch_samples=4)
