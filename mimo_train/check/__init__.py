@@ -33,7 +33,7 @@ def main(config: str, overrides: Sequence[str] = ()) -> int:
         show(Report(faults=error.faults), "", sys.stdout, sys.stderr)
         return 1
     report = check(cfg)
-    script = "train_gpt.sh" if compose.is_plain_gpt(cfg) else "train_vlm.sh"
+    script = "train_vlm.sh" if cfg.encoders else "train_gpt.sh"
     command = shlex.join([f"scripts/{script}", config, *overrides])
     show(report, f"no faults; start it with: {command}", sys.stdout, sys.stderr)
     return 1 if report.faults else 0

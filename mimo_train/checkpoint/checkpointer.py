@@ -132,3 +132,13 @@ class Checkpointer:
                 f"data.shards: the shards are not those of checkpoint {folder} (fingerprint {now}, was {was}), so the "
                 "order of samples would not continue: give the same shards, or another run.dir"
             )
+        before, cfg = record["config"], self._run.cfg
+        for key, old, new in (
+            ("run.seed", before["run"]["seed"], cfg.run.seed),
+            ("data.shuffle", before["data"]["shuffle"], cfg.data.shuffle),
+        ):
+            if old != new:
+                raise UserError(
+                    f"{key}: is {new}, and checkpoint {folder} was trained with {old}, so the order of samples would "
+                    f"not continue: set {key}={str(old).lower()}, or give another run.dir"
+                )

@@ -12,7 +12,7 @@ from mimo_train.compat.state import SessionState
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.launch.exit_signal import ExitSignal
-from mimo_train.launch.processes import started_run
+from mimo_train.launch.processes import require_none_idle, started_run
 from mimo_train.model.heads import ModelHook
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
@@ -55,8 +55,12 @@ def setup(
         callbacks: called by the loop and by the documented functions.
         pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
         store: for the rendezvous, instead of the address in the environment.
+
+    Raises:
+        ConfigError: the config has faults, or there are processes without a module. Also all that `pretrain` raises.
     """
     run, start_time = config if isinstance(config, Run) else started_run(config), time.time()
+    require_none_idle(run)
     votes = ExitVotes(exit_signal or ExitSignal(), run.cfg.train.exit_duration_minutes, start_time)
     session = native.setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
     return SetupOutput(

@@ -18,7 +18,6 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 
@@ -211,8 +210,3 @@ def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:
         if "is not a ListConfig" in message:
             message = "must be a list, for example [a, b]"
         raise ConfigError([Fault(key, message)]) from error
-
-
-def is_plain_gpt(cfg: ConfigContainer) -> bool:
-    """Whether the run has only the language model."""
-    return set(cfg.modules) == {LANGUAGE}

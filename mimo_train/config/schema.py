@@ -81,6 +81,17 @@ class PlacementConfig:
     `megatron` (Megatron-Core's own communicators, to compare; they exchange sizes, and need counts of equal parts and
     data-parallel sizes that divide each other). Same numbers."""
 
+    def faults(self) -> Iterator[Fault]:
+        """Values that cannot be. Ranks and modules are looked at together in `mimo_train.plan.placement`."""
+        yield from value_faults(self, "placement")
+        for name, rank in self.first_rank.items():
+            if rank < 0:
+                yield Fault(f"placement.first_rank.{name}", f"must be at least 0, is {rank}")
+        if self.first_rank and self.mode == "shared":
+            yield Fault(
+                "placement.first_rank", "applies to mode disjoint; shared modules all start at rank 0: remove it"
+            )
+
 
 @dataclass
 class DataConfig:
@@ -203,6 +214,7 @@ class ConfigContainer:
         yield from self.run.faults(self.checkpoint.resume)
         for name, module in self.modules.items():
             yield from module.faults(name, self.optim, self.placement.bridge)
+        yield from self.placement.faults()
         yield from self._nothing_to_train()
         yield from self.data.faults()
         yield from self.train.faults()

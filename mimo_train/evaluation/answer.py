@@ -11,7 +11,6 @@ from data.media.headers import parse_extent
 from data.records import Part, Turn
 from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
-from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer, PlacementConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import LayoutConfig
@@ -79,7 +78,7 @@ def _encode(
     cfg: ConfigContainer, tokenizer: Tokenizer, prompt: str, files: dict[str, list[bytes]]
 ) -> tuple[list[int], dict]:
     """Token ids of the prompt, and the inputs of every encoder module."""
-    if set(cfg.modules) == {LANGUAGE} and not files:
+    if not cfg.encoders and not files:
         begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
         return begin + tokenizer.encode(prompt), {}
     modules = media_of(cfg)

@@ -14,7 +14,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.placement import node_faults
-from mimo_train.plan.run import Run, config_faults, resolve
+from mimo_train.plan.run import Run, config_faults, on_nodes, resolve
 
 
 def started_run(cfg: ConfigContainer) -> Run:
@@ -28,6 +28,17 @@ def started_run(cfg: ConfigContainer) -> Run:
     if found:
         raise ConfigError(found)
     return run
+
+
+def require_none_idle(run: Run) -> None:
+    """
+    Raises:
+        ConfigError: there are processes without a module. Only `pretrain` lets them end, and counts without them.
+    """
+    layout, started = run.layout, int(os.environ.get("WORLD_SIZE", "1"))
+    if layout.processes != tuple(range(started)):
+        text = f"{started} processes for {layout.world_size} ranks: only pretrain runs with processes without a module"
+        raise ConfigError([Fault("placement.allow_idle", text)])
 
 
 def is_idle(layout: RunLayout) -> bool:
@@ -74,6 +85,11 @@ def _process_faults(run: Run) -> list[Fault]:
     started, needed = int(os.environ.get("WORLD_SIZE", "1")), run.layout.processes[-1] + 1
     if started < needed or (started > needed and not run.cfg.placement.allow_idle):
         return [Fault("WORLD_SIZE", _another_number(run, started))]
+    here, nodes = (int(os.environ.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    if nodes and here * nodes != started:
+        # Nodes would place modules differently, each by its own number.
+        text = f"{started} processes on {nodes} nodes, and {here} of them here: start as many on each node"
+        return [Fault("LOCAL_WORLD_SIZE", text)]
     # `resolve` has checked the nodes in the config; the launcher may have started others.
     return list(node_faults(run.cfg, _started_per_node()))
 
@@ -113,6 +129,7 @@ def _replicas(run: Run, started: int) -> str:
             dp, rest = divmod(layout.modules[name].dp * (ranks + started - layout.processes[-1] - 1), ranks)
             # Below 1 where there is no such size: that is a fault.
             changed.modules[name].layout.dp = 0 if rest else dp
+        changed = on_nodes(changed, layout.ranks_per_node)
         if not config_faults(changed) and resolve(changed).layout.processes[-1] + 1 == started:
             return "set " + " ".join(f"modules.{name}.layout.dp={changed.modules[name].layout.dp}" for name in names)
     return ""

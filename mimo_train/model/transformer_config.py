@@ -24,7 +24,6 @@ _ACTIVATIONS = {"gelu": F.gelu, "quick_gelu": quick_gelu, "relu": F.relu, "silu"
 def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfig:
     """The language model's config; it also drives the schedule, on every rank."""
     llm = cfg.llm
-    several_modules = len(cfg.modules) > 1
     return _config(
         cfg,
         layout.language,
@@ -44,7 +43,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         attention_dropout=llm.dropout,
         init_method_std=llm.init_std,
         # Schedules of several modules exchange shapes; the dense default dispatcher of MoE rejects that.
-        variable_seq_lengths=several_modules,
+        variable_seq_lengths=bool(cfg.encoders),
         moe_token_dispatcher_type="alltoall",
         **_interleaving(layout.language),
         **_uneven_stages(llm.num_layers, layout.language.pp),

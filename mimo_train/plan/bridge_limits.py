@@ -34,19 +34,20 @@ def bridge_faults(cfg: ConfigContainer, layout: RunLayout) -> Iterator[Fault]:
             f"Megatron-Core's bridge between modules on the same ranks needs pp 1, {LANGUAGE} has pp {language.pp}: "
             f"{instead}",
         )
+    for edge in layout.edges:
+        given, taken = layout.modules[edge.giver].dp, layout.modules[edge.taker].dp
+        if max(given, taken) % min(given, taken):
+            yield Fault(
+                "placement.bridge",
+                f"Megatron-Core's bridges need data-parallel sizes that divide each other, {edge.giver} has dp {given} "
+                f"and {edge.taker} dp {taken}: {instead}",
+            )
     for name, module in cfg.encoders.items():
         if module.layout.pp > 1:
             # mimo/submodules/base.py, ModalitySubmodules.forward: later stages pass on what they receive
             yield Fault(
                 "placement.bridge",
                 f"Megatron-Core's model has encoders of one stage, {name} has pp {module.layout.pp}: {instead}",
-            )
-        larger, smaller = max(module.layout.dp, language.dp), min(module.layout.dp, language.dp)
-        if larger % smaller:
-            yield Fault(
-                "placement.bridge",
-                f"Megatron-Core's bridges need data-parallel sizes that divide each other, {name} has dp "
-                f"{module.layout.dp} and {LANGUAGE} dp {language.dp}: {instead}",
             )
         if module.balance != "samples":
             yield Fault(

@@ -21,6 +21,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.plan.graph import connections
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class StepFlops:
     def __init__(self, cfg: ConfigContainer, vocab: int):
         """`vocab`: rows of the embedding, padding included (`memory.padded_vocab_size`)."""
         self._recompute = {name: cfg.recompute_of(name) for name in cfg.modules}
-        self._modules = cfg.modules
+        self._modules, self._connections = cfg.modules, connections(cfg)
         width = cfg.llm.hidden_size
         one_of_each = (Media(patches=1), Media(tokens=1), Media(pairs=1))
         self._products = {
@@ -209,14 +210,11 @@ class StepFlops:
         frozen = {name: frozen_patterns(module, step) for name, module in self._modules.items()}
         key = tuple(frozen.items())
         if key not in self._unit:
-            adapted = {name for name, module in self._modules.items() if module.lora.rank}
-            encoders = [name for name in self._modules if name != LANGUAGE]
             # Adapters are too small to count, but gradients go back to the first of them.
-            reached = adapted | (
-                {LANGUAGE}
-                if any(name in adapted or is_trained(self._products[name][0], frozen[name]) for name in encoders)
-                else set()
-            )
+            reached = {name for name, module in self._modules.items() if module.lora.rank}
+            for giver, taker in self._connections:  # in the order of the forward pass
+                if giver in reached or is_trained(self._products[giver][0], frozen[giver]):
+                    reached.add(taker)
             self._unit[key] = {
                 name: [
                     count(products, frozen[name], upstream=name in reached, recompute=self._recompute[name])

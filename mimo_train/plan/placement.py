@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
@@ -134,14 +133,10 @@ def _crossing(cfg: ConfigContainer, name: str, first: int, node: int) -> range |
 
 def _key_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     placement = cfg.placement
-    yield from value_faults(placement, "placement")
-    for name, rank in placement.first_rank.items():
+    yield from placement.faults()
+    for name in placement.first_rank:
         if name not in cfg.modules:
             yield Fault(f"placement.first_rank.{name}", f"no such module; modules are {', '.join(cfg.modules)}")
-        if rank < 0:
-            yield Fault(f"placement.first_rank.{name}", f"must be at least 0, is {rank}")
-    if placement.first_rank and placement.mode == "shared":
-        yield Fault("placement.first_rank", "applies to mode disjoint; shared modules all start at rank 0: remove it")
     missing = set(cfg.modules) - set(placement.first_rank)
     if placement.first_rank and missing:
         yield Fault(

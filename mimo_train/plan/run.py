@@ -19,7 +19,8 @@ from mimo_train.plan.placement import placement_faults
 
 @dataclass(frozen=True)
 class Run:
-    """A config without faults, with its layout and batch. Created once per process by `resolve`, and passed on."""
+    """A config with its layout and batch. A process that trains creates one, by `resolve`, and passes it on; `check`
+    has one as soon as layout and batch have no fault."""
 
     cfg: ConfigContainer
     layout: RunLayout
@@ -41,11 +42,12 @@ def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
     Raises:
         ConfigError: every one of `config_faults`.
     """
-    cfg = on_nodes(cfg, ranks_per_node)
-    found = config_faults(cfg)
+    placed = on_nodes(cfg, ranks_per_node)
+    found = config_faults(placed)
     if found:
         raise ConfigError(found)
-    return Run(cfg, lay_out(cfg), Batch.of(cfg))
+    # The config stays the user's: saved with a launcher's number in it, it would not fit other nodes.
+    return Run(cfg, lay_out(placed), Batch.of(cfg))
 
 
 def on_nodes(cfg: ConfigContainer, ranks_per_node: int) -> ConfigContainer:

@@ -78,6 +78,7 @@ class Interval:
     """Accumulates local numbers during the interval; `collect` combines them over ranks and starts the next interval.
 
     Attributes:
+        steps: steps of the interval so far.
         step_samples: samples of the latest steps of this job, as many as `log.throughput_window` looks at.
     """
 
@@ -94,7 +95,7 @@ class Interval:
             flops: of each module.
             seconds: wall time on this rank.
         """
-        self._steps += 1
+        self.steps += 1
         self._samples += samples
         self.step_samples.append(samples)
         self._seconds += seconds
@@ -123,7 +124,7 @@ class Interval:
         bad, *values = host[world * columns :]
         times = len(INTERVALS)
         numbers = IntervalNumbers(
-            steps=self._steps,
+            steps=self.steps,
             samples=self._samples,
             seconds=self._seconds,
             flops=self._flops,
@@ -136,5 +137,5 @@ class Interval:
         return numbers
 
     def _reset(self) -> None:
-        self._steps, self._samples, self._seconds = 0, 0, 0.0
+        self.steps, self._samples, self._seconds = 0, 0, 0.0
         self._flops: dict[str, Flops] = dict.fromkeys(self._state.layout.modules, Flops())

@@ -68,7 +68,7 @@ class StepLog:
         self._shows_memory = True
         self._history: list[float] = []
         self._loaded_step = self._state.train_state.step
-        self._started = 0.0
+        self._started, self._last = 0.0, StepResult()
         self._rates: dict[str, float] = {}
         straggler = self._state.cfg.log.straggler
         self.stragglers = StragglerTimer(self._state.layout, self._state.console) if straggler else None
@@ -84,12 +84,22 @@ class StepLog:
         Raises:
             TooManyBadSamples: see `write`.
         """
-        cfg, step = self._state.cfg, self._state.train_state.step
         self._history.append(time.perf_counter() - self._started)
-        del self._history[: -cfg.log.throughput_window - 1]
+        del self._history[: -self._state.cfg.log.throughput_window - 1]
         self.note(data, self._history[-1])
         add_step(self._totals, result.losses, result.skipped_iter)
-        if not is_logging_step(cfg, step):
+        self._last = result
+        self.write_when_due()
+
+    def write_when_due(self) -> None:
+        """Write after a logging step, if there was a step to write of since the last one: steps of `train.skip_iters`
+        are none, but the log may be due after one.
+
+        Raises:
+            TooManyBadSamples: see `write`.
+        """
+        cfg, result = self._state.cfg, self._last
+        if not (self._interval.steps and is_logging_step(cfg, self._state.train_state.step)):
             return
         model = self._pipeline.model
         numbers = StepNumbers(

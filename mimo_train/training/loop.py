@@ -64,7 +64,9 @@ def train(
                 break
             progress.count(data.current.size, result, passed_over)
             session.bad_samples.note(data)
-            if not passed_over:
+            if passed_over:
+                log.write_when_due()
+            else:
                 log.end_step(result, data)
             callbacks.fire("on_step_end", state, result)
             between_steps(progress.step)

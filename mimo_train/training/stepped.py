@@ -6,7 +6,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.exit_signal import ExitSignal
-from mimo_train.launch.processes import started_run
+from mimo_train.launch.processes import require_none_idle, started_run
 from mimo_train.model.heads import ModelHook
 from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_step_func
 from mimo_train.step.result import StepResult
@@ -39,7 +39,9 @@ class SteppedRun:
             pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
         """
         votes = ExitVotes(ExitSignal(), 0, 0)
-        self.session = setup(started_run(config), votes, start_time=time.time(), pre_wrap_hook=pre_wrap_hook)
+        run = started_run(config)
+        require_none_idle(run)
+        self.session = setup(run, votes, start_time=time.time(), pre_wrap_hook=pre_wrap_hook)
         self.step_func = prepare_forward_step_func(
             forward_step_func or default_forward_step(config), self.session.state
         )

@@ -59,3 +59,14 @@ def test_steps_that_are_passed_over_cost_their_samples_and_nothing_else(digits, 
     assert lines[0]["learning_rate/language"] == 0.0
     again = run(digits, tmp_path / "one", "layout=one_process", "train.skip_iters=[1, 4, 5]")
     assert max(largest_difference(curve(lines), curve(again))) < TOLERANCE
+
+
+def test_the_log_is_written_when_it_is_due_also_after_a_step_that_is_skipped(digits, tmp_path):
+    skipping = ("layout=two_processes", "train.skip_iters=[4, 9, 10]", "train.log_interval=4")
+    lines = run(digits, tmp_path / "four", *skipping)
+    each = run(digits, tmp_path / "one", "layout=two_processes", "train.skip_iters=[4, 9, 10]")
+    assert [line["step"] for line in lines] == [4, 8], "steps 9 and 10 leave nothing to write"
+    losses = {line["step"]: line["lm loss"] for line in each}
+    assert lines[0]["lm loss"] == pytest.approx(sum(losses[step] for step in (1, 2, 3)) / 3)
+    assert lines[1]["lm loss"] == pytest.approx(sum(losses[step] for step in (5, 6, 7, 8)) / 4)
+    assert lines[0]["grad_norm"] == each[2]["grad_norm"]

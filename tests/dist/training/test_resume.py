@@ -72,11 +72,15 @@ def test_only_the_newest_checkpoints_stay_and_unfinished_ones_are_ignored(digits
     assert folders.newest(tmp_path).name == f"step_{STEPS:08d}"
 
 
-def test_other_data_is_refused(digits, prose, tmp_path):
+def test_another_order_of_samples_is_refused(digits, tmp_path):
     train_on_ranks(run_config(digits, tmp_path, "layout=one_process", "train.iters=4"))
-    other = run_config(digits, tmp_path, "layout=one_process", f"data.shards={digits}/held_out")
-    with pytest.raises(RankFailure, match=r"data\.shards: the shards are not those of checkpoint"):
-        train_on_ranks(other)
+    for change, words in (
+        (f"data.shards={digits}/held_out", r"data\.shards: the shards are not those of checkpoint"),
+        ("run.seed=8", r"run\.seed: is 8, and checkpoint .* was trained with \d+, .*set run\.seed="),
+        ("data.shuffle=false", r"data\.shuffle: is False, and .* set data\.shuffle=true, or"),
+    ):
+        with pytest.raises(RankFailure, match=words):
+            train_on_ranks(run_config(digits, tmp_path, "layout=one_process", change))
 
 
 def test_damaged_checkpoint_is_refused(digits, tmp_path):

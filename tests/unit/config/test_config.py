@@ -120,8 +120,8 @@ def test_unset_keys_have_the_defaults_of_the_dataclasses(tmp_path):
     cfg = compose.load(str(file))
     assert cfg.language.llm == dataclasses.replace(LlmSpec(), num_layers=2)
     assert cfg.train == ConfigContainer().train
-    assert compose.is_plain_gpt(cfg)
-    assert not compose.is_plain_gpt(compose.load("vlm_digits"))
+    assert not cfg.encoders
+    assert list(compose.load("vlm_digits").encoders) == ["images"]
 
 
 @pytest.mark.parametrize(

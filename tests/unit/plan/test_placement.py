@@ -28,6 +28,7 @@ def launcher(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
         monkeypatch.setenv("LOCAL_RANK", str(rank % per_node))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(-(-world_size // per_node)))
 
     return launch
 
@@ -147,8 +148,8 @@ def test_the_launcher_s_nodes_are_looked_at_too(launcher):
     cfg = on_nodes(3, {"tp": 2}, first={"images": 0, "language": 1}, images={})
     launcher(0, 3)
     assert started(cfg) == []
-    cfg.placement.ranks_per_node = 8
-    launcher(0, 3, per_node=2)
+    cfg.placement.ranks_per_node, cfg.placement.allow_idle = 8, True
+    launcher(0, 4, per_node=2)
     (said,) = started(cfg)
     assert "ranks 1-2 of language" in said and "nodes of 2" in said
 
@@ -156,13 +157,35 @@ def test_the_launcher_s_nodes_are_looked_at_too(launcher):
 def test_nodes_are_the_launcher_s_unless_the_config_says(launcher):
     cfg = arranged({"tp": 2}, images={"dp": 2})
     launcher(0, 4, per_node=2)
-    assert processes.started_run(cfg).layout.ranks_per_node == 2
-    assert cfg.placement.ranks_per_node == 0, "the config is the user's"
+    run = processes.started_run(cfg)
+    assert run.layout.ranks_per_node == 2
+    assert cfg.placement.ranks_per_node == run.cfg.placement.ranks_per_node == 0, "the config is the user's"
     launcher(0, 4)
     assert processes.started_run(cfg).layout.ranks_per_node == 0
     cfg.placement.ranks_per_node = 4
     launcher(0, 4, per_node=2)
     assert processes.started_run(cfg).layout.ranks_per_node == 4
+
+
+def test_nodes_with_other_numbers_of_processes_are_refused(launcher):
+    """Each would place the modules by its own number."""
+    cfg = arranged({"tp": 2}, images={"dp": 4})
+    launcher(0, 6, per_node=4)
+    (said,) = started(cfg)
+    assert said == "LOCAL_WORLD_SIZE: 6 processes on 2 nodes, and 4 of them here: start as many on each node"
+    launcher(0, 6, per_node=3)
+    assert "LOCAL_WORLD_SIZE" not in "".join(started(cfg))
+
+
+@pytest.mark.parametrize("first", [{}, {"placement.first_rank": {"images": 0, "language": 2}}], ids=["more", "a hole"])
+def test_only_pretrain_lets_processes_end_without_a_module(first, launcher):
+    from mimo_train.compat.setup import setup
+    from mimo_train.training.stepped import SteppedRun
+
+    launcher(0, 3)
+    for build in (setup, SteppedRun):
+        with pytest.raises(ConfigError, match="placement.allow_idle: 3 processes for 2 ranks"):
+            build(changed(ALLOWED | first))
 
 
 def test_the_first_node_has_a_module():
