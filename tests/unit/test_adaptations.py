@@ -1,0 +1,133 @@
+"""Megatron-Core as it was when each adaptation was written: a test here fails where its reason may be gone.
+
+What an adaptation does has tests of its own (docs/architecture.md). These look at the source that made it necessary,
+for reasons that cannot be run in one process. After an upgrade: read the place, then remove the adaptation or the row.
+"""
+
+import inspect
+import re
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+
+CORE = "megatron.core."
+ROOT = Path(__file__).resolve().parents[2]
+REASONS = [
+    # adaptation, place in Megatron-Core, what is written there
+    ("parallel/groups.py", "utils:get_tensor_model_parallel_group_if_none", "parallel_state.get_tensor_model_parallel"),
+    (
+        "parallel/bridge/communicator.py",
+        "pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+        "if config.variable_seq_lengths or config.mtp_standalone: recv_prev_shape, recv_next_shape = "
+        "self._communicate_shapes(",
+    ),
+    (
+        "parallel/bridge/communicator.py",
+        "pipeline_parallel.multimodule_communicator:MultiModulePipelineCommunicator.current_stage.fget",
+        "- 1 ) # Convert from 1-indexed to 0-indexed",
+    ),
+    (
+        "model/mimo.py",
+        "models.mimo.model.base:MimoModel.forward",
+        "if self.role.mode == ModuleLayout.NON_COLOCATED: if self.role.has_modality_modules: return "
+        "self._forward_encoders(",
+    ),
+    (
+        "model/modality.py",
+        "models.mimo.submodules.base:ModalitySubmodules.forward",
+        "if hidden_states is not None: combined = hidden_states",
+    ),
+    (
+        "model/attention.py",
+        "transformer.dot_product_attention:DotProductAttention.forward",
+        "matmul_result = torch.baddbmm(",
+    ),
+    (
+        "model/moe.py",
+        "tensor_parallel.layers:ColumnParallelLinear.__init__",
+        "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",
+    ),
+    (
+        "model/moe.py",
+        "transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
+        "activation, aux_loss * num_local_tokens * self.tp_cp_group.size()",
+    ),
+    (
+        "model/freeze.py",
+        "tensor_parallel.random:CheckpointFunction.backward",
+        "detached_inputs = detach_variable(inputs) with torch.enable_grad(): outputs = ctx.run_function(",
+    ),
+    (
+        "model/build.py",
+        "transformer.module:MegatronModule.sharded_state_dict",
+        "if not hasattr(self, 'tp_group'): # some model interface hasn't updated for m4, fallback needed tp_group = "
+        "parallel_state.get_tensor_model_parallel_group()",
+    ),
+    (
+        "model/heads.py",
+        "transformer.utils:make_sharded_tensors_for_checkpoint",
+        "if tp_group is None and dp_cp_group is None: tp_group = get_tensor_model_parallel_group_if_none(tp_group)",
+    ),
+    (
+        "optim/factory.py",
+        "optimizer:_get_param_groups",
+        "torch.distributed.all_gather_object(gathered_params_key, params_key)",
+    ),
+    (
+        "optim/factory.py",
+        "models.mimo.optimizer:_get_replica_id",
+        "return (pg_collection.tp.rank(), pg_collection.pp.rank(), pg_collection.dp.rank())",
+    ),
+    (
+        "optim/module_optimizer.py",
+        "models.mimo.optimizer:MimoOptimizer.get_grad_norm",
+        "torch.distributed.all_reduce(",
+    ),
+    (
+        "optim/module_optimizer.py",
+        "optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups",
+        "for key in param_group_identifier_keys:",
+    ),
+    (
+        "optim/replicated.py",
+        "optimizer.optimizer:FP32Optimizer.sharded_state_dict",
+        "optim_state_to_sharding_state(",
+    ),
+    (
+        "diagnose/replicas.py",
+        "utils:check_param_hashes_across_dp_replicas",
+        "parallel_state.get_data_parallel_group(with_gtp_remat=False)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("ours", "place", "written"), REASONS, ids=[f"{ours}-{place}" for ours, place, _ in REASONS])
+def test_the_reason_of_an_adaptation_is_still_there(ours, place, written):
+    assert (ROOT / "mimo_train" / ours).exists()
+    source = re.sub(r"\s+", " ", inspect.getsource(resolve_name(CORE + place)))
+    assert written in source, f"{CORE}{place} has changed: is mimo_train/{ours} still needed?"
+
+
+def test_the_vocabulary_s_padding_counts_in_the_softmax_of_megatron_core():
+    """Else `plan/parameters.py` could pad by the layout."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    assert "vocab_size" not in inspect.getsource(LanguageModule.compute_language_model_loss)
+
+
+def test_torch_s_launcher_passes_a_signal_to_ranks_as_an_error():
+    """Else `launch/torchrun.py` would not be needed for a run that is asked to save and stop."""
+    from torch.distributed.elastic.multiprocessing import api
+
+    assert "raise SignalException(" in inspect.getsource(api._terminate_process_handler)
+
+
+def test_every_adaptation_on_the_page_has_its_reason():
+    page = (ROOT / "docs" / "architecture.md").read_text().split("## Adaptations", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| `mimo_train/(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) > 20
+    looked_at = {ours for ours, _, _ in REASONS} | {"plan/parameters.py", "launch/torchrun.py"}
+    by_running = ("tests/dist/parallel/test_device.py", "tests/dist/model/test_projectors.py")
+    for ours, tests in rows:
+        assert ours in looked_at or any(test in tests for test in by_running), ours
