@@ -11,6 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 
+Spelling = str | tuple[tuple[str, str], ...]
+"""How names are spelt in a directory: what is in front of all of them, or (beginning in the map, beginning there) of
+which the first that fits applies."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows of a tensor of the directory."""
@@ -39,16 +44,17 @@ class WeightMap:
 
     rules: tuple[Rule, ...]
     carried: tuple[str, ...] = ()
-    """Shell patterns of tensors that no parameter is made of, and that an export copies from the directory."""
-    prefixes: tuple[str, ...] = ("",)
-    """What may be in front of all names in a directory: it depends on the class and the version of `transformers` that
-    saved it. The first is the one that is written."""
+    """Shell patterns of tensors that no parameter is made of, and that an export copies from the directory; of names as
+    in the map, or as in the directory."""
+    prefixes: tuple[Spelling, ...] = ("",)
+    """How a directory may spell the names: it depends on the class and the version of `transformers` that saved it. The
+    first is the one that is written."""
 
     def __post_init__(self) -> None:
         ours = Counter(rule.ours for rule in self.rules)
         assert max(ours.values(), default=1) == 1, ours.most_common(1)
 
-    def under(self, *prefixes: str) -> "WeightMap":
+    def under(self, *prefixes: Spelling) -> "WeightMap":
         """This map in a model that has the part under other names."""
         return replace(self, prefixes=prefixes)
 
@@ -80,6 +86,16 @@ class WeightMap:
                 end = last
             counts[name] = end
         return counts
+
+
+def spelt(name: str, spelling: Spelling) -> str:
+    """A name of the map as a directory has it."""
+    if isinstance(spelling, str):
+        return spelling + name
+    for before, there in spelling:
+        if name.startswith(before):
+            return there + name[len(before) :]
+    raise AssertionError(f"no spelling of {name}")
 
 
 def same(ours: str, theirs: str, rows: int, tail: tuple[int, ...] = ()) -> Rule:

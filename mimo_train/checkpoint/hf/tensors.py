@@ -1,0 +1,190 @@
+"""The tensors of a directory of safetensors files: parts of them are read without the rest, and files are written one
+tensor at a time.
+
+Format: 8 bytes with the length of a JSON header, the header (dtype, shape and place of each tensor), the tensors. Files
+are read by `pread`: pages of a mapped file would count as memory of the process for as long as it is open.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mimo_train.config.fault import UserError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""By their names in a header."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CHUNK = 8 * 2**20
+"""Bytes that are read at once."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    file: Path
+    begin: int
+    """Of its bytes in the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class TensorFolder:
+    """The tensors of a directory, by name.
+
+    Raises:
+        UserError: the directory has no safetensors, or a file is missing, cut short or none.
+    """
+
+    def __init__(self, folder: Path, key: str):
+        """
+        Args:
+            key: config key that names the directory, for errors.
+        """
+        self.folder, self._key = folder, key
+        self.tensors: dict[str, Stored] = {}
+        for path in self._files():
+            self.tensors |= self._stored_in(path)
+
+    def rows(self, name: str, first: int, count: int, columns: tuple[int, int] | None = None) -> Iterator[torch.Tensor]:
+        """Rows `first` to `first + count` of a tensor, in parts of at most CHUNK bytes, each [rows, columns] in the
+        file's dtype; a row is an entry of the first dimension.
+
+        Args:
+            columns: first and last of the entries of a row that are given; default: all.
+        """
+        stored = self.tensors[name]
+        width = prod(stored.shape[1:])
+        size = width * stored.dtype.itemsize
+        step = max(1, CHUNK // max(1, size))
+        with stored.file.open("rb", buffering=0) as file:
+            for at in range(first, first + count, step):
+                number = min(step, first + count - at)
+                values = self._read(file.fileno(), stored, at * size, number * size).view(number, width)
+                yield values if columns is None else values[:, columns[0] : columns[1]]
+
+    def _read(self, file: int, stored: Stored, begin: int, size: int) -> torch.Tensor:
+        buffer = bytearray(size)
+        view, read = memoryview(buffer), 0
+        while read < size:
+            got = os.preadv(file, [view[read:]], stored.begin + begin + read)
+            if not got:
+                raise UserError(f"{self._key}: {stored.file} was cut short while it was read: copy it again")
+            read += got
+        return torch.frombuffer(buffer, dtype=torch.uint8).view(stored.dtype) if size else torch.empty(0)
+
+    def _files(self) -> list[Path]:
+        index = self.folder / INDEX
+        if index.is_file():
+            names = sorted(set(self._json(index.read_bytes(), index).get("weight_map", {}).values()))
+            return [self.folder / name for name in names]
+        if (self.folder / SINGLE).is_file():
+            return [self.folder / SINGLE]
+        others = sorted(path.name for path in self.folder.glob("*.bin")) if self.folder.is_dir() else []
+        saved = f"it has {', '.join(others[:2])}, which is read by unpickling" if others else "it has none"
+        raise UserError(
+            f"{self._key}: {self.folder} has no {SINGLE} and no {INDEX} ({saved}): save the model with "
+            "transformers' save_pretrained"
+        )
+
+    def _stored_in(self, path: Path) -> dict[str, Stored]:
+        if not path.is_file():
+            raise UserError(f"{self._key}: {path} is missing, and {INDEX} names it: copy the directory again")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise UserError(f"{self._key}: {path} is no safetensors file, or was cut short: copy it again")
+            header = self._json(file.read(length), path)
+        header.pop("__metadata__", None)
+        found = {}
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            if 8 + length + end > size:
+                raise UserError(
+                    f"{self._key}: {path} has {size} bytes, and {name} ends at {8 + length + end}: copy it again"
+                )
+            if entry["dtype"] not in DTYPES:
+                raise UserError(f"{self._key}: {name} of {path} has dtype {entry['dtype']}, which cannot be read")
+            found[name] = Stored(path, 8 + length + begin, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        return found
+
+    def _json(self, text: bytes, path: Path) -> dict[str, Any]:
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{self._key}: {path} is damaged ({error}): copy it again") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{self._key}: {path} is damaged, it holds no mapping: copy it again")
+        return content
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(folder: Path, planned: Iterable[Planned], values: Iterable[torch.Tensor], largest_file: int) -> None:
+    """Write tensors as `transformers` does: one file, or several with an index. One tensor is in memory at a time.
+
+    Args:
+        planned: all tensors, in the order in which they are written.
+        values: the tensors; each is taken when those before it are on disk.
+        largest_file: bytes above which a new file begins.
+    """
+    files: list[list[Planned]] = [[]]
+    for tensor in planned:
+        if files[-1] and sum(other.size for other in files[-1]) + tensor.size > largest_file:
+            files.append([])
+        files[-1].append(tensor)
+    names = [SINGLE] if len(files) == 1 else [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in _counted(files)]
+    values = iter(values)
+    for name, tensors in zip(names, files, strict=True):
+        with (folder / name).open("wb") as file:
+            file.write(_header(tensors))
+            for tensor in tensors:
+                value = next(values)
+                assert value.shape == tensor.shape and value.dtype == tensor.dtype, (tensor, value.shape, value.dtype)
+                file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
+    if len(files) > 1:
+        places = {tensor.name: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+        total = sum(tensor.size for tensors in files for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _counted(files: list) -> range:
+    return range(1, len(files) + 1)
+
+
+def _header(tensors: list[Planned]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.size
+        entries[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]
+        }  # fmt: skip
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
