@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-
 Spelling = str | tuple[tuple[str, str], ...]
 """How names are spelt in a directory: what is in front of all of them, or (beginning in the map, beginning there) of
 which the first that fits applies."""

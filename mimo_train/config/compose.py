@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.pretrained.directory import Directory
+from mimo_train.config.pretrained.fill_in import directories, fill_in, replaced_parts
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 
@@ -39,6 +41,19 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
     """
     path = _find(config)
     choices, values = _sort_overrides(overrides, path)
+    plain = _composed(path, choices, values)
+    found = directories(plain)
+    if found:
+        replaced = replaced_parts(found)
+        _require_no_choice(choices, replaced, found)
+        picked = [key for key in _defaults_keys(path) if key.partition("@")[2].strip() in replaced]
+        plain = _composed(path, [*choices, *(f"~{key.replace(' ', '')}" for key in picked)], values)
+        fill_in(plain, found, tokenizer_is_given=_tokenizer_is_given(path, values))
+    return from_dict(plain)
+
+
+def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict[str, Any]:
+    """Nested dicts of the file, with Hydra's overrides and values."""
     hydra_overrides = [*choices]
     if path.parent != shipped_configs():
         hydra_overrides.append(f"hydra.searchpath=[file://{shipped_configs()}]")
@@ -47,13 +62,31 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
         with initialize_config_dir(version_base="1.3", config_dir=str(path.parent), job_name="mimo_train"):
             composed = hydra_compose(path.stem, overrides=hydra_overrides)
         OmegaConf.set_struct(composed, False)
-        plain = OmegaConf.to_container(OmegaConf.merge(composed, OmegaConf.from_dotlist(values)), resolve=True)
+        plain = OmegaConf.to_container(OmegaConf.merge(composed, OmegaConf.from_dotlist(list(values))), resolve=True)
     except MissingConfigException as error:
         raise ConfigError([_missing_choice(error, path)]) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([Fault(path.name, " ".join(str(error).split()))]) from error
     assert isinstance(plain, dict), type(plain)
-    return from_dict({str(key): value for key, value in plain.items()})
+    return {str(key): value for key, value in plain.items()}
+
+
+def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], found: Mapping[str, Directory]) -> None:
+    """Raises ConfigError where a group is picked on the command line for a part that comes from a directory."""
+    for choice in choices:
+        place = choice.partition("=")[0].partition("@")[2]
+        if place in replaced:
+            key = found[place.split(".")[1]].key
+            raise ConfigError([Fault(key, f"takes the place of {choice.lstrip('+')}: remove one of them")])
+
+
+def _tokenizer_is_given(path: Path, values: Sequence[str]) -> bool:
+    """Whether the file itself or an override sets `data.tokenizer`, and not only a group."""
+    content = yaml.safe_load(path.read_text())
+    data = content.get("data") if isinstance(content, dict) else None
+    return any(value.startswith("data.tokenizer=") for value in values) or (
+        isinstance(data, dict) and "tokenizer" in data
+    )
 
 
 def from_dict(plain: dict[str, Any]) -> ConfigContainer:

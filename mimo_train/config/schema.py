@@ -178,6 +178,9 @@ class ConfigContainer:
     """One complete run."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    pretrained: str = ""
+    """Directory of a model of several parts, as `transformers` saves it, for all modules that have no `pretrained` of
+    their own; empty: none. See docs/pretrained.md."""
     modules: dict[str, ModuleConfig] = field(default_factory=dict)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -158,6 +158,9 @@ class ModuleConfig:
     Required, except for `language`, which has none."""
     llm: LlmSpec | None = None
     """The language model, see [its keys](#moduleslanguagellm). Required for `language`; no other module has one."""
+    pretrained: str = ""
+    """Directory of a model as `transformers` saves it, instead of `llm` or `encoder` and its initial weights; empty:
+    none. See docs/pretrained.md."""
     freeze: list[str] = field(default_factory=list)
     """What is not trained: `encoder`, `projector` (encoder modules), `llm` (language), or shell patterns of parameter
     names such as `"*embedding*"`. Layers are counted from 0 over all stages. A pattern that matches nothing is an

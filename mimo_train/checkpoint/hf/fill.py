@@ -58,7 +58,9 @@ class Reader:
         self._counts = of.row_counts()
         spelling = self._spelling(of)
         self._theirs = {name: spelt(name, spelling) for name in self._counts}
-        self._carried = [*of.carried, *(spelt(pattern, spelling) for pattern in of.carried)]
+        self._carried = [*of.carried]
+        if isinstance(spelling, str):
+            self._carried += [spelt(pattern, spelling) for pattern in of.carried]
         self._require_tensors()
 
     def uses(self, name: str) -> bool:

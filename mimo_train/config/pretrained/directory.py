@@ -1,0 +1,70 @@
+"""The JSON files of a directory that `transformers` saved. Imports no torch."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mimo_train.config.fault import ConfigError, Fault
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""Of which a directory with a tokenizer has one."""
+
+
+@dataclass(frozen=True)
+class Directory:
+    """What the files of a directory say about its model, but for the weights."""
+
+    folder: Path
+    key: str
+    """Config key that names it, for errors."""
+    config: dict[str, Any]
+    """config.json."""
+    preprocessor: dict[str, Any] = field(default_factory=dict)
+    """Of its pictures or clips; empty where it has none."""
+
+    @property
+    def model_type(self) -> str:
+        """Family of the model, by the name that `transformers` has for it."""
+        return self.config["model_type"]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer is in it."""
+        return any((self.folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def read_directory(folder: str, key: str) -> Directory:
+    """
+    Args:
+        key: config key that names it.
+
+    Raises:
+        ConfigError: it is not there, or has no config.json with a `model_type`.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(
+            [Fault(key, f"no folder {folder}: give a directory as transformers' save_pretrained makes it")]
+        )
+    config = _read(path / "config.json", key)
+    if "model_type" not in config:
+        what = "there is no config.json in it" if not config else "its config.json has no model_type"
+        raise ConfigError([Fault(key, f"{folder} is no model of transformers, {what}")])
+    # Version 5 saves one file for text and pictures, with those of the pictures inside.
+    processor = _read(path / "processor_config.json", key)
+    inner = processor.get("image_processor") or processor.get("feature_extractor")
+    return Directory(path, key, config, _read(path / "preprocessor_config.json", key) or inner or {})
+
+
+def _read(path: Path, key: str) -> dict[str, Any]:
+    """The content of a file; empty if it is not there."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError([Fault(key, f"{path} is damaged ({error}): copy it again")]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([Fault(key, f"{path} is damaged, it holds no mapping: copy it again")])
+    return content

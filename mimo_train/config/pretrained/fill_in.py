@@ -1,0 +1,119 @@
+"""`pretrained: DIR` -> the keys that follow from the directory, in a config as it is composed. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from encoders.errors import EncoderError
+from encoders.registry import FAMILIES
+from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.pretrained.directory import Directory, read_directory
+from mimo_train.config.pretrained.language import language_keys
+
+CHOICES = {
+    "llm": {"name", "dropout", "init_std", "router_balancing", "router_aux_loss", "router_z_loss"},
+    "encoder": {"name", "dropout", "init_std", "min_pixels", "max_pixels", "max_seconds"},
+    "projector": {"name"},
+}
+"""Keys by part that a user may set to something else than the directory says: no weight depends on them."""
+
+
+def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
+    """The directory of each module that has one.
+
+    Raises:
+        ConfigError: one cannot be read, or the run has a module for which that of all modules has no part.
+    """
+    modules = plain.get("modules") or {}
+    of_all = plain.get("pretrained") or ""
+    if of_all and not modules:
+        raise ConfigError([Fault("pretrained", "the config has no modules that it could fill")])
+    found = {}
+    for name, module in modules.items():
+        own = (module or {}).get("pretrained") or ""
+        if own or of_all:
+            key = f"modules.{name}.pretrained" if own else "pretrained"
+            found[name] = read_directory(own or of_all, key)
+    return found
+
+
+def replaced_parts(found: Mapping[str, Directory]) -> list[str]:
+    """Keys of the parts that come from the directories: the groups that the config picks for them do not count."""
+    parts = []
+    for name, directory in found.items():
+        if name == LANGUAGE:
+            parts.append(f"modules.{name}.llm")
+            continue
+        parts.append(f"modules.{name}.encoder")
+        if has_projector(directory):
+            parts.append(f"modules.{name}.projector")
+    return parts
+
+
+def has_projector(directory: Directory) -> bool:
+    """Whether a directory holds a projector between its encoder and its language model."""
+    return directory.model_type in COMPOSITES and COMPOSITES[directory.model_type].projector is not None
+
+
+def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_is_given: bool) -> None:
+    """Set the keys of every module with a directory; what is set beside it must agree.
+
+    Raises:
+        ConfigError: a family that cannot be built, or keys that the directory contradicts, with both values.
+    """
+    faults: list[Fault] = []
+    for name, directory in found.items():
+        module = plain["modules"][name] = dict(plain["modules"][name] or {})
+        module["pretrained"] = str(directory.folder)
+        for part, keys in _parts(name, directory).items():
+            given = dict(module.get(part) or {})
+            faults += _contradictions(f"modules.{name}.{part}", part, given, keys, directory)
+            module[part] = {**keys, **given}
+    if faults:
+        raise ConfigError(faults)
+    language = found.get(LANGUAGE)
+    if language is not None and language.has_tokenizer and not tokenizer_is_given:
+        plain["data"] = {**(plain.get("data") or {}), "tokenizer": str(language.folder)}
+
+
+def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
+    """Keys by part of a module, from its directory."""
+    composite = COMPOSITES.get(directory.model_type)
+    config = composite.part(directory.config, name) if composite else directory.config
+    if name == LANGUAGE:
+        return {"llm": {"name": directory.folder.name, **language_keys(config)}}
+    family = next((family for family, how in FAMILIES.items() if config["model_type"] in how.readers), None)
+    if family is None:
+        known = sorted({kind for how in FAMILIES.values() for kind in how.readers})
+        raise ConfigError(
+            [
+                Fault(
+                    directory.key,
+                    f"{directory.folder} is of family {config['model_type']!r}, which is no encoder that can be read; "
+                    f"these can: {', '.join(known)}",
+                )
+            ]
+        )
+    try:
+        keys = FAMILIES[family].read(config, directory.preprocessor)
+    except EncoderError as error:
+        raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
+    parts = {"encoder": {"name": directory.folder.name, "family": family, **keys}}
+    if composite is not None and composite.projector is not None:
+        parts["projector"] = {"name": directory.folder.name, **composite.projector(directory.config)}
+    return parts
+
+
+def _contradictions(
+    prefix: str, part: str, given: Mapping[str, Any], keys: Mapping[str, Any], directory: Directory
+) -> list[Fault]:
+    return [
+        Fault(
+            f"{prefix}.{key}",
+            f"is {given[key]!r}, and {directory.folder / 'config.json'} makes it {value!r}: remove the key, or "
+            f"{directory.key}",
+        )
+        for key, value in keys.items()
+        if key in given and key not in CHOICES[part] and given[key] != value
+    ]
