@@ -1,24 +1,31 @@
-"""Models of several parts that `transformers` saves as one directory: where each part's config is. Imports no torch."""
+"""Models of several parts that `transformers` saves as one directory: where the config and the weights of each are.
+Imports no torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from encoders.weight_map import Spelling, WeightMap, same, with_biases
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema_modules import ModuleConfig
 
 
 @dataclass(frozen=True)
 class Composite:
     """A vision-language or audio-language model."""
 
-    kind: str
-    """Kind of media that its encoder reads: image or audio."""
     encoder: str
     """Key of the encoder's part of config.json."""
-    language: str
-    """Key of the language model's part; empty: config.json itself, of models that spread it."""
+    language: str = ""
+    """Key of the language model's part; empty: config.json itself."""
+    encoder_names: tuple[str, ...] = ("",)
+    """What may be in front of the encoder's names."""
+    language_names: tuple[Spelling, ...] = ()
+    """How the language model's names may be spelt; empty: as alone."""
     projector: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     """config.json -> keys of the projector; None: the directory has none."""
+    projector_weights: Callable[[ModuleConfig, int], WeightMap] | None = None
+    """(encoder module, width of the language model) -> the projector's weights."""
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """The part of config.json that is about `language` or an encoder."""
@@ -26,21 +33,33 @@ class Composite:
         return dict(config[key]) if key in config else dict(config)
 
 
+_NAMES = {
+    "encoder_names": ("vision_tower.", "model.vision_tower."),
+    "language_names": ("language_model.", (("model.", "model.language_model."), ("lm_head.", "lm_head."))),
+}
+"""As hubs have the names, and as version 5 has them in memory."""
+
+
 def _llava_projector(config: Mapping[str, Any]) -> dict[str, Any]:
-    activations = {"gelu": "gelu", "relu": "relu", "silu": "silu", "quick_gelu": "quick_gelu"}
-    activation = config.get("projector_hidden_act", "gelu")
-    return {"kind": "mlp", "ffn_hidden_size": 0, "activation": activations.get(activation, activation), "merge": 1}
+    return {"kind": "mlp", "ffn_hidden_size": 0, "activation": config.get("projector_hidden_act", "gelu"), "merge": 1}
+
+
+def _llava_projector_weights(module: ModuleConfig, width: int) -> WeightMap:
+    layers = [("encoder.linear_fc1", "linear_1"), ("encoder.linear_fc2", "linear_2")]
+    rules = with_biases(same(f"{ours}.weight", f"{theirs}.weight", width) for ours, theirs in layers)
+    return WeightMap(tuple(rules), prefixes=("multi_modal_projector.", "model.multi_modal_projector."))
 
 
 COMPOSITES: dict[str, Composite] = {
-    "llava": Composite("image", "vision_config", "text_config", _llava_projector),
-    "llava_next": Composite("image", "vision_config", "text_config"),
-    "llava_onevision": Composite("image", "vision_config", "text_config"),
-    "qwen2_5_vl": Composite("image", "vision_config", "text_config"),
-    "qwen3_vl": Composite("image", "vision_config", "text_config"),
-    "qwen2_audio": Composite("audio", "audio_config", "text_config"),
-    "clip": Composite("image", "vision_config", "text_config"),
-    "siglip": Composite("image", "vision_config", "text_config"),
-    "whisper": Composite("audio", "", ""),
+    "llava": Composite(
+        "vision_config",
+        "text_config",
+        **_NAMES,
+        projector=_llava_projector,
+        projector_weights=_llava_projector_weights,
+    ),
+    # Of these the encoder alone is read.
+    "clip": Composite("vision_config"),
+    "siglip": Composite("vision_config"),
 }
 """By `model_type` of config.json."""
