@@ -26,7 +26,7 @@ from mimo_train.parallel import device
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run
 
-_CONTENT = {
+CONTENT = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -73,7 +73,7 @@ def save_checkpoint(
     dist_checkpointing.save(
         state,
         str(partial),
-        content_metadata=_CONTENT,
+        content_metadata=CONTENT,
         preprocess_common_before_consistancy_check=lambda common: {},
         verify_integrity=True,
     )
@@ -156,11 +156,11 @@ def _by_key(chunks: list[MegatronModule]) -> dict[str, MegatronModule]:
 
 def _sharded_state(model: list[MegatronModule], optimizer: MimoOptimizer | None, *, is_loading: bool) -> dict[str, Any]:
     state = {
-        name: unwrap_model(chunk).sharded_state_dict(metadata=dict(_CONTENT)) for name, chunk in _by_key(model).items()
+        name: unwrap_model(chunk).sharded_state_dict(metadata=dict(CONTENT)) for name, chunk in _by_key(model).items()
     }
     if optimizer is not None:
         whole = state["model"] if len(model) == 1 else dict(state)
-        state["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(_CONTENT))
+        state["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(CONTENT))
     return state
 
 

@@ -1,0 +1,75 @@
+"""The files of an exported directory beside the weights: config, generation config, tokenizer, processor, template."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mimo_train.config.fault import UserError
+
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""As `transformers` names dtypes, by ours."""
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+"""Files of the directory that a run started from, which belong to a model besides its weights."""
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin.index.json")
+
+
+def new_directory(folder: Path) -> Path:
+    """
+    Raises:
+        UserError: it is there already, and not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--to: {folder} is there already: give a folder that is not, or an empty one")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def copy_files(source: Path, to: Path) -> None:
+    """Copy what belongs to a model besides its weights and config.json, as it is: so both versions of `transformers`
+    that read the source read the copy."""
+    for pattern in COPIED:
+        for path in sorted(source.glob(pattern)):
+            if path.name != "config.json" and not any(path.match(one) for one in WEIGHTS):
+                shutil.copy2(path, to / path.name)
+
+
+def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:
+    """Write config.json, so that version 4 of `transformers` reads the same model from it as version 5.
+
+    Args:
+        config: of the directory that the run started from, or made for the model.
+        dtype: of the weights: fp32, bf16 or fp16.
+    """
+    (to / "config.json").write_text(json.dumps(readable_by_both(config, DTYPE_NAMES[dtype]), indent=2) + "\n")
+
+
+def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config with the keys of both versions: where version 5 has `rope_parameters` and `dtype`, version 4 reads
+    `rope_theta`, `rope_scaling` and `torch_dtype`, and takes its defaults, without an error, where they are missing."""
+    both = {
+        key: readable_by_both(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
+        for key, value in config.items()
+    }
+    both |= {"dtype": dtype, "torch_dtype": dtype}
+    rope = both.get("rope_parameters")
+    if isinstance(rope, dict):
+        both |= _rope_of_version_4(rope)
+    for new, old in (("num_local_experts", "num_experts"),):
+        if new in both and both.get("model_type") == "qwen3_moe":
+            both.setdefault(old, both[new])
+    return both
+
+
+def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta`, `rope_scaling` and, of models with two kinds of layers, `rope_local_base_freq`."""
+    if "full_attention" in rope or "sliding_attention" in rope:
+        found = _rope_of_version_4(rope.get("full_attention") or {})
+        local = rope.get("sliding_attention") or {}
+        return found | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    kind = scaling.get("rope_type", "default")
+    plain = kind == "default" and set(scaling) <= {"rope_type"}
+    found = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    return found | {"rope_scaling": None if plain else {**scaling, "type": kind}}
