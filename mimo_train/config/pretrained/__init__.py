@@ -1,0 +1,1 @@
+"""Sizes and settings from the directory of a pretrained model, as `transformers` saves it. Imports no torch."""
