@@ -15,7 +15,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.batch import Batch
 from mimo_train.plan.layout import lay_out
-from mimo_train.plan.parameters import padded_vocab_size
+from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
 from mimo_train.plan.run import Run, config_faults
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
@@ -48,7 +48,8 @@ def check(cfg: ConfigContainer) -> Report:
     seen = samples.Seen()
     if specs_are_sound:
         tokenizer = samples.build_tokenizer(report, cfg)
-        vocab = padded_vocab_size(tokenizer.vocab_size) if tokenizer else None
+        vocab = embedding_rows(cfg.llm, tokenizer.vocab_size) if tokenizer else None
+        report.faults += vocabulary_faults(cfg.llm, tokenizer.vocab_size) if tokenizer else ()
         arithmetic.add_modules(report, cfg, layout, vocab)
         if layout:
             ranks.add_ranks(report, cfg, layout)

@@ -1,10 +1,14 @@
 """Sizes of a language model, and their checks. Imports no torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mimo_train.config.fault import Fault
 from mimo_train.config.keys import key, value_faults
+from mimo_train.config.rope_spec import RopeScaling
+
+GATED = ("swiglu", "geglu")
+"""Activations of two halves, of which one gates the other."""
 
 
 @dataclass
@@ -18,25 +22,57 @@ class LlmSpec:
     hidden_size: int = key(768, at_least=1)
     """Width of the residual stream."""
     num_attention_heads: int = key(12, at_least=1)
-    """Query heads. Must divide `hidden_size`; with `position: rope` heads have an even width."""
+    """Query heads. Must divide `hidden_size`, unless `head_size` is set."""
     num_query_groups: int = key(0, at_least=0, zero_means="as many as query heads")
     """Key and value heads (grouped-query attention); 0: as many as query heads. Must divide `num_attention_heads`."""
+    head_size: int = key(0, at_least=0, zero_means="hidden_size / num_attention_heads")
+    """Width of a head; 0: `hidden_size / num_attention_heads`. Even with `position: rope`."""
     ffn_hidden_size: int = key(3072, at_least=1)
-    """Width of the feed-forward block, of each of its two halves with `swiglu`."""
+    """Width of the feed-forward block, of each of its two halves with a gate."""
+    vocab_size: int = key(0, at_least=0, zero_means="as many as the tokenizer has tokens")
+    """Rows of the embedding, which may be more than the tokenizer has tokens; 0: as many. The table is padded to a
+    multiple of 128; padding has no part in the softmax."""
+    max_positions: int = key(0, at_least=0, zero_means="not known")
+    """Longest sequence that the model was made for; 0: not known. It bounds `data.sequence_length` only with
+    `rope_scaling.kind: dynamic`."""
     normalization: str = key("RMSNorm", choices=("RMSNorm", "LayerNorm"))
     """`RMSNorm` or `LayerNorm`."""
     layernorm_epsilon: float = key(1e-5, above=0)
     """Epsilon of every norm."""
-    activation: str = key("swiglu", choices=("swiglu", "gelu", "silu"))
-    """`swiglu`, `gelu` or `silu`."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight, the head norms too. `RMSNorm` only."""
+    post_norms: bool = False
+    """Whether the outputs of attention and of the feed-forward block are normalised before they are added."""
+    activation: str = key("swiglu", choices=(*GATED, "gelu", "silu"))
+    """`swiglu`, `geglu` (gated, with the tanh form of GELU), `gelu` or `silu`."""
     bias: bool = False
     """Whether linear layers have biases. A model with experts has none."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases though other linear layers have none."""
+    proj_bias: bool = False
+    """Whether the output projection of attention has a bias though the feed-forward block has none."""
     position: str = key("rope", choices=("rope", "learned"))
     """`rope` (rotary) or `learned` (absolute). `learned` ties a checkpoint to its `data.sequence_length`."""
-    rope_base: int = key(10000, above=0)
+    rope_base: float = key(10000.0, above=0)
     """Base period of rotary position embeddings."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """How frequencies are changed for longer sequences."""
+    local_rope_base: float = key(0.0, at_least=0, zero_means="as in the other layers")
+    """Base period in the layers with a `window`, whose frequencies are then not scaled; 0: as in the other layers."""
+    window: int = key(0, at_least=0, zero_means="all")
+    """Tokens that a token attends to, itself and those before it; 0: all."""
+    full_attention_layers: list[int] = field(default_factory=list)
+    """Layers, counted from 0, that attend to all tokens in spite of `window`."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
+    attention_scale_size: float = key(0.0, at_least=0, zero_means="head_size")
+    """Scores of attention are divided by the square root of this; 0: of the width of a head."""
+    attention_softcap: float = key(0.0, at_least=0, zero_means="no cap")
+    """Scores of attention become cap * tanh(score / cap); 0: no cap. Needs memory for all scores of a sequence."""
+    logit_softcap: float = key(0.0, at_least=0, zero_means="no cap")
+    """Logits become cap * tanh(logit / cap); 0: no cap."""
+    scale_embeddings: bool = False
+    """Whether embeddings of tokens are multiplied by sqrt(`hidden_size`); features of media are not."""
     tie_embeddings: bool = True
     """Whether the output layer shares the input embedding's weights."""
     dropout: float = key(0.0, at_least=0, below=1)
@@ -48,6 +84,11 @@ class LlmSpec:
     docs/layouts.md#experts."""
     experts_per_token: int = 2
     """Experts that the router picks for a token. From 1 to `num_experts`."""
+    router_renormalise: bool = True
+    """Whether the weights of a token's experts sum to 1: a softmax over those that it passes. If not, or with one
+    expert for a token, over all."""
+    dense_layers: list[int] = field(default_factory=list)
+    """Layers, counted from 0, without experts in a model with experts; their width is `ffn_hidden_size`."""
     expert_ffn_hidden_size: int = key(0, at_least=0)
     """Width of one expert; 0: `ffn_hidden_size`."""
     shared_expert_ffn_hidden_size: int = key(0, at_least=0)
@@ -63,6 +104,50 @@ class LlmSpec:
     """Weight of the router's z-loss, the mean over positions of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906), against
     the mean loss of a token; it keeps the logits small."""
 
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries, and of the input of attention's output projection."""
+        return self.head_width * self.num_attention_heads
+
+    @property
+    def qkv_width(self) -> int:
+        """Width of all queries, keys and values."""
+        return self.head_width * (self.num_attention_heads + 2 * self.key_heads)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward block is gated."""
+        return self.activation in GATED
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert."""
+        return self.expert_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def softmax_over_all_experts(self) -> bool:
+        """Whether the router's softmax is over all experts, not over those of a token: over a single one it would be 1,
+        without a gradient."""
+        return not self.router_renormalise or self.experts_per_token == 1
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, is a mixture of experts."""
+        return bool(self.num_experts) and layer not in self.dense_layers
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token attends to in a layer, counted from 0; 0: all."""
+        return 0 if layer in self.full_attention_layers else self.window
+
     def faults(self, prefix: str) -> Iterator[Fault]:
         """Invalid sizes, alone and in combination.
 
@@ -70,20 +155,24 @@ class LlmSpec:
             prefix: config key of this spec.
         """
         found = list(value_faults(self, prefix))
+        found += self.rope_scaling.faults(f"{prefix}.rope_scaling", self.max_positions)
         yield from found
         if found:
             return  # divisibility means nothing for sizes below 1
-        heads, groups = self.num_attention_heads, self.num_query_groups or self.num_attention_heads
-        if self.hidden_size % heads:
+        heads, groups = self.num_attention_heads, self.key_heads
+        if not self.head_size and self.hidden_size % heads:
             yield Fault(f"{prefix}.num_attention_heads", f"{heads} does not divide hidden_size {self.hidden_size}")
-        elif self.position == "rope" and self.hidden_size // heads % 2:
+        elif self.position == "rope" and self.head_width % 2:
+            made_of = "" if self.head_size else f" (hidden_size {self.hidden_size} / {heads} heads)"
             yield Fault(
-                f"{prefix}.num_attention_heads",
-                f"rotary positions need heads of even width, it is {self.hidden_size // heads} (hidden_size "
-                f"{self.hidden_size} / {heads} heads): change one of them, or use position=learned",
+                f"{prefix}.{'head_size' if self.head_size else 'num_attention_heads'}",
+                f"rotary positions need heads of even width, it is {self.head_width}{made_of}: change "
+                f"{'it' if self.head_size else 'one of them'}, or use position=learned",
             )
         if heads % groups:
             yield Fault(f"{prefix}.num_query_groups", f"{groups} does not divide num_attention_heads {heads}")
+        yield from self._option_faults(prefix)
+        yield from self._layer_faults(prefix)
         if self.num_experts:
             yield from self._expert_faults(prefix)
         elif self.router_z_loss:
@@ -104,3 +193,36 @@ class LlmSpec:
                 f"there is no shared expert to scale, {prefix}.shared_expert_ffn_hidden_size is 0: set it, or the gate "
                 "to false",
             )
+
+    def _option_faults(self, prefix: str) -> Iterator[Fault]:
+        """Options without what they are about."""
+        if self.zero_centered_norms and self.normalization != "RMSNorm":
+            yield Fault(
+                f"{prefix}.zero_centered_norms", f"is for RMSNorm, and {prefix}.normalization is {self.normalization}"
+            )
+        for name in ("qkv_bias", "proj_bias"):
+            if self.bias and getattr(self, name):
+                yield Fault(f"{prefix}.{name}", f"{prefix}.bias gives every linear layer a bias: set one of them only")
+        if self.position != "rope":
+            scaling = self.rope_scaling.kind != "default" and "rope_scaling.kind"
+            for name in filter(None, (scaling, "local_rope_base" if self.local_rope_base else "")):
+                yield Fault(f"{prefix}.{name}", f"is for rotary positions, and {prefix}.position is {self.position}")
+        if self.local_rope_base and not self.window:
+            yield Fault(f"{prefix}.local_rope_base", f"is of the layers with a window, and {prefix}.window is 0")
+
+    def _layer_faults(self, prefix: str) -> Iterator[Fault]:
+        """Lists of layers that are none, or differ from nothing."""
+        needed = {"full_attention_layers": "window", "dense_layers": "num_experts"}
+        for name, other in needed.items():
+            layers: list[int] = getattr(self, name)
+            wrong = [layer for layer in layers if not 0 <= layer < self.num_layers]
+            if wrong or len(set(layers)) < len(layers):
+                yield Fault(
+                    f"{prefix}.{name}",
+                    f"must name layers from 0 to {self.num_layers - 1}, each once ({prefix}.num_layers is "
+                    f"{self.num_layers}), is {layers}",
+                )
+            elif layers and not getattr(self, other):
+                yield Fault(f"{prefix}.{name}", f"means nothing while {prefix}.{other} is 0: remove it")
+        if self.num_experts and len(set(self.dense_layers)) >= self.num_layers:
+            yield Fault(f"{prefix}.dense_layers", f"names all layers: set {prefix}.num_experts to 0 instead")

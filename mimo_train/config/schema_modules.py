@@ -113,14 +113,10 @@ class LoraConfig:
             spec: sizes of the encoder or the language model.
         """
         hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
-        heads = spec.num_attention_heads
-        groups = getattr(spec, "num_query_groups", 0) or heads
-        split = {
-            "linear_qkv": hidden // heads * (heads + 2 * groups),
-            "linear_proj": hidden,
-            "linear_fc1": ffn * (2 if spec.activation == "swiglu" else 1),
-            "linear_fc2": ffn,
-        }
+        query, qkv, gated = hidden, 3 * hidden, False
+        if isinstance(spec, LlmSpec):
+            query, qkv, gated = spec.query_width, spec.qkv_width, spec.is_gated
+        split = {"linear_qkv": qkv, "linear_proj": query, "linear_fc1": ffn * (2 if gated else 1), "linear_fc2": ffn}
         return self.rank * sum(hidden + split[target] // tp for target in self.targets)
 
     def faults(self, prefix: str) -> Iterator[Fault]:

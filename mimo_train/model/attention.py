@@ -1,9 +1,11 @@
 """Core attention on `torch.nn.functional.scaled_dot_product_attention`.
 
 A drop-in for Megatron-Core's `DotProductAttention`, which materialises the score matrix. Torch picks the kernel: flash
-attention on a GPU, a fused one on a CPU.
+attention on a GPU, a fused one on a CPU. A window cuts long sequences into blocks, so that masks stay small. Only
+soft-capped scores are computed as a matrix, for which torch has no kernel.
 
-Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of one context-parallel rank.
+Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of one context-parallel rank, Q queries, K
+keys.
 """
 
 import torch
@@ -13,10 +15,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention.bias import causal_lower_right
 
 from mimo_train.config.fault import UserError
 from mimo_train.parallel.context import chunks_of, gather_sequence
+
+_LEAST_BLOCK = 512
+"""Queries of one block, where a window is smaller."""
 
 
 class SdpaAttention(MegatronModule):
@@ -25,8 +31,12 @@ class SdpaAttention(MegatronModule):
     With context parallelism each rank gathers keys and values of the whole sequence, and its two chunks of queries
     attend to all positions up to their own (see `context`).
 
+    Read from the config: `window_size` as (tokens before a token that it attends to, 0), with `window_attn_skip_freq`
+    the layers it holds in, and `attention_softcap` (see `mimo_train.model.transformer_config`), the cap of scores.
+
     Raises:
-        UserError: for a mask type other than causal and no_mask, or context parallelism without a causal mask.
+        UserError: for a mask type other than causal and no_mask, or context parallelism or a window without a causal
+            mask.
     """
 
     def __init__(
@@ -49,6 +59,12 @@ class SdpaAttention(MegatronModule):
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         if self.cp_group and not self.is_causal:
             raise UserError(f"SdpaAttention cuts causal sequences only, cp is {config.context_parallel_size}")
+        # 0: all tokens. Megatron-Core counts the tokens before, we the token itself too.
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else 0
+        if self.window and not self.is_causal:
+            raise UserError(f"SdpaAttention has windows under a causal mask only, window_size is {config.window_size}")
+        self.softcap: float = getattr(config, "attention_softcap", 0.0)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -69,6 +85,9 @@ class SdpaAttention(MegatronModule):
         assert packed_seq_params is None, "packed sequences need the te layer spec"
         if self.cp_group:
             return self._attend_to_all_parts(query_SBND, key_SBND, value_SBND, self.cp_group)
+        if self.window or self.softcap:
+            assert attention_bias is None, "a bias with a window or capped scores"
+            return self._attend_in_blocks(query_SBND, key_SBND, value_SBND)
         return self._attend(query_SBND, key_SBND, value_SBND, attention_bias, self.is_causal)
 
     def _attend_to_all_parts(
@@ -86,9 +105,54 @@ class SdpaAttention(MegatronModule):
         attended = []
         for chunk, query in zip(own, query_CBND.chunk(2), strict=True):
             seen = (chunk + 1) * len(query)
-            mask = causal_lower_right(len(query), seen)
-            attended.append(self._attend(query, key_SBND[:seen], value_SBND[:seen], mask, False))
+            attended.append(self._attend_in_blocks(query, key_SBND[:seen], value_SBND[:seen]))
         return torch.cat(attended)
+
+    def _attend_in_blocks(
+        self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of the last queries of a sequence over all of its keys, causal where the layer is; under a window
+        block by block, each over the keys that it sees."""
+        queries, keys = len(query_SBND), len(key_SBND)
+        block = max(self.window, _LEAST_BLOCK) if self.window else queries
+        attended = []
+        for start in range(0, queries, block):
+            query = query_SBND[start : start + block]
+            end = keys - queries + start + len(query)
+            begin = max(0, end - len(query) - self.window + 1) if self.window else 0
+            key, value = key_SBND[begin:end], value_SBND[begin:end]
+            if self.softcap:
+                attended.append(self._attend_capped(query, key, value))
+            elif self.window and end > self.window:
+                # With a mask of its own only torch's slowest kernel groups queries.
+                group = query.size(2) // key.size(2)
+                key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
+                attended.append(self._attend(query, key, value, self._seen(query, key), False))
+            else:
+                attended.append(self._attend(query, key, value, causal_lower_right(len(query), len(key)), False))
+        return torch.cat(attended) if len(attended) > 1 else attended[0]
+
+    def _seen(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """[Q, K], whether the last queries of a sequence see a key: up to their own position, within the window."""
+        queries, keys = len(query), len(key)
+        behind = torch.arange(keys - queries, keys, device=key.device)[:, None] - torch.arange(keys, device=key.device)
+        return (behind >= 0) & (behind < self.window) if self.window else behind >= 0
+
+    def _attend_capped(
+        self, query_QBND: torch.Tensor, key_KBND: torch.Tensor, value_KBND: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention with scores of cap * tanh(score / cap), softmax in fp32."""
+        group = query_QBND.size(2) // key_KBND.size(2)
+        query_BNQD, key_BNKD, value_BNKD = (part.permute(1, 2, 0, 3) for part in (query_QBND, key_KBND, value_KBND))
+        key_BNKD, value_BNKD = (part.repeat_interleave(group, 1) for part in (key_BNKD, value_BNKD))
+        scale = query_QBND.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        scores_BNQK = self.softcap * torch.tanh(query_BNQD @ key_BNKD.mT * scale / self.softcap)
+        if self.is_causal:
+            scores_BNQK = scores_BNQK.masked_fill(~self._seen(query_QBND, key_KBND), float("-inf"))
+        weights_BNQK = scores_BNQK.softmax(-1, dtype=torch.float32).to(query_QBND.dtype)
+        if self.training and self.dropout:
+            weights_BNQK = torch.nn.functional.dropout(weights_BNQK, self.dropout)
+        return (weights_BNQK @ value_BNKD).permute(2, 0, 1, 3).flatten(2)
 
     def _attend(
         self,

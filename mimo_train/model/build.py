@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.transformer.enums import AttnMaskType, ModelType
@@ -14,46 +13,29 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from encoders.registry import FAMILIES
 from encoders.spec import joined_width
-from mimo_train.config.fault import UserError
+from mimo_train.config.fault import ConfigError
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
 from mimo_train.model.freeze import freeze, let_recomputed_layers_learn
 from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import layer_spec, norm_class, projector_submodules
+from mimo_train.model.llm.gpt import SeededGPTModel
+from mimo_train.model.llm.layers import language_layers
 from mimo_train.model.lora import freeze_base
 from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
 from mimo_train.model.names import modules_of
 from mimo_train.model.transformer_config import encoder_config, language_config, projector_config
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.plan.layout import RunLayout
-from mimo_train.plan.parameters import padded_vocab_size
+from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
 
-
-class SeededGPTModel(GPTModel):
-    """`GPTModel` whose weights outside of the layers are seeded by `config.init_seed`, like those inside."""
-
-    def __init__(self, config: TransformerConfig, **kwargs: Any):
-        torch.manual_seed(config.init_seed)
-        super().__init__(config, **kwargs)
-
-    def forward(self, input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As Megatron-Core's.
-
-        Raises:
-            UserError: with context parallelism, more tokens than this rank's part of a sequence.
-        """
-        cp, length = self.config.context_parallel_size, self.max_sequence_length
-        if cp > 1 and input_ids is not None and input_ids.size(1) > length // cp:
-            raise UserError(
-                f"the forward step gives {input_ids.size(1)} tokens of a sequence to each of modules.{LANGUAGE}.layout."
-                f"cp {cp} ranks, and data.sequence_length {length} is {length // cp} for each: cut the microbatch by "
-                "mimo_train.parallel.context.own_part"
-            )
-        return super().forward(input_ids, *args, **kwargs)
+_LAYERS_OF_CHUNK = (get_transformer_layer_offset, get_num_layers_to_build)
+"""Number of a model chunk's first layer, and of its layers, from (config, chunk, stage)."""
 
 
 class SeededProjector(MultimodalProjector):
@@ -157,9 +139,12 @@ def _language_specs(
     if pgs is None:
         return [ModuleSpec(module=SeededGPTModel, params=params)]
     stage, last, chunks = pgs.pp.rank(), pgs.pp.size() - 1, layout.language.vpp
-    layer = layer_spec(config, AttnMaskType.causal, te)
+    if faults := list(vocabulary_faults(llm, vocab_size)):
+        raise ConfigError(faults)
+    layers = language_layers(llm, config, te)
     params |= {
-        "vocab_size": padded_vocab_size(vocab_size),
+        "vocab_size": embedding_rows(llm, vocab_size),
+        "tokens": llm.vocab_size or vocab_size,
         "share_embeddings_and_output_weights": llm.tie_embeddings,
         "position_embedding_type": {"rope": "rope", "learned": "learned_absolute"}[llm.position],
         "rotary_base": llm.rope_base,
@@ -170,9 +155,9 @@ def _language_specs(
     specs = []
     for chunk in range(chunks):
         vp_stage = chunk if chunks > 1 else None
-        count = get_num_layers_to_build(config, vp_stage, stage)
+        first, count = (function(config, vp_stage, stage) for function in _LAYERS_OF_CHUNK)
         own = {
-            "transformer_layer_spec": TransformerBlockSubmodules([layer] * count, norm_class(te)),
+            "transformer_layer_spec": TransformerBlockSubmodules(layers[first : first + count], norm_class(te)),
             "pre_process": stage == 0 and chunk == 0,
             "post_process": stage == last and chunk == chunks - 1,
             "vp_stage": vp_stage,

@@ -31,6 +31,7 @@ from megatron.core.utils import get_pg_rank
 
 from mimo_train.model import lora
 from mimo_train.model.attention import SdpaAttention
+from mimo_train.model.llm.norms import ZeroCenteredRMSNorm
 from mimo_train.model.marks import mark
 from mimo_train.model.moe import expert_layer
 from mimo_train.model.seeds import seed_for
@@ -60,8 +61,12 @@ class TorchNorm:
     def __new__(  # type: ignore[misc]  # it builds a norm, and is none
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
     ) -> torch.nn.Module:
-        norm_class = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
-        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
+        if config.layernorm_zero_centered_gamma:
+            assert config.normalization == "RMSNorm", config.normalization
+            norm: torch.nn.Module = ZeroCenteredRMSNorm(hidden_size, eps, config.params_dtype)
+        else:
+            norm_class = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
+            norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             mark(parameter, sequence_parallel=config.sequence_parallel)
         return norm
@@ -72,12 +77,17 @@ def use_transformer_engine(kind: str) -> bool:
     return kind == "cuda" and find_spec("transformer_engine") is not None
 
 
-def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense: bool = False) -> ModuleSpec:
     """The spec of one pre-norm transformer layer with the given attention mask.
 
     Adapters extend Megatron-Core's linear layers, so a layer with adapters is of the torch kind.
+
+    Args:
+        dense: whether the layer has no experts though the config has some.
     """
-    submodules = _te_submodules(config) if te and not config.lora.rank else _torch_submodules(config)
+    experts = config.num_moe_experts is not None and not dense
+    kind = _te_submodules if te and not config.lora.rank else _torch_submodules
+    submodules = kind(config, experts)
     attention = replace(submodules.self_attention, params={"attn_mask_type": mask})
     return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, self_attention=attention))
 
@@ -115,10 +125,10 @@ def norm_class(te: bool) -> type:
     return TorchNorm
 
 
-def _te_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
+def _te_submodules(config: TransformerConfig, experts: bool) -> TransformerLayerSubmodules:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
 
-    if config.num_moe_experts is None:
+    if not experts:
         return get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
     submodules = get_gpt_layer_with_transformer_engine_submodules(
         num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
@@ -126,12 +136,12 @@ def _te_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
     return replace(submodules, mlp=expert_layer(mlp_submodules(te=True), te=True))
 
 
-def _torch_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
+def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLayerSubmodules:
     head_norm = TorchNorm if config.qk_layernorm else IdentityOp
     # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's; before experts it
     # keeps the norm separate, too.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if config.num_moe_experts is None:
+    if not experts:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         linears = MLPSubmodules(linear_fc1=lora.column("linear_fc1"), linear_fc2=lora.row("linear_fc2"))
         mlp = partial(MLP.as_mlp_submodule, submodules=linears)

@@ -154,6 +154,8 @@ class RouterLosses:
         # Each data-parallel rank has a part of one balancing loss, or its own loss.
         self._parts = layout.dp if kind == "global_aux_loss" else 1
         self._tracked: list[_Tracked] = []
+        pattern = config.moe_layer_freq
+        self._layers = [layer for layer in range(config.num_layers) if not isinstance(pattern, list) or pattern[layer]]
         if config.num_moe_experts and kind != "none" and config.moe_aux_loss_coeff > 0:
             self._tracked.append(_Tracked("load_balancing_loss", TRACKED[kind], layout.dp // self._parts))
         if config.num_moe_experts and config.moe_z_loss_coeff:
@@ -179,17 +181,19 @@ class RouterLosses:
             total: [numbers], sum over ranks of what `own` gave.
 
         Returns:
-            `load_balancing_loss`, the mean over layers, 1 when all experts get as many tokens; `z_loss`, the mean over
-            layers and positions of logsumexp(logits)^2; with `per_layer` also each layer's, from `moe/NAME_layer_0`.
+            `load_balancing_loss`, the mean over layers with experts, 1 when all experts get as many tokens; `z_loss`,
+            the mean over these layers and positions of logsumexp(logits)^2; with `per_layer` also each layer's, by its
+            number: `moe/NAME_layer_0`.
         """
         values: dict[str, torch.Tensor] = {}
         if total is None:
             return values
         for tracked, layers in zip(self._tracked, total.chunk(len(self._tracked)), strict=True):
-            layers = layers / (tracked.copies * self._microbatches)
+            layers = layers[self._layers] / (tracked.copies * self._microbatches)
             values[tracked.name] = layers.mean()
             if self._per_layer:
-                values |= {f"moe/{tracked.name}_layer_{number}": value for number, value in enumerate(layers)}
+                of_layers = zip(self._layers, layers, strict=True)
+                values |= {f"moe/{tracked.name}_layer_{number}": value for number, value in of_layers}
         return values
 
     def own(self) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Specs and layouts -> Megatron-Core's `TransformerConfig`, one per module."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,26 +19,38 @@ from mimo_train.plan.layout import ModuleLayout, RunLayout, layers_of_stage
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """dtype of weights and activations by `train.precision`."""
 
-_ACTIVATIONS = {"gelu": F.gelu, "quick_gelu": quick_gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
+_ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "geglu": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": F.silu,
+}
 
 
 def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfig:
     """The language model's config; it also drives the schedule, on every rank."""
     llm = cfg.llm
-    return _config(
+    config = _config(
         cfg,
         layout.language,
         num_layers=llm.num_layers,
         hidden_size=llm.hidden_size,
         num_attention_heads=llm.num_attention_heads,
-        num_query_groups=llm.num_query_groups or llm.num_attention_heads,
+        num_query_groups=llm.key_heads,
+        kv_channels=llm.head_width,
         ffn_hidden_size=llm.ffn_hidden_size,
         normalization=llm.normalization,
         layernorm_epsilon=llm.layernorm_epsilon,
-        gated_linear_unit=llm.activation == "swiglu",
+        layernorm_zero_centered_gamma=llm.zero_centered_norms,
+        gated_linear_unit=llm.is_gated,
         activation_func=_ACTIVATIONS[llm.activation],
         add_bias_linear=llm.bias,
-        add_qkv_bias=llm.bias,
+        add_qkv_bias=llm.bias or llm.qkv_bias,
+        softmax_scale=llm.attention_scale_size**-0.5 if llm.attention_scale_size else None,
+        **_windows(llm),
         qk_layernorm=llm.qk_norm,
         hidden_dropout=llm.dropout,
         attention_dropout=llm.dropout,
@@ -49,6 +62,19 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         **_uneven_stages(llm.num_layers, layout.language.pp),
         **_expert_sizes(llm, layout.language),
     )
+    config.llm, config.attention_softcap = llm, llm.attention_softcap
+    return config
+
+
+def _windows(llm: LlmSpec) -> dict[str, Any]:
+    """The window and the layers that have it, in the keys that core attention of either kind reads."""
+    if not llm.window:
+        return {}
+    # In Megatron-Core: tokens before and behind a token that it attends to.
+    return {
+        "window_size": (llm.window - 1, 0),
+        "window_attn_skip_freq": [int(llm.window_of(layer) > 0) for layer in range(llm.num_layers)],
+    }
 
 
 def _uneven_stages(num_layers: int, stages: int) -> dict[str, Any]:
@@ -71,17 +97,18 @@ def _interleaving(layout: ModuleLayout) -> dict[str, Any]:
 def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
     if not llm.num_experts:
         return {}
+    with_experts = [int(llm.has_experts(layer)) for layer in range(llm.num_layers)]
     return {
         "num_moe_experts": llm.num_experts,
+        **({"moe_layer_freq": with_experts} if llm.dense_layers else {}),
         "moe_router_topk": llm.experts_per_token,
-        "moe_ffn_hidden_size": llm.expert_ffn_hidden_size or llm.ffn_hidden_size,
+        "moe_ffn_hidden_size": llm.expert_width,
         "moe_shared_expert_intermediate_size": llm.shared_expert_ffn_hidden_size or None,
         "moe_shared_expert_gate": llm.shared_expert_gate,
         "moe_router_load_balancing_type": llm.router_balancing,
         "moe_aux_loss_coeff": 0.0 if llm.router_balancing == "none" else llm.router_aux_loss,
         "moe_z_loss_coeff": llm.router_z_loss or None,
-        # The softmax over a single selected expert would be 1, without a gradient for the router.
-        "moe_router_pre_softmax": llm.experts_per_token == 1,
+        "moe_router_pre_softmax": llm.softmax_over_all_experts,
         "moe_router_dtype": "fp32",
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

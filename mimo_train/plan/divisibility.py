@@ -14,11 +14,15 @@ def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fa
         key: config key of its module.
     """
     heads = {"num_attention_heads": llm.num_attention_heads}
-    heads["num_query_groups"] = llm.num_query_groups or llm.num_attention_heads
-    widths = {} if llm.num_experts else {"ffn_hidden_size": llm.ffn_hidden_size}
+    if llm.key_heads >= layout.tp:
+        heads["num_query_groups"] = llm.key_heads
+    dense = any(not llm.has_experts(layer) for layer in range(llm.num_layers))
+    widths = {"ffn_hidden_size": llm.ffn_hidden_size} if dense else {}
     if llm.num_experts and llm.shared_expert_ffn_hidden_size:
         widths["shared_expert_ffn_hidden_size"] = llm.shared_expert_ffn_hidden_size
     yield from _tp_faults(layout.tp, key, **heads, **widths)
+    if llm.key_heads < layout.tp:
+        yield from _few_key_heads(llm, layout.tp, key)
     if layout.vpp > 1:
         yield from _interleaving_faults(llm, layout, key)
     elif layout.pp > llm.num_layers:
@@ -76,7 +80,7 @@ def _expert_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fau
                     "set it to 1, or pick a mixture of experts such as llm@modules.language.llm=gpt_tiny_moe",
                 )
         return
-    experts, width = llm.num_experts, llm.expert_ffn_hidden_size or llm.ffn_hidden_size
+    experts, width = llm.num_experts, llm.expert_width
     if experts % layout.ep:
         yield Fault(
             f"{key}.layout.ep",
@@ -116,6 +120,23 @@ def _interleaving_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterat
             f"{key}.layout.vpp",
             f"{llm.num_layers} layers ({key}.llm.num_layers) are not equal parts of pp {layout.pp} x vpp {layout.vpp} "
             f"= {chunks} chunks: use a divisor of the layers of a stage, or a number of layers that {chunks} divides",
+        )
+
+
+def _few_key_heads(llm: LlmSpec, tp: int, key: str) -> Iterator[Fault]:
+    """More tensor-parallel ranks than key heads: as many ranks share each, and gather its queries, keys and values of
+    which each has a part."""
+    if tp % llm.key_heads:
+        yield Fault(
+            f"{key}.layout.tp",
+            f"num_query_groups {llm.key_heads} neither is a multiple of tp {tp} nor divides it: use a divisor or a "
+            f"multiple of {llm.key_heads}",
+        )
+    elif llm.qkv_width % tp:
+        yield Fault(
+            f"{key}.layout.tp",
+            f"tp {tp} does not divide the {llm.qkv_width} outputs of queries, keys and values "
+            f"({llm.num_attention_heads} + 2 x {llm.key_heads} heads of {llm.head_width}): use a smaller tp",
         )
 
 

@@ -61,29 +61,31 @@ def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Pr
     """The products of one sample of `sequence_length` tokens, padding included since it is computed.
 
     Forward, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width of the
-    first feed-forward product (2f with swiglu), S sequence length, L layers, V rows of the output layer:
+    first feed-forward product (2f with a gate), S sequence length, P pairs of tokens that attend, L layers, V rows of
+    the output layer:
 
-        L * (2S * (h*(q + 2k) + q*h + h*u + f*h) + 4q * S(S + 1) / 2) + 2S * h * V
+        L * (2S * (h*(q + 2k) + q*h + h*u + f*h) + 4q * P) + 2S * h * V
 
-    The attention term is q.k and weights.v, 2q each for a position attended to; under the causal mask a token attends
-    to (S + 1) / 2 positions on average. Form: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, which does
-    not halve for the mask. With experts the feed-forward term is that of the experts a token passes: the router
-    2S * hE for E experts, `experts_per_token` experts of their own width, and the shared expert with its gate.
+    The attention term is q.k and weights.v, 2q each for a position attended to; under the causal mask P is
+    S(S + 1) / 2, and with a window of w < S tokens w(w + 1) / 2 + (S - w) w. Form: Chowdhery et al. 2022 (PaLM,
+    arXiv:2204.02311), appendix B, which does not halve for the mask. With experts the feed-forward term is that of the
+    experts a token passes: the router 2S * hE for E experts, `experts_per_token` experts of their own width, and the
+    shared expert with its gate.
 
     Args:
         vocab: rows of the embedding, padding included.
     """
     tokens, hidden, products = sequence_length, llm.hidden_size, []
-    head = hidden // llm.num_attention_heads
-    query, key = hidden, head * (llm.num_query_groups or llm.num_attention_heads)
-    core = 4 * query * tokens * (tokens + 1) / 2
+    query, key = llm.query_width, llm.head_width * llm.key_heads
     products.append(Product("embedding.word_embeddings.weight"))
     if llm.position == "learned":
         products.append(Product("embedding.position_embeddings.weight"))
     for index in range(llm.num_layers):
-        layer = f"decoder.layers.{index}"
+        layer, seen = f"decoder.layers.{index}", min(llm.window_of(index) or tokens, tokens)
+        core = 4 * query * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
         products += _attention(layer, tokens, hidden, query, key, core)
-        products += _experts(layer, tokens, llm) if llm.num_experts else _feed_forward(f"{layer}.mlp", tokens, llm)
+        experts = llm.has_experts(index)
+        products += _experts(layer, tokens, llm) if experts else _feed_forward(f"{layer}.mlp", tokens, llm)
     output = "embedding.word_embeddings.weight" if llm.tie_embeddings else "output_layer.weight"
     products.append(Product(output, 2 * tokens * hidden * vocab))
     return products
@@ -242,14 +244,14 @@ def _two_linears(prefix: str, rows: float, hidden: int, up: int, down: int) -> I
 
 def _feed_forward(prefix: str, rows: float, llm: LlmSpec, ffn: int = 0) -> Iterator[Product]:
     ffn = ffn or llm.ffn_hidden_size
-    yield from _two_linears(prefix, rows, llm.hidden_size, 2 * ffn if llm.activation == "swiglu" else ffn, ffn)
+    yield from _two_linears(prefix, rows, llm.hidden_size, 2 * ffn if llm.is_gated else ffn, ffn)
 
 
 def _experts(layer: str, tokens: int, llm: LlmSpec) -> Iterator[Product]:
     """Router, experts (each token passes `experts_per_token` of them; named as the first one), shared."""
     yield Product(f"{layer}.mlp.router.weight", 2 * tokens * llm.hidden_size * llm.num_experts, in_layer=True)
     rows = tokens * llm.experts_per_token
-    yield from _feed_forward(f"{layer}.mlp.experts.local_experts.0", rows, llm, llm.expert_ffn_hidden_size)
+    yield from _feed_forward(f"{layer}.mlp.experts.local_experts.0", rows, llm, llm.expert_width)
     if llm.shared_expert_ffn_hidden_size:
         shared = f"{layer}.mlp.shared_experts"
         yield from _feed_forward(shared, tokens, llm, llm.shared_expert_ffn_hidden_size)

@@ -134,6 +134,17 @@ def layers_of_stage(num_layers: int, stage: int, stages: int) -> int:
     return num_layers - (stages - 1) * share if stage == 0 else share
 
 
+def stage_layers(num_layers: int, stage: int, stages: int, chunks: int = 1) -> list[int]:
+    """Numbers of the layers of one pipeline stage, counted from 0 over the whole module; of its interleaved model
+    chunks one after the other, which are equal parts."""
+    if chunks > 1:
+        share = num_layers // (stages * chunks)
+        starts = [(chunk * stages + stage) * share for chunk in range(chunks)]
+        return [layer for start in starts for layer in range(start, start + share)]
+    first = sum(layers_of_stage(num_layers, earlier, stages) for earlier in range(stage))
+    return list(range(first, first + layers_of_stage(num_layers, stage, stages)))
+
+
 def lay_out(cfg: ConfigContainer) -> RunLayout:
     """The layout of a config whose modules and placement have no faults (see `mimo_train.plan.run`)."""
     placement, modules = place(cfg), {}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from encoders.spec import joined_width
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.plan.layout import layers_of_stage
+from mimo_train.plan.layout import layers_of_stage, stage_layers
 from mimo_train.plan.parameters import ParameterCount, module_parameters
 from mimo_train.plan.run import Run
 from mimo_train.plan.stages import in_flight
@@ -88,6 +88,8 @@ def layer_activations(
     gated: bool = False,
     rope: bool = False,
     dropout: bool = False,
+    query_width: int = 0,
+    post_norms: bool = False,
     tp: int = 1,
     sp: bool = False,
 ) -> int:
@@ -99,11 +101,12 @@ def layer_activations(
     ones alive), and the feed-forward activations before and after its function (2 f; 5 f when gated without a fused
     kernel). Sequence parallel divides the first part too. With f = 4 h, k = h, dropout, bf16, no gate and no rotation
     this is the paper's s b h (10 + 24 / t), without its 5 a s / (h t) of stored attention scores, and 34 s b h / t with
-    sequence parallel.
+    sequence parallel. Where queries have another width q than the hidden states, it takes the place of h in the second
+    part. Norms behind attention and the feed-forward block keep their inputs: 2 h more in full.
     """
-    size, keys = BYTES[precision], key_width or hidden
-    whole = 4 * hidden * size + (2 * hidden if dropout else 0)
-    split = (2 * hidden + 2 * keys + (hidden + keys if rope else 0) + (5 if gated else 2) * ffn) * size
+    size, keys, query = BYTES[precision], key_width or hidden, query_width or hidden
+    whole = (6 if post_norms else 4) * hidden * size + (2 * hidden if dropout else 0)
+    split = (2 * query + 2 * keys + (query + keys if rope else 0) + (5 if gated else 2) * ffn) * size
     return tokens * (whole + split) // tp if sp else tokens * whole + tokens * split // tp
 
 
@@ -129,9 +132,8 @@ def expert_activations(
     than in a dense layer, the product with the router's probability. The router keeps 3 E numbers in fp32, the shared
     expert what a dense block does.
     """
-    size, gated = BYTES[precision], llm.activation == "swiglu"
+    size, gated, width = BYTES[precision], llm.is_gated, llm.expert_width
     own = tokens // (tp if sp else 1)
-    width = llm.expert_ffn_hidden_size or llm.ffn_hidden_size
     rows = own * llm.experts_per_token * etp
     routed = rows * (llm.hidden_size + (6 if gated else 3) * width // etp) * size
     shared = tokens * (5 if gated else 2) * llm.shared_expert_ffn_hidden_size * size // tp
@@ -179,30 +181,53 @@ def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
     return dict(sorted(total.items()))
 
 
+def score_activations(sequence: int, samples: int, heads: int, tp: int = 1, cp: int = 1) -> int:
+    """Bytes that soft-capped scores of one layer keep for the backward pass: their tanh and their softmax, 4 + 4 bytes
+    in fp32, 2 + 4 + 2 in half precision with the rounded weights."""
+    return samples * heads // tp * sequence * sequence // cp * 8
+
+
 def _language_activations(run: Run, stage: int, vocab: int) -> int:
-    cfg, sizes = run.cfg, run.layout.language
+    cfg, sizes, recompute = run.cfg, run.layout.language, run.cfg.recompute_of(LANGUAGE)
     llm, train = cfg.llm, cfg.train
-    tokens = cfg.data.sequence_length * train.micro_batch_size // sizes.cp
-    key_width = llm.hidden_size // llm.num_attention_heads * (llm.num_query_groups or llm.num_attention_heads)
-    layer = layer_activations(
+    size, samples = BYTES[train.precision], train.micro_batch_size
+    tokens = cfg.data.sequence_length * samples // sizes.cp
+    scores = 0
+    if llm.attention_softcap:
+        scores = score_activations(cfg.data.sequence_length, samples, llm.num_attention_heads, sizes.tp, sizes.cp)
+    own = stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)
+    kinds = [llm.has_experts(layer) for layer in own]
+    each = {kind: _layer_activations(run, tokens, experts=kind) for kind in set(kinds)}
+    layer = -(-sum(each[kind] for kind in kinds) // len(kinds)) + (scores if recompute != "selective" else 0)
+    boundary = tokens * llm.hidden_size * size // (sizes.tp if sizes.sp else 1)
+    kept = stack_activations(len(own) // sizes.vpp, layer, boundary, in_flight(run, LANGUAGE, stage), recompute)
+    kept += scores if recompute == "selective" else 0  # of the layer that is computed again
+    if stage == sizes.pp - 1:
+        kept += output_activations(tokens, llm.hidden_size, vocab, train.precision, sizes.tp, sizes.sp)
+        kept += tokens * math.ceil(vocab / sizes.tp) * size if llm.logit_softcap else 0  # their tanh
+    return kept
+
+
+def _layer_activations(run: Run, tokens: int, *, experts: bool) -> int:
+    """Of one layer of the language model, scores left out."""
+    llm, train, sizes = run.cfg.llm, run.cfg.train, run.layout.language
+    kept = layer_activations(
         tokens,
         llm.hidden_size,
-        0 if llm.num_experts else llm.ffn_hidden_size,
+        0 if experts else llm.ffn_hidden_size,
         train.precision,
-        key_width=key_width,
-        gated=llm.activation == "swiglu",
+        # With fewer key heads than tensor-parallel ranks, each rank has one.
+        key_width=llm.head_width * max(llm.key_heads, sizes.tp),
+        query_width=llm.query_width,
+        gated=llm.is_gated,
         rope=llm.position == "rope",
         dropout=llm.dropout > 0,
+        post_norms=llm.post_norms,
         tp=sizes.tp,
         sp=sizes.sp,
     )
-    if llm.num_experts:
-        layer += expert_activations(tokens, llm, train.precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
-    boundary = tokens * llm.hidden_size * BYTES[train.precision] // (sizes.tp if sizes.sp else 1)
-    layers = layers_of_stage(llm.num_layers, stage, sizes.pp) // sizes.vpp
-    kept = stack_activations(layers, layer, boundary, in_flight(run, LANGUAGE, stage), cfg.recompute_of(LANGUAGE))
-    if stage == sizes.pp - 1:
-        kept += output_activations(tokens, llm.hidden_size, vocab, train.precision, sizes.tp, sizes.sp)
+    if experts:
+        kept += expert_activations(tokens, llm, train.precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
     return kept
 
 

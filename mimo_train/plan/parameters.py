@@ -1,23 +1,40 @@
 """Numbers of parameters, of whole modules and of one rank, from sizes alone. Imports no torch."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import EncoderSpec, joined_width, layer_parameters
+from mimo_train.config.fault import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.plan.layout import layers_of_stage
+from mimo_train.plan.layout import layers_of_stage, stage_layers
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this, whatever the layout: padding with tp would change the softmax."""
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Rows of the embedding for a tokenizer of `vocab_size` tokens."""
+    """Rows of the embedding for a vocabulary of `vocab_size` tokens."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def embedding_rows(llm: LlmSpec, tokens: int) -> int:
+    """Rows of the embedding, padding included, for a tokenizer of `tokens` tokens."""
+    return padded_vocab_size(llm.vocab_size or tokens)
+
+
+def vocabulary_faults(llm: LlmSpec, tokens: int) -> Iterator[Fault]:
+    """A tokenizer of `tokens` tokens that the model's embedding has no row for."""
+    if 0 < llm.vocab_size < tokens:
+        yield Fault(
+            f"modules.{LANGUAGE}.llm.vocab_size",
+            f"the embedding has {llm.vocab_size} rows and the tokenizer {tokens} tokens, placeholders of media "
+            f"included: set it to at least {tokens}, or change data.tokenizer",
+        )
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,7 @@ class ParameterCount:
 
 
 def language_parameters(
-    llm: LlmSpec, vocab: int, sequence_length: int, *, tp: int = 1, stage: int = 0, stages: int = 1
+    llm: LlmSpec, vocab: int, sequence_length: int, *, tp: int = 1, stage: int = 0, stages: int = 1, chunks: int = 1
 ) -> int:
     """Parameters of a language model on one rank of pipeline stage `stage` (from 0) of `stages`, without its experts.
 
@@ -41,17 +58,9 @@ def language_parameters(
     The first stage has the embeddings, the last one the output layer and the final norm; tied embeddings are on both
     when these are two stages.
     """
-    hidden, head = llm.hidden_size, llm.hidden_size // llm.num_attention_heads
-    qkv = head * (llm.num_attention_heads + 2 * (llm.num_query_groups or llm.num_attention_heads))
-    ffn = llm.shared_expert_ffn_hidden_size if llm.num_experts else llm.ffn_hidden_size
-    up = (2 if llm.activation == "swiglu" else 1) * ffn
-    norm = 2 if llm.normalization == "LayerNorm" else 1
-    split = hidden * qkv + hidden * hidden + hidden * up + ffn * hidden
-    whole = 2 * hidden * norm + (2 * head * norm if llm.qk_norm else 0)
-    whole += hidden * (llm.num_experts + llm.shared_expert_gate)
-    if llm.bias:
-        split, whole = split + qkv + up, whole + 2 * hidden
-    count = layers_of_stage(llm.num_layers, stage, stages) * (split // tp + whole)
+    hidden, norm = llm.hidden_size, 2 if llm.normalization == "LayerNorm" else 1
+    layers = stage_layers(llm.num_layers, stage, stages, chunks)
+    count = sum(_layer_parameters(llm, llm.has_experts(layer), tp) for layer in layers)
     first, last = stage == 0, stage == stages - 1
     if first:
         count += sequence_length * hidden if llm.position == "learned" else 0
@@ -61,11 +70,29 @@ def language_parameters(
     return count + (tables if first or last else 0) * math.ceil(vocab / tp) * hidden
 
 
-def expert_parameters(llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0, stages: int = 1) -> int:
+def _layer_parameters(llm: LlmSpec, experts: bool, tp: int) -> int:
+    """Of one layer on one rank, without its experts."""
+    hidden, qkv, query = llm.hidden_size, llm.qkv_width, llm.query_width
+    ffn = llm.shared_expert_ffn_hidden_size if experts else llm.ffn_hidden_size
+    up = (2 if llm.is_gated else 1) * ffn
+    norm = 2 if llm.normalization == "LayerNorm" else 1
+    split = hidden * qkv + query * hidden + hidden * up + ffn * hidden
+    whole = (4 if llm.post_norms else 2) * hidden * norm + (2 * llm.head_width * norm if llm.qk_norm else 0)
+    whole += hidden * (llm.num_experts + llm.shared_expert_gate) if experts else 0
+    split += qkv if llm.bias or llm.qkv_bias else 0
+    whole += hidden if llm.bias or llm.proj_bias else 0
+    if llm.bias:
+        split, whole = split + up, whole + hidden
+    return split // tp + whole
+
+
+def expert_parameters(
+    llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0, stages: int = 1, chunks: int = 1
+) -> int:
     """Parameters of the experts on one rank of a pipeline stage: dealt to ep ranks, each cut over etp."""
-    matrices = 3 if llm.activation == "swiglu" else 2
-    expert = matrices * llm.hidden_size * (llm.expert_ffn_hidden_size or llm.ffn_hidden_size)
-    return layers_of_stage(llm.num_layers, stage, stages) * llm.num_experts // ep * expert // etp
+    matrices = 3 if llm.is_gated else 2
+    layers = sum(llm.has_experts(layer) for layer in stage_layers(llm.num_layers, stage, stages, chunks))
+    return layers * llm.num_experts // ep * matrices * llm.hidden_size * llm.expert_width // etp
 
 
 def encoder_parameters(encoder: EncoderSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
@@ -111,6 +138,7 @@ def module_parameters(
     whole module."""
     module, place = cfg.modules[name], {"stage": stage, "stages": stages}
     if name == LANGUAGE:
+        place["chunks"] = module.layout.vpp if stages > 1 else 1
         counts = {"llm": language_parameters(cfg.llm, vocab, cfg.data.sequence_length, tp=tp, **place)}
         if cfg.llm.num_experts:
             counts["experts"] = expert_parameters(cfg.llm, ep=ep, etp=etp, **place)

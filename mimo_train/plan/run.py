@@ -61,6 +61,7 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     """All faults of a config that can be found without its data, each with key and numbers."""
     found = [*layout_faults(cfg)]
     found += _media_faults(cfg, found)
+    found += _length_faults(cfg)
     world_size = None if found else lay_out(cfg).world_size
     known = {fault.key for fault in found}
     others = [*cfg.faults(), *cfg.profiling.faults(cfg.run.device, cfg.train.iters, world_size)]
@@ -131,6 +132,17 @@ def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
             yield Fault(f"{prefix}.{part}", f"missing: every module but {LANGUAGE!r} has an encoder and a projector")
     if module.llm is not None:
         yield Fault(f"{prefix}.llm", f"only the module named {LANGUAGE!r} has an llm: remove this key")
+
+
+def _length_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Sequences beyond what the language model's positions allow."""
+    llm = cfg.modules[LANGUAGE].llm if LANGUAGE in cfg.modules else None
+    if llm and llm.rope_scaling.kind == "dynamic" and cfg.data.sequence_length > llm.max_positions > 0:
+        yield Fault(
+            "data.sequence_length",
+            f"is {cfg.data.sequence_length}, and the frequencies of modules.{LANGUAGE}.llm.rope_scaling.kind dynamic "
+            f"would depend on the batch beyond max_positions {llm.max_positions}: set it to at most that",
+        )
 
 
 def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:

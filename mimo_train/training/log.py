@@ -13,7 +13,7 @@ from mimo_train.metrics.utilisation import peak_tflops, utilisation
 from mimo_train.model.norms import grad_l2_norms, params_l2_norm
 from mimo_train.parallel import device as devices
 from mimo_train.plan.flops import StepFlops
-from mimo_train.plan.parameters import padded_vocab_size
+from mimo_train.plan.parameters import embedding_rows
 from mimo_train.step.batches import StepIterator
 from mimo_train.step.result import StepResult
 from mimo_train.training.callbacks import Callbacks
@@ -62,7 +62,7 @@ class StepLog:
         self._state, parts = session.state, session.parts
         self._pipeline, self._optimizer, self._schedulers = parts.pipeline, session.optimizer, session.schedulers
         self._bad_samples, self._callbacks = session.bad_samples, callbacks
-        self._step_flops = StepFlops(self._state.cfg, padded_vocab_size(parts.tokenizer.vocab_size))
+        self._step_flops = StepFlops(self._state.cfg, embedding_rows(self._state.cfg.llm, parts.tokenizer.vocab_size))
         self._interval = Interval(self._state, parts.stopwatch, parts.pipeline.device, session.bad_samples)
         self._totals: dict[str, Any] = {}
         self._shows_memory = True

@@ -79,9 +79,13 @@ MEGATRON = {"placement.bridge": "megatron"}
         ({f"{LANGUAGE}.layout.tp": 3}, f"{LANGUAGE}.layout.tp", ["tp 3", "ffn_hidden_size 256"]),
         ({f"{IMAGES}.layout.tp": 3}, f"{IMAGES}.layout.tp", ["tp 3", "num_attention_heads 4"]),
         (
-            {f"{LANGUAGE}.layout.tp": 4, f"{LANGUAGE}.llm.num_query_groups": 2},
+            {
+                f"{LANGUAGE}.layout.tp": 3,
+                f"{LANGUAGE}.llm.num_query_groups": 2,
+                f"{LANGUAGE}.llm.num_attention_heads": 6,
+            },
             f"{LANGUAGE}.layout.tp",
-            ["tp 4", "num_query_groups 2"],
+            ["tp 3", "num_query_groups 2"],
         ),
         ({f"{LANGUAGE}.layout.pp": 5}, f"{LANGUAGE}.layout.pp", ["pp 5", "4 layers"]),
         ({f"{IMAGES}.layout.dp": 3}, f"{IMAGES}.layout.dp", ["dp 3", "microbatch of 8 samples"]),

@@ -1,0 +1,143 @@
+"""Rotary embeddings in config.json: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of version 4.
+Imports no torch."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.rope_spec import USED_BY, RopeScaling
+
+_NAMES = {
+    "factor": "factor",
+    "original_positions": "original_max_position_embeddings",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
+}
+"""In config.json, by our names."""
+
+_LOCAL_THETA = 10000.0
+"""Base period of layers with a window by default, where they have their own."""
+
+
+def read_rope(config: Mapping[str, Any], *, theta: float, two_bases: bool, windows: bool) -> dict[str, Any]:
+    """Keys of `LlmSpec`.
+
+    Args:
+        theta: base period by default.
+        two_bases: whether layers with a window have frequencies of their own.
+        windows: whether there are such layers.
+
+    Raises:
+        ConfigError: a kind that cannot be built, or two values for one thing.
+    """
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    local: Mapping[str, Any] = {}
+    if two_bases:
+        new, local = new.get("full_attention") or {}, new.get("sliding_attention") or {}
+        new = {**new, **old}
+        base = _one(local, "rope_theta", config, "rope_local_base_freq", _LOCAL_THETA)
+        if windows and _kind(local) != "default":
+            raise _refused("rope_parameters", local, "layers with a window have rotary positions without scaling")
+    else:
+        # Version 5 reads the old key where both are there.
+        new, base = old or new, 0.0
+    if any(isinstance(value, Mapping) for value in new.values()):
+        raise _refused("rope_parameters", new, "this family has the same rotary positions in all layers")
+    return {
+        "rope_base": float(_one(new, "rope_theta", config, "rope_theta", theta)),
+        "rope_scaling": _scaling(new, config),
+        "local_rope_base": float(base) if windows else 0.0,
+    }
+
+
+def written_rope(spec: LlmSpec, *, two_bases: bool, kinds: tuple[str, str]) -> dict[str, Any]:
+    """Keys of config.json for both versions.
+
+    Args:
+        kinds: of layers, with all tokens and with a window.
+    """
+    scaling: dict[str, Any] = {}
+    if spec.rope_scaling.kind != "default":
+        scaling["rope_type"] = spec.rope_scaling.kind
+        for name, theirs in _NAMES.items():
+            value = getattr(spec.rope_scaling, name)
+            optional = name in ("attention_factor", "mscale", "mscale_all_dim") and not value
+            if spec.rope_scaling.kind in USED_BY[name] and not optional:
+                scaling[theirs] = value
+    whole = {"rope_type": "default", **scaling, "rope_theta": spec.rope_base}
+    keys = {"rope_theta": spec.rope_base, "rope_scaling": scaling or None, "rope_parameters": whole}
+    if two_bases:
+        local = spec.local_rope_base or (_LOCAL_THETA if scaling else spec.rope_base)
+        keys["rope_local_base_freq"] = local
+        keys["rope_parameters"] = {kinds[0]: whole, kinds[1]: {"rope_type": "default", "rope_theta": local}}
+    return keys
+
+
+def _scaling(found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `RopeScaling`."""
+    kind, positions = _kind(found), config["max_position_embeddings"]
+    kinds = next(one.metadata for one in dataclasses.fields(RopeScaling) if one.name == "kind")["rules"].choices
+    if kind not in kinds:
+        raise _refused("rope_type", kind, f"these can be built: {', '.join(kinds)}")
+    known = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *_NAMES.values()}
+    unknown = sorted(name for name in found if name not in known and found[name] is not None)
+    if unknown:
+        raise _refused(unknown[0], found[unknown[0]], f"rotary positions of kind {kind} do not use it")
+    if found.get("partial_rotary_factor") not in (None, 1):
+        raise _refused("partial_rotary_factor", found["partial_rotary_factor"], "whole heads are turned here")
+    keys: dict[str, Any] = {"kind": kind}
+    for name, theirs in _NAMES.items():
+        if kind in USED_BY[name] and found.get(theirs) is not None:
+            keys[name] = found[theirs]
+    if kind in USED_BY["original_positions"]:
+        # Beside the dict it has priority.
+        outer = config.get("original_max_position_embeddings")
+        keys["original_positions"] = outer or keys.get("original_positions") or positions
+    if kind == "yarn" and "factor" not in keys:
+        keys["factor"] = positions / keys["original_positions"]
+    for name in ("beta_fast", "beta_slow"):
+        if keys.get(name) == 0:
+            del keys[name]  # counts as absent
+    missing = [theirs for name, theirs in _NAMES.items() if _needed(name, kind) and name not in keys]
+    if missing:
+        raise _refused("rope_type", kind, f"it needs {missing[0]}, which is not there")
+    return dataclasses.asdict(RopeScaling(**keys))
+
+
+def _needed(name: str, kind: str) -> bool:
+    return kind in USED_BY[name] and name in ("factor", "low_frequency_factor", "high_frequency_factor")
+
+
+def _kind(found: Mapping[str, Any]) -> str:
+    return found.get("rope_type") or found.get("type") or "default"
+
+
+def _one(inner: Mapping[str, Any], name: str, config: Mapping[str, Any], outer: str, default: float) -> float:
+    """A base period, which version 5 has inside and version 4 outside.
+
+    Raises:
+        ConfigError: both, with two values: the versions would read two models.
+    """
+    values = {where: value for where, value in ((name, inner.get(name)), (outer, config.get(outer))) if value}
+    if inner.get(name) and config.get(outer) and inner[name] != config[outer]:
+        raise ConfigError(
+            [
+                Fault(
+                    "config.json",
+                    f"{outer} is {config[outer]!r}, and {name} of rope_parameters {inner[name]!r}: make them equal",
+                )
+            ]
+        )
+    return next(iter(values.values()), default)
+
+
+def _refused(key: str, value: Any, why: str) -> ConfigError:
+    return ConfigError([Fault("config.json", f"{key} is {value!r}: {why}")])

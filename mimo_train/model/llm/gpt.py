@@ -1,0 +1,97 @@
+"""The language model: Megatron-Core's GPT with what families have beside its layers.
+
+Shape suffixes: B batch, S sequence, V vocabulary part of this tensor-parallel rank (the whole one where it is
+gathered).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo_train.config.fault import UserError
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.rope import inverse_frequencies
+
+
+class SeededGPTModel(GPTModel):
+    """`GPTModel` whose weights outside of the layers are seeded by `config.init_seed`, like those inside. `config.llm`
+    is its `LlmSpec`.
+
+    Padded rows of the vocabulary have no part in the softmax, in which Megatron-Core 0.19.2 counts them
+    (language_module.py:155): without labels their logits are the lowest number there is, and get no gradient.
+    """
+
+    def __init__(self, config: TransformerConfig, *, tokens: int = 0, **kwargs: Any):
+        """
+        Args:
+            tokens: rows of the vocabulary that are no padding; 0: all.
+        """
+        torch.manual_seed(config.init_seed)
+        super().__init__(config, **kwargs)
+        llm: LlmSpec = config.llm
+        self._tokens = tokens or self.vocab_size
+        if self.position_embedding_type == "rope":
+            self.rotary_pos_emb.inv_freq = inverse_frequencies(llm)
+        if self.pre_process and llm.scale_embeddings:
+            self.embedding.word_embeddings.register_forward_hook(_scale_embeddings)
+        if self.post_process and llm.logit_softcap:
+            self.output_layer.register_forward_hook(_SoftCap(llm.logit_softcap))
+
+    def forward(self, input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Megatron-Core's.
+
+        Raises:
+            UserError: with context parallelism, more tokens than this rank's part of a sequence.
+        """
+        cp, length = self.config.context_parallel_size, self.max_sequence_length
+        if cp > 1 and input_ids is not None and input_ids.size(1) > length // cp:
+            raise UserError(
+                f"the forward step gives {input_ids.size(1)} tokens of a sequence to each of modules.{LANGUAGE}.layout."
+                f"cp {cp} ranks, and data.sequence_length {length} is {length // cp} for each: cut the microbatch by "
+                "mimo_train.parallel.context.own_part"
+            )
+        return super().forward(input_ids, *args, **kwargs)
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Loss of every token, [B, S] in nats, from logits [S, B, V], which this changes."""
+        padding_V = self._padding(logits)
+        if padding_V is not None:
+            # Behind autograd's back, without a copy: the loss has no gradient where the softmax is 0.
+            with torch.no_grad():
+                logits[..., padding_V] = torch.finfo(logits.dtype).min
+        return super().compute_language_model_loss(labels, logits)
+
+    def _postprocess(self, *arguments: Any, labels: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        output = super()._postprocess(*arguments, labels=labels, **options)
+        if labels is None and self.post_process and (padding_V := self._padding(output)) is not None:
+            output[..., padding_V] = torch.finfo(output.dtype).min
+        return output
+
+    def _padding(self, logits: torch.Tensor) -> slice | None:
+        """The padded columns of logits [..., V]; None if they have none, or another head made them."""
+        if not isinstance(self.output_layer, ColumnParallelLinear):
+            return None
+        columns = logits.size(-1)
+        begin = 0 if columns == self.vocab_size else self.pg_collection.tp.rank() * columns
+        first = max(self._tokens - begin, 0)
+        return slice(first, columns) if first < columns else None
+
+
+def _scale_embeddings(_module: torch.nn.Module, _arguments: tuple, embeddings: torch.Tensor) -> torch.Tensor:
+    """Times sqrt(hidden size), which is rounded to the precision of the weights first, as families were trained."""
+    return embeddings * torch.tensor(embeddings.size(-1) ** 0.5, dtype=embeddings.dtype, device=embeddings.device)
+
+
+class _SoftCap:
+    """Forward hook: logits become cap * tanh(logit / cap)."""
+
+    def __init__(self, cap: float):
+        self._cap = cap
+
+    def __call__(self, _module: torch.nn.Module, _arguments: tuple, output: tuple) -> tuple:
+        logits, bias = output
+        return self._cap * torch.tanh(logits / self._cap), bias

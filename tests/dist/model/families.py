@@ -1,0 +1,143 @@
+"""Language models that transformers makes, tiny and of odd sizes, with norms and biases that matter."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SEQUENCE, SAMPLES = 24, 4
+_YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 6.0, "original_max_position_embeddings": 20}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA = {"query_pre_attn_scalar": 20, "sliding_window": 5}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "head_dim": None},
+    "llama, attention bias, linear": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    },
+    "llama, all biases, dynamic": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
+    },
+    "llama, tied, llama3": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_parameters": _LLAMA3 | {"low_freq_factor": 1.2, "high_freq_factor": 3.5},
+    },
+    "llama, yarn": {"model_type": "llama", "rope_parameters": _YARN | {"attention_factor": 1.3, "beta_fast": 8.0}},
+    "mistral, window, yarn": {
+        "model_type": "mistral",
+        "sliding_window": 7,
+        "rope_parameters": _YARN | {"mscale": 0.8, "mscale_all_dim": 0.3, "truncate": False},
+    },
+    "mixtral": {"model_type": "mixtral", "sliding_window": 9, **_EXPERTS},
+    "qwen2, window in some layers": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3, biases, one key head": {
+        "model_type": "qwen3",
+        "attention_bias": True,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "qwen3_moe, a dense layer": {
+        "model_type": "qwen3_moe",
+        "mlp_only_layers": [1],
+        "moe_intermediate_size": 24,
+        **_EXPERTS,
+    },
+    "qwen3_moe, every second layer": {
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 24,
+        **_EXPERTS,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        **_GEMMA,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        **_GEMMA,
+    },
+}
+"""Configs by name: what differs from SIZES."""
+
+
+def tokens() -> np.ndarray:
+    """[samples, sequence + 1], ids."""
+    return np.random.default_rng(7).integers(0, SIZES["vocab_size"], (SAMPLES, SEQUENCE + 1))
+
+
+def make(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Save each model in a folder of its name; returns logits, loss, gradients by tensor and gradient norm of each.
+
+    The config that we write must give the model again: logits and all.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    transformers.logging.set_verbosity_error()
+    return {name: _one(folder / name, SIZES | FAMILIES[name], transformers, torch) for name in names}
+
+
+def _one(folder: Path, config: dict[str, Any], transformers: Any, torch: Any) -> dict[str, Any]:
+    from mimo_train.config.pretrained.language import language_config_json, language_spec
+
+    made = transformers.AutoConfig.for_model(**config)
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + (0 if name.endswith("bias") else parameter))
+    model.save_pretrained(folder)
+    ids = torch.from_numpy(tokens())
+    logits = model(input_ids=ids[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    written = language_config_json(language_spec(model.config.to_dict()), config["model_type"])
+    again = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**written), attn_implementation="eager"
+    )
+    again.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids[:, :-1]).logits, logits), written
+    return {
+        "logits": logits.detach().numpy(),
+        "loss": loss.item(),
+        "gradients": gradients,
+        "norm": float(np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in gradients.values()))),
+    }
