@@ -1,5 +1,6 @@
 """Saves and loads a run: one object, created at set-up, that holds everything a checkpoint contains."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,11 +47,15 @@ class Checkpointer:
         train_state: Stateful,
         rerun: Repeatable,
         data_fingerprint: str,
+        read_pretrained: Callable[[], bool] = lambda: False,
     ):
         """
         Args:
             data_fingerprint: of the training shards; a checkpoint of other shards is refused.
+            read_pretrained: fills the model of a new run from the directories of its modules; returns whether there
+                are any. Collective.
         """
+        self._read_pretrained = read_pretrained
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
         self._train_state, self._rerun, self._data_fingerprint = train_state, rerun, data_fingerprint
 
@@ -81,7 +86,7 @@ class Checkpointer:
 
     def resume(self) -> Path | None:
         """Continue from the checkpoint that `checkpoint.resume` chooses, or begin with the weights of
-        `checkpoint.weights`.
+        `checkpoint.weights`, or with those of `modules.NAME.pretrained`.
 
         Returns:
             The folder that the run continues from; None for a new run.
@@ -101,6 +106,8 @@ class Checkpointer:
             weights = folders.in_folder(Path(cfg.checkpoint.weights), "checkpoint.weights")
             load_checkpoint(weights, layout, self._model)
             # The optimizer holds master copies of the initial weights.
+            self._optimizer.reload_model_params()
+        elif self._read_pretrained():
             self._optimizer.reload_model_params()
         return folder
 

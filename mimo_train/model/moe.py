@@ -70,6 +70,8 @@ def _seeded_experts(
         # that such a layout could not read the optimizer's state of another; as experts they are reduced all the same.
         for weight in (up, down):
             mark(weight, allreduce=False)
+        if not config.perform_initialization:
+            continue
         # With a gate each rank holds a part of both halves.
         _draw(up, 0, 2 if config.gated_linear_unit else 1, config.init_method, etp)
         _draw(down, 1, 1, config.output_layer_init_method, etp)

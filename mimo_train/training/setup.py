@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer
+from mimo_train.checkpoint.hf.load import load_pretrained
 from mimo_train.config.compose import to_yaml
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.profiling import StepProfiler
@@ -40,6 +41,7 @@ from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
+from mimo_train.plan.parameters import embedding_rows
 from mimo_train.plan.run import Run
 from mimo_train.plan.run_dir import make_folder
 from mimo_train.step.batches import StepIterator, open_loader
@@ -129,7 +131,9 @@ def setup(
     )
     dataset = build_dataset(cfg, parts.tokenizer)
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
-    checkpointer = Checkpointer(run, *saved, dataset.fingerprint)
+    rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
+    read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
+    checkpointer = Checkpointer(run, *saved, dataset.fingerprint, read_pretrained)
     resumed_from = checkpointer.resume()
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)

@@ -34,6 +34,8 @@ class Part:
     folder: Path
     key: str
     """Config key that names the directory."""
+    is_whole: bool = True
+    """Whether the directory is of this part alone."""
 
 
 def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
@@ -47,7 +49,7 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
         if not module.pretrained:
             continue
         directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
-        place = directory.folder, directory.key
+        place = directory.folder, directory.key, directory.model_type not in COMPOSITES
         composite = COMPOSITES.get(directory.model_type, Composite(""))
         if name == LANGUAGE:
             config = composite.part(directory.config, name)
@@ -64,34 +66,34 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
     return parts
 
 
-def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: RunGroups, rows: int) -> None:
+def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: RunGroups, rows: int) -> bool:
     """Fill the parameters of this rank from the directories of their modules, in place; adapters keep their initial
     values. Collective over all ranks.
 
     Args:
         rows: of the language model's embedding, with padding.
 
+    Returns:
+        Whether any module has a directory.
+
     Raises:
         UserError: a directory does not fit the model; on every rank.
     """
+    own = modules_of(model)
     with agreed():
-        folders: dict[Path, TensorFolder] = {}
-        readers: dict[Path, list[Reader]] = {}
-        own = modules_of(model)
-        for part in pretrained_parts(cfg, rows):
-            folder = folders.setdefault(part.folder, TensorFolder(part.folder, part.key))
-            reader = Reader(folder, part.weights, part.key)
-            readers.setdefault(part.folder, []).append(reader)
+        parts = pretrained_parts(cfg, rows)
+        folders = {part.folder: TensorFolder(part.folder, part.key) for part in parts}
+        readers = [(part, Reader(folders[part.folder], part.weights, part.key)) for part in parts]
+        for part, reader in readers:
             if part.module in own:
                 parameters = dict(_parameters(own[part.module], part.begins))
                 cuts = {name: _cut(value, groups, part.module) for name, value in parameters.items()}
                 reader.fill(parameters, cuts)
-        for path, of_folder in readers.items():
-            directory = read_directory(str(path), "")
-            composite = COMPOSITES.get(directory.model_type)
-            keys = {part.module for part in pretrained_parts(cfg, rows) if part.folder == path}
-            if composite is None or len(keys) > 1:
-                require_all_used(folders[path], of_folder, f"modules.{'/'.join(keys)}.pretrained")
+        for path, folder in folders.items():
+            of_folder = [(part, reader) for part, reader in readers if part.folder == path]
+            if all(part.is_whole for part, _ in of_folder) or len({part.module for part, _ in of_folder}) > 1:
+                require_all_used(folder, [reader for _, reader in of_folder], of_folder[0][0].key)
+    return bool(parts)
 
 
 def _parameters(chunks: list[MegatronModule], begins: str) -> Iterator[tuple[str, torch.nn.Parameter]]:
