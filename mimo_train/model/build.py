@@ -1,6 +1,7 @@
 """Build the modules of a run on this rank: a `MimoModel`, or a plain GPT when `language` is alone."""
 
 import warnings
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ def build_model(
     device: torch.device,
     te: bool,
     pre_wrap_hook: ModelHook | None = None,
+    undrawn: Set[tuple[str, str]] = frozenset(),
 ) -> list[MegatronModule]:
     """Build the part of the model on this rank, on `device`, each module wrapped in Megatron-Core's DDP.
 
@@ -64,12 +66,14 @@ def build_model(
         special_token_ids: token id of the placeholders of each encoder module's features.
         te: whether layers are Transformer Engine's.
         pre_wrap_hook: changes the chunks of the language model before they are frozen and wrapped (see `model.heads`).
+        undrawn: (module, part) of weights that are read afterwards: they are not drawn, and their memory is not even
+            touched. Part is llm, encoder or projector. Adapters are drawn all the same.
 
     Returns:
         The model chunks of this rank: one `MimoModel` (attributes `language_model` and `modality_submodules`), or
         wrapped GPT models.
     """
-    language_specs = _language_specs(cfg, layout, groups, vocab_size, te)
+    language_specs = _language_specs(cfg, layout, groups, vocab_size, te, (LANGUAGE, "llm") not in undrawn)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
         if not cfg.encoders:
@@ -83,7 +87,9 @@ def build_model(
         model = kind(
             MimoModelConfig(
                 language_model_spec=language_spec,
-                modality_submodules_spec={name: _encoder_spec(cfg, layout, groups, name, te) for name in cfg.encoders},
+                modality_submodules_spec={
+                    name: _encoder_spec(cfg, layout, groups, name, te, undrawn) for name in cfg.encoders
+                },
                 special_token_ids=special_token_ids,
                 module_to_grid_map=groups.grids,
             ),
@@ -130,10 +136,11 @@ def _partition_groups(groups: RunGroups) -> dict:
 
 
 def _language_specs(
-    cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, vocab_size: int, te: bool
+    cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, vocab_size: int, te: bool, drawn: bool
 ) -> list[ModuleSpec]:
     """One spec for each model chunk of this rank's stage; they share one config, which the schedule reads."""
     llm, config = cfg.llm, language_config(cfg, layout)
+    config.perform_initialization = drawn
     params = {"config": config, "max_sequence_length": cfg.data.sequence_length}
     pgs = groups.collections.get(LANGUAGE)
     if pgs is None:
@@ -166,13 +173,17 @@ def _language_specs(
     return specs
 
 
-def _encoder_spec(cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, name: str, te: bool) -> ModuleSpec:
+def _encoder_spec(
+    cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, name: str, te: bool, undrawn: Set[tuple[str, str]]
+) -> ModuleSpec:
     pgs = groups.collections.get(name)
     if pgs is None:
         return ModuleSpec(module=EncoderModule)
     module, module_layout = cfg.modules[name], layout.modules[name]
     config = encoder_config(cfg, module_layout)
     projection = projector_config(cfg, module_layout)
+    config.perform_initialization = (name, "encoder") not in undrawn
+    projection.perform_initialization = (name, "projector") not in undrawn
     encoder = ModuleSpec(
         module=FAMILIES[module.encoder.family].load(),
         params={

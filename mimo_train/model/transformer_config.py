@@ -175,10 +175,8 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
-        # Weights are drawn whole on the CPU and cut: the same model at every layout. What is read from a directory is
-        # not drawn: its memory is not even touched before.
+        # Weights are drawn whole on the CPU and cut: the same model at every layout.
         use_cpu_initialization=True,
-        perform_initialization=not cfg.modules[layout.name].pretrained,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.checkpoint.hf.load import load_pretrained
 from mimo_train.config.compose import to_yaml
+from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.profiling import StepProfiler
 from mimo_train.diagnose.rerun import Rerun
@@ -118,7 +120,7 @@ def setup(
     with agreed():
         make_folder(run.dir)
     make_demo_shards(run)
-    parts = build_parts(run, kind, device, pre_wrap_hook)
+    parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg))
     pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
     optimizer = build_optimizer(cfg, pipeline.model, groups)
     optimizer.attach(pipeline.model[0].config)
@@ -199,8 +201,16 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
     return kind, device
 
 
-def build_parts(run: Run, kind: str, device: torch.device, pre_wrap_hook: ModelHook | None = None) -> Parts:
-    """Groups, model and pipeline of a run; weights are initial. Collective over all ranks."""
+def build_parts(
+    run: Run,
+    kind: str,
+    device: torch.device,
+    pre_wrap_hook: ModelHook | None = None,
+    *,
+    undrawn: Set[tuple[str, str]] = frozenset(),
+) -> Parts:
+    """Groups, model and pipeline of a run; weights are initial, but for those of `undrawn` (see `build_model`).
+    Collective over all ranks."""
     cfg, groups, tokenizer = run.cfg, build_groups(run.layout), tokenizer_of(run.cfg)
     profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
     _seed(cfg, groups)
@@ -213,6 +223,7 @@ def build_parts(run: Run, kind: str, device: torch.device, pre_wrap_hook: ModelH
         device=device,
         te=use_transformer_engine(kind),
         pre_wrap_hook=pre_wrap_hook,
+        undrawn=undrawn,
     )
     _seed(cfg, groups)
     step_sum, stopwatch = StepSum(device), Stopwatch(cuda=kind == "cuda")

@@ -110,4 +110,5 @@ def _cut(parameter: torch.nn.Parameter, groups: RunGroups, module: str) -> Cut:
     pgs = groups.collections[module]
     # Weights of experts are cut over their own group.
     group = pgs.tp if getattr(parameter, "allreduce", True) else pgs.expt_tp
-    return Cut(parameter.partition_dim, parameter.partition_stride, group.rank(), group.size())
+    dim, stride = (getattr(parameter, name) for name in ("partition_dim", "partition_stride"))
+    return Cut(dim, stride, group.rank(), group.size())

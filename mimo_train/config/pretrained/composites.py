@@ -33,11 +33,12 @@ class Composite:
         return dict(config[key]) if key in config else dict(config)
 
 
-_NAMES = {
-    "encoder_names": ("vision_tower.", "model.vision_tower."),
-    "language_names": ("language_model.", (("model.", "model.language_model."), ("lm_head.", "lm_head."))),
-}
-"""As hubs have the names, and as version 5 has them in memory."""
+_TOWER = ("vision_tower.", "model.vision_tower.")
+_LANGUAGE: tuple[Spelling, ...] = (
+    "language_model.",
+    (("model.", "model.language_model."), ("lm_head.", "lm_head.")),
+)
+"""Names as hubs have them, and as version 5 has them in memory."""
 
 
 def _llava_projector(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +55,8 @@ COMPOSITES: dict[str, Composite] = {
     "llava": Composite(
         "vision_config",
         "text_config",
-        **_NAMES,
+        encoder_names=_TOWER,
+        language_names=_LANGUAGE,
         projector=_llava_projector,
         projector_weights=_llava_projector_weights,
     ),

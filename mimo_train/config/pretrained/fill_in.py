@@ -1,6 +1,7 @@
 """`pretrained: DIR` -> the keys that follow from the directory, in a config as it is composed. Imports no torch."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from encoders.errors import EncoderError
@@ -10,6 +11,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.language import language_keys
+from mimo_train.config.schema import ConfigContainer
 
 CHOICES = {
     "llm": {"name", "dropout", "init_std", "router_balancing", "router_aux_loss", "router_z_loss"},
@@ -49,6 +51,19 @@ def replaced_parts(found: Mapping[str, Directory]) -> list[str]:
         if has_projector(directory):
             parts.append(f"modules.{name}.projector")
     return parts
+
+
+def parts_there(cfg: ConfigContainer) -> set[tuple[str, str]]:
+    """(module, part) of what is read from directories when a run begins: part is llm, encoder or projector. None of a
+    directory that is not there, as where a run is only continued."""
+    found = set()
+    for name, module in cfg.modules.items():
+        if not module.pretrained or not Path(module.pretrained).is_dir():
+            continue
+        found.add((name, "llm" if name == LANGUAGE else "encoder"))
+        if name != LANGUAGE and has_projector(read_directory(module.pretrained, f"modules.{name}.pretrained")):
+            found.add((name, "projector"))
+    return found
 
 
 def has_projector(directory: Directory) -> bool:
