@@ -1,21 +1,26 @@
 """A checkpoint -> a directory as `transformers` saves it, on one process, a few tensors at a time."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from encoders.weight_map import Rule, WeightMap, spelt
-from mimo_train.checkpoint.hf.tensors import Planned
+from mimo_train.checkpoint.hf.fill import Reader
+from mimo_train.checkpoint.hf.parts import Part
+from mimo_train.checkpoint.hf.slices import SliceReader
+from mimo_train.checkpoint.hf.tensors import Planned, TensorFolder, write_tensors
 from mimo_train.checkpoint.store import CONTENT
 
 
 class Weights:
-    """The parameters of a model in a checkpoint, a few at a time. The model lends names and shapes; its own values are
+    """The parameters of a model in a checkpoint, one at a time. The model lends names and shapes; its own values are
     neither read nor written.
 
     Args:
@@ -24,17 +29,18 @@ class Weights:
     """
 
     def __init__(self, folder: Path, model: MegatronModule):
-        self._folder = folder
+        self._reader = SliceReader(folder)
         self._state = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT))
         self.parameters = dict(unwrap_model(model).named_parameters())
 
-    def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Values of parameters, by name."""
-        state = {}
-        for name in names:
-            # A copy, which goes when the caller is done with it; the entry itself stays without values.
-            state[name] = replace(self._state[name], data=torch.empty_like(self.parameters[name].data))
-        return dist_checkpointing.load(state, str(self._folder))
+    def load(self, name: str) -> torch.Tensor:
+        """The value of a parameter."""
+        entry = self._state[name]
+        if not isinstance(entry, ShardedTensorFactory):
+            return self._reader.read(entry)
+        parts = entry.build()
+        dict_list_map_inplace(self._reader.read, parts)
+        return entry.merge_fn(parts)
 
 
 @dataclass(frozen=True)
@@ -88,11 +94,9 @@ def tensors_of(weights: WeightMap, source: Weights, dtype: torch.dtype) -> Itera
     """The tensors of a part of a model, one after the other; those of one group are in memory together."""
     counts = weights.row_counts()
     for group in groups_of(weights):
-        values = source.load([rule.ours for rule in group.rules])
         theirs: dict[str, torch.Tensor] = {}
         for rule in group.rules:
-            _hand_out(rule, values[rule.ours], counts, theirs)
-        del values
+            _hand_out(rule, source.load(rule.ours), counts, theirs)
         for name in group.tensors:
             yield theirs.pop(name).to(dtype)
 
@@ -110,3 +114,44 @@ def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: d
             theirs[rows.name] = torch.empty(counts[rows.name], *tail, dtype=value.dtype)
         theirs[rows.name][rows.first : rows.first + rows.count] = part.reshape(rows.count, *tail)
     assert at == len(value), rule.ours
+
+
+def write_weights(
+    parts: Sequence[Part],
+    modules: dict[str, MegatronModule],
+    checkpoint: Path,
+    to: Path,
+    *,
+    dtype: torch.dtype,
+    largest_file: int,
+) -> None:
+    """Write parts of a model that make one directory. Tensors of the directory that they came from that take no part in
+    training are copied.
+
+    Args:
+        parts: of one directory.
+        modules: of the run on one process, by name; they lend names and shapes.
+        checkpoint: folder that the values are read from.
+        largest_file: in bytes.
+    """
+    sources = {part.module: Weights(checkpoint, modules[part.module]) for part in parts}
+    planned: list[Planned] = []
+    for part in parts:
+        planned += planned_tensors(part.weights, sources[part.module].parameters, dtype)
+    folder = TensorFolder(parts[0].folder, parts[0].key)
+    carried = _carried(parts, folder, {tensor.name for tensor in planned})
+    planned += [Planned(name, folder.tensors[name].shape, folder.tensors[name].dtype) for name in carried]
+    values = chain(
+        *(tensors_of(part.weights, sources[part.module], dtype) for part in parts),
+        (folder.whole(name) for name in carried),
+    )
+    write_tensors(to, planned, values, largest_file)
+
+
+def _carried(parts: Sequence[Part], folder: TensorFolder, written: set[str]) -> list[str]:
+    """Tensors of the directory that no part writes, by whatever name."""
+    made = set()
+    for part in parts:
+        reader = Reader(folder, part.weights, part.key)
+        made |= reader.read_names
+    return [name for name in folder.tensors if name not in made and name not in written]

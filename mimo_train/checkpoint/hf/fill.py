@@ -63,9 +63,14 @@ class Reader:
             self._carried += [spelt(pattern, spelling) for pattern in of.carried]
         self._require_tensors()
 
+    @property
+    def read_names(self) -> set[str]:
+        """Tensors of the directory that parameters are made of."""
+        return set(self._theirs.values())
+
     def uses(self, name: str) -> bool:
         """Whether a tensor of the directory belongs to this part: a parameter is made of it, or it is carried along."""
-        return name in self._theirs.values() or any(fnmatchcase(name, pattern) for pattern in self._carried)
+        return name in self.read_names or any(fnmatchcase(name, pattern) for pattern in self._carried)
 
     def fill(self, parameters: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> None:
         """Write the values of parameters of this rank, by their names in the map, in place.

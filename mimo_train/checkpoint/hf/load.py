@@ -1,69 +1,18 @@
 """The weights of `modules.NAME.pretrained` into the model of a new run. Each rank reads what it holds."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from encoders.registry import FAMILIES
-from encoders.weight_map import WeightMap
 from mimo_train.checkpoint.hf.fill import Cut, Reader, require_all_used
+from mimo_train.checkpoint.hf.parts import pretrained_parts
 from mimo_train.checkpoint.hf.tensors import TensorFolder
-from mimo_train.config.parts import LANGUAGE, is_adapter
-from mimo_train.config.pretrained.composites import COMPOSITES, Composite
-from mimo_train.config.pretrained.directory import read_directory
-from mimo_train.config.pretrained.fill_in import has_projector
+from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.model.llm.weights import language_map
 from mimo_train.model.names import global_names, modules_of
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.groups import RunGroups
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a module whose weights are in a directory."""
-
-    module: str
-    begins: str
-    """What the names of its parameters begin with; empty: all of the module's."""
-    weights: WeightMap
-    """With names as in the module."""
-    folder: Path
-    key: str
-    """Config key that names the directory."""
-    is_whole: bool = True
-    """Whether the directory is of this part alone."""
-
-
-def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
-    """All parts of a run that come from directories.
-
-    Args:
-        rows: of the language model's embedding, with padding.
-    """
-    parts = []
-    for name, module in cfg.modules.items():
-        if not module.pretrained:
-            continue
-        directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
-        place = directory.folder, directory.key, directory.model_type not in COMPOSITES
-        composite = COMPOSITES.get(directory.model_type, Composite(""))
-        if name == LANGUAGE:
-            config = composite.part(directory.config, name)
-            weights = language_map(cfg.llm, rows, config["model_type"])
-            parts.append(Part(name, "", weights.under(*composite.language_names or weights.prefixes), *place))
-            continue
-        encoder = FAMILIES[module.encoder.family].weight_map(module.encoder)
-        names = [before + own for before in composite.encoder_names for own in encoder.prefixes if isinstance(own, str)]
-        parts.append(Part(name, "encoders.", encoder.named(f"encoders.{name}.").under(*names), *place))
-        if has_projector(directory):
-            assert composite.projector_weights is not None, directory.model_type
-            projector = composite.projector_weights(module, cfg.llm.hidden_size)
-            parts.append(Part(name, "input_projections.", projector.named("input_projections.0."), *place))
-    return parts
 
 
 def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: RunGroups, rows: int) -> bool:

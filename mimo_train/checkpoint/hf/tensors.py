@@ -74,6 +74,12 @@ class TensorFolder:
                 values = self._read(file.fileno(), stored, at * size, number * size).view(number, width)
                 yield values if columns is None else values[:, columns[0] : columns[1]]
 
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor as it is."""
+        stored = self.tensors[name]
+        with stored.file.open("rb", buffering=0) as file:
+            return self._read(file.fileno(), stored, 0, prod(stored.shape) * stored.dtype.itemsize).view(stored.shape)
+
     def _read(self, file: int, stored: Stored, begin: int, size: int) -> torch.Tensor:
         buffer = bytearray(size)
         view, read = memoryview(buffer), 0
@@ -82,7 +88,7 @@ class TensorFolder:
             if not got:
                 raise UserError(f"{self._key}: {stored.file} was cut short while it was read: copy it again")
             read += got
-        return torch.frombuffer(buffer, dtype=torch.uint8).view(stored.dtype) if size else torch.empty(0)
+        return torch.frombuffer(buffer, dtype=stored.dtype) if size else torch.empty(0, dtype=stored.dtype)
 
     def _files(self) -> list[Path]:
         index = self.folder / INDEX

@@ -1,0 +1,62 @@
+"""`mimo-train export`: a checkpoint of any layout as a directory that `transformers` reads."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mimo_train.commands.arguments import add_command, positive
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    command = add_command(
+        commands,
+        "export",
+        _export,
+        "write a checkpoint as a directory of transformers",
+        "Writes a checkpoint as a directory that transformers reads, on one process, a few tensors at a time.\n\n"
+        "example:\n  mimo-train export runs/my_run --to exported",
+    )
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a run, or of one of its checkpoints")
+    command.add_argument("--to", required=True, type=Path, metavar="DIR", help="new folder to write")
+    command.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the checkpoint)")
+    command.add_argument(
+        "--file-gigabytes", type=positive, default=5, metavar="N", help="largest file, in 10^9 bytes (default: 5)"
+    )
+
+
+def _export(args: argparse.Namespace) -> int:
+    return main(args.checkpoint, args.to, dtype=args.dtype or "", file_gigabytes=args.file_gigabytes)
+
+
+def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: int) -> int:
+    """Write the model of a checkpoint to `to`. Returns the exit code.
+
+    Raises:
+        UserError: no complete checkpoint or a damaged one, `to` is not empty, or a module did not come from a
+            directory of `transformers`.
+    """
+    from mimo_train.checkpoint import folders
+    from mimo_train.checkpoint.hf.directory import new_directory
+    from mimo_train.config.compose import from_dict
+
+    folder = folders.in_folder(Path(checkpoint), "CHECKPOINT")
+    cfg = from_dict(folders.read_record(folder, "config")["config"])
+    new_directory(to)
+
+    from mimo_train.launch.library_log import adopt_torch, divert
+
+    run_dir = folders.run_of(folder)
+    if run_dir is not None:
+        divert(run_dir / "logs" / "export.log")
+    import torch.distributed as dist
+
+    adopt_torch()
+    from mimo_train.training.exporting import export
+
+    for written in export(folder, cfg, to, dtype=dtype, largest_file=file_gigabytes * 10**9):
+        print(f"{written.what}: {written.folder}")
+    dist.destroy_process_group()
+    return 0
