@@ -1,0 +1,119 @@
+"""`modules.NAME.pretrained`: the directory's sizes take the place of the group; what contradicts them is a fault."""
+
+import json
+
+import pytest
+
+from mimo_train.config.compose import from_dict, load, to_dict
+from mimo_train.config.fault import ConfigError
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 100, "num_hidden_layers": 3, "vocab_size": 300, "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6, "rope_theta": 5000.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def llama(tmp_path):
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def composed(folder, *overrides, config="vlm_digits"):
+    return load(config, [f"modules.language.pretrained={folder}", *overrides])
+
+
+def said(folder, *overrides, config="vlm_digits") -> str:
+    with pytest.raises(ConfigError) as error:
+        composed(folder, *overrides, config=config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("config", ["vlm_digits", "gpt_tiny"])
+def test_one_override_takes_the_place_of_the_group(llama, config):
+    cfg = composed(llama, config=config)
+    llm = cfg.llm
+    assert (llm.name, llm.num_layers, llm.hidden_size, llm.key_heads, llm.head_width) == ("my-llama", 3, 48, 2, 16)
+    assert (llm.vocab_size, llm.tie_embeddings, llm.layernorm_epsilon, llm.rope_base) == (300, False, 1e-6, 5000)
+    assert cfg.language.pretrained == str(llama)
+    assert cfg.encoders.keys() == load(config).encoders.keys()
+
+
+def test_what_depends_on_no_weight_may_differ(llama):
+    llm = composed(llama, "modules.language.llm.dropout=0.1", "modules.language.llm.name=mine").llm
+    assert (llm.dropout, llm.name, llm.num_layers) == (0.1, "mine", 3)
+
+
+def test_a_key_that_the_directory_contradicts_is_a_fault_with_both_values(llama):
+    faults = said(llama, "modules.language.llm.num_layers=4", "modules.language.llm.qk_norm=true").splitlines()
+    assert len(faults) == 2
+    assert faults[0].startswith(f"modules.language.llm.num_layers: is 4, and {llama}/config.json makes it 3: remove")
+    assert faults[1].startswith("modules.language.llm.qk_norm: is True, ") and " False: " in faults[1]
+    assert composed(llama, "modules.language.llm.num_layers=3").llm.num_layers == 3
+
+
+def test_a_group_beside_the_directory_is_a_fault(llama):
+    choice = "llm@modules.language.llm=gpt_tiny"
+    assert said(llama, choice) == f"modules.language.pretrained: takes the place of {choice}: remove one of them"
+
+
+def test_a_file_may_name_the_directory(llama, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"defaults: [vlm_digits, _self_]\nmodules: {{language: {{pretrained: {llama}, llm: {{dropout: 0.2}}}}}}\n"
+    )
+    llm = load(str(file)).llm
+    assert (llm.num_layers, llm.dropout) == (3, 0.2)
+    file.write_text(file.read_text().replace("dropout: 0.2", "hidden_size: 64"))
+    with pytest.raises(ConfigError, match="modules.language.llm.hidden_size: is 64, and .* makes it 48"):
+        load(str(file))
+
+
+def test_a_run_s_own_config_needs_the_directory_no_more(llama):
+    cfg = composed(llama)
+    written = to_dict(cfg)
+    (llama / "config.json").unlink()
+    assert from_dict(written) == cfg
+
+
+def test_the_tokenizer_comes_with_the_language_model_unless_it_is_given(llama, tmp_path):
+    assert composed(llama).data.tokenizer == "bytes", "there is none in the directory"
+    (llama / "tokenizer.json").write_text("{}")
+    assert composed(llama).data.tokenizer == str(llama)
+    assert composed(llama, "data.tokenizer=bytes").data.tokenizer == "bytes"
+    file = tmp_path / "run.yaml"
+    file.write_text(f"defaults: [vlm_digits, _self_]\npretrained: {llama}\ndata: {{tokenizer: bytes}}\n")
+    file.write_text(file.read_text().replace("pretrained:", "modules: {language: {pretrained:").replace(
+        str(llama), f"{llama}}}}}"))  # fmt: skip
+    assert load(str(file)).data.tokenizer == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            "is no model of transformers, there is no config.json in it",
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json is damaged, it holds no mapping"),
+        (lambda folder: (folder / "config.json").write_text('{"a": 1}'), "its config.json has no model_type"),
+    ],
+)
+def test_a_directory_that_cannot_be_read_is_named(llama, spoil, words):
+    spoil(llama)
+    fault = said(llama)
+    assert fault.startswith("modules.language.pretrained: ") and words in fault
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    fault = said(tmp_path / "nowhere")
+    assert fault.startswith(f"modules.language.pretrained: no folder {tmp_path}/nowhere: give a directory")
+
+
+def test_a_language_model_is_no_encoder(llama):
+    with pytest.raises(ConfigError, match="modules.images.pretrained: .* is of family 'llama', which is no encoder"):
+        load("vlm_digits", [f"modules.images.pretrained={llama}"])
