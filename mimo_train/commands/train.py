@@ -85,11 +85,14 @@ def main(run: "Run") -> int:
             raise
         from mimo_train.config.fault import PeersError
 
-        if not isinstance(error, PeersError):
-            _print_error(error, rank)
         if isinstance(error, PeersError) or _is_lost_peer(error):
             # The rank with the cause exits first. The launcher then ends the others.
             time.sleep(SECONDS_BEHIND_PEERS)
+        if _is_lost_peer(error):
+            # What follows from the cause, which another rank has printed, or its machine has taken along.
+            sys.stderr.write(f"rank {rank}: another rank has ended ({str(error).splitlines()[0]})\n")
+        elif not isinstance(error, PeersError):
+            _print_error(error, rank)
         sys.stdout.flush()
         sys.stderr.flush()
         # Destroying process groups would wait for peers that are stuck in a collective.
@@ -134,17 +137,20 @@ def _summarise(run: "Run") -> None:
             f"({last['eval/samples']:.0f} samples, step {last['step']})"
         )
     print(f"report: {report}")
-    print(f"next: {_try_it(run_dir)}")
+    print(f"next: {_try_it(run)}")
 
 
-def _try_it(run_dir: Path) -> str:
+def _try_it(run: "Run") -> str:
     """A command that queries the checkpoint about a held-out sample of the report; writes the media to files."""
+    run_dir = run.dir
     samples_file = run_dir / "samples.json"
     samples = json.loads(samples_file.read_text()) if samples_file.exists() else []
     sample = next(
         (sample for sample in samples if sample["images"] or sample["clips"]), samples[0] if samples else None
     )
-    prompt, media = "Hello", ""
+    # Without a held-out sample, the files are the user's to name.
+    kinds = dict.fromkeys(module.encoder.kind for module in run.cfg.encoders.values())
+    prompt, media = "Hello", "".join(f" --{kind} FILE" for kind in kinds) if sample is None else ""
     if sample is not None:
         prompt = (sample["question"] or sample["truth"][:20]).strip()
         for option, field, extension in (("--image", "images", "png"), ("--audio", "clips", "wav")):

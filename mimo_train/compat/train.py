@@ -74,11 +74,15 @@ def train_step(
     scheduler: Any,
     global_state: SessionState,
 ) -> tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None]:
-    """Forward and backward over the microbatches of the current step, then one optimizer step.
+    """Forward and backward over the microbatches of the next step, then one optimizer step.
 
     Args:
         forward_step_func: as the schedule calls it (see `prepare_forward_step_func`).
-        data_iterator, model, optimizer, scheduler: those of `setup`.
+        data_iterator, model, optimizer, scheduler: those of `setup`. Where the caller has moved the iterator on by its
+            `advance`, to look at the samples, that step is made.
+
+    Raises:
+        UserError: the steps of `train.iters` have been made.
 
     Returns:
         The fields of `StepResult` in this order: (losses, skipped_iter, should_checkpoint, should_exit, exit_code,
@@ -86,6 +90,11 @@ def train_step(
     """
     session = session_of(global_state, "train_step")
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=data_iterator)
+    if not data_iterator.is_fresh and data_iterator.advance() is None:
+        raise UserError(
+            f"train_step: the {session.state.cfg.train.iters} steps of train.iters have been made, and the data ends "
+            "with them"
+        )
     session.freeze_stages.apply(session.state.train_state.step)
     result = TrainStep(session, forward_step_func)()
     asked = (result.should_checkpoint, result.should_exit, result.exit_code)

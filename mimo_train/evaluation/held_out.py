@@ -64,6 +64,9 @@ class HeldOut:
         pipeline = self._pipeline
         sums, predict = torch.zeros(4, dtype=torch.float64, device=pipeline.device), PredictStep(pipeline)
         bad = torch.zeros((), dtype=torch.int64, device=pipeline.device)
+        run, shown = self._run, list[dict]()
+        # Each replica of the language model decodes its own samples; one writes them.
+        wanted, of_step = run.cfg.train.report_samples, run.batch.global_batch_size // run.layout.language.dp
         iterator = self()
         try:
             with _evaluating(pipeline.model):
@@ -73,10 +76,13 @@ class HeldOut:
                     collected = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
                     for microbatch in collected if pipeline.is_last_stage else ():
                         sums += _score(microbatch, self.samples)
-                    if index == 0:
-                        self._write_samples(iterator)
+                    if index * of_step < wanted:  # on every rank alike
+                        shown += self._answered(iterator)
         finally:
             iterator.close()
+        if wanted > 0 and dist.get_rank() == run.layout.logging_rank:
+            with replacing(run.dir / "samples.json") as file:
+                file.write(json.dumps(shown[:wanted]).encode())
         require_budget(int(bad), self._run.cfg.data.max_bad_samples, self.dataset.bad_samples.latest)
         if not pipeline.is_last_stage:
             return {}
@@ -106,24 +112,20 @@ class HeldOut:
             finally:
                 iterator.close()
 
-    def _write_samples(self, iterator: StepIterator) -> None:
-        """samples.json: media, questions, greedy answers and truths of the first step's samples."""
-        wanted, run = self._run.cfg.train.report_samples, self._run
-        if wanted < 1:
-            return
-        answers = greedy_answers(self._pipeline, self._tokenizer, iterator, SHOWN_TOKENS)
-        if dist.get_rank() != run.layout.logging_rank:
-            return
-        shown = []
-        for number, ids in answers[:wanted]:
+    def _answered(self, iterator: StepIterator) -> list[dict]:
+        """Media, questions, greedy answers and truths of the current step's samples, those of this rank's replica;
+        empty on all ranks but the logging one. Collective over all ranks."""
+        answers, found = greedy_answers(self._pipeline, self._tokenizer, iterator, SHOWN_TOKENS), list[dict]()
+        if dist.get_rank() != self._run.layout.logging_rank:
+            return found
+        for number, ids in answers:
             if number >= self.samples or self.dataset.is_bad(number):
                 continue
             question, truth = self.dataset.prompt_and_truth(number)
             answer = self._tokenizer.decode(ids).strip()
             words = {"question": question, "answer": answer, "truth": truth, "correct": answer == truth}
-            shown.append(shown_media(self.dataset, number) | words)
-        with replacing(run.dir / "samples.json") as file:
-            file.write(json.dumps(shown).encode())
+            found.append(shown_media(self.dataset, number) | words)
+        return found
 
 
 @contextlib.contextmanager

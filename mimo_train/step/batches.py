@@ -75,6 +75,8 @@ class StepIterator:
         """Whether ranks exchange the share of counted positions of each sample."""
         self._sums_seen = step_sum.count if step_sum else 0
         self._waiting: deque[int] = deque()
+        self.is_fresh = False
+        """Whether no microbatch of the current step was taken yet."""
 
     def advance(self) -> StepBatch | None:
         """Make the next step the current one; None at the end. Collective over all ranks at the start, after a step of
@@ -99,6 +101,7 @@ class StepIterator:
         with self._pipeline.stopwatch("data_wait"):
             self._upcoming = next(self._loader, None)
         self.rewind()
+        self.is_fresh = True
         return self._current
 
     @property
@@ -144,6 +147,7 @@ class StepIterator:
             if not self._waiting:
                 raise StopIteration
             index = self._waiting.popleft()
+            self.is_fresh = False
             batch = to_device(self.current.microbatches[index], self._pipeline.device)
             if "loss_mask" in batch:
                 # Only samples that no rank flagged as bad have a loss.

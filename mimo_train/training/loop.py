@@ -42,6 +42,11 @@ def train(
     nan_policy = NanPolicy(*watched, save=lambda folder, reason: saver.save(data, reason, run_dir=folder))
     between_steps = BetweenSteps(state.run, session.model, parts.profiler)
     exit_code = 0
+    if progress.step >= cfg.iters:
+        state.console.message(
+            f"nothing to train: step {progress.step} of train.iters {cfg.iters} was made; raise it, or give another "
+            "run.dir"
+        )
     callbacks.fire("on_train_start", state, session.model)
     with manual_garbage_collection(cfg.manual_gc_interval):
         while progress.step < cfg.iters:

@@ -69,16 +69,31 @@ def test_a_legal_layout_trains_to_the_numbers_of_one_process(layout, config_of, 
     assert max(largest_difference(one, curve(train_on_ranks(cfg)))) < TOLERANCE
 
 
-@drawn(20)
-@given(broken=illegal_layouts(MOST_RANKS))
-def test_an_illegal_layout_is_refused_everywhere_with_the_same_words(broken, config_of):
-    note(" ".join(broken.layout.overrides))
-    cfg = config_of(broken.layout)
-    faults = [str(fault) for fault in config_faults(cfg)]
-    assert any(fault.startswith(broken.key) for fault in faults), faults
-    ((checked, trained, raised),) = run_ranks(_refused, 1, cfg)
-    assert checked == trained == raised == faults
-    assert not any(Path(cfg.run.dir).iterdir()), "something was written"
+def test_illegal_layouts_are_refused_everywhere_with_the_same_words(config_of):
+    broken = _examples(20, illegal_layouts(MOST_RANKS))
+    cfgs = [config_of(one.layout) for one in broken]
+    faults = [[str(fault) for fault in config_faults(cfg)] for cfg in cfgs]
+    (said,) = run_ranks(_all_refused, 1, cfgs)
+    for one, cfg, expected, (checked, trained, raised) in zip(broken, cfgs, faults, said, strict=True):
+        assert any(fault.startswith(one.key) for fault in expected), (one.layout.overrides, expected)
+        assert checked == trained == raised == expected, one.layout.overrides
+        assert not any(Path(cfg.run.dir).iterdir()), "something was written"
+
+
+def _examples(default: int, strategy) -> list:
+    found = []
+
+    @drawn(default)
+    @given(strategy)
+    def draw(example):
+        found.append(example)
+
+    draw()
+    return found
+
+
+def _all_refused(cfgs: list) -> list[tuple[list[str], ...]]:
+    return [_refused(cfg) for cfg in cfgs]
 
 
 def _refused(cfg) -> tuple[list[str], ...]:

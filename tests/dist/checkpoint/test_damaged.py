@@ -21,19 +21,27 @@ def whole(digits, tmp_path_factory) -> Path:
     return run_dir
 
 
-def _refused(cfg) -> tuple[str, str]:
-    try:
-        train_rank(cfg)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+def _refused(cfgs: list) -> list[tuple[str, str]]:
+    """What each of several starts, one after the other in these processes, raises."""
+    raised = []
+    for cfg in cfgs:
+        try:
+            train_rank(cfg)
+            raised.append(("", ""))
+        except Exception as error:
+            raised.append((type(error).__name__, str(error)))
+    return raised
 
 
-def refused(cfg) -> str:
-    """What every rank of a run raises at its start, in the same words; one of them at least as an error of its own."""
-    kinds, (one, other) = zip(*run_ranks(_refused, 2, cfg), strict=True)
-    assert one == other and "UserError" in kinds and set(kinds) <= {"UserError", "PeersError"}, (kinds, one, other)
-    return one
+def refused(*cfgs) -> list[str]:
+    """What every rank of each run raises at its start, in the same words; one of them at least as an error of its
+    own."""
+    messages = []
+    for ranks in zip(*run_ranks(_refused, 2, cfgs), strict=True):
+        kinds, (one, other) = zip(*ranks, strict=True)
+        assert one == other and "UserError" in kinds and set(kinds) <= {"UserError", "PeersError"}, ranks
+        messages.append(one)
+    return messages
 
 
 def missing(name: str):
@@ -98,12 +106,22 @@ DAMAGES = {
 }
 
 
+@pytest.fixture(scope="module")
+def starts(whole, digits, tmp_path_factory) -> dict[str, tuple[Path, str, str]]:
+    """Of each damage the checkpoint, what is damaged in it, and what a start says."""
+    runs = tmp_path_factory.mktemp("damaged")
+    found = {}
+    for damage, spoil in DAMAGES.items():
+        shutil.copytree(whole, runs / damage)
+        folder = folders.newest(runs / damage)
+        found[damage] = folder, spoil(folder)
+    said = refused(*(config("vlm_digits", runs / damage, digits, LAYOUT, "train.iters=4") for damage in DAMAGES))
+    return {damage: (*found[damage], message) for damage, message in zip(DAMAGES, said, strict=True)}
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named(damage, whole, digits, tmp_path):
-    shutil.copytree(whole, tmp_path / "run")
-    folder = folders.newest(tmp_path / "run")
-    named = DAMAGES[damage](folder)
-    message = refused(config("vlm_digits", tmp_path / "run", digits, LAYOUT, "train.iters=4"))
+def test_a_damaged_checkpoint_is_named(damage, starts):
+    folder, named, message = starts[damage]
     assert f"checkpoint {folder} is damaged: " in message
     assert named in message
     assert "remove this folder" in message and "checkpoint.resume" in message
@@ -118,16 +136,23 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [*((override, "checkpoint.resume") for override in OTHERS), (next(iter(OTHERS)), "checkpoint.weights")],
-)
-def test_a_checkpoint_of_another_model_is_named(override, key, whole, digits, tmp_path):
+CASES = [*((override, "checkpoint.resume") for override in OTHERS), (next(iter(OTHERS)), "checkpoint.weights")]
+
+
+@pytest.fixture(scope="module")
+def other_models(whole, digits, tmp_path_factory) -> dict[tuple[str, str], str]:
+    """What a start of another model says."""
+    run = tmp_path_factory.mktemp("other")
+    asked = [(override, f"{key}={folders.newest(whole)}") for override, key in CASES]
+    cfgs = [config("vlm_digits", run, digits, LAYOUT, "train.iters=4", *overrides) for overrides in asked]
+    return dict(zip(CASES, refused(*cfgs), strict=True))
+
+
+@pytest.mark.parametrize(("override", "key"), CASES)
+def test_a_checkpoint_of_another_model_is_named(override, key, whole, other_models):
     """Also where it is that of one module only, so that the ranks of the other have no fault of their own."""
-    folder = folders.newest(whole)
-    cfg = config("vlm_digits", tmp_path, digits, LAYOUT, "train.iters=4", f"{key}={folder}", override)
-    message = refused(cfg)
-    assert f"checkpoint {folder} is of another model: " in message
+    message = other_models[override, key]
+    assert f"checkpoint {folders.newest(whole)} is of another model: " in message
     assert [word for word in OTHERS[override] if word not in message] == [], message
     assert "give the config that it was saved with" in message
 
@@ -136,7 +161,7 @@ def test_what_was_frozen_has_no_moments(whole, digits, tmp_path):
     """Another run than the one that the optimizer's state is of."""
     overrides = ("train.iters=2", "modules.images.freeze=[encoder]")
     train_on_ranks(config("vlm_digits", tmp_path, digits, LAYOUT, *overrides))
-    message = refused(config("vlm_digits", tmp_path, digits, LAYOUT, "train.iters=4"))
+    (message,) = refused(config("vlm_digits", tmp_path, digits, LAYOUT, "train.iters=4"))
     assert "trained other parameters: " in message and "is not in it" in message
     assert "checkpoint.weights=" in message
 

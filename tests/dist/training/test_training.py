@@ -47,6 +47,12 @@ def test_held_out_samples_count_once_whatever_the_batch(digits, tmp_path):
     assert metrics[-1]["eval/samples"] == 40
 
 
+def test_the_report_has_as_many_samples_as_asked_for_whatever_the_batch(digits, tmp_path):
+    batch = ("train.global_batch_size=16", "train.micro_batch_size=4", "train.iters=1", "train.report_samples=12")
+    _, samples = evaluated(digits, tmp_path, "layout=images_dp1_language_dp2", *batch)
+    assert len(samples) == 12, "each replica of the language model decodes 8 of a step"
+
+
 def _train_frozen(cfg) -> dict[str, float]:
     """Largest change of the parameters of each part over a run."""
     from mimo_train.compat.setup import setup
@@ -64,7 +70,6 @@ def _train_frozen(cfg) -> dict[str, float]:
     }
     step = prepare_forward_step_func(forward_step, run.state)
     for _ in range(3):
-        run.train_data_iterator.advance()
         train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
         run.state.train_state.step += 1
     parts = {"encoders": 0.0, "input_projections": 0.0, "language": 0.0}
