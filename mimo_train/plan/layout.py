@@ -134,6 +134,16 @@ def layers_of_stage(num_layers: int, stage: int, stages: int) -> int:
     return num_layers - (stages - 1) * share if stage == 0 else share
 
 
+def layer_numbers(num_layers: int, stage: int, stages: int, vpp: int = 1) -> list[int]:
+    """The layers of one pipeline stage, by their numbers from 0 in the whole model; with `vpp` chunks a stage these are
+    several runs of layers, the chunks of all stages one after the other."""
+    if vpp == 1:
+        first = sum(layers_of_stage(num_layers, earlier, stages) for earlier in range(stage))
+        return list(range(first, first + layers_of_stage(num_layers, stage, stages)))
+    length = num_layers // (stages * vpp)
+    return [(chunk * stages + stage) * length + index for chunk in range(vpp) for index in range(length)]
+
+
 def lay_out(cfg: ConfigContainer) -> RunLayout:
     """The layout of a config whose modules and placement have no faults (see `mimo_train.plan.run`)."""
     placement, modules = place(cfg), {}

@@ -1,0 +1,1 @@
+"""Files that other libraries read and write: adapters of PEFT."""
