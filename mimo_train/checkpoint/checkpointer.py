@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.store import load_checkpoint, save_checkpoint
+from mimo_train.checkpoint.store import load_base, load_checkpoint, load_weights, save_checkpoint
 from mimo_train.config.fault import UserError
 from mimo_train.model.param_gather import gathered
 from mimo_train.optim.module_optimizer import ModuleOptimizer
@@ -97,6 +97,7 @@ class Checkpointer:
         cfg, layout = self._run.cfg, self._run.layout
         folder = self._chosen()
         if folder is not None:
+            load_base(folder, layout, self._model, cfg.checkpoint.weights)
             whole = (self._model, self._optimizer, self._schedulers, self._train_state)
             record = load_checkpoint(folder, layout, *whole)
             self._require_same_data(record, folder)
@@ -104,7 +105,7 @@ class Checkpointer:
                 self._rerun.load_state_dict(record["rerun"])
         elif cfg.checkpoint.weights:
             weights = folders.in_folder(Path(cfg.checkpoint.weights), "checkpoint.weights")
-            load_checkpoint(weights, layout, self._model)
+            load_weights(weights, layout, self._model)
             # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
         elif self._read_pretrained():

@@ -6,6 +6,7 @@ Random generators are stored per rank and restored only at the same layout.
 
 import queue
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,23 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.frozen_base import (
+    LEFT_OUT,
+    base_of,
+    fingerprint,
+    own_tensors,
+    require_same,
+    take_out_frozen,
+    take_out_missing,
+)
 from mimo_train.checkpoint.integrity import require_held, verified_record
 from mimo_train.config.compose import to_dict
+from mimo_train.config.fault import UserError
 from mimo_train.config.parts import is_adapter
+from mimo_train.model.lora import start_magnitudes
+from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel import device
+from mimo_train.parallel.agreement import agreed
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run
 
@@ -33,12 +47,15 @@ CONTENT = {
 }
 """How tensors are cut; stored with the checkpoint, since loading must cut the same way."""
 
+_OF_OPTIMIZER = "optimizer.state."
+"""Part of the keys of the optimizer's tensors, which end as those of their parameters do."""
+
 
 def save_checkpoint(
     run_dir: Path,
     run: Run,
     model: list[MegatronModule],
-    optimizer: MimoOptimizer,
+    optimizer: ModuleOptimizer,
     schedulers: Any,
     train_state: Any,
     data_fingerprint: str,
@@ -48,6 +65,8 @@ def save_checkpoint(
     rerun: dict[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint; it appears under its final name only when every rank has written its part. Collective.
+
+    With `checkpoint.trained_only` it has no weights that the run never trains, but a fingerprint of them.
 
     Args:
         keep: number of checkpoints of the run to keep; 0 keeps all.
@@ -63,7 +82,9 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = _sharded_state(model, optimizer, is_loading=False)
+    state, left_out = _sharded_state(model, optimizer, is_loading=False), None
+    if run.cfg.checkpoint.trained_only:
+        left_out = fingerprint(take_out_frozen(state, _by_key(model), optimizer.releases))
     state["schedulers"] = schedulers.state_dict()
     state["train_state"] = train_state.state_dict()
     state["rng"] = _object_of_rank("rng", device.get_rng_state())
@@ -87,6 +108,7 @@ def save_checkpoint(
             "rerun": rerun is not None,
             "config": to_dict(run.cfg),
         }
+        record |= {} if left_out is None else {LEFT_OUT: left_out}
         folders.write_record(partial, record)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -107,19 +129,29 @@ def load_checkpoint(
 
     Collective over all ranks.
 
-    Without an optimizer, adapters may be missing in the checkpoint: they keep their values.
+    Without an optimizer, adapters may be missing in the checkpoint: they keep their values, but for magnitudes, which
+    are those of the loaded weights. Weights that the checkpoint leaves out must be in the model already: they are
+    compared with its fingerprint of them.
 
     Returns:
         The checkpoint's record; its `rerun` is this rank's state, None at another layout.
 
     Raises:
-        UserError: files are missing or damaged, or tensors are not there or of other shapes. On every rank alike, and
-            before anything is loaded.
+        UserError: files are missing or damaged, or tensors are not there or of other shapes, or there are adapters that
+            the model does not have. On every rank alike, and before anything is loaded.
     """
     record = verified_record(folder)
     state = _sharded_state(model, optimizer, is_loading=True)
     same_layout = record["layout"] == _layout_key(layout)
-    new = {} if optimizer else _take_out_new_adapters(state, folder, model)
+    held = dist_checkpointing.load_tensors_metadata(str(folder)).keys()
+    _require_adapters(state, held, folder, model)
+    new = {} if optimizer else _take_out_new_adapters(state, held, model)
+    if LEFT_OUT in record:
+        missing = take_out_missing(state, _by_key(model), held)
+        require_same(record, missing, folder)
+        for chunk_name, chunk in _by_key(model).items():
+            own = own_tensors(chunk)
+            new.setdefault(chunk_name, {}).update({name: own[name] for name in missing[chunk_name]})
     if optimizer is not None and same_layout:
         state["rng"] = _object_of_rank("rng", None)
         if record["rerun"]:
@@ -130,6 +162,7 @@ def load_checkpoint(
         loaded = dist_checkpointing.load(state, str(folder))
         for name, chunk in _by_key(model).items():
             unwrap_model(chunk).load_state_dict(loaded[name] | new.get(name, {}))
+            start_magnitudes(unwrap_model(chunk), new.get(name, {}))
         if optimizer is not None:
             optimizer.load_state_dict(loaded["optimizer"])
     if schedulers is not None:
@@ -139,6 +172,26 @@ def load_checkpoint(
     if "rng" in state:
         device.set_rng_state(loaded["rng"])
     return {**record, "rerun": loaded.get("rerun")}
+
+
+def load_weights(folder: Path, layout: RunLayout, model: list[MegatronModule], base: str = "") -> None:
+    """Load the model alone from `folder`, after the weights that it leaves out, if any, from where its run had them.
+    Collective; errors as of `load_checkpoint`.
+
+    Args:
+        base: the folder that these are in, instead of that of the checkpoint's run.
+    """
+    load_base(folder, layout, model, base)
+    load_checkpoint(folder, layout, model)
+
+
+def load_base(folder: Path, layout: RunLayout, model: list[MegatronModule], given: str = "") -> None:
+    """Load the weights that the checkpoint in `folder` leaves out, if any, unless they are those of its run's seed.
+    Arguments as of `load_weights`. Collective."""
+    with agreed():
+        base = base_of(folder, given)
+    if base is not None:
+        load_weights(base, layout, model)
 
 
 def _use_queue_of_this_process() -> None:
@@ -164,18 +217,35 @@ def _sharded_state(model: list[MegatronModule], optimizer: MimoOptimizer | None,
     return state
 
 
+def _require_adapters(state: dict[str, Any], held: Collection[str], folder: Path, model: list[MegatronModule]) -> None:
+    """Every adapter of the checkpoint is one of the model's. Collective.
+
+    Raises:
+        UserError: one is not, and would be lost; on every rank.
+    """
+    own = {value.key for key in _by_key(model) for name, value in state[key].items() if is_adapter(name)}
+    known: list = [None] * dist.get_world_size()
+    dist.all_gather_object(known, own)
+    kept = {key for key in held if is_adapter(key) and _OF_OPTIMIZER not in key}
+    lost = sorted(kept.difference(*known))
+    if lost:
+        raise UserError(
+            f"checkpoint {folder} has adapters that this model has not, {lost[0]}"
+            f"{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}: give lora.rank and lora.targets of its run"
+        )
+
+
 def _take_out_new_adapters(
-    state: dict[str, Any], folder: Path, model: list[MegatronModule]
+    state: dict[str, Any], held: Collection[str], model: list[MegatronModule]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Remove from `state` the adapters that the checkpoint does not have; returns them by chunk and name."""
-    known, new = None, {}
+    new = {}
     for chunk_name, chunk in _by_key(model).items():
         adapters = [name for name in state[chunk_name] if is_adapter(name)]
         if not adapters:
             continue
-        known = known if known is not None else dist_checkpointing.load_tensors_metadata(str(folder)).keys()
-        own = unwrap_model(chunk).state_dict()
-        new[chunk_name] = {name: own[name] for name in adapters if state[chunk_name][name].key not in known}
+        own = own_tensors(chunk)
+        new[chunk_name] = {name: own[name] for name in adapters if state[chunk_name][name].key not in held}
         for name in new[chunk_name]:
             del state[chunk_name][name]
     return new

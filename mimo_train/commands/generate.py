@@ -58,7 +58,7 @@ def main(checkpoint: str, *, prompt: str, media: dict[str, list[str]], max_new_t
     import torch.distributed as dist
 
     adopt_torch()
-    from mimo_train.checkpoint.store import load_checkpoint
+    from mimo_train.checkpoint.store import load_weights
     from mimo_train.evaluation.answer import answer, on_one_process
     from mimo_train.model.lora import merge_lora
     from mimo_train.plan.run import resolve
@@ -67,7 +67,7 @@ def main(checkpoint: str, *, prompt: str, media: dict[str, list[str]], max_new_t
     run = resolve(on_one_process(cfg))
     parts = build_parts(run, *start_processes(run.cfg))
     model = parts.pipeline.model
-    load_checkpoint(folder, run.layout, model)
+    load_weights(folder, run.layout, model)
     merge_lora(model)
     model[0].eval()
     print(answer(run.cfg, parts.pipeline, parts.tokenizer, prompt, files, max_new_tokens))

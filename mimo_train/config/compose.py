@@ -1,7 +1,6 @@
 """YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes. Imports no torch."""
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.fault import ConfigError, Fault, nearest
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, replaced_parts
@@ -134,7 +133,7 @@ def _find(config: str) -> Path:
     shipped = {file.stem: file for file in sorted(shipped_configs().glob("*.yaml"))}
     if config in shipped:
         return shipped[config]
-    raise ConfigError([Fault("CONFIG", f"no shipped config named {config!r}{_nearest(config, shipped)}")])
+    raise ConfigError([Fault("CONFIG", f"no shipped config named {config!r}{nearest(config, shipped)}")])
 
 
 def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
@@ -142,7 +141,7 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
     group, _, choice = (error.missing_cfg_file or "").partition("/")
     if not choice or not error.options:
         return Fault(path.name, " ".join(str(error).split()))
-    return Fault(group, f"no {group} named {choice!r}{_nearest(choice, error.options)}")
+    return Fault(group, f"no {group} named {choice!r}{nearest(choice, error.options)}")
 
 
 def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], list[str]]:
@@ -199,7 +198,7 @@ def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
     for key, value in plain.items():
         full = f"{prefix}.{key}" if prefix else str(key)
         if key not in fields:
-            yield Fault(full, f"unknown key{_nearest(str(key), fields)}")
+            yield Fault(full, f"unknown key{nearest(str(key), fields)}")
         elif cls is ConfigContainer and key == "modules":
             if not isinstance(value, dict):
                 yield Fault(full, f"must be a mapping of module names to modules, is {value!r}")
@@ -217,19 +216,10 @@ def _unknown_spec_keys(value: Any, part: str, full: str) -> Iterable[Fault]:
     if part == "encoder" and isinstance(value, dict):
         family = value.get("family", "vit")
         if family not in FAMILIES:
-            yield Fault(f"{full}.family", f"unknown encoder family {family!r}{_nearest(str(family), FAMILIES)}")
+            yield Fault(f"{full}.family", f"unknown encoder family {family!r}{nearest(str(family), FAMILIES)}")
             return
         spec = FAMILIES[family].spec
     yield from _unknown_keys(value, spec or LlmSpec, full)
-
-
-def _nearest(word: str, choices: Iterable[str]) -> str:
-    """A clause that names the nearest of `choices`, or all of them when none is near."""
-    choices = list(choices)
-    near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; choose from {', '.join(choices)}" if choices else ""
 
 
 def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:

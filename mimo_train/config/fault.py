@@ -1,5 +1,6 @@
 """User errors, and faults of a config with their keys. Imports no torch."""
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,3 +33,12 @@ class ConfigError(UserError):
     def __init__(self, faults: Iterable[Fault]):
         self.faults = list(faults)
         super().__init__("\n".join(str(fault) for fault in self.faults))
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A clause that names the nearest of `choices`, or all of them when none is near."""
+    choices = list(choices)
+    near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; choose from {', '.join(choices)}" if choices else ""

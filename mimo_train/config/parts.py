@@ -8,10 +8,10 @@ PARTS = {"encoder": "encoders.*", "projector": "input_projections.*", "llm": "*"
 pattern."""
 
 ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Linear layers of a transformer layer that can have adapters."""
+"""Linear layers of a transformer layer that have adapters where `lora.targets` is not given."""
 
-ADAPTERS = ("lora_a", "lora_b")
-"""Names of an adapter's parameters, beside the `weight` of its linear layer."""
+ADAPTERS = ("lora_a", "lora_b", "lora_magnitude")
+"""Names of an adapter's parameters, beside the `weight` of its linear layer, or under the name of its projection."""
 
 
 def parts_of(module: str) -> tuple[str, ...]:

@@ -166,6 +166,10 @@ class CheckpointConfig:
     folder."""
     weights: str = ""
     """Folder of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
+    trained_only: bool = False
+    """Leave weights that the run never trains out of checkpoints: with adapters a checkpoint holds these, other trained
+    weights such as a projector, and the optimizer's state. The rest comes from `weights`, or from `run.seed`, again.
+    See docs/frozen.md#small-checkpoints."""
     keep: int = key(3, at_least=0)
     """Newest checkpoints that stay on disk; 0 keeps all."""
     non_persistent_interval: int = key(0, at_least=0)

@@ -1,5 +1,6 @@
 """Keys of one module: what it is made of, what of it is trained and how, its layout. Imports no torch."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,29 +96,28 @@ class LoraConfig:
     """Low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = key(0, at_least=0, zero_means="no adapters")
-    """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector."""
+    """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector that
+    has none."""
     alpha: float = 16.0
-    """The adapters' output is multiplied by `alpha / rank`. Above 0."""
+    """The adapters' output is multiplied by `alpha / rank` (see `rslora`). Above 0."""
     dropout: float = 0.0
     """Dropout probability of the adapters' input. At least 0 and below 1."""
     targets: list[str] = field(default_factory=lambda: list(ADAPTED))
-    """Linear layers that have adapters: `linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`; of a model with
-    experts the first two only."""
+    """Linear layers that have adapters, as shell patterns. Without a dot, of the last part of a layer's name:
+    `linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`, or projections of these with adapters of their own, as PEFT
+    has them: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`, `down_proj`. With a dot, of the whole
+    name: `"*.layers.[0-3].*linear_proj"`. Those of the projector begin with `input_projections`. A pattern that matches
+    nothing is an error; experts have no adapters. See docs/frozen.md#targets."""
+    rslora: bool = False
+    """Multiply by `alpha / sqrt(rank)` instead (rsLoRA, arXiv 2312.03732)."""
+    dora: bool = False
+    """Train the length of every row of the adapted weight too, apart from its direction (DoRA, arXiv 2402.09353). Needs
+    `dropout` 0."""
 
-    def num_parameters(self, spec: Any, tp: int = 1) -> int:
-        """Parameters of the adapters of one layer on one rank: rank * (inputs + outputs) of every target.
-
-        Tensor parallelism divides the outputs of column-parallel layers and the inputs of row-parallel ones.
-
-        Args:
-            spec: sizes of the encoder or the language model.
-        """
-        hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
-        query, qkv, gated = hidden, 3 * hidden, False
-        if isinstance(spec, LlmSpec):
-            query, qkv, gated = spec.query_width, spec.qkv_width, spec.is_gated
-        split = {"linear_qkv": qkv, "linear_proj": query, "linear_fc1": ffn * (2 if gated else 1), "linear_fc2": ffn}
-        return self.rank * sum(hidden + split[target] // tp for target in self.targets)
+    @property
+    def scale(self) -> float:
+        """What the adapters' output is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def faults(self, prefix: str) -> Iterator[Fault]:
         """Values that cannot be."""
@@ -128,8 +128,14 @@ class LoraConfig:
             yield Fault(f"{prefix}.alpha", f"must be above 0, is {self.alpha:g}")
         if not 0 <= self.dropout < 1:
             yield Fault(f"{prefix}.dropout", f"must be at least 0 and below 1, is {self.dropout:g}")
-        if not self.targets or set(self.targets) - set(ADAPTED):
-            yield Fault(f"{prefix}.targets", f"must name some of {', '.join(ADAPTED)}, is {self.targets}")
+        elif self.dora and self.dropout:
+            yield Fault(
+                f"{prefix}.dropout",
+                f"is {self.dropout:g}, and DoRA scales the sum of weight and adapter, whose inputs would differ: "
+                f"set it to 0, or {prefix}.dora to false",
+            )
+        if not self.targets:
+            yield Fault(f"{prefix}.targets", f"must name some of {', '.join(ADAPTED)}, is empty")
 
 
 @dataclass
@@ -199,8 +205,6 @@ class ModuleConfig:
         yield from self.optim.faults(name, optim)
         yield from self._freeze_faults(name)
         yield from self.lora.faults(f"{prefix}.lora")
-        if self.lora.rank > 0:
-            yield from self._lora_faults(name)
         yield from value_faults(self.feature_cache, f"{prefix}.feature_cache")
         unfixed = self._why_features_change(name)
         if self.feature_cache.dir and unfixed:
@@ -233,25 +237,6 @@ class ModuleConfig:
                     f"{prefix}.freeze_until",
                     f"{entry!r} is in {prefix}.freeze too, which holds for the whole run: remove it from one of them",
                 )
-
-    def _lora_faults(self, name: str) -> Iterator[Fault]:
-        """What adapters and the rest of the module do not allow together."""
-        prefix = f"modules.{name}"
-        whole = next((entry for entry in self.freeze if entry in (parts_of(name)[0], "*")), None)
-        if whole:
-            yield Fault(
-                f"{prefix}.freeze",
-                f"{whole!r} freezes the adapters of {prefix}.lora.rank {self.lora.rank} too: remove it, the other "
-                "weights are frozen as it is",
-            )
-        experts = self.llm.num_experts if self.llm else 0
-        of_experts = [target for target in self.lora.targets if target in ("linear_fc1", "linear_fc2")]
-        if experts and of_experts:
-            yield Fault(
-                f"{prefix}.lora.targets",
-                f"{' and '.join(of_experts)} belong to the {experts} experts, which get no adapters: use "
-                f"{prefix}.lora.targets=[linear_qkv, linear_proj]",
-            )
 
     def _why_features_change(self, name: str) -> str:
         """Why features of a sample are not the same throughout the run, and what to change; empty if they are."""

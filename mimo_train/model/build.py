@@ -27,11 +27,12 @@ from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import layer_spec, norm_class, projector_submodules
 from mimo_train.model.llm.gpt import SeededGPTModel
 from mimo_train.model.llm.layers import language_layers
-from mimo_train.model.lora import freeze_base
+from mimo_train.model.lora import add_adapters, freeze_base, start_magnitudes
 from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
 from mimo_train.model.names import modules_of
 from mimo_train.model.transformer_config import encoder_config, language_config, projector_config
 from mimo_train.parallel.groups import RunGroups
+from mimo_train.plan.adapters import adapted_linears, adapts_projector
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
 
@@ -40,11 +41,12 @@ _LAYERS_OF_CHUNK = (get_transformer_layer_offset, get_num_layers_to_build)
 
 
 class SeededProjector(MultimodalProjector):
-    """`MultimodalProjector` seeded by `config.init_seed`."""
+    """`MultimodalProjector` seeded by `config.init_seed`, with the adapters that `config.adapters` has for it."""
 
     def __init__(self, config: TransformerConfig, **kwargs: Any):
         torch.manual_seed(config.init_seed + 1)
         super().__init__(config, **kwargs)
+        add_adapters(self, PARTS["projector"].replace("*", "0"), config, config.init_seed + 1)
 
 
 def build_model(
@@ -113,10 +115,14 @@ def build_model(
 
 
 def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, name: str) -> None:
-    """Freeze everything but adapters if the module has any, and let recomputed layers after frozen weights learn. A
-    head that a hook adds afterwards is trained."""
+    """Freeze everything but adapters if the module has any, start their magnitudes, and let recomputed layers after
+    frozen weights learn. A head that a hook adds afterwards is trained."""
     if cfg.modules[name].lora.rank:
         freeze_base(chunks, PARTS["llm" if name == LANGUAGE else "encoder"])
+        if adapts_projector(adapted_linears(name, cfg.modules[name], cfg.llm.hidden_size)):
+            freeze_base(chunks, PARTS["projector"])
+        for chunk in chunks:
+            start_magnitudes(chunk)
     if cfg.recompute_of(name) == "full":
         let_recomputed_layers_learn(chunks)
 
@@ -199,7 +205,9 @@ def _encoder_spec(
         module=SeededProjector,
         params={
             "config": projection,
-            "submodules": projector_submodules(module.projector.kind, te),
+            "submodules": projector_submodules(
+                module.projector.kind, te, adapted=adapts_projector(projection.adapters)
+            ),
             "projector_type": {"mlp": "mlp", "linear": "affine"}[module.projector.kind],
             "input_size": joined_width(module.encoder, module.projector),
             "pg_collection": pgs,

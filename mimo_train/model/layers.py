@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -29,9 +29,9 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.utils import get_pg_rank
 
-from mimo_train.model import lora
 from mimo_train.model.attention import SdpaAttention
 from mimo_train.model.llm.norms import ZeroCenteredRMSNorm
+from mimo_train.model.lora import add_adapters, linear_classes
 from mimo_train.model.marks import mark
 from mimo_train.model.moe import expert_layer
 from mimo_train.model.seeds import seed_for
@@ -40,15 +40,17 @@ from mimo_train.model.seeds import seed_for
 class SeededTransformerLayer(TransformerLayer):
     """A transformer layer whose initial weights depend on its place in the model, not on the stage that holds it.
 
-    `config.init_seed` is the seed of its module.
+    `config.init_seed` is the seed of its module. It has the adapters that `config.adapters` has for its number.
     """
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, layer_number: int = 1, **kwargs: Any
     ):
         offset = get_transformer_layer_offset(config, kwargs.get("vp_stage"), get_pg_rank(kwargs["pg_collection"].pp))
-        torch.manual_seed(seed_for(config.init_seed, "layer", layer_number + offset))
+        seed = seed_for(config.init_seed, "layer", layer_number + offset)
+        torch.manual_seed(seed)
         super().__init__(config, submodules, layer_number=layer_number, **kwargs)
+        add_adapters(self, f"{config.layers_name}.{self.layer_number - 1}", config, seed)
 
 
 class TorchNorm:
@@ -92,28 +94,32 @@ def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense
     return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, self_attention=attention))
 
 
-def mlp_submodules(te: bool) -> MLPSubmodules:
-    """The linear layers of a feed-forward block that has no norm in front (projectors)."""
-    if te:
+def mlp_submodules(te: bool, adapted: bool = False) -> MLPSubmodules:
+    """The linear layers of a feed-forward block that has no norm in front (projectors); `adapted` ones are never
+    Transformer Engine's."""
+    if te and not adapted:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
         return MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
-    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    column, row = linear_classes(adapted)
+    return MLPSubmodules(linear_fc1=column, linear_fc2=row)
 
 
-def projector_submodules(kind: str, te: bool) -> MLPSubmodules:
+def projector_submodules(kind: str, te: bool, adapted: bool = False) -> MLPSubmodules:
     """The linear layers of a projector: of an mlp both, of a linear one the first."""
-    return mlp_submodules(te) if kind == "mlp" else MLPSubmodules(linear_fc1=_gathered_linear, linear_fc2=None)
+    if kind == "mlp":
+        return mlp_submodules(te, adapted)
+    return MLPSubmodules(linear_fc1=partial(_gathered_linear, linear_classes(adapted)[0]), linear_fc2=None)
 
 
-def _gathered_linear(*args: Any, **options: Any) -> ColumnParallelLinear:
+def _gathered_linear(column: type, *args: Any, **options: Any) -> ColumnParallelLinear:
     """The layer of a linear projector, whose output is whole on every rank.
 
     `MultimodalProjector` asks for the bias apart and adds this rank's part of it to the whole output, which fails for
     tp above 1 (Megatron-Core 0.19.2, multimodal_projector.py:56-82); Transformer Engine's layer gathers nothing
     (extensions/transformer_engine.py:1155).
     """
-    return ColumnParallelLinear(*args, **options | {"skip_bias_add": False})
+    return column(*args, **options | {"skip_bias_add": False})
 
 
 def norm_class(te: bool) -> type:
@@ -140,10 +146,11 @@ def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLa
     head_norm = TorchNorm if config.qk_layernorm else IdentityOp
     # Checkpoints name norms as Transformer Engine does, so that either spec reads the other's; before experts it
     # keeps the norm separate, too.
+    column, row = linear_classes(adapted=config.lora.rank > 0)
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not experts:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-        linears = MLPSubmodules(linear_fc1=lora.column("linear_fc1"), linear_fc2=lora.row("linear_fc2"))
+        linears = MLPSubmodules(linear_fc1=column, linear_fc2=row)
         mlp = partial(MLP.as_mlp_submodule, submodules=linears)
     else:
         mlp = expert_layer(mlp_submodules(te=False), te=False)
@@ -152,9 +159,9 @@ def _torch_submodules(config: TransformerConfig, experts: bool) -> TransformerLa
         self_attention=ModuleSpec(
             module=SelfAttention,
             submodules=SelfAttentionSubmodules(
-                linear_qkv=lora.column("linear_qkv"),
+                linear_qkv=column,
                 core_attention=SdpaAttention,
-                linear_proj=lora.row("linear_proj"),
+                linear_proj=row,
                 q_layernorm=head_norm,
                 k_layernorm=head_norm,
             ),

@@ -14,6 +14,7 @@ from encoders.spec import EncoderSpec
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.seeds import seed_for
+from mimo_train.plan.adapters import adapted_linears, layers_name
 from mimo_train.plan.layout import ModuleLayout, RunLayout, layers_of_stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -187,4 +188,6 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
     )
     config.init_seed = seed_for(cfg.run.seed, layout.name)
     config.lora = cfg.modules[layout.name].lora
+    config.adapters = adapted_linears(layout.name, cfg.modules[layout.name], cfg.llm.hidden_size)
+    config.layers_name = layers_name(layout.name)
     return config

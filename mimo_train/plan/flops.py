@@ -11,7 +11,7 @@ Model FLOPs are what forward and backward need; hardware FLOPs add what recomput
 however many tensor-parallel ranks share or repeat it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -21,6 +21,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.plan.adapters import adapted_linears, adapts_projector
 from mimo_train.plan.graph import connections
 
 
@@ -138,7 +139,14 @@ def encoder_products(
     return products
 
 
-def count(products: Sequence[Product], frozen: Sequence[str] = (), *, upstream: bool, recompute: str = "none") -> Flops:
+def count(
+    products: Sequence[Product],
+    frozen: Sequence[str] = (),
+    *,
+    upstream: bool,
+    recompute: str = "none",
+    adapted: Collection[str] = (),
+) -> Flops:
     """FLOPs of forward and backward over `products`.
 
     Backward reaches a product if its weight is trained, or any before it is. Only matrices are looked at: where a
@@ -148,12 +156,13 @@ def count(products: Sequence[Product], frozen: Sequence[str] = (), *, upstream: 
         frozen: shell patterns of parameter names that are not trained.
         upstream: whether something is trained in front of the first product.
         recompute: none, selective (core attention is computed again in backward) or full (whole layers).
+        adapted: names of products with trained adapters, which are too small to count; gradients go back to the first.
     """
     reached, model, again = upstream, 0.0, 0.0
     for product in products:
         trained = not any(fnmatchcase(product.name, pattern) for pattern in frozen)
         input_gradient = reached or (trained and product.input_gradient)
-        reached = reached or trained
+        reached = reached or trained or product.name in adapted
         model += product.forward * (1 + trained + input_gradient) + product.attention * (3 if reached else 1)
         if reached and product.in_layer and recompute != "none":
             again += product.attention + (product.forward if recompute == "full" else 0)
@@ -181,6 +190,9 @@ class StepFlops:
         self._recompute = {name: cfg.recompute_of(name) for name in cfg.modules}
         self._modules, self._connections = cfg.modules, connections(cfg)
         width = cfg.llm.hidden_size
+        adapters = {name: adapted_linears(name, module, width) for name, module in cfg.modules.items()}
+        self._adapted = {name: {f"{linear}.weight" for linear in adapters[name]} for name in adapters}
+        self._adapted_projectors = {name for name in adapters if adapts_projector(adapters[name])}
         one_of_each = (Media(patches=1), Media(tokens=1), Media(pairs=1))
         self._products = {
             name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
@@ -209,17 +221,25 @@ class StepFlops:
         return flops
 
     def _units(self, step: int) -> dict[str, list[Flops]]:
-        frozen = {name: frozen_patterns(module, step) for name, module in self._modules.items()}
+        frozen = {
+            name: (*frozen_patterns(module, step), *([PARTS["projector"]] if name in self._adapted_projectors else []))
+            for name, module in self._modules.items()
+        }
         key = tuple(frozen.items())
         if key not in self._unit:
-            # Adapters are too small to count, but gradients go back to the first of them.
-            reached = {name for name, module in self._modules.items() if module.lora.rank}
+            reached: set[str] = set()
             for giver, taker in self._connections:  # in the order of the forward pass
-                if giver in reached or is_trained(self._products[giver][0], frozen[giver]):
+                if giver in reached or self._adapted[giver] or is_trained(self._products[giver][0], frozen[giver]):
                     reached.add(taker)
             self._unit[key] = {
                 name: [
-                    count(products, frozen[name], upstream=name in reached, recompute=self._recompute[name])
+                    count(
+                        products,
+                        frozen[name],
+                        upstream=name in reached,
+                        recompute=self._recompute[name],
+                        adapted=self._adapted[name],
+                    )
                     for products in self._products[name]
                 ]
                 for name in self._modules

@@ -156,7 +156,8 @@ def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0)
     """
     cfg, module, stages = run.cfg, run.layout.modules[name], []
     for stage in range(module.pp):
-        sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "stage": stage, "stages": module.pp}
+        sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "vpp": module.vpp}
+        sizes |= {"stage": stage, "stages": module.pp}
         counts = module_parameters(cfg, name, vocab, **sizes)
         experts = counts.pop("experts", ParameterCount(0, 0))
         dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer

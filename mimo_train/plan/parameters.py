@@ -11,6 +11,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.plan.adapters import adapted_linears, adapter_parameters, adapts_projector
 from mimo_train.plan.layout import layers_of_stage, stage_layers
 
 VOCAB_MULTIPLE = 128
@@ -133,15 +134,16 @@ def module_parameters(
     etp: int = 1,
     stage: int = 0,
     stages: int = 1,
+    vpp: int = 1,
 ) -> dict[str, ParameterCount]:
-    """Parameters on one rank by part: encoder and projector, or llm and its experts. With the defaults, those of the
-    whole module."""
+    """Parameters on one rank by part: encoder and projector, or llm and its experts, and the adapters of either. With
+    the defaults, those of the whole module."""
     module, place = cfg.modules[name], {"stage": stage, "stages": stages}
     if name == LANGUAGE:
-        place["chunks"] = module.layout.vpp if stages > 1 else 1
-        counts = {"llm": language_parameters(cfg.llm, vocab, cfg.data.sequence_length, tp=tp, **place)}
+        chunks = vpp if stages > 1 else 1
+        counts = {"llm": language_parameters(cfg.llm, vocab, cfg.data.sequence_length, tp=tp, **place, chunks=chunks)}
         if cfg.llm.num_experts:
-            counts["experts"] = expert_parameters(cfg.llm, ep=ep, etp=etp, **place)
+            counts["experts"] = expert_parameters(cfg.llm, ep=ep, etp=etp, **place, chunks=chunks)
     else:
         width = cfg.llm.hidden_size
         counts = {"encoder": encoder_parameters(module.encoder, tp=tp, **place)}
@@ -152,9 +154,9 @@ def module_parameters(
     frozen = [*module.freeze, *(["experts"] if "llm" in module.freeze else [])]
     if module.lora.rank:
         frozen += ["llm", "experts", "encoder"]
+        frozen += ["projector"] if adapts_projector(adapted_linears(name, module, cfg.llm.hidden_size)) else []
     parts = {part: ParameterCount(count, 0 if part in frozen else count) for part, count in counts.items()}
     if module.lora.rank:
-        spec = module.llm or module.encoder
-        adapters = layers_of_stage(spec.num_layers, stage, stages) * module.lora.num_parameters(spec, tp)
+        adapters = adapter_parameters(name, module, cfg.llm.hidden_size, tp=tp, **place, vpp=vpp)
         parts["adapters"] = ParameterCount(adapters, adapters)
     return parts

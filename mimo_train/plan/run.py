@@ -10,6 +10,7 @@ from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.plan.adapters import adapter_faults
 from mimo_train.plan.batch import Batch, batch_faults
 from mimo_train.plan.bridge_limits import bridge_faults
 from mimo_train.plan.divisibility import encoder_faults, language_faults
@@ -84,6 +85,8 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         )
     if of_modules:
         return
+    width = cfg.llm.hidden_size
+    yield from (fault for name, module in cfg.modules.items() for fault in adapter_faults(name, module, width))
     misplaced = list(placement_faults(cfg))
     yield from misplaced
     if not misplaced:

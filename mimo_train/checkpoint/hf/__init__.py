@@ -1,1 +1,1 @@
-"""Directories as `transformers` saves them: weights read by each rank, and written from a checkpoint."""
+"""Directories as `transformers` saves them, and files of PEFT: read by each rank, and written from a checkpoint."""

@@ -32,6 +32,26 @@ VLM_LAYOUTS = {
     "vision tp2 + language pp2": ("layout=images_tp2_language_pp2",),
     "vision dp2 + language dp2": ("layout=images_dp2_language_dp2",),
 }
+DORA = (
+    *("modules.language.lora.rank=3", "modules.language.lora.dora=true", "modules.language.lora.rslora=true"),
+    "modules.language.lora.targets=[q_proj, v_proj, '*.layers.[0-1].*.linear_proj', linear_fc1, down_proj]",
+    "modules.language.llm.num_query_groups=2",
+    *("modules.images.lora.rank=2", "modules.images.lora.dora=true"),
+    "modules.images.lora.targets=[k_proj, linear_fc2, input_projections*]",
+)
+DORA_LAYOUTS = {
+    "vision tp2 sequence parallel + language tp2 pp2": (
+        "layout=images_tp2_language_pp2",
+        "modules.images.layout.sp=true",
+        "modules.language.layout.tp=2",
+        "modules.language.layout.sp=true",
+    ),
+    "vision on the ranks of language, tp2": (
+        "placement.mode=shared",
+        "modules.images.layout.tp=2",
+        "modules.language.layout.tp=2",
+    ),
+}
 EXPERTS = ("llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.expert_ffn_hidden_size=48")
 OF_ATTENTION = ("modules.language.lora.targets=[linear_qkv, linear_proj]",)
 PATCHES = "modules.images.encoder.patch_size=12"  # 16 in a picture, which sequence parallelism can divide
@@ -42,6 +62,10 @@ MODELS = {
         {"ep2 of dp2": ("layout=language_ep2",)},
     ),
     "vlm_digits": (("layout=one_process", "modules.images.encoder.num_layers=2", PATCHES, *BOTH), VLM_LAYOUTS),
+    "vlm_digits, dora": (
+        ("layout=one_process", "modules.images.encoder.num_layers=2", PATCHES, *DORA),
+        DORA_LAYOUTS,
+    ),
 }
 
 
@@ -79,9 +103,16 @@ def _curve_and_changes(cfg) -> tuple[list[tuple], dict[str, bool], dict[str, int
             for buffer in chunk.buffers
         ),
         "adapters": sum(value.numel() for name, value in before.items() if "lora_" in name),
-        "projector": sum(value.numel() for name, value in before.items() if "input_projections" in name),
+        "projector": sum(
+            value.numel() for name, value in before.items() if "input_projections" in name and "lora_" not in name
+        ),
     }
     return curve, {name: not torch.equal(before[name], after[name]) for name in before}, kept
+
+
+def model_targets(model: str) -> str:
+    """The overrides of a model of `MODELS`, as one text."""
+    return " ".join(MODELS[model][0])
 
 
 def _run(cfg) -> list[tuple]:
@@ -99,7 +130,7 @@ def curve_of(ranks: list[tuple]) -> list[tuple[int, float, float]]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_begins_with_the_loss_of_the_model_without_adapters(model, tiny, one_process):
-    without = tiny(model, "modules.language.lora.rank=0", *(["modules.images.lora.rank=0"] * (model == "vlm_digits")))
+    without = tiny(model, "modules.language.lora.rank=0", *(["modules.images.lora.rank=0"] * model.startswith("vlm")))
     first, with_adapters = curve_of(_run(without))[0], curve_of(one_process[model])[0]
     assert first[1] == with_adapters[1]
     assert first[2] > with_adapters[2], "the gradient is that of the adapters alone"
@@ -109,11 +140,13 @@ def test_a_run_begins_with_the_loss_of_the_model_without_adapters(model, tiny, o
 def test_nothing_but_adapters_and_projector_is_trained(model, tiny, one_process):
     ((curve, changed, kept),) = one_process[model]
     trained = {name for name, moved in changed.items() if moved}
-    meant = {name for name in changed if "lora_" in name or "input_projections" in name}
+    # A projector with adapters is frozen but for these.
+    whole_projector = "input_projections*" not in model_targets(model)
+    meant = {name for name in changed if "lora_" in name or (whole_projector and "input_projections" in name)}
     assert trained == meant and any("lora_a" in name for name in meant)
     assert curve[-1][0] < curve[0][0], "adapters learn"
     # Buffers end on a multiple of 128 numbers or so.
-    assert 0 <= kept["gradients"] - kept["adapters"] - kept["projector"] < 1024
+    assert 0 <= kept["gradients"] - kept["adapters"] - kept["projector"] * whole_projector < 1024
     cfg = tiny(model)
     counts = [module_parameters(cfg, name, vocab=0)["adapters"] for name in cfg.modules]
     assert sum(count.trainable for count in counts) == kept["adapters"]

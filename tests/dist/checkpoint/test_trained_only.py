@@ -1,0 +1,121 @@
+"""Checkpoints of trained weights alone: small, exact, and refused over any other frozen weights."""
+
+from pathlib import Path
+
+import pytest
+
+from mimo_train.checkpoint import folders
+from tests.dist.ranks import RankFailure, run_ranks
+from tests.dist.runs import TOLERANCE, config, largest_difference
+from tests.dist.steps import Steps, whole
+
+WIDE = (
+    "layout=one_process",
+    "modules.language.llm.hidden_size=96",
+    "modules.language.llm.ffn_hidden_size=384",
+    "modules.language.lora.rank=2",
+    "modules.language.lora.dora=true",
+    "modules.language.lora.targets=[q_proj, '*.layers.1.*.linear_fc1']",
+    "modules.images.freeze=[encoder]",
+    "optim.decay=constant",
+    "optim.warmup_iters=0",
+)
+TP2 = ("placement.mode=shared", "modules.images.layout.tp=2", "modules.language.layout.tp=2")
+
+
+@pytest.fixture
+def tiny(digits, tmp_path):
+    def make(name: str, *overrides: str):
+        return config("vlm_digits", tmp_path / name, digits, "train.iters=8", *WIDE, *overrides)
+
+    return make
+
+
+def _train(cfg, steps: int, saved_after: int = 0) -> tuple[list[tuple], str]:
+    run = Steps(cfg)
+    first = run.train(saved_after)
+    return first + run.train(steps - saved_after), str(run.save()) if saved_after == steps else ""
+
+
+def _train_on(cfg, steps: int, saved_after: int) -> tuple[list[tuple], str]:
+    """As `_train`, with steps behind the checkpoint."""
+    run = Steps(cfg)
+    first, folder = run.train(saved_after), str(run.save())
+    return first + run.train(steps - saved_after), folder
+
+
+def _size(folder: str) -> int:
+    return sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+
+
+def test_a_run_continues_from_trained_weights_alone_at_another_layout(tiny):
+    only = "checkpoint.trained_only=true"
+    ((_, base),) = run_ranks(_train_on, 1, tiny("base", "modules.language.lora.rank=0", "run.seed=7"), 1, 1)
+    weights = f"checkpoint.weights={base}"
+    ((straight, full),) = run_ranks(_train_on, 1, tiny("whole", weights), 4, 2)
+    ((first, small),) = run_ranks(_train_on, 1, tiny("small", weights, only), 2, 2)
+    assert first == straight[:2]
+    left_out = folders.read_record(Path(small))["left_out"]
+    assert "left_out" not in folders.read_record(Path(full))
+    assert _size(small) < _size(full) / 2, (_size(small), _size(full))
+    # Without `checkpoint.weights` it is that of the run that wrote it; tensor parallelism changes no fingerprint.
+    ranks = run_ranks(_train_on, 2, tiny("two", f"checkpoint.resume={small}", only, *TP2), 2, 2)
+    again = [(step + 2, *point) for step, *point in whole([curve for curve, _ in ranks])]
+    assert max(largest_difference(whole([straight])[2:], again)) < TOLERANCE
+    assert folders.read_record(Path(ranks[0][1]))["left_out"] == left_out
+    # A new run may start from it, too: the base first, then what was trained.
+    (((of_small,), _),) = run_ranks(_train, 1, tiny("next", f"checkpoint.weights={small}"), 1)
+    (((of_full,), _),) = run_ranks(_train, 1, tiny("same", f"checkpoint.weights={full}"), 1)
+    assert of_small == of_full
+
+
+def test_another_base_is_refused_with_both_fingerprints(tiny):
+    only = "checkpoint.trained_only=true"
+    ((_, small),) = run_ranks(_train, 1, tiny("small", only), 1, 1)
+    was = folders.read_record(Path(small))["left_out"]
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(_train, 1, tiny("other", f"checkpoint.resume={small}", "run.seed=99"), 1)
+    message = str(failure.value)
+    assert "the frozen ones here are not those of its run" in message and was in message
+    assert message.count(was.split()[0]) >= 2 and "run.seed=1234" in message
+
+
+def _fingerprints(cfg) -> list[str]:
+    """Of the frozen weights as they are, with one element of one changed in its last bit, and with the same weight of
+    two layers exchanged."""
+    import torch
+
+    from mimo_train.checkpoint.frozen_base import fingerprint, take_out_frozen
+    from mimo_train.model.names import global_names, modules_of
+
+    run = Steps(cfg)
+
+    def now() -> str:
+        chunks = {"model": run.model[0]}
+        state = {"model": run.model[0].sharded_state_dict(metadata={"dp_cp_group": None})}
+        return fingerprint(take_out_frozen(state, chunks, run.optimizer.releases))
+
+    (language,) = modules_of(run.model)["language"]
+    names, found = global_names(language), [now()]
+    first, second = (names[f"decoder.layers.{layer}.mlp.linear_fc2.weight"].data for layer in (0, 1))
+    first[1, 2] = torch.nextafter(first[1, 2], torch.tensor(9.0))
+    found.append(now())
+    first[1, 2] = torch.nextafter(first[1, 2], torch.tensor(-9.0))
+    copy = first.clone()
+    first.copy_(second)
+    second.copy_(copy)
+    found.append(now())
+    second.copy_(first.clone())
+    first.copy_(copy)
+    return [*found, now()]
+
+
+def test_a_fingerprint_sees_one_bit_and_two_layers_exchanged(tiny):
+    (found,) = run_ranks(_fingerprints, 1, tiny("run"))
+    assert found[0] == found[-1] and len({*found}) == 3
+
+
+def test_adapters_that_a_model_has_not_are_not_lost(tiny):
+    ((_, folder),) = run_ranks(_train, 1, tiny("adapted"), 1, 1)
+    with pytest.raises(RankFailure, match="has adapters that this model has not"):
+        run_ranks(_train, 1, tiny("plain", "modules.language.lora.rank=0", f"checkpoint.weights={folder}"), 1)

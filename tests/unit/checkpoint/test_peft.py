@@ -1,0 +1,162 @@
+"""Adapters in PEFT's files: what is written, what is read back, and what is refused, without the library itself."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mimo_train.checkpoint.hf.peft import CONFIG, WEIGHTS, read_adapter, write_adapter
+from mimo_train.config.fault import UserError
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
+from mimo_train.model.fused_rows import FusedRows
+from mimo_train.plan.adapters import adapted_linears, linears
+
+SPEC = LlmSpec(num_layers=2, hidden_size=12, num_attention_heads=6, num_query_groups=2, ffn_hidden_size=10)
+LINEARS = linears(LANGUAGE, ModuleConfig(llm=SPEC), 12)
+PARTS = {"self_attention": "self_attn", "mlp": "mlp"}
+
+
+def places() -> dict[str, dict[str, str]]:
+    """Where a Llama of transformers has our layers."""
+    found = {}
+    for linear in LINEARS:
+        _, _, layer, part, _ = linear.name.split(".")
+        found[linear.name] = {one: f"model.layers.{layer}.{PARTS[part]}.{one}" for one, _ in linear.projections}
+    return found
+
+
+def drawn(lora: LoraConfig) -> dict[str, torch.Tensor]:
+    """Random adapters of a module, whole."""
+    torch.manual_seed(1)
+    found = {}
+    for name, one in adapted_linears(LANGUAGE, ModuleConfig(llm=SPEC, lora=lora), 12).items():
+        for projection in one.projections:
+            prefix, rows = f"{name}.{projection}".removesuffix("."), one.linear.rows(projection)
+            found[f"{prefix}.lora_a"] = torch.randn(lora.rank, one.linear.inputs)
+            found[f"{prefix}.lora_b"] = torch.randn(rows, lora.rank)
+            if lora.dora:
+                found[f"{prefix}.lora_magnitude"] = torch.rand(rows)
+    return found
+
+
+PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "o_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("targets", [PROJECTIONS, ["*.layers.1.*.k_proj", "*.0.mlp.linear_fc2"]])
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_projections_come_back_bit_by_bit(targets, dora, tmp_path):
+    lora = LoraConfig(rank=3, alpha=5.0, rslora=True, dora=dora, targets=targets)
+    adapters = drawn(lora)
+    write_adapter(tmp_path, adapters, lora, LINEARS, places(), base_model="somewhere")
+    read, again = read_adapter(tmp_path, LINEARS, places())
+    assert again.keys() == adapters.keys() and all(torch.equal(again[name], adapters[name]) for name in adapters)
+    # Other names of the same layers.
+    assert drawn(read).keys() == adapters.keys()
+    assert (read.rank, read.alpha, read.rslora, read.dora) == (3, 5.0, True, dora)
+
+
+def test_the_files_are_those_of_peft(tmp_path):
+    lora = LoraConfig(rank=3, alpha=6.0, dora=True, targets=["linear_qkv", "down_proj"])
+    adapters = drawn(lora)
+    write_adapter(tmp_path, adapters, lora, LINEARS, places())
+    config, tensors = json.loads((tmp_path / CONFIG).read_text()), load_file(tmp_path / WEIGHTS)
+    assert config["peft_type"] == "LORA" and config["r"] == 3 and config["use_dora"] and not config["use_rslora"]
+    assert "model.layers.1.self_attn.k_proj" in config["target_modules"] and len(config["target_modules"]) == 8
+    q, k = (f"base_model.model.model.layers.0.self_attn.{one}" for one in ("q_proj", "k_proj"))
+    assert tensors[f"{q}.lora_A.weight"].shape == (3, 12) and tensors[f"{q}.lora_B.weight"].shape == (12, 3)
+    assert tensors[f"{k}.lora_B.weight"].shape == (4, 3) and tensors[f"{k}.lora_magnitude_vector"].shape == (4,)
+    assert torch.equal(tensors[f"{q}.lora_A.weight"], tensors[f"{k}.lora_A.weight"])
+    # Per key head three queries, its key, its value, of two rows each.
+    fused = adapters["decoder.layers.0.self_attention.linear_qkv.lora_b"].reshape(2, 5, 2, 3)
+    assert torch.equal(tensors[f"{q}.lora_B.weight"], fused[:, :3].reshape(12, 3))
+    assert torch.equal(tensors[f"{k}.lora_B.weight"], fused[:, 3].reshape(4, 3))
+
+
+def test_a_shared_adapter_comes_back_as_one_of_each_projection(tmp_path):
+    lora = LoraConfig(rank=3, targets=["linear_fc1"])
+    adapters = drawn(lora)
+    write_adapter(tmp_path, adapters, lora, LINEARS, places())
+    read, again = read_adapter(tmp_path, LINEARS, places())
+    assert read.targets == ["gate_proj", "up_proj"]
+    for linear in (one for one in LINEARS if one.name.endswith("linear_fc1")):
+        deltas = {
+            one: again[f"{linear.name}.{one}.lora_b"] @ again[f"{linear.name}.{one}.lora_a"]
+            for one, _ in linear.projections
+        }
+        fused = adapters[f"{linear.name}.lora_b"] @ adapters[f"{linear.name}.lora_a"]
+        torch.testing.assert_close(FusedRows(linear).join(deltas, dim=0, fill=0.0), fused, rtol=1e-6, atol=1e-6)
+
+
+def test_a_layer_without_a_place_is_named(tmp_path):
+    lora, where = LoraConfig(rank=2, targets=["q_proj"]), places()
+    del where["decoder.layers.1.self_attention.linear_qkv"]
+    with pytest.raises(UserError, match=r"decoder\.layers\.1\.self_attention\.linear_qkv has an adapter of q_proj"):
+        write_adapter(tmp_path, drawn(lora), lora, LINEARS, where)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern is"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication is"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"init_lora_weights": "pissa"}, "'pissa' changes the weights of the base"),
+        ({"a_key_of_tomorrow": 1}, "a_key_of_tomorrow is 1"),
+        ({"use_dora": True, "lora_dropout": 0.1}, "lora.dropout: is 0.1, and DoRA"),
+        ({"use_dora": True}, "lora_magnitude_vector is missing, with use_dora true"),
+        ({"r": 4}, r"shape \(3, 12\), and decoder.layers.0.self_attention.linear_qkv needs \(4, 12\)"),
+        ({"r": "many"}, "cannot be read"),
+    ],
+)
+def test_what_adapters_here_cannot_be_is_refused_by_name(changes, words, tmp_path):
+    lora = LoraConfig(rank=3, targets=["q_proj"])
+    write_adapter(tmp_path, drawn(lora), lora, LINEARS, places())
+    file = tmp_path / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError, match=words):
+        read_adapter(tmp_path, LINEARS, places())
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("base_model.model.lm_head.weight", "lm_head.weight is no tensor of a linear layer's adapter"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "lora_embedding_A is no tensor"),
+        (
+            "base_model.model.model.layers.0.self_attn.q_prj.lora_A.weight",
+            "did you mean model.layers.0.self_attn.q_proj",
+        ),
+        ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", "lora_B.weight is missing"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "does not belong there"),
+    ],
+)
+def test_tensors_of_something_else_are_refused_by_name(key, words, tmp_path):
+    lora = LoraConfig(rank=3, targets=["q_proj"])
+    write_adapter(tmp_path, drawn(lora), lora, LINEARS, places())
+    file = tmp_path / WEIGHTS
+    save_file(load_file(file) | {key: torch.zeros(3, 12)}, file)
+    with pytest.raises(UserError, match=words):
+        read_adapter(tmp_path, LINEARS, places())
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
+        read_adapter(tmp_path, LINEARS, places())
+    lora = LoraConfig(rank=3, targets=["q_proj"])
+    write_adapter(tmp_path, drawn(lora), lora, LINEARS, places())
+    whole = (tmp_path / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors cannot be read"):
+        read_adapter(tmp_path, LINEARS, places())
+    (tmp_path / WEIGHTS).rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(UserError, match="is a pickle, which is not read"):
+        read_adapter(tmp_path, LINEARS, places())
