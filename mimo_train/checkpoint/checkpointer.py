@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.store import load_base, load_checkpoint, load_weights, save_checkpoint
 from mimo_train.config.fault import UserError
 from mimo_train.model.param_gather import gathered
@@ -97,6 +98,10 @@ class Checkpointer:
         cfg, layout = self._run.cfg, self._run.layout
         folder = self._chosen()
         if folder is not None:
+            with agreed():
+                partly = LEFT_OUT in folders.read_record(folder)
+            if partly:
+                self._read_pretrained()
             load_base(folder, layout, self._model, cfg.checkpoint.weights)
             whole = (self._model, self._optimizer, self._schedulers, self._train_state)
             record = load_checkpoint(folder, layout, *whole)

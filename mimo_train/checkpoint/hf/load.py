@@ -4,12 +4,14 @@ from collections.abc import Iterator
 
 import torch
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint.hf.fill import Cut, Reader, require_all_used
 from mimo_train.checkpoint.hf.parts import pretrained_parts
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.model.lora import start_magnitudes
 from mimo_train.model.names import global_names, modules_of
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.groups import RunGroups
@@ -42,6 +44,9 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
             of_folder = [(part, reader) for part, reader in readers if part.folder == path]
             if all(part.is_whole for part, _ in of_folder) or len({part.module for part, _ in of_folder}) > 1:
                 require_all_used(folder, [reader for _, reader in of_folder], of_folder[0][0].key)
+    for name in {part.module for part in parts} & own.keys():
+        for chunk in own[name]:
+            start_magnitudes(unwrap_model(chunk))
     return bool(parts)
 
 

@@ -134,7 +134,7 @@ def test_unset_keys_have_the_defaults_of_the_dataclasses(tmp_path):
         ("modules.images.projector.merges=2", "modules.images.projector.merges", "did you mean merge"),
         ("modules.language.llm.layers=4", "modules.language.llm.layers", "did you mean num_layers"),
         ("modules.images.frozen=[]", "modules.images.frozen", "did you mean freeze"),
-        ("zzz=1", "zzz", "choose from run, modules, placement"),
+        ("zzz=1", "zzz", "choose from run, pretrained, modules, placement"),
         ("modules.images.encoder.family=clap", "modules.images.encoder.family", "unknown encoder family 'clap'"),
         ("encoder@modules.images.encoder=vit_tny", "encoder", "did you mean vit_tiny"),
         ("llm@modules.language.llm=gpt_tny", "llm", "did you mean gpt_tiny"),

@@ -150,3 +150,12 @@ def _loaded(folder: Path) -> tuple[list[str], str]:
     AutoTokenizer.from_pretrained(folder)
     model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     return [*found["missing_keys"], *found["unexpected_keys"]], str(model.dtype)
+
+
+def test_adapters_alone_are_saved_and_the_directory_is_their_base(llama, prose, tmp_path):
+    own = ("optim.decay=constant", "modules.language.lora.rank=2", "modules.language.lora.dora=true")
+    own += ("checkpoint.trained_only=true", "modules.language.layout.tp=2")
+    whole = pretrained("gpt_tiny", tmp_path / "whole", prose, llama, *own, "train.iters=4")
+    half, rest = (pretrained("gpt_tiny", tmp_path / "half", prose, llama, *own, f"train.iters={n}") for n in (2, 4))
+    train_on_ranks(half)
+    assert curve(train_on_ranks(rest)) == curve(train_on_ranks(whole))
