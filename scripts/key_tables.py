@@ -50,10 +50,17 @@ class Undescribed(ValueError):
 
 def parts() -> dict[str, str]:
     """What stands between the markers, by their name."""
+    whole = dataclasses.fields(ConfigContainer)
     sections = {
         field.name: "\n".join(_section(field.default_factory, field.name))
-        for field in dataclasses.fields(ConfigContainer)
-        if field.name != "modules"
+        for field in whole
+        if field.name != "modules" and _is_group(field)
+    }
+    # Keys of the whole run, which belong to no section.
+    sections |= {
+        field.name: "\n".join([*_table(ConfigContainer, "", lambda one, name=field.name: one.name == name), ""])
+        for field in whole
+        if not _is_group(field) and field.name != "modules"
     }
     return {
         "runs": "\n".join(_files(CONFIGS, "run")),

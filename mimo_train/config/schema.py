@@ -182,17 +182,26 @@ class ConfigContainer:
     """One complete run."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    """Where the run lives and what it runs on."""
     pretrained: str = ""
     """Directory of a model of several parts, as `transformers` saves it, for all modules that have no `pretrained` of
     their own; empty: none. See docs/pretrained.md."""
     modules: dict[str, ModuleConfig] = field(default_factory=dict)
+    """Encoders by names of your choice, and `language`."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Which ranks the modules get."""
     data: DataConfig = field(default_factory=DataConfig)
+    """Where the samples are and how they become sequences."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    """How long, in which batches, and what happens between steps."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer and its schedule."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When the run is saved and how it starts again."""
     log: LogConfig = field(default_factory=LogConfig)
+    """What is written, and where to."""
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    """Recordings of a few steps."""
 
     @property
     def encoders(self) -> dict[str, ModuleConfig]:
