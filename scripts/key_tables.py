@@ -152,13 +152,21 @@ def _is_group(field: dataclasses.Field) -> bool:
 
 
 def _table(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -> Iterator[str]:
+    yield from ["| key | default | meaning |", "|---|---|---|", *_rows(cls, prefix, wanted)]
+
+
+def _rows(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -> Iterator[str]:
+    """A row for each key, those of a group inside by their full keys."""
     meanings = docstrings(cls)
-    yield from ["| key | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(cls):
-        if wanted(field):
-            key = f"{prefix}.{field.name}" if prefix else field.name
-            meaning, see, place = meanings[field.name].partition(" See docs/")
-            yield f"| `{key}` | {_default(field)} | {_shown_text(meaning + _bounds(field) + see + place)} |"
+        if not wanted(field):
+            continue
+        key = f"{prefix}.{field.name}" if prefix else field.name
+        if _is_group(field):
+            yield from _rows(field.default_factory, key, lambda _: True)
+            continue
+        meaning, see, place = meanings[field.name].partition(" See docs/")
+        yield f"| `{key}` | {_default(field)} | {_shown_text(meaning + _bounds(field) + see + place)} |"
 
 
 def _bounds(field: dataclasses.Field) -> str:

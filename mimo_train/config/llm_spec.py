@@ -204,8 +204,8 @@ class LlmSpec:
             if self.bias and getattr(self, name):
                 yield Fault(f"{prefix}.{name}", f"{prefix}.bias gives every linear layer a bias: set one of them only")
         if self.position != "rope":
-            scaling = self.rope_scaling.kind != "default" and "rope_scaling.kind"
-            for name in filter(None, (scaling, "local_rope_base" if self.local_rope_base else "")):
+            kind = "rope_scaling.kind" if self.rope_scaling.kind != "default" else ""
+            for name in filter(None, (kind, "local_rope_base" if self.local_rope_base else "")):
                 yield Fault(f"{prefix}.{name}", f"is for rotary positions, and {prefix}.position is {self.position}")
         if self.local_rope_base and not self.window:
             yield Fault(f"{prefix}.local_rope_base", f"is of the layers with a window, and {prefix}.window is 0")

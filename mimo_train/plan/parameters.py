@@ -15,7 +15,8 @@ from mimo_train.plan.adapters import adapted_linears, adapter_parameters, adapts
 from mimo_train.plan.layout import layers_of_stage, stage_layers
 
 VOCAB_MULTIPLE = 128
-"""Vocabularies are padded to a multiple of this, whatever the layout: padding with tp would change the softmax."""
+"""Vocabularies are padded to a multiple of this, whatever the layout: with a padding that depends on tp, a checkpoint
+would not fit another layout."""
 
 
 def padded_vocab_size(vocab_size: int) -> int:

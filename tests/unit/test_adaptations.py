@@ -44,6 +44,16 @@ REASONS = [
         "matmul_result = torch.baddbmm(",
     ),
     (
+        "model/llm/attention.py",
+        "models.common.embeddings.yarn_rotary_pos_embedding:_yarn_get_concentration_factor_from_config",
+        "yarn_mscale",
+    ),
+    (
+        "model/llm/layers.py",
+        "transformer.attention:Attention.__init__",
+        "init_method=not_none(self.config.output_layer_init_method), bias=self.config.add_bias_linear,",
+    ),
+    (
         "model/moe.py",
         "tensor_parallel.layers:ColumnParallelLinear.__init__",
         "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",
@@ -110,7 +120,7 @@ def test_the_reason_of_an_adaptation_is_still_there(ours, place, written):
 
 
 def test_the_vocabulary_s_padding_counts_in_the_softmax_of_megatron_core():
-    """Else `plan/parameters.py` could pad by the layout."""
+    """Else `model/llm/gpt.py` need not hide it."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     assert "vocab_size" not in inspect.getsource(LanguageModule.compute_language_model_loss)
@@ -127,7 +137,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Adaptations", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| `mimo_train/(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 20
-    looked_at = {ours for ours, _, _ in REASONS} | {"plan/parameters.py", "launch/torchrun.py"}
+    looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py"}
     by_running = ("tests/dist/parallel/test_device.py", "tests/dist/model/test_projectors.py")
     for ours, tests in rows:
         assert ours in looked_at or any(test in tests for test in by_running), ours

@@ -29,7 +29,14 @@ class Family:
     """Key of the number of experts; empty: a dense model."""
 
 
-_COMMON = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "tie_word_embeddings": False}
+_Defaults = dict[str, Any]
+
+_COMMON: _Defaults = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "tie_word_embeddings": False,
+}
 _COMMON |= {"initializer_range": 0.02, "rms_norm_eps": 1e-6, "hidden_act": "silu", "head_dim": None}
 _LLAMA = _COMMON | {"vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None}
 _LLAMA |= {"max_position_embeddings": 2048}
@@ -42,7 +49,7 @@ _QWEN |= {"max_window_layers": 28}
 _QWEN_MOE = _QWEN | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4}
 _QWEN_MOE |= {"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _QWEN_MOE |= {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
-_GEMMA2 = {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}
+_GEMMA2: _Defaults = {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}
 _GEMMA2 |= {"intermediate_size": 9216, "head_dim": 256, "vocab_size": 256000, "max_position_embeddings": 8192}
 _GEMMA2 |= {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "query_pre_attn_scalar": 256}
 _GEMMA2 |= {"initializer_range": 0.02, "rms_norm_eps": 1e-6, "sliding_window": 4096, "sliding_window_pattern": 2}

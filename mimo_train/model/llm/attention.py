@@ -22,7 +22,7 @@ class RotaryAttention(SelfAttention):
         self._local = bool(llm.window_of(layer_number - 1)) if llm.local_rope_base else None
         self._yarn_concentration_factor = 1.0 if self._local else attention_factor(llm.rope_scaling)
 
-    def forward(  # type: ignore[override]  # as Megatron-Core's layer calls it
+    def forward(
         self, hidden_states: torch.Tensor, *arguments: Any, rotary_pos_emb: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As Megatron-Core's. `rotary_pos_emb`: [S, 1, 1, angles], of all kinds of layers."""

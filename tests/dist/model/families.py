@@ -15,7 +15,8 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 64,
     "initializer_range": 0.15,
-    "pad_token_id": 0,
+    # In no sample: transformers gives its embedding no gradient.
+    "pad_token_id": 210,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -97,7 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tokens() -> np.ndarray:
     """[samples, sequence + 1], ids."""
-    return np.random.default_rng(7).integers(0, SIZES["vocab_size"], (SAMPLES, SEQUENCE + 1))
+    return np.random.default_rng(7).integers(0, SIZES["pad_token_id"], (SAMPLES, SEQUENCE + 1))
 
 
 def make(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:

@@ -222,7 +222,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
         "count": sum(parameter.numel() for parameter in chunk.parameters()),
         "counted": sum(part.total for part in expected.values()),
         "parameters": {
-            name: {"weight": value.detach().numpy(), "gradient": value.main_grad.numpy(), **cuts[name]}
+            name: {"weight": value.detach().clone().numpy(), "gradient": value.main_grad.clone().numpy(), **cuts[name]}
             for name, value in parameters.items()
         },
     }

@@ -11,6 +11,7 @@ import pytest
 from encoders.registry import FAMILIES
 from mimo_train.config.keys import rules_of
 from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.rope_spec import RopeScaling
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from scripts import key_tables
@@ -49,7 +50,10 @@ def test_each_key_is_there():
     for field in fields(ModuleConfig):
         inner = fields(field.type) if dataclasses.is_dataclass(field.default_factory) else ()
         keys |= {f"modules.NAME.{field.name}.{one.name}" for one in inner} or {f"modules.NAME.{field.name}"}
-    keys |= {field.name for kind in (LlmSpec, *(family.spec for family in FAMILIES.values())) for field in fields(kind)}
+    for kind in (LlmSpec, *(family.spec for family in FAMILIES.values())):
+        for field in fields(kind):
+            inner = fields(field.type) if dataclasses.is_dataclass(field.default_factory) else ()
+            keys |= {f"{field.name}.{one.name}" for one in inner} or {field.name}
     assert len(keys) > 120
     assert keys <= set(re.findall(r"^\| `([\w.]+)` \|", PAGE, re.MULTILINE))
 
@@ -102,7 +106,7 @@ def test_a_file_without_a_comment_is_named(tmp_path, monkeypatch):
 
 
 def test_docstrings_name_the_values_that_the_checks_allow():
-    kinds = [ModuleConfig, LlmSpec, *(section.type for section in sections())]
+    kinds = [ModuleConfig, LlmSpec, RopeScaling, *(section.type for section in sections())]
     kinds += [field.type for field in fields(ModuleConfig) if dataclasses.is_dataclass(field.default_factory)]
     checked = 0
     for kind in kinds:

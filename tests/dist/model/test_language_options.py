@@ -1,0 +1,82 @@
+"""Options of families in a run with pictures: the layout changes no number, and a checkpoint has all of them."""
+
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import TOLERANCE, config, largest_difference
+from tests.dist.steps import Steps, whole
+
+LLM = "modules.language.llm."
+OPTIONS = (
+    f"{LLM}num_layers=3",
+    f"{LLM}num_query_groups=1",
+    f"{LLM}head_size=12",
+    f"{LLM}vocab_size=300",
+    f"{LLM}tie_embeddings=true",
+    f"{LLM}qkv_bias=true",
+    f"{LLM}proj_bias=true",
+    f"{LLM}qk_norm=true",
+    f"{LLM}zero_centered_norms=true",
+    f"{LLM}post_norms=true",
+    f"{LLM}activation=geglu",
+    f"{LLM}scale_embeddings=true",
+    f"{LLM}window=6",
+    f"{LLM}full_attention_layers=[1]",
+    f"{LLM}local_rope_base=500",
+    f"{LLM}rope_scaling.kind=linear",
+    f"{LLM}rope_scaling.factor=2",
+    f"{LLM}attention_scale_size=20",
+    f"{LLM}attention_softcap=2",
+    f"{LLM}logit_softcap=5",
+    "train.iters=20",
+    "optim.decay=constant",
+    "optim.warmup_iters=0",
+)
+EXPERTS = (
+    f"{LLM}attention_softcap=0",
+    f"{LLM}proj_bias=false",
+    f"{LLM}num_experts=4",
+    f"{LLM}experts_per_token=2",
+    f"{LLM}expert_ffn_hidden_size=16",
+    f"{LLM}router_renormalise=false",
+    f"{LLM}dense_layers=[0]",
+)
+ONE = "layout=one_process"
+TP2 = (ONE, "modules.images.layout.tp=2", "modules.language.layout.tp=2", "modules.language.layout.sp=true")
+PIPELINE = ("layout=images_tp2_language_pp2",)
+
+
+def _curve(cfg, steps: int) -> list[tuple]:
+    return Steps(cfg).train(steps)
+
+
+def _saved_after(cfg, steps: int) -> str:
+    run = Steps(cfg)
+    run.train(steps)
+    return str(run.save())
+
+
+def _close(one: list[tuple], other: list[tuple]) -> bool:
+    return max(largest_difference(one, other)) < TOLERANCE
+
+
+def test_layouts_give_the_numbers_of_one_process_and_read_each_other_s_checkpoints(digits, tmp_path):
+    def tiny(name: str, *overrides: str):
+        return config("vlm_digits", tmp_path / name, digits, *OPTIONS, *overrides)
+
+    straight = whole(run_ranks(_curve, 1, tiny("one", ONE), 3))
+    assert straight[-1][1] < straight[0][1], "it learns"
+    assert _close(straight, whole(run_ranks(_curve, 4, tiny("pp2", *PIPELINE), 3)))
+    folder = run_ranks(_saved_after, 2, tiny("tp2", *TP2), 2)[0]
+    resumed = tiny("resumed", ONE, f"checkpoint.resume={folder}")
+    again = [(step + 2, loss, norm) for step, loss, norm in whole(run_ranks(_curve, 1, resumed, 1))]
+    assert _close(straight[2:], again)
+
+
+def test_experts_in_some_layers_give_the_numbers_of_one_process(digits, tmp_path):
+    def tiny(name: str, *overrides: str):
+        return config("vlm_digits", tmp_path / name, digits, *OPTIONS, *EXPERTS, *overrides)
+
+    straight = whole(run_ranks(_curve, 1, tiny("one", ONE), 3))
+    folder = run_ranks(_saved_after, 2, tiny("tp2", *TP2), 2)[0]
+    resumed = tiny("resumed", ONE, f"checkpoint.resume={folder}")
+    again = [(step + 2, loss, norm) for step, loss, norm in whole(run_ranks(_curve, 1, resumed, 1))]
+    assert _close(straight[2:], again)

@@ -1,0 +1,193 @@
+"""config.json of language models: both versions' spellings, defaults of classes, and refusals by key."""
+
+import dataclasses
+
+import pytest
+
+from mimo_train.config.fault import ConfigError
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.pretrained.language import (
+    language_config_json,
+    language_keys,
+    language_spec,
+    model_types,
+)
+from mimo_train.config.rope_spec import RopeScaling
+from mimo_train.plan.run import config_faults
+from tests.unit.configs import changed
+
+ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA = {"model_type": "llama", "max_position_embeddings": 131072}
+
+
+def test_both_versions_spell_one_model():
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **ROPE}, "torch_dtype": "bfloat16"}
+    new = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **ROPE}, "dtype": "bfloat16"}
+    assert language_keys(old) == language_keys(new) == language_keys(old | new)
+    spec = language_spec(old)
+    assert spec.rope_base == 5e5 and spec.rope_scaling.kind == "llama3" and spec.rope_scaling.factor == 8
+
+
+def test_two_kinds_of_layers_have_their_rotary_base_in_either_version():
+    old = {"model_type": "gemma3_text", "rope_theta": 2e5, "rope_local_base_freq": 777.0}
+    old |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    new = {
+        "model_type": "gemma3_text",
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
+        },
+    }
+    assert language_keys(old) == language_keys(new)
+    spec = language_spec(new)
+    assert (spec.rope_base, spec.local_rope_base, spec.window, spec.full_attention_layers) == (
+        2e5,
+        777.0,
+        4096,
+        [5, 11, 17, 23],
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [
+        ({"model_type": "llama"}, {"rope_base": 10000.0, "num_query_groups": 32, "head_size": 128, "window": 0}),
+        ({"model_type": "mistral"}, {"num_query_groups": 8, "window": 4096, "full_attention_layers": []}),
+        ({"model_type": "mixtral"}, {"rope_base": 1e6, "window": 0, "num_experts": 8, "layernorm_epsilon": 1e-5}),
+        ({"model_type": "qwen2"}, {"qkv_bias": True, "proj_bias": False, "window": 0, "head_size": 128}),
+        ({"model_type": "qwen2", "use_sliding_window": True}, {"full_attention_layers": list(range(28))}),
+        ({"model_type": "qwen3", "hidden_size": 1024}, {"head_size": 128, "qk_norm": True}),
+        ({"model_type": "qwen3_moe", "num_experts": 16}, {"num_experts": 16, "router_renormalise": False}),
+        (
+            {"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+            {"dense_layers": [0, 2, 3]},
+        ),
+        ({"model_type": "gemma2", "num_hidden_layers": 3}, {"full_attention_layers": [1], "attention_softcap": 50.0}),
+        ({"model_type": "gemma3_text"}, {"rope_base": 1e6, "local_rope_base": 1e4, "attention_softcap": 0.0}),
+        (LLAMA | {"attention_bias": True}, {"bias": False, "qkv_bias": True, "proj_bias": True}),
+        (LLAMA | {"attention_bias": True, "mlp_bias": True}, {"bias": True, "qkv_bias": False}),
+    ],
+)
+def test_absent_keys_have_the_defaults_of_their_class(config, keys):
+    found = language_keys(config)
+    assert {key: found[key] for key in keys} == keys
+    assert found.keys() <= {field.name for field in dataclasses.fields(LlmSpec)}
+    assert not list(language_spec(config).faults("llm"))
+
+
+def test_a_key_of_its_class_alone_counts():
+    gemma = {"model_type": "gemma2", "num_hidden_layers": 4, "sliding_window_pattern": 4}
+    assert language_keys(gemma)["full_attention_layers"] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "bloom"}, "model_type is 'bloom'"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        (LLAMA | {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias is True"),
+        (LLAMA | {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "needs factor"),
+        (LLAMA | {"rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}, "mrope_section is [8, 12, 12]"),
+        (LLAMA | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "make them equal"),
+        (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "the same rotary positions"),
+        ({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]}, "use_sliding_window"),
+        ({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["linear_attention"]}, "layer_types is"),
+        ({"model_type": "mistral", "num_hidden_layers": 1, "layer_types": ["full_attention"]}, "does not read it"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "layers with a window",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused_by_its_key(config, says):
+    with pytest.raises(ConfigError) as raised:
+        language_keys(config)
+    assert says in str(raised.value)
+
+
+SPEC = LlmSpec(num_layers=2, hidden_size=48, num_attention_heads=6, ffn_hidden_size=80, vocab_size=211)
+SPEC = dataclasses.replace(SPEC, max_positions=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, ["llama"]),
+        ({"window": 8}, ["mistral"]),
+        ({"qkv_bias": True}, ["qwen2"]),
+        ({"qkv_bias": True, "window": 8, "full_attention_layers": [0]}, ["qwen2"]),
+        ({"qk_norm": True}, ["qwen3"]),
+        ({"num_experts": 4, "window": 8}, ["mixtral"]),
+        ({"num_experts": 4, "qk_norm": True, "dense_layers": [0], "expert_ffn_hidden_size": 24}, ["qwen3_moe"]),
+        ({"bias": True, "activation": "gelu"}, []),
+        ({"normalization": "LayerNorm"}, []),
+        ({"position": "learned"}, []),
+        ({"num_experts": 4, "shared_expert_ffn_hidden_size": 8}, []),
+    ],
+)
+def test_a_model_of_ours_finds_its_family(changes, kinds):
+    spec = dataclasses.replace(SPEC, layernorm_epsilon=1e-6, **changes)
+    found = model_types(spec)
+    assert [kind for kind in found if kind in kinds] == kinds and bool(found) == bool(kinds), found
+    for kind in found:
+        written = language_config_json(spec, kind, "bfloat16")
+        assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+        assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == spec.rope_base
+
+
+def test_what_a_family_has_no_place_for_is_named():
+    with pytest.raises(ConfigError) as raised:
+        language_config_json(dataclasses.replace(SPEC, window=8, qk_norm=True), "llama")
+    assert {fault.key for fault in raised.value.faults} == {
+        "modules.language.llm.window",
+        "modules.language.llm.qk_norm",
+    }
+    with pytest.raises(ConfigError, match=r"modules\.language\.llm\.vocab_size: is 0"):
+        language_config_json(dataclasses.replace(SPEC, vocab_size=0), "llama")
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"full_attention_layers": [0]}, "full_attention_layers"),
+        ({"window": 4, "full_attention_layers": [2]}, "full_attention_layers"),
+        ({"dense_layers": [1]}, "dense_layers"),
+        ({"num_experts": 2, "dense_layers": [0, 1]}, "dense_layers"),
+        ({"local_rope_base": 100.0}, "local_rope_base"),
+        ({"position": "learned", "window": 4, "local_rope_base": 100.0}, "local_rope_base"),
+        ({"zero_centered_norms": True, "normalization": "LayerNorm"}, "zero_centered_norms"),
+        ({"bias": True, "qkv_bias": True}, "qkv_bias"),
+        ({"bias": True, "proj_bias": True}, "proj_bias"),
+        ({"head_size": 7}, "head_size"),
+        ({"rope_scaling": RopeScaling(kind="linear", beta_fast=16.0)}, "rope_scaling.beta_fast"),
+        ({"rope_scaling": RopeScaling(factor=2.0)}, "rope_scaling.factor"),
+        ({"rope_scaling": RopeScaling(kind="yarn", factor=2.0)}, "rope_scaling.original_positions"),
+        (
+            {"rope_scaling": RopeScaling(kind="llama3", original_positions=9, low_frequency_factor=4.0)},
+            "rope_scaling.high_frequency_factor",
+        ),
+        (
+            {"rope_scaling": RopeScaling(kind="yarn", original_positions=9, beta_fast=0.5)},
+            "rope_scaling.beta_fast",
+        ),
+        ({"max_positions": 0, "rope_scaling": RopeScaling(kind="dynamic")}, "max_positions"),
+        ({"position": "learned", "rope_scaling": RopeScaling(kind="linear", factor=2.0)}, "rope_scaling.kind"),
+    ],
+)
+def test_options_that_mean_nothing_are_faults(changes, key):
+    assert not list(SPEC.faults("llm"))
+    assert [fault.key for fault in dataclasses.replace(SPEC, **changes).faults("llm")] == [f"llm.{key}"]
+
+
+def test_sequences_beyond_dynamic_positions_are_refused():
+    values = {"modules.language.llm.rope_scaling": RopeScaling(kind="dynamic", factor=2.0)}
+    for positions, wrong in ((96, []), (95, ["data.sequence_length"])):
+        cfg = changed(values | {"modules.language.llm.max_positions": positions})
+        assert [fault.key for fault in config_faults(cfg)] == wrong
