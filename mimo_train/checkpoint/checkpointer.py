@@ -10,6 +10,7 @@ from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.store import load_checkpoint, save_checkpoint
 from mimo_train.config.fault import UserError
 from mimo_train.model.param_gather import gathered
+from mimo_train.model.start_weights import load_start_weights
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel.agreement import agreed
@@ -81,7 +82,7 @@ class Checkpointer:
 
     def resume(self) -> Path | None:
         """Continue from the checkpoint that `checkpoint.resume` chooses, or begin with the weights of
-        `checkpoint.weights`.
+        `checkpoint.weights`, or with those that an encoder brings itself.
 
         Returns:
             The folder that the run continues from; None for a new run.
@@ -102,6 +103,11 @@ class Checkpointer:
             load_checkpoint(weights, layout, self._model)
             # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
+        else:
+            with agreed():
+                loaded = load_start_weights(self._model)
+            if loaded:
+                self._optimizer.reload_model_params()
         return folder
 
     def _chosen(self) -> Path | None:

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.registry import FAMILIES
+from encoders.registry import family_of
 from encoders.spec import joined_width
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE, PARTS
@@ -189,7 +189,7 @@ def _encoder_spec(cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, na
     config = encoder_config(cfg, module_layout)
     projection = projector_config(cfg, module_layout)
     encoder = ModuleSpec(
-        module=FAMILIES[module.encoder.family].load(),
+        module=family_of(module.encoder.family).load(),
         params={
             "config": config,
             "spec": module.encoder,

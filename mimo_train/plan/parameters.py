@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import EncoderSpec, joined_width, layer_parameters
 from mimo_train.config.llm_spec import LlmSpec
@@ -68,12 +69,14 @@ def expert_parameters(llm: LlmSpec, *, ep: int = 1, etp: int = 1, stage: int = 0
     return layers_of_stage(llm.num_layers, stage, stages) * llm.num_experts // ep * expert // etp
 
 
-def encoder_parameters(encoder: EncoderSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
+def encoder_parameters(encoder: EncoderSpec | PlainSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
     """Parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`.
 
     The matrices of its layers are divided over tp, the rest is not. The first stage has the embeddings, the last one
     the final norm.
     """
+    if isinstance(encoder, PlainSpec):
+        return encoder.num_parameters()
     hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
     layer, norm = layer_parameters(encoder)
     split = 4 * hidden * hidden + 3 * hidden + 2 * hidden * ffn + ffn
@@ -125,7 +128,7 @@ def module_parameters(
     if module.lora.rank:
         frozen += ["llm", "experts", "encoder"]
     parts = {part: ParameterCount(count, 0 if part in frozen else count) for part, count in counts.items()}
-    if module.lora.rank:
+    if module.lora.rank and not isinstance(module.encoder, PlainSpec):
         spec = module.llm or module.encoder
         adapters = layers_of_stage(spec.num_layers, stage, stages) * module.lora.num_parameters(spec, tp)
         parts["adapters"] = ParameterCount(adapters, adapters)
