@@ -1,17 +1,33 @@
-"""The encoder families: one table from family name to its spec and its builder. Imports no torch until one is built."""
+"""The encoder families: from the name that `encoder.family` gives to spec and builder. Imports no torch until one is
+built, unless the module of a user's own spec does."""
 
+import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
 
+from encoders.errors import EncoderError
+from encoders.plain.spec import PlainSpec
+from encoders.spec import EncoderSpec
+from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 
 if TYPE_CHECKING:
-    from encoders.spec import EncoderSpec
+    from encoders.plain.model import PlainEncoder
     from encoders.staged import StagedEncoder
     from encoders.weight_map import WeightMap
+
+GROUP = "mimo_train.encoders"
+"""Entry points of installed packages that name a family: `NAME = "package.module:Spec"`."""
+
+PACKAGES = ("mimo_train", "encoders", "data")
+"""Names of mimo-train's own packages, which a user's package cannot have."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +35,10 @@ class Family:
     """How one family of encoders is described and built."""
 
     spec: type
-    """Dataclass of its sizes (see `encoders.spec`)."""
+    """Dataclass of its sizes: see `encoders.spec`, and for plain torch modules `encoders.plain.spec`."""
     builder: str
-    """`module:attribute` of a class called as `encoders.staged.StagedEncoder`."""
+    """`module:attribute` of a class called as `encoders.staged.StagedEncoder`, or of the torch module of a plain
+    encoder."""
 
     readers: Mapping[str, str] = field(default_factory=dict)
     """What reads the directory of a pretrained model, by `model_type` of its config.json: `module:function` of
@@ -29,9 +46,31 @@ class Family:
     weights: str = ""
     """`module:function` of a spec -> its `WeightMap`, with our names as in the builder's class. Imports no torch."""
 
-    def load(self) -> type["StagedEncoder"]:
-        """The builder itself. Imports torch and Megatron-Core."""
-        return _named(self.builder)
+    @property
+    def is_plain(self) -> bool:
+        """Whether the encoder is a plain torch module."""
+        return issubclass(self.spec, PlainSpec)
+
+    def load(self) -> "type[StagedEncoder] | type[PlainEncoder]":
+        """The builder itself. Imports torch and Megatron-Core.
+
+        Raises:
+            EncoderError: it is not there, or no class of its kind.
+        """
+        found = _attribute(*_parted(self.builder, f"builder of {self.spec.__name__}"))
+        from torch.nn import Module
+
+        from encoders.plain.model import plain_encoder
+        from encoders.staged import StagedEncoder
+
+        base = Module if self.is_plain else StagedEncoder
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise EncoderError(
+                f"{self.builder}, the builder of {self.spec.__name__}, is no subclass of {base.__module__}."
+                f"{base.__name__}: "
+                + ("name the class of the module" if self.is_plain else "derive it, or the spec from PictureSpec")
+            )
+        return plain_encoder(found) if self.is_plain else cast(type[StagedEncoder], found)
 
     def read(self, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the spec's fields of a pretrained encoder.
@@ -45,7 +84,7 @@ class Family:
         """
         return _named(self.readers[config["model_type"]])(config, preprocessor)
 
-    def weight_map(self, spec: "EncoderSpec") -> "WeightMap":
+    def weight_map(self, spec: EncoderSpec) -> "WeightMap":
         """How the parameters of a pretrained encoder are made of the tensors of its directory."""
         return _named(self.weights)(spec)
 
@@ -58,5 +97,134 @@ def _named(place: str) -> Any:
 FAMILIES: dict[str, Family] = {
     "vit": Family(spec=VisionSpec, builder="encoders.vit.model:VisionTransformer"),
     "whisper": Family(spec=WhisperSpec, builder="encoders.whisper.model:WhisperEncoder"),
+    "transformers": Family(spec=TransformersSpec, builder=TransformersSpec.builder),
+    "transformers_audio": Family(spec=TransformersAudioSpec, builder=TransformersAudioSpec.builder),
 }
-"""Every family, by the name that `encoder.family` gives."""
+"""The families of this package, by name. `family_of` knows those of users too."""
+
+
+def family_of(name: str) -> Family:
+    """The family that `encoder.family` names: one of `FAMILIES`, an entry point of `GROUP`, or the path of a spec,
+    `package.module:Spec` or `package.module.Spec`, which is imported.
+
+    Raises:
+        EncoderError: there is none, several have the name, or the path leads to no spec; with the remedy.
+    """
+    if "." in name or ":" in name:
+        return _by_path(name)
+    own = _installed().get(name, [])
+    if name in FAMILIES and own:
+        raise EncoderError(
+            f"{name!r} is a family of mimo-train, and {_origin(own[0])} registers another under this name: rename that "
+            f"entry point, or give its path: {own[0].value}"
+        )
+    if len(own) > 1:
+        raise EncoderError(
+            f"{name!r} is registered by {' and '.join(_origin(one) for one in own)}: give the path of one, "
+            f"{' or '.join(one.value for one in own)}"
+        )
+    if own:
+        return _by_path(own[0].value)
+    if name in FAMILIES:
+        return FAMILIES[name]
+    known = [*FAMILIES, *_installed()]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    raise EncoderError(
+        f"unknown encoder family {name!r}; "
+        + (f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}")
+        + " Your own is named by its path, package.module:Spec (docs/your-encoder.md)"
+    )
+
+
+@cache
+def _installed() -> dict[str, list[EntryPoint]]:
+    """Entry points of `GROUP` by name."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.dist.name if point.dist else ""):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _origin(point: EntryPoint) -> str:
+    package = f"the package {point.dist.name}" if point.dist else "a package"
+    return f"{package} ({point.value})"
+
+
+def _by_path(path: str) -> Family:
+    spec = _attribute(*_parted(path, "family"))
+    wrong = _why_no_spec(spec)
+    if wrong:
+        raise EncoderError(f"{path} {wrong}")
+    family = Family(spec, spec.builder)
+    module, _ = _parted(family.builder, f"builder of {spec.__name__}")
+    try:
+        is_there = find_spec(module) is not None
+    except ImportError:
+        is_there = False
+    if not is_there:
+        raise EncoderError(f"{path}: there is no module {module}, which its builder {family.builder!r} names")
+    return family
+
+
+def _parted(path: str, what: str) -> tuple[str, str]:
+    """(module, attribute) of `module:attribute` or `module.attribute`."""
+    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if not all(part.isidentifier() for part in [*module.split("."), attribute]):
+        raise EncoderError(f"{what} {path!r} is no path of a class: it reads package.module:Class")
+    return module, attribute
+
+
+def _attribute(module: str, attribute: str) -> Any:
+    """`attribute` of the module, which is imported."""
+    try:
+        found = import_module(module)
+    except Exception as error:  # whatever a user's module raises
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):
+            raise EncoderError(f"importing {module} fails: {type(error).__name__}: {error}") from error
+        package = module.partition(".")[0]
+        remedy = (
+            f"{package} is a package of mimo-train itself: give yours another name"
+            if package in PACKAGES
+            else "install its package, or put its folder on PYTHONPATH, or start in that folder, on every node"
+        )
+        raise EncoderError(f"there is no module {missing}: {remedy}") from error
+    if not hasattr(found, attribute):
+        names = [name for name in vars(found) if not name.startswith("_")]
+        near = difflib.get_close_matches(attribute, names, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise EncoderError(f"{module} ({getattr(found, '__file__', None)}) has no {attribute}{hint}")
+    return getattr(found, attribute)
+
+
+def _why_no_spec(found: Any) -> str:
+    """What a class lacks to be the spec of a family of a user; empty if nothing."""
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        return (
+            "is no dataclass: family names the dataclass with the encoder's sizes, and that names the module as its "
+            "builder"
+        )
+    fields = {field.name for field in dataclasses.fields(found)}
+    builder = getattr(found, "builder", "")
+    if "builder" in fields or not isinstance(builder, str) or not builder:
+        return (
+            'does not name the class of its module: it needs builder = "package.module:Class", without a type or as '
+            "ClassVar[str]"
+        )
+    members = (_members(PlainSpec) if issubclass(found, PlainSpec) else _members(EncoderSpec)) - fields
+    missing = {name for name in members if not hasattr(found, name)} | getattr(
+        found, "__abstractmethods__", frozenset()
+    )
+    missing |= {"name", "family"} - fields
+    if missing:
+        base = (
+            "" if issubclass(found, PlainSpec) else "; of a plain torch module it derives from PictureSpec or ClipSpec"
+        )
+        return f"lacks {', '.join(sorted(missing))} (see encoders.spec){base}"
+    return ""
+
+
+def _members(protocol: type) -> set[str]:
+    """Public names that an interface asks for."""
+    own = {*vars(protocol), *getattr(protocol, "__annotations__", {})}
+    return {name for name in own if not name.startswith("_")}

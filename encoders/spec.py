@@ -13,6 +13,15 @@ class Merging(Protocol):
     """See `encoders.projectors.spec.ProjectorSpec`."""
 
 
+class Joining(Protocol):
+    """What the width of joined features follows from; every encoder's spec has it."""
+
+    hidden_size: int
+
+    def joined(self, merge: int) -> int:
+        """See `EncoderSpec.joined`."""
+
+
 class EncoderSpec(Protocol):
     """The interface of every family's spec. `extent0` and `extent1` are read from the header of a medium: height and
     width in pixels, or samples and samples per second. Everything is a pure function of the spec, so that data
@@ -137,6 +146,6 @@ def joint_faults(encoder: EncoderSpec, projector: Merging) -> list[tuple[str, st
     return encoder.joint_faults(projector.merge)
 
 
-def joined_width(encoder: EncoderSpec, projector: Merging) -> int:
+def joined_width(encoder: Joining, projector: Merging) -> int:
     """Width of the features that the projector reads."""
     return encoder.hidden_size * encoder.joined(projector.merge)

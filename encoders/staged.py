@@ -92,7 +92,7 @@ class StagedEncoder(MegatronModule, ABC):
             Rows of one medium after the other: features on the last stage, [output tokens, width]; before it the tokens
             inside the encoder, [R, H].
         """
-        groups = _by_size(sizes)
+        groups = by_size(sizes)
         parts: torch.Tensor | Sequence[torch.Tensor]
         if self.is_first_stage:
             assert media is not None, "the first stage makes its output of media"
@@ -107,10 +107,10 @@ class StagedEncoder(MegatronModule, ABC):
             )
         if len(groups) == 1:
             (size,) = groups
-            return self._stage(_stacked(parts), size).flatten(0, 1)
+            return self._stage(stacked(parts), size).flatten(0, 1)
         outputs: dict[int, torch.Tensor] = {}
         for size, members in groups.items():
-            together = _stacked([parts[member] for member in members])
+            together = stacked([parts[member] for member in members])
             outputs |= zip(members, self._stage(together, size), strict=True)
         return torch.cat([outputs[member] for member in range(len(sizes))])
 
@@ -133,7 +133,7 @@ class StagedEncoder(MegatronModule, ABC):
         )
 
 
-def _by_size(sizes: Sequence[Size]) -> dict[Size, list[int]]:
+def by_size(sizes: Sequence[Size]) -> dict[Size, list[int]]:
     """Numbers of the media of each size, in the order in which sizes appear."""
     groups: dict[Size, list[int]] = {}
     for number, (extent0, extent1) in enumerate(sizes):
@@ -141,5 +141,6 @@ def _by_size(sizes: Sequence[Size]) -> dict[Size, list[int]]:
     return groups
 
 
-def _stacked(media: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+def stacked(media: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Media of one size as one tensor."""
     return media if isinstance(media, torch.Tensor) else torch.stack(list(media))

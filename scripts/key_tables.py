@@ -94,17 +94,23 @@ def current(page: str) -> str:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, in one line.
+    """The docstring under each field of a dataclass, inherited ones too, in one line.
 
     Raises:
         Undescribed: a field has none.
     """
+    bases = [base for base in reversed(cls.__mro__[1:]) if dataclasses.is_dataclass(base)]
+    return {name: text for base in bases for name, text in _own_docstrings(base).items()} | _own_docstrings(cls)
+
+
+def _own_docstrings(cls: type) -> dict[str, str]:
     tree = ast.parse(Path(inspect.getfile(cls)).read_text())
+    keys = {field.name for field in dataclasses.fields(cls)}
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
     found = {}
     for field, after in zip(body, [*body[1:], None], strict=True):
-        if not isinstance(field, ast.AnnAssign):
-            continue
+        if not isinstance(field, ast.AnnAssign) or field.target.id not in keys:
+            continue  # a class variable is no key
         text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
         if not isinstance(text, str) or not text.strip():
             raise Undescribed(f"{cls.__name__}.{field.target.id} has no docstring under it, which is its meaning")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from encoders.plain.spec import PlainSpec
 from mimo_train.check.findings import Report, Table, plural
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -62,6 +63,9 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
         known, medium = name in media_per_sample, cfg.modules[name].encoder.medium
         count = f"{media_per_sample[name]:.2f} {medium}s" if known else f"1 {medium} (no sample was read)"
         notes.append(f"activations of {name}: for {count} a sample")
+        encoder = cfg.modules[name].encoder
+        if isinstance(encoder, PlainSpec) and not encoder.activations():
+            notes.append(f"activations of {name}: without those inside its encoder, of which its spec says nothing")
     header = ("module", "ranks", "weights", "gradients", "optimizer", "activations", "GiB a rank")
     report.tables.append(Table("Memory of a rank (GiB)", header, rows, notes, left=2))
     most, least = ranks[fullest].total, ranks[emptiest].total
@@ -127,6 +131,9 @@ def add_media(report: Report, cfg: ConfigContainer) -> None:
         inside = "patches" if medium == "picture" else "frames"
         header = ("module", "read as", inside, "merge", "tokens of data.sequence_length")
         report.tables.append(Table(f"One {medium}", header, rows))
+    for name, module in cfg.encoders.items():
+        if isinstance(module.encoder, PlainSpec):
+            report.warnings += [f"modules.{name}.encoder: {note}" for note in module.encoder.notes()]
 
 
 def _processes(layout: RunLayout) -> str:
@@ -141,10 +148,12 @@ def _describe(module: ModuleConfig) -> str:
         return f"{llm.name}: {llm.num_layers} layers x {llm.hidden_size}, {llm.num_attention_heads} heads"
     encoder, projector = module.encoder, module.projector
     frozen = [part for part in ("encoder", "projector") if part in module.freeze]
-    return (
-        f"{encoder.name}: {encoder.num_layers} layers x {encoder.hidden_size}, {encoder.num_attention_heads} heads; "
-        f"{projector.name}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
+    sizes = (
+        f"features of {encoder.hidden_size}"
+        if isinstance(encoder, PlainSpec)
+        else f"{encoder.num_layers} layers x {encoder.hidden_size}, {encoder.num_attention_heads} heads"
     )
+    return f"{encoder.name}: {sizes}; {projector.name}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
 
 
 def _stage_name(stage: StageMemory, layout: RunLayout) -> str:

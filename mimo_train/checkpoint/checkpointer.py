@@ -12,6 +12,7 @@ from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.store import load_base, load_checkpoint, load_weights, save_checkpoint
 from mimo_train.config.fault import UserError
 from mimo_train.model.param_gather import gathered
+from mimo_train.model.start_weights import load_start_weights
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel.agreement import agreed
@@ -87,7 +88,7 @@ class Checkpointer:
 
     def resume(self) -> Path | None:
         """Continue from the checkpoint that `checkpoint.resume` chooses, or begin with the weights of
-        `checkpoint.weights`, or with those of `modules.NAME.pretrained`.
+        `checkpoint.weights`, or with those of `modules.NAME.pretrained` and those that an encoder brings itself.
 
         Returns:
             The folder that the run continues from; None for a new run.
@@ -101,7 +102,7 @@ class Checkpointer:
             with agreed():
                 partly = LEFT_OUT in folders.read_record(folder)
             if partly:
-                self._read_pretrained()
+                self._read_initial_weights()
             load_base(folder, layout, self._model, cfg.checkpoint.weights)
             whole = (self._model, self._optimizer, self._schedulers, self._train_state)
             record = load_checkpoint(folder, layout, *whole)
@@ -113,9 +114,15 @@ class Checkpointer:
             load_weights(weights, layout, self._model)
             # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
-        elif self._read_pretrained():
+        elif self._read_initial_weights():
             self._optimizer.reload_model_params()
         return folder
+
+    def _read_initial_weights(self) -> bool:
+        """Weights of a new run that are not drawn; whether there are any. Collective."""
+        read = self._read_pretrained()
+        with agreed():
+            return load_start_weights(self._model) or read
 
     def _chosen(self) -> Path | None:
         """The checkpoint to continue from: rank 0 chooses, and every rank must find it. Collective."""

@@ -13,10 +13,12 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from encoders.errors import EncoderError
 from encoders.projectors.spec import ProjectorSpec
-from encoders.registry import FAMILIES
+from encoders.registry import Family, family_of
 from mimo_train.config.fault import ConfigError, Fault, nearest
 from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.own_code import search_working_directory
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, replaced_parts
 from mimo_train.config.schema import ConfigContainer
@@ -102,7 +104,7 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
     cfg = _structured(ConfigContainer, {**plain, "modules": modules}, "")
     for name, parts in specs.items():
         if parts["encoder"] is not None:
-            family = FAMILIES[parts["encoder"].get("family", "vit")]
+            family = _family(parts["encoder"])
             cfg.modules[name].encoder = _structured(family.spec, parts["encoder"], f"modules.{name}.encoder")
         if parts["projector"] is not None:
             cfg.modules[name].projector = _structured(ProjectorSpec, parts["projector"], f"modules.{name}.projector")
@@ -214,12 +216,20 @@ def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
 def _unknown_spec_keys(value: Any, part: str, full: str) -> Iterable[Fault]:
     spec = {"projector": ProjectorSpec, "llm": LlmSpec}.get(part)
     if part == "encoder" and isinstance(value, dict):
-        family = value.get("family", "vit")
-        if family not in FAMILIES:
-            yield Fault(f"{full}.family", f"unknown encoder family {family!r}{nearest(str(family), FAMILIES)}")
+        try:
+            spec = _family(value).spec
+        except EncoderError as error:
+            yield Fault(f"{full}.family", str(error))
             return
-        spec = FAMILIES[family].spec
     yield from _unknown_keys(value, spec or LlmSpec, full)
+
+
+def _family(encoder: dict[str, Any]) -> Family:
+    """The family of an encoder's keys. Raises EncoderError as `family_of`."""
+    name = str(encoder.get("family", "vit"))
+    if "." in name or ":" in name:
+        search_working_directory()
+    return family_of(name)
 
 
 def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:

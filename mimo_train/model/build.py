@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from encoders.registry import FAMILIES
+from encoders.registry import family_of
 from encoders.spec import joined_width
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.parts import LANGUAGE, PARTS
@@ -191,7 +191,7 @@ def _encoder_spec(
     config.perform_initialization = (name, "encoder") not in undrawn
     projection.perform_initialization = (name, "projector") not in undrawn
     encoder = ModuleSpec(
-        module=FAMILIES[module.encoder.family].load(),
+        module=family_of(module.encoder.family).load(),
         params={
             "config": config,
             "spec": module.encoder,

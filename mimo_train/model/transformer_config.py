@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import EncoderSpec
 from mimo_train.config.llm_spec import LlmSpec
@@ -118,6 +119,8 @@ def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
 
 def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
     """The config of one encoder's transformer layers."""
+    if isinstance(cfg.modules[layout.name].encoder, PlainSpec):
+        return _plain_encoder_config(cfg, layout)
     encoder: EncoderSpec = cfg.modules[layout.name].encoder
     return _config(
         cfg,
@@ -136,6 +139,13 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerCon
         init_method_std=encoder.init_std,
         **_uneven_stages(encoder.num_layers, layout.pp),
     )
+
+
+def _plain_encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
+    """The config of an encoder of plain torch, which has no transformer layers: what of it counts is type, seed and
+    recomputation."""
+    width = cfg.modules[layout.name].encoder.hidden_size
+    return _config(cfg, layout, num_layers=1, hidden_size=width, num_attention_heads=1, ffn_hidden_size=width)
 
 
 def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:

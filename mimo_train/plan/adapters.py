@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from encoders.plain.spec import PlainSpec
 from encoders.spec import joined_width
 from mimo_train.config.fault import Fault, nearest
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
@@ -93,6 +94,8 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
         name: of the module.
         language_width: the language model's hidden size, which a projector projects to.
     """
+    if isinstance(module.encoder, PlainSpec):
+        return []  # adapters are refused for the whole module
     spec: Any = module.llm or module.encoder
     hidden, heads, ffn = spec.hidden_size, spec.num_attention_heads, spec.ffn_hidden_size
     groups, head, gated = heads, hidden // heads, False
@@ -163,7 +166,7 @@ def adapter_faults(name: str, module: ModuleConfig, language_width: int) -> Iter
         module: whose sizes have no faults.
     """
     lora, prefix = module.lora, f"modules.{name}"
-    if lora.rank <= 0 or not lora.targets or next(lora.faults(""), None):
+    if isinstance(module.encoder, PlainSpec) or lora.rank <= 0 or not lora.targets or next(lora.faults(""), None):
         return
     candidates = linears(name, module, language_width)
     unmatched = [pattern for pattern in lora.targets if not any(_matches(pattern, one) for one in candidates)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from encoders.plain.spec import PlainSpec
 from mimo_train.config.fault import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
@@ -40,6 +41,9 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
         key: config key of its module.
     """
     layout, encoder = module.layout, module.encoder
+    if isinstance(encoder, PlainSpec):
+        yield from _plain_encoder_faults(layout, encoder, key)
+        return
     yield from _tp_faults(
         layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
     )
@@ -60,6 +64,19 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
             f"{have} {tokens} tokens inside the encoder, which tp {layout.tp} does not divide into equal parts: set sp "
             f"to false, or change tp, or {key}.{', '.join(encoder.token_unit_fields)}",
         )
+
+
+def _plain_encoder_faults(layout: LayoutConfig, encoder: PlainSpec, key: str) -> Iterator[Fault]:
+    whole = f"encoder.family {encoder.family} is a torch module that every rank has as a whole, without Megatron-Core's"
+    for axis in ("tp", "pp"):
+        if getattr(layout, axis) > 1:
+            yield Fault(
+                f"{key}.layout.{axis}",
+                f"{whole} layers: {axis} is {getattr(layout, axis)}, set it to 1 and raise dp (docs/your-encoder.md)",
+            )
+    for axis, why in _ENCODER_AXES.items():
+        if getattr(layout, axis) > 1:
+            yield Fault(f"{key}.layout.{axis}", f"{why}, is {getattr(layout, axis)}: set it to 1")
 
 
 _ENCODER_AXES = {

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import EncoderSpec, joined_width
 from mimo_train.config.llm_spec import LlmSpec
@@ -105,7 +106,7 @@ class Media:
 
 
 def encoder_products(
-    name: str, spec: EncoderSpec, projector: ProjectorSpec, language_width: int, media: Media
+    name: str, spec: EncoderSpec | PlainSpec, projector: ProjectorSpec, language_width: int, media: Media
 ) -> list[Product]:
     """The products of pictures or clips through encoder module `name` and its projector.
 
@@ -119,16 +120,13 @@ def encoder_products(
     two windows of b mel bands that pass convolutions over 3 neighbours, e = 6b * h + 3h^2 and j = merge (without the
     Fourier transform). Attention is over all tokens, so its term is not halved. Same sources as `language_products`;
     the shape of the layers is that of Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929).
+
+    Of an encoder of plain torch only its number of weights is known: 2T for each, as if every weight met every token
+    once (Kaplan et al. 2020), and 4A times the width of its attention, if its spec says that.
     """
-    hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
-    products = [
-        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=False)
-        for parameter, each in spec.embedding_products().items()
-    ]
-    for index in range(spec.num_layers):
-        layer = f"{encoder}.layers.layers.{index}"
-        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
-        products += _two_linears(f"{layer}.mlp", tokens, hidden, spec.ffn_hidden_size, spec.ffn_hidden_size)
+    products = (
+        _plain_products(name, spec, media) if isinstance(spec, PlainSpec) else _layered_products(name, spec, media)
+    )
     width, projection = joined_width(spec, projector), "input_projections.0.encoder"
     projected = media.patches / spec.joined(projector.merge)
     if projector.kind == "linear":
@@ -250,6 +248,24 @@ class StepFlops:
 def is_trained(products: Sequence[Product], frozen: Sequence[str]) -> bool:
     """Whether any matrix of a module is trained."""
     return any(not any(fnmatchcase(product.name, pattern) for pattern in frozen) for product in products)
+
+
+def _plain_products(name: str, spec: PlainSpec, media: Media) -> list[Product]:
+    core = 4 * media.pairs * spec.attention_width()
+    return [Product(f"encoders.{name}.model", 2 * media.tokens * spec.num_parameters(), core, in_layer=True)]
+
+
+def _layered_products(name: str, spec: EncoderSpec, media: Media) -> list[Product]:
+    hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
+    products = [
+        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=False)
+        for parameter, each in spec.embedding_products().items()
+    ]
+    for index in range(spec.num_layers):
+        layer = f"{encoder}.layers.layers.{index}"
+        products += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
+        products += _two_linears(f"{layer}.mlp", tokens, hidden, spec.ffn_hidden_size, spec.ffn_hidden_size)
+    return products
 
 
 def _attention(layer: str, tokens: int, hidden: int, query: int, key: int, core: float) -> Iterator[Product]:

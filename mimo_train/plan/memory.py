@@ -14,9 +14,11 @@ with its projector.
 import math
 from dataclasses import dataclass
 
+from encoders.plain.spec import PlainSpec
 from encoders.spec import joined_width
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import layers_of_stage, stage_layers
 from mimo_train.plan.parameters import ParameterCount, module_parameters
 from mimo_train.plan.run import Run
@@ -240,6 +242,11 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
     encoder, projector, size = module.encoder, module.projector, BYTES[train.precision]
     media = math.ceil(run.batch.microbatch_samples / sizes.dp * media_per_sample)
     tokens = media * encoder.most_inner_tokens(projector.merge)
+    flying = in_flight(run, name, stage)
+    if isinstance(encoder, PlainSpec):
+        module_kept = media * encoder.activations() * size
+        kept = 0 if "encoder" in module.freeze else module_kept * (1 if cfg.recompute_of(name) == "full" else flying)
+        return kept + _projector_activations(cfg, name, media, sizes.tp) * flying
     layer = layer_activations(
         tokens,
         encoder.hidden_size,
@@ -249,16 +256,20 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
         tp=sizes.tp,
         sp=sizes.sp,
     )
-    flying, layers = in_flight(run, name, stage), layers_of_stage(encoder.num_layers, stage, sizes.pp)
+    layers = layers_of_stage(encoder.num_layers, stage, sizes.pp)
     if "encoder" in module.freeze:
         kept = layer if layers else 0
     else:
         boundary = tokens * encoder.hidden_size * size // (sizes.tp if sizes.sp else 1)
         kept = stack_activations(layers, layer, boundary, flying, cfg.recompute_of(name))
-    if stage < sizes.pp - 1:
-        return kept
-    width = cfg.llm.hidden_size
+    return kept if stage < sizes.pp - 1 else kept + _projector_activations(cfg, name, media, sizes.tp) * flying
+
+
+def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int) -> int:
+    """Bytes that the projector of module `name` keeps of one microbatch: its input and output, and inside an mlp."""
+    module, width = cfg.modules[name], cfg.llm.hidden_size
+    encoder, projector = module.encoder, module.projector
     per_token = joined_width(encoder, projector) + width
     if projector.kind == "mlp":
-        per_token += 2 * (projector.ffn_hidden_size or width) // sizes.tp
-    return kept + media * encoder.most_tokens(projector.merge) * per_token * size * flying
+        per_token += 2 * (projector.ffn_hidden_size or width) // tp
+    return media * encoder.most_tokens(projector.merge) * per_token * BYTES[cfg.train.precision]

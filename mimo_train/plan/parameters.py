@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import EncoderSpec, joined_width, layer_parameters
 from mimo_train.config.fault import Fault
@@ -97,12 +98,14 @@ def expert_parameters(
     return layers * llm.num_experts // ep * matrices * llm.hidden_size * llm.expert_width // etp
 
 
-def encoder_parameters(encoder: EncoderSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
+def encoder_parameters(encoder: EncoderSpec | PlainSpec, *, tp: int = 1, stage: int = 0, stages: int = 1) -> int:
     """Parameters of an encoder on one rank of pipeline stage `stage` (from 0) of `stages`.
 
     The matrices of its layers are divided over tp, the rest is not. The first stage has the embeddings, the last one
     the final norm.
     """
+    if isinstance(encoder, PlainSpec):
+        return encoder.num_parameters()
     hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
     layer, norm = layer_parameters(encoder)
     split = 4 * hidden * hidden + 3 * hidden + 2 * hidden * ffn + ffn
@@ -157,7 +160,7 @@ def module_parameters(
         frozen += ["llm", "experts", "encoder"]
         frozen += ["projector"] if adapts_projector(adapted_linears(name, module, cfg.llm.hidden_size)) else []
     parts = {part: ParameterCount(count, 0 if part in frozen else count) for part, count in counts.items()}
-    if module.lora.rank:
+    if module.lora.rank and not isinstance(module.encoder, PlainSpec):
         adapters = adapter_parameters(name, module, cfg.llm.hidden_size, tp=tp, **place, vpp=vpp)
         parts["adapters"] = ParameterCount(adapters, adapters)
     return parts

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from encoders.plain.spec import PlainSpec
 from encoders.spec import joint_faults
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
@@ -65,7 +66,11 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     found += _length_faults(cfg)
     world_size = None if found else lay_out(cfg).world_size
     known = {fault.key for fault in found}
-    others = [*cfg.faults(), *cfg.profiling.faults(cfg.run.device, cfg.train.iters, world_size)]
+    others = [
+        *cfg.faults(),
+        *_plain_encoder_faults(cfg),
+        *cfg.profiling.faults(cfg.run.device, cfg.train.iters, world_size),
+    ]
     return found + [fault for fault in others if fault.key not in known]
 
 
@@ -115,6 +120,26 @@ def _module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
     if not wrong_spec:
         divide = language_faults(module.llm, layout, prefix) if module.llm else encoder_faults(module, prefix)
         yield from divide
+
+
+def _plain_encoder_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """What needs the transformer layers that an encoder of plain torch does not have."""
+    for name, module in cfg.encoders.items():
+        if not isinstance(module.encoder, PlainSpec):
+            continue
+        prefix, own = f"modules.{name}", f"encoder.family {module.encoder.family} is a plain torch module"
+        if module.lora.rank > 0:
+            yield Fault(
+                f"{prefix}.lora.rank",
+                f"{own}, and adapters go beside Megatron-Core's linear layers, of which it has none: set it to 0 (is "
+                f"{module.lora.rank}), and freeze=[encoder] if the module should stay as it is",
+            )
+        if cfg.recompute_of(name) == "selective":
+            yield Fault(
+                f"{prefix}.recompute",
+                f"{own}, and selective computes the attention of Megatron-Core's layers again, of which it has none: "
+                "set it to none, or to full for the whole module",
+            )
 
 
 def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:

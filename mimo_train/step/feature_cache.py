@@ -1,8 +1,10 @@
 """Features of frozen encoders: fingerprints, lookups, and prefetching."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -100,8 +102,8 @@ class Prefetcher:
 
 def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool) -> str:
     """Hash of everything that an encoder's features depend on besides the sample: its weights as loaded, its spec
-    (picture size and pixel normalisation), precision, kind of layers. Collective over the module's tensor-parallel
-    ranks.
+    (picture size and pixel normalisation), precision, kind of layers, the files of its classes. Collective over the
+    module's tensor-parallel ranks.
 
     Each rank hashes its part of the weights, so the fingerprint depends on the tensor-parallel size.
     """
@@ -118,6 +120,7 @@ def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool
         "te": te,
         "blind": cfg.data.blind,
         "weights": parts,
+        "code": _code(module.encoders),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -127,6 +130,18 @@ def _weights(encoders: torch.nn.Module) -> str:
     for parameter_name, tensor in _tensors(encoders):
         digest.update(parameter_name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _code(encoders: torch.nn.Module) -> str:
+    """Hash of the files that the classes of all submodules are written in: those of a user may change."""
+    digest = hashlib.sha256()
+    files = set()
+    for module in encoders.modules():
+        with suppress(TypeError, OSError):  # a class that was made without a file
+            files.add(inspect.getfile(type(module)))
+    for name in sorted(files):
+        digest.update(Path(name).read_bytes())
     return digest.hexdigest()
 
 

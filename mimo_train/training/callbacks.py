@@ -10,8 +10,6 @@ An error that a callback raises ends the run, on all ranks.
 """
 
 import importlib
-import os
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.own_code import search_working_directory
 from mimo_train.step.result import StepResult
 from mimo_train.step.state import GlobalState
 
@@ -109,10 +108,7 @@ def load_callbacks(entries: Iterable[str]) -> list[Callback]:
         ConfigError: a module cannot be imported, has no such class, or the class is not a callback or takes arguments;
             names every such entry.
     """
-    folder = os.getcwd()
-    # Last, so that it hides no installed package; the scripts and the `mimo-train` command leave it off the path.
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)
+    search_working_directory()
     loaded, faults = [], []
     for entry in entries:
         try:

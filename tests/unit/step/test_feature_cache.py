@@ -104,3 +104,18 @@ def test_a_disk_that_refuses_ends_the_writing_and_not_the_run(tmp_path, monkeypa
         warnings.simplefilter("error")
         cache.write("b", torch.ones(2, 2))
     assert not files(tmp_path)
+
+
+def test_features_of_other_code_are_not_used(tmp_path, monkeypatch):
+    from mimo_train.step.feature_cache import _code
+
+    source = tmp_path / "written_by_a_user.py"
+    source.write_text("import torch\nclass Own(torch.nn.Module):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from written_by_a_user import Own
+
+    module = torch.nn.Sequential(Own(), torch.nn.Linear(1, 1))
+    before = _code(module)
+    assert _code(torch.nn.Sequential(Own(), torch.nn.Linear(2, 2))) == before
+    source.write_text(source.read_text() + "# changed\n")
+    assert _code(module) != before

@@ -1,0 +1,270 @@
+"""Specs of encoders that are plain torch modules: the base classes of a user's own. Imports no torch."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from encoders.errors import EncoderError
+
+
+@dataclass
+class PlainSpec(ABC):
+    """What every plain encoder says of itself: derive from `PictureSpec` or `ClipSpec`."""
+
+    name: str = "own"
+    """Free name, shown in tables."""
+    family: str = ""
+    """Which code builds the encoder: a name of `encoders.registry.FAMILIES`, `package.module:Spec` or the name of an
+    installed entry point. See docs/your-encoder.md."""
+    hidden_size: int = 0
+    """Width of the features."""
+    dropout: float = 0.0
+    """Largest probability of dropout inside the encoder, of any kind; 0: features of a picture or clip never change."""
+
+    builder: ClassVar[str] = ""
+    """`module:Class` of the torch module, which is made with the spec as its only argument."""
+    kind: ClassVar[str] = ""
+    """Kind of media this encoder reads: image or audio."""
+    medium: ClassVar[str] = ""
+    """What one of them is called."""
+    placeholder: ClassVar[str] = ""
+    """Marker in a record's text at the place of a medium."""
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether media differ in their number of tokens."""
+        return False
+
+    @abstractmethod
+    def input_size(self, extent0: int, extent1: int, /, *, merge: int = 1) -> tuple[int, int]:
+        """See `encoders.spec.EncoderSpec.input_size`."""
+
+    @abstractmethod
+    def inner_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
+        """See `encoders.spec.EncoderSpec.inner_tokens`."""
+
+    @abstractmethod
+    def num_tokens(self, extent0: int, extent1: int, /, *, merge: int = 1) -> int:
+        """See `encoders.spec.EncoderSpec.num_tokens`."""
+
+    @abstractmethod
+    def output_tokens(self, extent0: int, extent1: int, /) -> int:
+        """Features that the module gives for a medium of this input size, before neighbours are joined."""
+
+    @abstractmethod
+    def joined(self, merge: int) -> int:
+        """How many features make one token of the sequence."""
+
+    @abstractmethod
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens in the sequence of the largest medium."""
+
+    @abstractmethod
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Features of the largest medium."""
+
+    @abstractmethod
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a medium is read, what features it gives, and its tokens in the sequence, in words."""
+
+    @abstractmethod
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector."""
+
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Number of parameters of the module, for estimates of memory and FLOPs."""
+
+    def activations(self) -> int:
+        """Numbers that the backward pass of the largest medium keeps. 0: not known; `check` says so and counts none."""
+        return 0
+
+    def attention_width(self) -> int:
+        """Sum over layers of the width of full self-attention, for its FLOPs; 0: none is counted."""
+        return 0
+
+    def notes(self) -> list[str]:
+        """What a user should know before a run; `check` prints them as warnings."""
+        return []
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = []
+        if self.hidden_size < 1:
+            found.append(("hidden_size", f"must be at least 1, the width of the features, is {self.hidden_size}"))
+        if not 0 <= self.dropout < 1:
+            found.append(("dropout", f"must be at least 0 and below 1, is {self.dropout:g}"))
+        return found
+
+
+@dataclass
+class PictureSpec(PlainSpec):
+    """A torch module from pictures to features: float [N, 3, height, width] -> [N, rows * columns, hidden_size], row by
+    row. A subclass says `grid` and `num_parameters`; the pictures have one size unless it overrides `input_size`,
+    `sizes_vary`, `most_tokens` and `most_inner_tokens` too."""
+
+    image_size: int = 224
+    """Height and width in pixels that every picture is resized to; its aspect ratio is not kept."""
+    pixel_scale: float = 1 / 255
+    """What pixels, 0 to 255, are multiplied with."""
+    pixel_mean: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    """Mean per channel (red, green, blue), of scaled pixels."""
+    pixel_std: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    """Standard deviation per channel, of scaled pixels."""
+
+    kind: ClassVar[str] = "image"
+    medium: ClassVar[str] = "picture"
+    placeholder: ClassVar[str] = "<image>"
+
+    @abstractmethod
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """(rows, columns) of the features of a picture that the module gets in `height` x `width` pixels. Features
+        without an order in the plane are one row."""
+
+    def input_size(self, height: int, width: int, /, *, merge: int = 1) -> tuple[int, int]:
+        """(height, width) in pixels that a picture of `height` x `width` is resized to."""
+        return self.image_size, self.image_size
+
+    def output_tokens(self, height: int, width: int, /) -> int:
+        """Features of a picture that the module gets in this size."""
+        return math.prod(self.grid(height, width))
+
+    def inner_tokens(self, height: int, width: int, /, *, merge: int = 1) -> int:
+        """Features of a picture of `height` x `width` pixels, before it is resized."""
+        return self.output_tokens(*self.input_size(height, width, merge=merge))
+
+    def num_tokens(self, height: int, width: int, /, *, merge: int = 1) -> int:
+        """Tokens that a picture takes in the sequence: features / merge^2."""
+        rows, columns = self.grid(*self.input_size(height, width, merge=merge))
+        return (rows // merge) * (columns // merge)
+
+    def joined(self, merge: int) -> int:
+        """Features that make one token of the sequence."""
+        return merge**2
+
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens in the sequence of the largest picture."""
+        return self.num_tokens(self.image_size, self.image_size, merge=merge)
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Features of the largest picture."""
+        return self.inner_tokens(self.image_size, self.image_size, merge=merge)
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a picture is read, its features and its tokens, in words."""
+        height, width = self.input_size(self.image_size, self.image_size, merge=merge)
+        rows, columns = self.grid(height, width)
+        most = "up to " if self.sizes_vary else ""
+        return f"{most}{height} x {width} pixels", f"{most}{rows} x {columns}", f"{most}{self.most_tokens(merge)}"
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = super().faults()
+        if self.image_size < 1:
+            found.append(("image_size", f"must be at least 1, is {self.image_size}"))
+        for name in ("pixel_mean", "pixel_std"):
+            if len(getattr(self, name)) != 3:
+                found.append((name, f"needs 3 numbers (red, green, blue), has {len(getattr(self, name))}"))
+        if 0 in self.pixel_std:
+            found.append(("pixel_std", f"pixels are divided by it, and it is {list(self.pixel_std)}: use no 0"))
+        if not found and min(grid := self.grid(*self.input_size(self.image_size, self.image_size))) < 1:
+            found.append(("image_size", f"{self.image_size} pixels give {grid[0]} x {grid[1]} features: raise it"))
+        return found
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector."""
+        rows, columns = self.grid(*self.input_size(self.image_size, self.image_size, merge=merge))
+        if rows % merge or columns % merge:
+            return [("projector.merge", f"{merge} does not divide the grid of features, {rows} x {columns}: change it")]
+        return []
+
+
+@dataclass
+class ClipSpec(PlainSpec):
+    """A torch module from clips to features: float [N, samples] -> [N, tokens, hidden_size]. A subclass says `tokens`,
+    `shortest` and `num_parameters`. Clips keep their length, those of one length go together."""
+
+    sample_rate: int = 16000
+    """Samples per second that every clip is resampled to."""
+    max_seconds: float = 30.0
+    """Longest clip, in seconds. A sample with a longer one is bad."""
+
+    kind: ClassVar[str] = "audio"
+    medium: ClassVar[str] = "clip"
+    placeholder: ClassVar[str] = "<audio>"
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether media differ in their number of tokens."""
+        return True
+
+    @abstractmethod
+    def tokens(self, samples: int) -> int:
+        """Features that the module gives for a clip of this many samples; never fewer for a longer clip."""
+
+    @abstractmethod
+    def shortest(self, tokens: int) -> int:
+        """Samples of the shortest clip that gives this many features."""
+
+    def input_size(self, samples: int, rate: int, /, *, merge: int = 1) -> tuple[int, int]:
+        """(samples, samples per second) in which the encoder gets a clip of `samples` at `rate` per second: resampled,
+        with silence behind it up to a whole number of tokens of the sequence.
+
+        Raises:
+            EncoderError: it is longer than `max_seconds`.
+        """
+        length = -(-samples * self.sample_rate // rate)
+        if length > self.max_seconds * self.sample_rate:
+            raise EncoderError(
+                f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
+                "clip, or raise it"
+            )
+        features = self.tokens(length)
+        whole = max(1, -(-features // merge)) * merge
+        return (length if features == whole else self.shortest(whole)), self.sample_rate
+
+    def output_tokens(self, samples: int, rate: int, /) -> int:
+        """Features of a clip that the module gets in this length."""
+        return self.tokens(samples)
+
+    def inner_tokens(self, samples: int, rate: int, /, *, merge: int = 1) -> int:
+        """Features of a clip. Raises EncoderError as `input_size` does."""
+        return self.tokens(self.input_size(samples, rate, merge=merge)[0])
+
+    def num_tokens(self, samples: int, rate: int, /, *, merge: int = 1) -> int:
+        """Tokens that a clip takes in the sequence: `merge` features each. Raises EncoderError as `input_size` does."""
+        return self.inner_tokens(samples, rate, merge=merge) // merge
+
+    def joined(self, merge: int) -> int:
+        """Features that make one token of the sequence."""
+        return merge
+
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens in the sequence of the longest clip."""
+        return self.most_inner_tokens(merge) // merge
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Features of the longest clip."""
+        return self.inner_tokens(int(self.max_seconds * self.sample_rate), self.sample_rate, merge=merge)
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a clip is read, its features and its tokens, in words."""
+        return (
+            f"{self.sample_rate} samples a second, up to {self.max_seconds:g} s",
+            f"up to {self.most_inner_tokens(merge)}",
+            f"up to {self.most_tokens(merge)}",
+        )
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = super().faults()
+        if self.sample_rate < 1:
+            found.append(("sample_rate", f"must be at least 1, is {self.sample_rate}"))
+        if self.max_seconds <= 0:
+            found.append(("max_seconds", f"must be above 0, is {self.max_seconds}"))
+        return found
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector: any merge will do."""
+        return []

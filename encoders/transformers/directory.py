@@ -1,0 +1,160 @@
+"""What a directory of `transformers` says: sizes of the model, constants of its preprocessing. Imports no torch.
+
+A `config.json` of transformers leaves out what is the default of its class: `KNOWN` has these, for the models whose
+number of tokens follows from them.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from encoders.errors import EncoderError
+
+_BASE = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "image_size": 224,
+    "patch_size": 16,
+}
+_WAVES = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "intermediate_size": 3072,
+    "conv_dim": [512] * 7,
+    "conv_stride": [5, 2, 2, 2, 2, 2, 2],
+    "conv_kernel": [10, 3, 3, 3, 3, 2, 2],
+    "hidden_dropout": 0.1,
+    "activation_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "final_dropout": 0.1,
+    "layerdrop": 0.1,
+    "mask_time_prob": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A type of model whose tokens are known by formula."""
+
+    kind: str
+    """Kind of media: image or audio."""
+    defaults: Mapping[str, Any]
+    """What its config class has where `config.json` says nothing."""
+    prefix: int = 0
+    """Tokens in front of the patches, registers apart."""
+    parts: tuple[str, ...] = field(default=())
+    """Types of whole models that it is a part of, whose `vision_config` may leave its type out."""
+
+
+KNOWN = {
+    "clip_vision_model": Known("image", _BASE | {"patch_size": 32}, 1, ("clip",)),
+    "siglip_vision_model": Known("image", _BASE, 0, ("siglip",)),
+    "dinov2": Known("image", _BASE | {"patch_size": 14, "mlp_ratio": 4}, 1),
+    "dinov2_with_registers": Known("image", _BASE | {"num_register_tokens": 4, "mlp_ratio": 4}, 1),
+    "dinov3_vit": Known(
+        "image",
+        _BASE | {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "num_register_tokens": 0},
+        1,
+    ),
+    "vit": Known("image", _BASE, 1),
+    "deit": Known("image", _BASE, 2),
+    "ijepa": Known("image", _BASE, 0),
+    "vit_msn": Known("image", _BASE, 1),
+    "beit": Known("image", _BASE | {"drop_path_rate": 0.1}, 1),
+    "whisper": Known(
+        "audio",
+        {
+            "d_model": 384,
+            "encoder_layers": 4,
+            "encoder_ffn_dim": 1536,
+            "num_mel_bins": 80,
+            "max_source_positions": 1500,
+        },
+    ),
+    "wav2vec2": Known("audio", _WAVES),
+    "hubert": Known("audio", _WAVES),
+    "wavlm": Known("audio", _WAVES),
+}
+"""By the `model_type` of their config."""
+
+DROPPED = ("dropout", "layerdrop", "drop_path_rate", "mask_time_prob", "mask_feature_prob")
+"""What names of keys end with, or contain, by which a model drops or masks something while it is trained."""
+
+
+def tower_config(path: str, part: str) -> dict[str, Any]:
+    """The config of the tower of a directory: its `part` (`vision_config`, `audio_config`), if it has one, else all.
+
+    Raises:
+        EncoderError: no `config.json`, or one without a model type.
+    """
+    whole = _read(Path(path) / "config.json")
+    tower = whole.get(part) or whole
+    if not isinstance(tower, dict):
+        raise EncoderError(f"{part} of {path}/config.json is no mapping")
+    of_part = next((name for name, known in KNOWN.items() if whole.get("model_type") in known.parts), None)
+    kind = tower.get("model_type") if tower is whole else tower.get("model_type", of_part)
+    kind = of_part if kind in {name for known in KNOWN.values() for name in known.parts} else kind
+    if not kind:
+        raise EncoderError(f"{path}/config.json does not say the model_type of its {part}: add it there")
+    # What the features do not depend on: where and how it was saved, and the names of a classifier's labels.
+    aside = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id")
+    return {key: value for key, value in tower.items() if key not in aside} | {"model_type": kind}
+
+
+def preprocessing(path: str, kind: str) -> dict[str, Any]:
+    """The constants by which a directory's processor prepares media; empty if it has none."""
+    own = Path(path) / "preprocessor_config.json"
+    if own.is_file():
+        return _read(own)
+    whole = Path(path) / "processor_config.json"
+    part = {"image": "image_processor", "audio": "feature_extractor"}[kind]
+    return _read(whole).get(part) or {} if whole.is_file() else {}
+
+
+def value_of(config: Mapping[str, Any], key: str) -> Any:
+    """A key of a model's config, or its default; None if neither is known."""
+    known = KNOWN.get(str(config.get("model_type")))
+    found = config.get(key)
+    return known.defaults.get(key) if found is None and known else found
+
+
+def largest_dropout(config: Mapping[str, Any]) -> float:
+    """Largest probability by which the model drops or masks something while it is trained."""
+    known = KNOWN.get(str(config.get("model_type")))
+    every = {**(known.defaults if known else {}), **config}
+    if config.get("apply_spec_augment") is False:
+        every = {key: value for key, value in every.items() if not key.startswith("mask_")}
+    rates = [value for key, value in every.items() if drops(key) and isinstance(value, int | float)]
+    return max((float(rate) for rate in rates), default=0.0)
+
+
+def drops(key: str) -> bool:
+    """Whether a key of a model's config is the probability of a dropout."""
+    return any(word in key for word in DROPPED) and not key.startswith(("decoder_", "classifier_", "contrastive_"))
+
+
+def square(size: Any) -> int:
+    """Side in pixels of a processor's `size` or `crop_size`; 0 if it is not square or not one size."""
+    if isinstance(size, int):
+        return size
+    if not isinstance(size, Mapping):
+        return 0
+    if size.get("height") and size.get("height") == size.get("width"):
+        return int(size["height"])
+    return int(size.get("shortest_edge") or 0) if set(size) <= {"shortest_edge"} else 0
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise EncoderError(f"no file {file}: give a directory as transformers saves it") from error
+    except (OSError, ValueError) as error:
+        raise EncoderError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise EncoderError(f"{file} is no JSON object")
+    return content

@@ -1,0 +1,379 @@
+"""Sizes of a model of `transformers`, read from its directory when the config is composed. Imports no torch."""
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from encoders.errors import EncoderError
+from encoders.plain.spec import ClipSpec, PictureSpec
+from encoders.transformers.directory import (
+    KNOWN,
+    largest_dropout,
+    preprocessing,
+    square,
+    tower_config,
+    value_of,
+)
+
+WEIGHTS = ("load", "random")
+WHISPER_HOP, WHISPER_STRIDE = 160, 2
+"""Samples from one window of Whisper's spectrogram to the next, and windows of one feature."""
+
+
+class FromDirectory:
+    """What the specs of pictures and clips share: the model's config, from the directory or from a config that was
+    read from it earlier."""
+
+    KIND: ClassVar[str]
+    PART: ClassVar[str]
+    path: str
+    weights: str
+    hidden_state: int | None
+    model_config: dict[str, Any]
+    hidden_size: int
+    dropout: float
+
+    def __post_init__(self) -> None:
+        # A directory that cannot be read is a fault, which `faults` gives with its key.
+        with suppress(EncoderError):
+            self._fill()
+
+    def layers(self) -> int:
+        """Layers of the encoder; 0 if not known."""
+        return int(
+            value_of(self.model_config, "num_hidden_layers") or value_of(self.model_config, "encoder_layers") or 0
+        )
+
+    def own_faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of what is wrong with the directory and the keys about it."""
+        try:
+            self._fill()
+        except EncoderError as error:
+            return [("path", str(error))]
+        model_type = str(self.model_config.get("model_type"))
+        known = KNOWN.get(model_type)
+        if known and known.kind != self.KIND:
+            other = {"image": "transformers", "audio": "transformers_audio"}[known.kind]
+            return [("family", f"{model_type} of {self.path or 'model_config'} reads {known.kind}: use family {other}")]
+        found = []
+        if self.weights not in WEIGHTS:
+            found.append(("weights", f"must be {' or '.join(WEIGHTS)}, is {self.weights!r}"))
+        if self.weights == "load" and not self.path:
+            found.append(("path", "is empty: give the directory of the weights, or set weights=random"))
+        if not self.hidden_size:
+            found.append(("hidden_size", f"is not known of a {model_type}: give the width of its features"))
+        given = largest_dropout(self.model_config)
+        if self.dropout not in (0, given):
+            found.append(("dropout", f"is {self.dropout:g}: give -1 (as config.json says, {given:g}), or 0 for none"))
+        layers = self.layers()
+        if self.hidden_state is not None and layers and not -layers - 1 <= self.hidden_state <= layers:
+            found.append(
+                ("hidden_state", f"{layers} layers have states {-layers - 1} to {layers}, not {self.hidden_state}")
+            )
+        return found
+
+    def transformer_parameters(self, width: int, ffn: int) -> int:
+        """Parameters of the layers, about: attention, feed-forward and norms, with biases."""
+        return self.layers() * (4 * width * width + 2 * width * ffn + 9 * width + ffn)
+
+    def activations(self) -> int:
+        """Numbers that the backward pass of the largest medium keeps, about: in each layer inputs and outputs of norms,
+        the attention's, and two of the feed-forward width for every token."""
+        ffn = int(value_of(self.model_config, "intermediate_size") or 4 * self.hidden_size)
+        return self.layers() * self._most_inside() * (9 * self.hidden_size + 2 * ffn)
+
+    def attention_width(self) -> int:
+        """Width of self-attention, summed over layers."""
+        return self.layers() * self.hidden_size
+
+    def _most_inside(self) -> int:
+        raise AssertionError("pictures and clips say it")
+
+    def _fill(self) -> None:
+        """Fill in what the directory says. Raises EncoderError: it cannot be read, or contradicts `model_config`."""
+        if self.path:
+            try:
+                read = tower_config(self.path, self.PART)
+            except EncoderError:
+                # A checkpoint goes on without the directory: its config has what is needed.
+                if not self.model_config:
+                    raise
+                read = dict(self.model_config)
+            if self.model_config and read != self.model_config:
+                keys = sorted({*read, *self.model_config})
+                other = [key for key in keys if read.get(key) != self.model_config.get(key)]
+                raise EncoderError(
+                    f"{self.path}/config.json and encoder.model_config differ in {', '.join(other)}: remove "
+                    "model_config, which is for a run without the directory"
+                )
+            self.model_config = read
+        if not self.model_config.get("model_type"):
+            raise EncoderError("give the directory of a model as transformers saves it")
+        config = self.model_config
+        self.hidden_size = self.hidden_size or int(value_of(config, "hidden_size") or value_of(config, "d_model") or 0)
+        if self.dropout < 0:
+            self.dropout = largest_dropout(config)
+
+
+@dataclass
+class TransformersSpec(FromDirectory, PictureSpec):
+    """A vision model of `transformers` as it is, in the words of its directory. What a key does not say is read from
+    `config.json`, `preprocessor_config.json` or `processor_config.json` there."""
+
+    name: str = "transformers"
+    """Free name, shown in tables."""
+    family: str = "transformers"
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    path: str = ""
+    """Directory as `save_pretrained` writes it: of a vision model, or of one with a `vision_config`."""
+    weights: str = "load"
+    """`load`: a run starts with the weights of the directory (safetensors). `random`: with random ones, of
+    `config.json` alone."""
+    hidden_state: int | None = None
+    """Which of the model's `hidden_states` are the features, such as -2; not set: its `last_hidden_state`."""
+    keep_prefix: bool = False
+    """Whether the tokens in front of the patches (class token, registers) are features too. If so, `projector.merge`
+    must be 1."""
+    prefix_tokens: int = -1
+    """Number of tokens in front of the patches; -1: known of the model's type."""
+    patch_size: int = 0
+    """Pixels of a side of the square that one feature stands for; 0: as `config.json` says, of a known type."""
+    tokens: int = 0
+    """Features of a picture, for a model whose features are no grid of patches; 0: they are one."""
+    hidden_size: int = 0
+    """Width of the features; 0: as `config.json` says."""
+    dropout: float = -1.0
+    """Largest probability of dropout of any kind; -1: as `config.json` says. 0 switches all of them off."""
+    image_size: int = 0
+    """Height and width in pixels that every picture is resized to; 0: as the directory's preprocessing says."""
+    pixel_scale: float = 0.0
+    """What pixels, 0 to 255, are multiplied with; 0: as the directory's preprocessing says."""
+    pixel_mean: list[float] = field(default_factory=list)
+    """Mean per channel, of scaled pixels; empty: as the directory's preprocessing says."""
+    pixel_std: list[float] = field(default_factory=list)
+    """Standard deviation per channel, of scaled pixels; empty: as the directory's preprocessing says."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """The config of the model; empty: read from the directory. A run keeps it, so that its checkpoints are used without
+    the directory."""
+
+    builder: ClassVar[str] = "encoders.transformers.model:VisionTower"
+    KIND: ClassVar[str] = "image"
+    PART: ClassVar[str] = "vision_config"
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """(rows, columns) of features: patches, or one row of `tokens`."""
+        if self.tokens:
+            return 1, self.tokens
+        if self.patch_size < 1:
+            return 0, 0
+        rows, columns = height // self.patch_size, width // self.patch_size
+        return (1, rows * columns + max(self.prefix_tokens, 0)) if self.keep_prefix else (rows, columns)
+
+    def dropped_tokens(self) -> int:
+        """Tokens that are taken off the front of the model's output."""
+        return 0 if self.keep_prefix else max(self.prefix_tokens, 0)
+
+    def num_parameters(self) -> int:
+        """Number of parameters, about: that of a vision transformer of these sizes."""
+        config, width = self.model_config, self.hidden_size
+        ffn = int(value_of(config, "intermediate_size") or 4 * width)
+        if value_of(config, "mlp_ratio"):
+            ffn = int(width * value_of(config, "mlp_ratio"))
+        own_size, patch = int(value_of(config, "image_size") or 0), int(value_of(config, "patch_size") or 0)
+        embeddings = 3 * patch**2 * width + (own_size // patch) ** 2 * width if patch else 0
+        return self.transformer_parameters(width, ffn) + embeddings + 4 * width
+
+    def notes(self) -> list[str]:
+        """What of the directory's preprocessing is done otherwise here."""
+        with suppress(EncoderError):
+            given = preprocessing(self.path, self.KIND) if self.path else {}
+            found = []
+            if given.get("do_center_crop"):
+                found.append(
+                    f"pictures are resized to {self.image_size} x {self.image_size} whole, where {self.path} resizes "
+                    "the shorter side and crops the middle"
+                )
+            if given.get("resample", 3) != 3:
+                found.append(f"pictures are resized bicubically, where {self.path} says resample {given['resample']}")
+            return found
+        return []
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = self.own_faults()
+        if found:
+            return found
+        model_type = self.model_config["model_type"]
+        if not self.image_size:
+            found.append(
+                ("image_size", f"{self.path or 'model_config'} does not say one square size: give it in pixels")
+            )
+        for name, zero in (("pixel_scale", 0.0), ("pixel_mean", []), ("pixel_std", [])):
+            if getattr(self, name) == zero:
+                found.append((name, f"{self.path or 'model_config'} has no preprocessing that says it: give it"))
+        if self.tokens and self.patch_size:
+            found.append(("tokens", f"is {self.tokens}, and patch_size {self.patch_size}: give one of the two"))
+        if not self.tokens and self.patch_size < 1:
+            found.append(
+                (
+                    "patch_size",
+                    f"the features of a {model_type} are not known by formula: give patch_size, the pixels of a side "
+                    "that one feature stands for, or tokens, their number",
+                )
+            )
+        if self.prefix_tokens < 0:
+            found.append(("prefix_tokens", f"is not known of a {model_type}: give the tokens in front of the patches"))
+        if not found and not self.tokens and self.image_size % self.patch_size:
+            found.append(
+                (
+                    "image_size",
+                    f"patches of {self.patch_size} do not divide {self.image_size} pixels: change one of them",
+                )
+            )
+        return found or super().faults()
+
+    def _most_inside(self) -> int:
+        return self.most_inner_tokens() + self.dropped_tokens()
+
+    def _fill(self) -> None:
+        super()._fill()
+        config = self.model_config
+        known = KNOWN.get(config["model_type"])
+        if known and known.kind == self.KIND:
+            if not self.tokens:
+                self.patch_size = self.patch_size or int(value_of(config, "patch_size"))
+            if self.prefix_tokens < 0:
+                self.prefix_tokens = known.prefix + int(value_of(config, "num_register_tokens") or 0)
+        given = preprocessing(self.path, self.KIND) if self.path else {}
+        size = given.get("crop_size") if given.get("do_center_crop") else given.get("size")
+        self.image_size = self.image_size or square(size) or square(value_of(config, "image_size"))
+        if not given:
+            return
+        scales, normalises = given.get("do_rescale", True), given.get("do_normalize", True)
+        self.pixel_scale = self.pixel_scale or (float(given.get("rescale_factor", 1 / 255)) if scales else 1.0)
+        for name, key, none in (("pixel_mean", "image_mean", 0.0), ("pixel_std", "image_std", 1.0)):
+            values = given.get(key) if normalises else [none] * 3
+            if not getattr(self, name) and values is not None:
+                setattr(self, name, [float(value) for value in values])
+
+
+@dataclass
+class TransformersAudioSpec(FromDirectory, ClipSpec):
+    """An audio model of `transformers` as it is: Whisper's encoder, or one of raw sound such as Wav2Vec2, HuBERT and
+    WavLM. What a key does not say is read from `config.json` and `preprocessor_config.json` of its directory."""
+
+    name: str = "transformers_audio"
+    """Free name, shown in tables."""
+    family: str = "transformers_audio"
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    path: str = ""
+    """Directory as `save_pretrained` writes it."""
+    weights: str = "load"
+    """`load`: a run starts with the weights of the directory (safetensors). `random`: with random ones, of
+    `config.json` alone."""
+    hidden_state: int | None = None
+    """Which of the model's `hidden_states` are the features; not set: its `last_hidden_state`."""
+    hidden_size: int = 0
+    """Width of the features; 0: as `config.json` says."""
+    dropout: float = -1.0
+    """Largest probability of dropout of any kind; -1: as `config.json` says. 0: none, no masking either."""
+    sample_rate: int = 0
+    """Samples per second that every clip is resampled to; 0: as the directory's preprocessing says."""
+    normalize: bool | None = None
+    """Whether every clip is brought to mean 0 and variance 1; not set: as the directory's preprocessing says."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """The config of the model; empty: read from the directory. A run keeps it, so that its checkpoints are used without
+    the directory."""
+
+    builder: ClassVar[str] = "encoders.transformers.model:AudioTower"
+    KIND: ClassVar[str] = "audio"
+    PART: ClassVar[str] = "audio_config"
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether clips differ in their number of tokens."""
+        return not self.is_whisper
+
+    @property
+    def is_whisper(self) -> bool:
+        """Whether every clip is padded to one length, and read as a spectrogram."""
+        return self.model_config.get("model_type") == "whisper"
+
+    def input_size(self, samples: int, rate: int, /, *, merge: int = 1) -> tuple[int, int]:
+        """See `ClipSpec.input_size`; Whisper reads every clip in its longest length."""
+        size = super().input_size(samples, rate, merge=merge)
+        return (self.shortest(self._whisper_tokens), self.sample_rate) if self.is_whisper else size
+
+    def tokens(self, samples: int) -> int:
+        """Features of a clip of this many samples: what the convolutions leave."""
+        if self.is_whisper:
+            return samples // (WHISPER_HOP * WHISPER_STRIDE)
+        for kernel, stride in self._convolutions():
+            samples = max(0, (samples - kernel) // stride + 1)
+        return samples
+
+    def shortest(self, tokens: int) -> int:
+        """Samples of the shortest clip of this many features."""
+        if self.is_whisper:
+            return tokens * WHISPER_HOP * WHISPER_STRIDE
+        for kernel, stride in reversed(self._convolutions()):
+            tokens = (tokens - 1) * stride + kernel
+        return tokens
+
+    def num_parameters(self) -> int:
+        """Number of parameters, about: convolutions, positions and layers."""
+        config, width = self.model_config, self.hidden_size
+        if self.is_whisper:
+            mels = int(value_of(config, "num_mel_bins"))
+            front = 3 * mels * width + 3 * width**2 + self._whisper_tokens * width
+            return front + self.transformer_parameters(width, int(value_of(config, "encoder_ffn_dim")))
+        widths = [1, *value_of(config, "conv_dim")]
+        front = sum(a * b * kernel for a, b, (kernel, _) in zip(widths, widths[1:], self._convolutions(), strict=False))
+        positions = width * (width // 16) * 128
+        ffn = int(value_of(config, "intermediate_size"))
+        return front + widths[-1] * width + positions + self.transformer_parameters(width, ffn)
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = self.own_faults()
+        if found:
+            return found
+        model_type = self.model_config["model_type"]
+        if not self.is_whisper and not self._convolutions():
+            known = [name for name, entry in KNOWN.items() if entry.kind == "audio"]
+            return [("path", f"the features of a {model_type} are not known by formula: use one of {', '.join(known)}")]
+        if not self.sample_rate:
+            found.append(("sample_rate", f"{self.path or 'model_config'} does not say it: give samples per second"))
+        if self.normalize is None:
+            found.append(("normalize", f"{self.path or 'model_config'} does not say it: give true or false"))
+        if self.is_whisper and self.sample_rate:
+            longest = self.shortest(self._whisper_tokens) / self.sample_rate
+            if self.max_seconds > longest:
+                found.append(("max_seconds", f"is {self.max_seconds:g}, and the model reads {longest:g} s: lower it"))
+        return found or super().faults()
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults together with a projector."""
+        if self.is_whisper and self._whisper_tokens % merge:
+            return [("projector.merge", f"{merge} does not divide the {self._whisper_tokens} features of every clip")]
+        return []
+
+    @property
+    def _whisper_tokens(self) -> int:
+        return int(value_of(self.model_config, "max_source_positions"))
+
+    def _convolutions(self) -> list[tuple[int, int]]:
+        kernels, strides = (value_of(self.model_config, f"conv_{name}") or [] for name in ("kernel", "stride"))
+        return list(zip(kernels, strides, strict=True))
+
+    def _most_inside(self) -> int:
+        return self.most_inner_tokens()
+
+    def _fill(self) -> None:
+        super()._fill()
+        given = preprocessing(self.path, self.KIND) if self.path else {}
+        self.sample_rate = self.sample_rate or int(given.get("sampling_rate", 0))
+        if self.is_whisper:
+            self.normalize = bool(self.normalize)
+        elif self.normalize is None and given:
+            self.normalize = bool(given.get("do_normalize", True))
