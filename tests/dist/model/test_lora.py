@@ -133,7 +133,8 @@ def test_a_run_begins_with_the_loss_of_the_model_without_adapters(model, tiny, o
     without = tiny(model, "modules.language.lora.rank=0", *(["modules.images.lora.rank=0"] * model.startswith("vlm")))
     first, with_adapters = curve_of(_run(without))[0], curve_of(one_process[model])[0]
     assert first[1] == with_adapters[1]
-    assert first[2] > with_adapters[2], "the gradient is that of the adapters alone"
+    # Magnitudes may have larger gradients than the weights they are of.
+    assert "dora" in model or first[2] > with_adapters[2], "the gradient is that of the adapters alone"
 
 
 @pytest.mark.parametrize("model", MODELS)
