@@ -303,7 +303,7 @@ def _meaning(spec: LlmSpec) -> dict[str, Any]:
         "qkv_bias": spec.bias or spec.qkv_bias,
         "proj_bias": spec.bias or spec.proj_bias,
         "window": windows,
-        "local_rope_base": (spec.local_rope_base or unscaled) if windows else 0.0,
+        "local_rope_base": 0.0 if spec.local_rope_base == unscaled else spec.local_rope_base,
         "full_attention_layers": None,
         "dense_layers": sorted(spec.dense_layers),
     }
