@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from encoders.clip.spec import ClipSpec
+from encoders.dino.spec import Dinov2Spec, Dinov3Spec
+from encoders.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 
@@ -55,8 +58,40 @@ def _named(place: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+_PATCHES = "encoders.vit.model:VisionTransformer"
+
 FAMILIES: dict[str, Family] = {
-    "vit": Family(spec=VisionSpec, builder="encoders.vit.model:VisionTransformer"),
+    "vit": Family(spec=VisionSpec, builder=_PATCHES),
+    "clip": Family(
+        spec=ClipSpec,
+        builder=_PATCHES,
+        readers=dict.fromkeys(("clip", "clip_vision_model"), "encoders.clip.weights:read"),
+        weights="encoders.clip.weights:weight_map",
+    ),
+    "siglip": Family(
+        spec=SiglipSpec,
+        builder=_PATCHES,
+        readers=dict.fromkeys(("siglip", "siglip_vision_model"), "encoders.siglip.weights:read"),
+        weights="encoders.siglip.weights:weight_map",
+    ),
+    "siglip2": Family(
+        spec=Siglip2Spec,
+        builder=_PATCHES,
+        readers=dict.fromkeys(("siglip2", "siglip2_vision_model"), "encoders.siglip.weights:read_native"),
+        weights="encoders.siglip.weights:weight_map",
+    ),
+    "dinov2": Family(
+        spec=Dinov2Spec,
+        builder=_PATCHES,
+        readers=dict.fromkeys(("dinov2", "dinov2_with_registers"), "encoders.dino.weights:read"),
+        weights="encoders.dino.weights:weight_map",
+    ),
+    "dinov3": Family(
+        spec=Dinov3Spec,
+        builder=_PATCHES,
+        readers={"dinov3_vit": "encoders.dino.weights:read_3"},
+        weights="encoders.dino.weights:weight_map_3",
+    ),
     "whisper": Family(spec=WhisperSpec, builder="encoders.whisper.model:WhisperEncoder"),
 }
 """Every family, by the name that `encoder.family` gives."""

@@ -39,7 +39,7 @@ class WhisperSpec:
     layernorm_epsilon: float = 1e-5
     """Epsilon of every norm."""
     activation: str = "gelu"
-    """`gelu`, `quick_gelu`, `relu` or `silu`."""
+    """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     dropout: float = 0.0
     """Dropout probability of hidden states and attention."""
     init_std: float = 0.02

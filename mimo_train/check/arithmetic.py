@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from encoders.spec import built_layers
 from mimo_train.check.findings import Report, Table, plural
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -142,7 +143,7 @@ def _describe(module: ModuleConfig) -> str:
     encoder, projector = module.encoder, module.projector
     frozen = [part for part in ("encoder", "projector") if part in module.freeze]
     return (
-        f"{encoder.name}: {encoder.num_layers} layers x {encoder.hidden_size}, {encoder.num_attention_heads} heads; "
+        f"{encoder.name}: {built_layers(encoder)} layers x {encoder.hidden_size}, {encoder.num_attention_heads} heads; "
         f"{projector.name}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
     )
 

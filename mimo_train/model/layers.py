@@ -31,6 +31,7 @@ from megatron.core.utils import get_pg_rank
 
 from mimo_train.model import lora
 from mimo_train.model.attention import SdpaAttention
+from mimo_train.model.layer_scale import ScaledAdd
 from mimo_train.model.llm.norms import ZeroCenteredRMSNorm
 from mimo_train.model.marks import mark
 from mimo_train.model.moe import expert_layer
@@ -88,8 +89,10 @@ def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense
     experts = config.num_moe_experts is not None and not dense
     kind = _te_submodules if te and not config.lora.rank else _torch_submodules
     submodules = kind(config, experts)
-    attention = replace(submodules.self_attention, params={"attn_mask_type": mask})
-    return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, self_attention=attention))
+    changes: dict[str, Any] = {"self_attention": replace(submodules.self_attention, params={"attn_mask_type": mask})}
+    if getattr(config, "layer_scale", 0):
+        changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), ModuleSpec(ScaledAdd, params={"config": config}))
+    return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, **changes))
 
 
 def mlp_submodules(te: bool) -> MLPSubmodules:
