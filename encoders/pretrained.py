@@ -109,7 +109,7 @@ def picture_values(
     if "shortest_edge" in size:
         if not file.get("do_center_crop"):
             raise EncoderError(
-                f"{file.name}: size is {size} without do_center_crop: pictures would have any length; set encoder.resize"
+                f"{file.name}: size is {size} without do_center_crop: pictures of any length: set encoder.resize"
             )
         crop = file["crop_size"]
         values |= {"resize": "crop", "shortest_edge": size["shortest_edge"]}

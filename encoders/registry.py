@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from encoders.clip.spec import ClipSpec
 from encoders.dino.spec import Dinov2Spec, Dinov3Spec
+from encoders.qwen_vit.spec import QwenVitSpec
 from encoders.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
@@ -92,6 +93,17 @@ FAMILIES: dict[str, Family] = {
         readers={"dinov3_vit": "encoders.dino.weights:read_3"},
         weights="encoders.dino.weights:weight_map_3",
     ),
-    "whisper": Family(spec=WhisperSpec, builder="encoders.whisper.model:WhisperEncoder"),
+    "qwen_vit": Family(
+        spec=QwenVitSpec,
+        builder="encoders.qwen_vit.model:QwenVisionTransformer",
+        readers=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), "encoders.qwen_vit.weights:read"),
+        weights="encoders.qwen_vit.weights:weight_map",
+    ),
+    "whisper": Family(
+        spec=WhisperSpec,
+        builder="encoders.whisper.model:WhisperEncoder",
+        readers={"whisper": "encoders.whisper.weights:read"},
+        weights="encoders.whisper.weights:weight_map",
+    ),
 }
 """Every family, by the name that `encoder.family` gives."""

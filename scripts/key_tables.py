@@ -87,11 +87,13 @@ def current(page: str) -> str:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, in one line.
+    """The docstring under each field of a dataclass, in one line; that of a base where the class has none.
 
     Raises:
         Undescribed: a field has none.
     """
+    bases = [base for base in cls.__bases__ if dataclasses.is_dataclass(base)]
+    inherited = {name: text for base in bases for name, text in docstrings(base).items()}
     tree = ast.parse(Path(inspect.getfile(cls)).read_text())
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
     found = {}
@@ -102,7 +104,7 @@ def docstrings(cls: type) -> dict[str, str]:
         if not isinstance(text, str) or not text.strip():
             raise Undescribed(f"{cls.__name__}.{field.target.id} has no docstring under it, which is its meaning")
         found[field.target.id] = " ".join(text.split())
-    return found
+    return inherited | found
 
 
 def described(file: Path) -> str:

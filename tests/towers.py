@@ -39,6 +39,8 @@ class Tower:
     preprocessor: dict[str, Any] = field(default_factory=dict)
     split: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
     """Other changes of the tensors on their way to the directory."""
+    keep: Callable[[str], bool] = lambda name: True
+    """Names in memory of what is saved."""
     merge: int = 1
     media: Callable[[], list[torch.Tensor]] = lambda: [pictures(2, 6 * SIDE, 6 * SIDE)]
     """Media of equal size together, as our encoder takes them."""
@@ -70,7 +72,7 @@ def _clip() -> torch.nn.Module:
 def _siglip() -> torch.nn.Module:
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
-    return SiglipVisionModel(SiglipVisionConfig(**SIZES, image_size=6 * SIDE, patch_size=SIDE))
+    return SiglipVisionModel(SiglipVisionConfig(**SIZES, image_size=6 * SIDE + 2, patch_size=SIDE))
 
 
 def _siglip2() -> torch.nn.Module:
@@ -119,6 +121,47 @@ def _dinov3(gated: bool) -> torch.nn.Module:
     return DINOv3ViTModel(DINOv3ViTConfig(**SIZES, **own, **act))
 
 
+def _qwen() -> torch.nn.Module:
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    sizes = {"depth": 3, "hidden_size": 72, "num_heads": 6, "intermediate_size": 100, "out_hidden_size": 40}
+    own = {"patch_size": SIDE, "window_size": 4 * SIDE, "fullatt_block_indexes": [1]}
+    return Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**sizes, **own))
+
+
+def _run_qwen(model: torch.nn.Module, media: torch.Tensor) -> torch.Tensor:
+    """The input of the merger's linear layers, tokens row by row."""
+    from transformers.vision_utils import get_vision_window_index
+
+    rows, columns = media.shape[2] // SIDE, media.shape[3] // SIDE
+    patches = normalised(media).unflatten(2, (rows // 2, 2, SIDE)).unflatten(5, (columns // 2, 2, SIDE))
+    patches = patches.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6).repeat(1, 1, 1, 1, 1, 1, 2, 1, 1)
+    found: list[torch.Tensor] = []
+    hook = model.merger.mlp[0].register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    shapes = torch.tensor([[1, rows, columns]] * len(media))
+    model(patches.reshape(-1, 3 * 2 * SIDE**2), grid_thw=shapes)
+    hook.remove()
+    order, _ = get_vision_window_index(shapes, 2, 4 * SIDE, SIDE)
+    return found[0][torch.argsort(order)]
+
+
+def _whisper() -> torch.nn.Module:
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    own = {"num_mel_bins": 20, "d_model": 72, "encoder_layers": 3, "encoder_attention_heads": 6, "encoder_ffn_dim": 100}
+    return WhisperEncoder(WhisperConfig(**own, max_source_positions=55))
+
+
+def _run_whisper(model: torch.nn.Module, media: torch.Tensor) -> Any:
+    from transformers import WhisperFeatureExtractor
+
+    extractor = WhisperFeatureExtractor(feature_size=20)
+    mels = extractor(list(media.numpy()), sampling_rate=16000, return_tensors="pt", max_length=media.size(1))
+    return model(mels.input_features)
+
+
 def _states(leading: int, last: bool) -> dict[str, Reading]:
     """Readings of a model whose last hidden state is behind its last norm, and whose hidden states are not."""
     found = {
@@ -159,26 +202,23 @@ _DINOV2_NAMES = {
 }
 
 TOWERS: dict[str, Tower] = {
-    "clip": Tower(
-        _clip, _states(1, last=False), {"^": "vision_model."}, preprocessor=_square(6 * SIDE)
-    ),
+    "clip": Tower(_clip, _states(1, last=False), {"^": "vision_model."}, preprocessor=_square(6 * SIDE)),
     "siglip": Tower(
         _siglip,
         _states(0, last=True),
         {"^": "vision_model."},
-        preprocessor=HALVES | {"size": {"height": 6 * SIDE, "width": 6 * SIDE}},
+        preprocessor=HALVES | {"size": {"height": 6 * SIDE + 2, "width": 6 * SIDE + 2}},
+        media=lambda: [pictures(2, 6 * SIDE + 2, 6 * SIDE + 2)],
     ),
     "siglip2": Tower(
         _siglip2,
         _states(0, last=True),
         {"^": "vision_model."},
         preprocessor=HALVES | {"patch_size": SIDE, "max_num_patches": 40},
-        media=lambda: [pictures(2, 4 * SIDE, 9 * SIDE), pictures(1, 6 * SIDE, 6 * SIDE), pictures(1, 12 * SIDE, 3 * SIDE)],
+        media=lambda: [pictures(*one) for one in ((2, 4 * SIDE, 9 * SIDE), (1, 6 * SIDE, 6 * SIDE), (1, 84, 21))],
         run=_run_siglip2,
     ),
-    "dinov2": Tower(
-        lambda: _dinov2(False), _states(1, last=True), _DINOV2_NAMES, preprocessor=_square(6 * SIDE)
-    ),
+    "dinov2": Tower(lambda: _dinov2(False), _states(1, last=True), _DINOV2_NAMES, preprocessor=_square(6 * SIDE)),
     "dinov2 gated": Tower(
         lambda: _dinov2(True),
         {"last norm": _states(1, last=True)["last norm"]},
@@ -198,6 +238,26 @@ TOWERS: dict[str, Tower] = {
         _states(3, last=True),
         {r"^model\.layer": "layer"},
         preprocessor=HALVES | {"size": {"height": 6 * SIDE, "width": 6 * SIDE}},
+    ),
+    "qwen2.5-vl": Tower(
+        _qwen,
+        {"last norm": Reading({}, lambda output: output)},
+        {"^": "visual."},
+        config={"model_type": "qwen2_5_vl_vision"},
+        preprocessor=HALVES | {"patch_size": SIDE, "size": {"shortest_edge": 100, "longest_edge": 14 * 14 * 60}},
+        keep=lambda name: not name.startswith("merger.mlp"),
+        merge=2,
+        media=lambda: [pictures(*one) for one in ((2, 70, 98), (1, 42, 42), (1, 14, 140))],
+        run=_run_qwen,
+    ),
+    "whisper": Tower(
+        _whisper,
+        {"last norm": Reading({}, lambda output: output.last_hidden_state.flatten(0, 1))},
+        {"^": "model.encoder."},
+        config={"model_type": "whisper"},
+        preprocessor={"feature_size": 20},
+        media=lambda: [torch.randn(2, 17600, generator=torch.Generator().manual_seed(1))],
+        run=_run_whisper,
     ),
     "dinov3 gated": Tower(
         lambda: _dinov3(True),
@@ -241,9 +301,11 @@ def publish(tower: Tower, folder: Path) -> Published:
     (folder / "gradients").mkdir()
     buffers = {name: value for name, value in model.state_dict().items() if name not in dict(model.named_parameters())}
     assert not buffers, list(buffers)
-    weights = {name: value.detach() for name, value in model.named_parameters()}
+    weights = {name: value.detach() for name, value in model.named_parameters() if tower.keep(name)}
     gradients = {
-        name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in model.named_parameters()
+        name: torch.zeros_like(value) if value.grad is None else value.grad
+        for name, value in model.named_parameters()
+        if tower.keep(name)
     }
     for place, tensors in ((folder, weights), (folder / "gradients", gradients)):
         save_file(
@@ -264,6 +326,8 @@ def weigh(features: torch.Tensor) -> torch.Tensor:
 def _redraw(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, value in model.named_parameters():
+            if not value.requires_grad:
+                continue  # Whisper's sinusoids
             norm = value.ndim == 1 and name.endswith("weight")
             spread = 0.3 if norm or value.ndim == 1 or "emb" in name or "token" in name else value[0].numel() ** -0.5
             value.normal_(1.0 if norm or "lambda" in name else 0.0, spread)

@@ -16,8 +16,13 @@ class SiglipSpec(TowerSpec):
     """Free name, shown in tables."""
     family: str = "siglip"
     """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    patch_size: int = 16
+    """Height and width of one patch in pixels. What it leaves of `image_size` at the right and lower edge is not read,
+    of 384 pixels 6 with patches of 14."""
     activation: str = "gelu_tanh"
     """As in family `vit`."""
+
+    whole_patches = False
 
 
 @dataclass

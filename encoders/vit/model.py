@@ -108,7 +108,9 @@ class VisionTransformer(StagedEncoder):
         class_position, positions_PH = rows_H[: spec.class_position], rows_H[spec.class_position :]
         if grid != spec.position_grid:
             positions_RCH = positions_PH.unflatten(0, spec.position_grid)
-            positions_PH = interpolate_positions(positions_RCH, *grid, spec.position_resize, spec.position_antialias).flatten(0, 1)
+            positions_PH = interpolate_positions(
+                positions_RCH, *grid, spec.position_resize, spec.position_antialias
+            ).flatten(0, 1)
         return class_position, positions_PH
 
     def _grid(self, size: Sequence[int]) -> tuple[int, int]:

@@ -57,6 +57,8 @@ class PictureSpec:
     """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
     normalization = "LayerNorm"
+    whole_patches = True
+    """Whether patches cover a picture; otherwise pixels that are left over at its right and lower edge are not read."""
     pre_norm = False
     """A norm in front of the first layer."""
     patch_bias = True
@@ -244,7 +246,7 @@ class PictureSpec:
         if found:
             return found
         for name in ("image_size", "position_size"):
-            if getattr(self, name) % self.patch_size:
+            if getattr(self, name) % self.patch_size and (self.whole_patches or self.resize == "native"):
                 found.append(
                     ("patch_size", f"{self.patch_size} does not divide {name} {getattr(self, name)}: change one")
                 )

@@ -20,7 +20,8 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("name", TOWERS)
 def test_features_are_those_of_transformers(name, found):
     errors = {**found[0][name], **found[1][name]}
-    wanted = {f"{reading}: {layout}" for reading in TOWERS[name].readings for layout in ("one", "tp", "pp")}
+    readings = TOWERS[name].readings
+    wanted = {f"{reading}: {layout}" for reading in readings for layout in ("one", "tp", "pp")} - {"layer -3: pp"}
     assert wanted <= errors.keys()
     assert max(errors.values()) < BOUND, errors
 
@@ -51,6 +52,7 @@ def compare(tower, layouts, groups) -> dict[str, float]:
     from dataclasses import replace
 
     from encoders.registry import FAMILIES
+    from encoders.spec import built_layers
 
     family = next(one for one in FAMILIES.values() if tower.config["model_type"] in one.readers)
     values = family.read(tower.config, tower.preprocessor)
@@ -59,7 +61,7 @@ def compare(tower, layouts, groups) -> dict[str, float]:
         spec = family.spec(**values | keys)
         assert not spec.faults() + spec.joint_faults(tower.merge)
         for name, layout in layouts.items():
-            if name not in groups or (name == "pp" and spec.num_layers + spec.feature_layer < 1):
+            if name not in groups or (name == "pp" and built_layers(spec) < 2):
                 continue
             variants = [layout]
             if name == "tp" and spec.token_unit(tower.merge) % 2 == 0:
@@ -97,7 +99,7 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
     read(encoder, spec, pgs, tower.folder, {name: one.data for name, one in global_names(encoder).items()})
 
     media = [one for group in tower.media for one in group]
-    sizes = [tuple(one.shape[-2:]) for one in media]
+    sizes = [(len(one), spec.sample_rate) if one.ndim == 1 else tuple(one.shape[-2:]) for one in media]
     for size in set(sizes):
         assert spec.input_size(*size, merge=tower.merge) == size
     received = None
