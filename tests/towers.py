@@ -298,6 +298,7 @@ def publish(tower: Tower, folder: Path) -> Published:
     config = model.config.to_dict() | tower.config
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(tower.preprocessor))
     (folder / "gradients").mkdir()
     buffers = {name: value for name, value in model.state_dict().items() if name not in dict(model.named_parameters())}
     assert not buffers, list(buffers)

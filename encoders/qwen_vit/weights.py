@@ -58,7 +58,10 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
     if file.activation() != "silu":
         raise EncoderError(f"config.json: hidden_act is {file['hidden_act']!r}, and only silu can be built")
     preprocessor = preprocessor.get("image_processor") or preprocessor
-    own = ConfigFile("preprocessor_config.json", preprocessor, _PREPROCESSING)
+    defaults = _PREPROCESSING
+    if not preprocessor:
+        defaults = defaults | {"patch_size": file.side("patch_size"), "merge_size": file["spatial_merge_size"]}
+    own = ConfigFile("preprocessor_config.json", preprocessor, defaults)
     own.require(patch_size=file.side("patch_size"), temporal_patch_size=2)
     own.require(merge_size=file["spatial_merge_size"])
     size = own["size"]

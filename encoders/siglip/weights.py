@@ -52,6 +52,8 @@ def read_native(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> d
         raise EncoderError(f"config.json: num_patches is {file['num_patches']}, and only squares can be built")
     values = tower_values(file)
     defaults = _PREPROCESSING | {"resample": 2, "patch_size": 16, "max_num_patches": 256}
+    if not preprocessor:
+        defaults["patch_size"] = values["patch_size"]
     own = ConfigFile("preprocessor_config.json", preprocessor.get("image_processor") or preprocessor, defaults)
     own.require(patch_size=values["patch_size"])
     pictures = picture_values({**preprocessor, "resample": own["resample"]}, defaults, 0, any_size=True)

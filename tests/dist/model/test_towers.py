@@ -98,6 +98,9 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
     assert counted == sum(one.numel() for one in encoder.parameters())
     read(encoder, spec, pgs, tower.folder, {name: one.data for name, one in global_names(encoder).items()})
 
+    if layout.size == 1:
+        require_round_trip(encoder, spec, tower.folder)
+
     media = [one for group in tower.media for one in group]
     sizes = [(len(one), spec.sample_rate) if one.ndim == 1 else tuple(one.shape[-2:]) for one in media]
     for size in set(sizes):
@@ -134,6 +137,24 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
                 dist.all_reduce(one.grad, group=pgs.tp)
             errors[f" {name}"] = float((one.grad - expected[name]).abs().max()) / largest
     return errors
+
+
+def require_round_trip(encoder, spec, folder) -> None:
+    """Tensors that are made of the parameters are those of the directory, bit for bit."""
+    import torch
+
+    from encoders.registry import FAMILIES
+    from mimo_train.checkpoint.hf.export import planned_tensors, tensors_of
+    from mimo_train.checkpoint.hf.tensors import TensorFolder
+
+    class Parameters(dict):
+        load = dict.__getitem__
+
+    parameters = Parameters({name: one.data for name, one in encoder.named_parameters()})
+    weights, there = FAMILIES[spec.family].weight_map(spec), TensorFolder(folder, "folder")
+    planned = planned_tensors(weights, parameters, torch.float32)
+    for plan, value in zip(planned, tensors_of(weights, parameters, torch.float32), strict=True):
+        assert torch.equal(value, there.whole(plan.name)), plan.name
 
 
 def difference(one, other) -> float:
