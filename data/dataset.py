@@ -210,7 +210,7 @@ class Dataset:
     def _decode(self, spec: Media, outline: SampleOutline, member: Member, size: tuple[int, int]) -> torch.Tensor:
         raw = self._read(outline, member)
         try:
-            return decode_media(spec.kind, raw, size)
+            return decode_media(spec.kind, raw, size, spec.resize)
         except DecodeError as error:
             raise DecodeError(f"member .{member.extension}: {error}") from error
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from data.errors import DataError
 from data.index import Member
+from data.media.resize import STRETCHED, Resize
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Media:
     """What the encoder gets: (height, width); for audio (samples, samples per second)."""
     inner_tokens: Callable[[int, int], int] | None = None
     """Tokens that one picture or clip takes inside the encoder's layers; None: as many as in the sequence."""
+    pairs: Callable[[int, int], int] | None = None
+    """Pairs of tokens of one picture or clip that attend to each other, in a layer on average; None: all."""
+    resize: Resize = STRETCHED
+    """How a picture becomes one of `size`."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):
@@ -48,7 +53,8 @@ class MediaSize(NamedTuple):
     load: int
     """Tokens inside the encoder's layers."""
     pairs: int
-    """Pairs of tokens inside the encoder that attend to each other: those of one picture or clip."""
+    """Pairs of tokens inside the encoder that attend to each other, in a layer on average: those of one picture or
+    clip."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,10 @@ class SampleOutline:
         tokens = inner = self.tokens[media.module]
         if media.inner_tokens:
             inner = [media.inner_tokens(*member.extent) for member in self.members[media.kind]]
-        return MediaSize(sum(tokens), sum(inner), sum(count**2 for count in inner))
+        pairs = [count**2 for count in inner]
+        if media.pairs:
+            pairs = [media.pairs(*member.extent) for member in self.members[media.kind]]
+        return MediaSize(sum(tokens), sum(inner), sum(pairs))
 
 
 def count_tokens(

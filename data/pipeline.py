@@ -6,6 +6,7 @@ from data.dataset import Dataset
 from data.errors import DataError, TooManyBadSamples
 from data.features import MEDIA, Lookup, MicrobatchMedia, SampleMedia
 from data.loader import StepLoader
+from data.media.resize import Resize
 from data.outline import Media
 from data.step import Batching, Reader, StepBatch
 
@@ -19,6 +20,7 @@ __all__ = [
     "Media",
     "MicrobatchMedia",
     "Reader",
+    "Resize",
     "SampleMedia",
     "StepBatch",
     "StepLoader",

@@ -11,8 +11,12 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
+from encoders.clip.spec import ClipSpec
+from encoders.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.errors import EncoderError
 from encoders.plain.spec import PlainSpec
+from encoders.qwen_vit.spec import QwenVitSpec
+from encoders.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.spec import EncoderSpec
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
 from encoders.vit.spec import VisionSpec
@@ -94,9 +98,52 @@ def _named(place: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+_PATCHES = "encoders.vit.model:VisionTransformer"
+
 FAMILIES: dict[str, Family] = {
-    "vit": Family(spec=VisionSpec, builder="encoders.vit.model:VisionTransformer"),
-    "whisper": Family(spec=WhisperSpec, builder="encoders.whisper.model:WhisperEncoder"),
+    "vit": Family(spec=VisionSpec, builder=_PATCHES),
+    "clip": Family(
+        spec=ClipSpec,
+        builder=_PATCHES,
+        readers=dict.fromkeys(("clip", "clip_vision_model"), "encoders.clip.weights:read"),
+        weights="encoders.clip.weights:weight_map",
+    ),
+    "siglip": Family(
+        spec=SiglipSpec,
+        builder=_PATCHES,
+        readers=dict.fromkeys(("siglip", "siglip_vision_model"), "encoders.siglip.weights:read"),
+        weights="encoders.siglip.weights:weight_map",
+    ),
+    "siglip2": Family(
+        spec=Siglip2Spec,
+        builder=_PATCHES,
+        readers=dict.fromkeys(("siglip2", "siglip2_vision_model"), "encoders.siglip.weights:read_native"),
+        weights="encoders.siglip.weights:weight_map",
+    ),
+    "dinov2": Family(
+        spec=Dinov2Spec,
+        builder=_PATCHES,
+        readers=dict.fromkeys(("dinov2", "dinov2_with_registers"), "encoders.dino.weights:read"),
+        weights="encoders.dino.weights:weight_map",
+    ),
+    "dinov3": Family(
+        spec=Dinov3Spec,
+        builder=_PATCHES,
+        readers={"dinov3_vit": "encoders.dino.weights:read_3"},
+        weights="encoders.dino.weights:weight_map_3",
+    ),
+    "qwen_vit": Family(
+        spec=QwenVitSpec,
+        builder="encoders.qwen_vit.model:QwenVisionTransformer",
+        readers=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), "encoders.qwen_vit.weights:read"),
+        weights="encoders.qwen_vit.weights:weight_map",
+    ),
+    "whisper": Family(
+        spec=WhisperSpec,
+        builder="encoders.whisper.model:WhisperEncoder",
+        readers={"whisper": "encoders.whisper.weights:read"},
+        weights="encoders.whisper.weights:weight_map",
+    ),
     "transformers": Family(spec=TransformersSpec, builder=TransformersSpec.builder),
     "transformers_audio": Family(spec=TransformersAudioSpec, builder=TransformersAudioSpec.builder),
 }

@@ -1,9 +1,24 @@
 """The interface of the specs of all encoder families, and the arithmetic of layers. Imports no torch."""
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-ACTIVATIONS = ("gelu", "quick_gelu", "relu", "silu")
-"""Activation functions of encoders and projectors."""
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
+"""Activation functions of encoders and projectors. `gelu_tanh` is the approximation by tanh."""
+
+GATED = "swiglu"
+"""The activation of layers of encoders whose feed-forward block is gated (Shazeer 2020, arXiv 2002.05202)."""
+
+
+@dataclass(frozen=True)
+class PictureTransform:
+    """How a picture becomes one of `EncoderSpec.input_size`."""
+
+    interpolation: str = "bicubic"
+    """`bicubic` or `bilinear`, both with antialiasing."""
+    shortest_edge: int = 0
+    """Pixels that the shorter side gets before the middle is cut out; 0: nothing is cut, both sides are resized to what
+    they become."""
 
 
 class Merging(Protocol):
@@ -97,6 +112,23 @@ class EncoderSpec(Protocol):
         """Number of trainable parameters, biases and norms included."""
 
 
+def built_layers(spec: EncoderSpec) -> int:
+    """Layers that are there: those up to the one that is read. A spec without `feature_layer` reads the last."""
+    return spec.num_layers + 1 + getattr(spec, "feature_layer", -1)
+
+
+def has_final_norm(spec: EncoderSpec) -> bool:
+    """Whether a norm follows the layers. A spec without `final_norm` has one."""
+    return getattr(spec, "final_norm", True)
+
+
+def layer_options(spec: EncoderSpec) -> dict[str, Any]:
+    """What the layers of an encoder have that not every spec names: `layer_scale` (initial factor of a learned scale
+    behind attention and feed-forward block; 0: none) and `full_attention` (numbers from 0 of the layers whose tokens
+    see the whole medium, where others see their window; None: all)."""
+    return {name: getattr(spec, name, default) for name, default in (("layer_scale", 0.0), ("full_attention", None))}
+
+
 def layer_faults(spec: EncoderSpec) -> list[tuple[str, str]]:
     """(field, sentence) of everything that is wrong with the sizes of an encoder's layers."""
     found = [
@@ -113,17 +145,30 @@ def layer_faults(spec: EncoderSpec) -> list[tuple[str, str]]:
         )
     if spec.normalization not in ("LayerNorm", "RMSNorm"):
         found.append(("normalization", f"must be LayerNorm or RMSNorm, is {spec.normalization!r}"))
-    if spec.activation not in ACTIVATIONS:
-        found.append(("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {spec.activation!r}"))
+    choices = (*ACTIVATIONS, GATED)
+    if spec.activation not in choices:
+        found.append(("activation", f"must be one of {', '.join(choices)}, is {spec.activation!r}"))
+    layer = getattr(spec, "feature_layer", -1)
+    if spec.num_layers >= 1 and not -spec.num_layers <= layer <= -1:
+        found.append(
+            ("feature_layer", f"must be from -{spec.num_layers} (of num_layers {spec.num_layers}) to -1, is {layer}")
+        )
     return found
 
 
 def layer_parameters(spec: EncoderSpec) -> tuple[int, int]:
     """Trainable parameters of one layer, biases and norms included, and of one norm."""
-    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    hidden = spec.hidden_size
     norm = hidden * (2 if spec.normalization == "LayerNorm" else 1)
-    attention = (hidden * 3 * hidden + 3 * hidden) + (hidden * hidden + hidden)
-    return attention + (hidden * ffn + ffn) + (ffn * hidden + hidden) + 2 * norm, norm
+    scale = 2 * hidden if layer_options(spec)["layer_scale"] else 0
+    return split_parameters(spec) + 2 * hidden + 2 * norm + scale, norm
+
+
+def split_parameters(spec: EncoderSpec) -> int:
+    """Parameters of one layer that tensor parallelism divides: matrices, and biases of what is cut by its outputs."""
+    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    up = 2 * ffn if spec.activation == GATED else ffn
+    return 4 * hidden * hidden + 3 * hidden + hidden * up + up + ffn * hidden
 
 
 def num_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
@@ -134,6 +179,27 @@ def num_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
 def inner_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
     """Tokens that a medium takes inside the encoder. Raises EncoderError as `EncoderSpec.input_size`."""
     return encoder.inner_tokens(*extent, merge=projector.merge)
+
+
+def attention_pairs(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
+    """Pairs of tokens of a medium that attend to each other inside the encoder, in a layer on average: all, where no
+    layer has windows. Raises EncoderError as `EncoderSpec.input_size`."""
+    if hasattr(encoder, "attention_pairs"):
+        return encoder.attention_pairs(*extent, merge=projector.merge)
+    return inner_tokens(encoder, projector, *extent) ** 2
+
+
+def picture_transform(encoder: EncoderSpec) -> PictureTransform:
+    """How a picture becomes one of `input_size`. A spec without `transform` stretches it."""
+    return getattr(encoder, "transform", PictureTransform())
+
+
+def patches_of(encoder: EncoderSpec, projector: Merging, tokens: float) -> float:
+    """Patches or frames of media that take `tokens` in the sequence, all together. A spec without `patches_of` keeps
+    nothing but these."""
+    if hasattr(encoder, "patches_of"):
+        return encoder.patches_of(tokens, merge=projector.merge)
+    return tokens * encoder.joined(projector.merge)
 
 
 def input_size(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from encoders.spec import EncoderSpec
+from encoders.spec import EncoderSpec, has_final_norm
 
 Size = tuple[int, int]
 """Of one medium as the encoder gets it: (height, width), or (samples, samples per second)."""
@@ -61,8 +61,12 @@ class StagedEncoder(MegatronModule, ABC):
             spec=TransformerBlockSubmodules(layer_specs=[layer_spec] * layers, layer_norm=norm),
             pre_process=True,  # its input is handed over as an argument, on every stage
             post_process=self.is_last_stage,
+            post_layer_norm=has_final_norm(spec),
             pg_collection=pg_collection,
         )
+        if not getattr(spec, "key_bias", True):
+            for layer in self.layers.layers:
+                _keep_key_bias_zero(layer.self_attention.linear_qkv.bias, config.kv_channels)
 
     @abstractmethod
     def _build_embeddings(self) -> None:
@@ -118,19 +122,35 @@ class StagedEncoder(MegatronModule, ABC):
         """Media of one size through this stage: [N, ...] or hidden states [N, T, H] -> what they hand on, [N, rows,
         width]."""
         hidden_NTH = self._embed(inputs) if self.is_first_stage else inputs
-        hidden_NTH = self._run_layers(hidden_NTH.transpose(0, 1).contiguous()).transpose(0, 1)
+        hidden_NTH = self._run_layers(hidden_NTH.transpose(0, 1).contiguous(), size).transpose(0, 1)
         return self._features(hidden_NTH, size) if self.is_last_stage else hidden_NTH
 
-    def _run_layers(self, hidden_TNH: torch.Tensor) -> torch.Tensor:
+    def _layer_inputs(self, size: Size) -> dict[str, torch.Tensor | None]:
+        """What every layer gets beside hidden states of media of `size`, by the names that a layer gives it."""
+        return {"attention_mask": None}
+
+    def _run_layers(self, hidden_TNH: torch.Tensor, size: Size) -> torch.Tensor:
         """The layers of this stage. With sequence parallelism they see T / tp tokens of every medium on each rank; all
         else, here and between stages, is whole on every rank."""
+        inputs = self._layer_inputs(size)
         if not self.config.sequence_parallel:
-            return self.layers(hidden_TNH, attention_mask=None)
+            return self.layers(hidden_TNH, **inputs)
         own = scatter_to_sequence_parallel_region(hidden_TNH, group=self.tp_group)
         # The gradient of what follows is whole on every rank too: each takes its part of it, nothing is summed.
         return gather_from_sequence_parallel_region(
-            self.layers(own, attention_mask=None), tensor_parallel_output_grad=False, group=self.tp_group
+            self.layers(own, **inputs), tensor_parallel_output_grad=False, group=self.tp_group
         )
+
+
+def _keep_key_bias_zero(bias_of_qkv: torch.nn.Parameter, head: int) -> None:
+    """Stop the gradient of the keys' part of the bias of queries, keys and values, which is zero in the beginning: the
+    published model has none."""
+    kept = torch.ones(3, 1).index_fill_(0, torch.tensor(1), 0)  # query, key and value of each head
+
+    def without_keys(gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient.view(-1, 3, head) * kept.to(gradient)).view(-1)
+
+    bias_of_qkv.register_hook(without_keys)
 
 
 def by_size(sizes: Sequence[Size]) -> dict[Size, list[int]]:

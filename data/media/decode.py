@@ -16,12 +16,13 @@ from torchvision.transforms.v2 import functional as transforms
 
 from data.errors import DecodeError
 from data.media.headers import parse_header_bytes
+from data.media.resize import STRETCHED, Resize
 
 
-def decode_media(kind: str, raw: bytes, size: tuple[int, int]) -> torch.Tensor:
+def decode_media(kind: str, raw: bytes, size: tuple[int, int], resize: Resize) -> torch.Tensor:
     """A picture as uint8 [3, height, width], or a clip as float32 [samples], of `Media.size`. Raises DecodeError."""
     if kind == "image":
-        return decode_resized(raw, *size)
+        return decode_resized(raw, *size, resize)
     return decode_audio(raw, rate=size[1], samples=size[0])
 
 
@@ -46,12 +47,18 @@ def decode_picture(raw: bytes) -> torch.Tensor:
     return picture
 
 
-def decode_resized(raw: bytes, height: int, width: int) -> torch.Tensor:
-    """`decode_picture`, resized to uint8 [3, height, width]: bicubic with antialiasing, whatever its aspect ratio."""
+def decode_resized(raw: bytes, height: int, width: int, resize: Resize = STRETCHED) -> torch.Tensor:
+    """`decode_picture`, resized to uint8 [3, height, width] whatever its aspect ratio, or the middle of the resized
+    picture."""
     picture = decode_picture(raw)
-    if picture.shape[1:] != (height, width):
-        picture = transforms.resize(picture, [height, width], InterpolationMode.BICUBIC, antialias=True)
-    return picture.contiguous()
+    whole = [height, width]
+    if resize.shortest_edge:
+        shortest = min(picture.shape[1:])
+        whole = [resize.shortest_edge * side // shortest for side in picture.shape[1:]]
+    if list(picture.shape[1:]) != whole:
+        picture = transforms.resize(picture, whole, InterpolationMode(resize.interpolation), antialias=True)
+    top, left = (whole[0] - height) // 2, (whole[1] - width) // 2
+    return picture[:, top : top + height, left : left + width].contiguous()
 
 
 def decode_audio(raw: bytes, rate: int, samples: int | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ class ProjectorSpec:
     ffn_hidden_size: int = 0
     """Hidden width of the mlp; 0: the language model's hidden size."""
     activation: str = "gelu"
-    """`gelu`, `quick_gelu`, `relu` or `silu`."""
+    """`gelu`, `gelu_tanh`, `quick_gelu`, `relu` or `silu`."""
     merge: int = 1
     """What is joined into one token before the projection: of a picture the square of neighbouring patches with this
     side (pixel shuffle; 2 makes a quarter of the tokens, each four times as wide), of a clip so many neighbouring

@@ -5,7 +5,9 @@ from functools import lru_cache
 import torch
 
 
-def interpolate_positions(positions_RCH: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def interpolate_positions(
+    positions_RCH: torch.Tensor, rows: int, columns: int, method: str = "bicubic", antialias: bool = False
+) -> torch.Tensor:
     """Positions of a picture of `rows` x `columns` patches, each at its place in the grid that was learned.
 
     Bicubic interpolation over the grid, as Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2) do to read
@@ -14,19 +16,24 @@ def interpolate_positions(positions_RCH: torch.Tensor, rows: int, columns: int) 
 
     Args:
         positions_RCH: learned positions, R x C of them.
+        method: `bicubic` or `bilinear`.
+        antialias: whether positions of a finer grid are averaged.
 
     Returns:
         [rows, columns, H]; the same values, to rounding, if the grid is the same.
     """
     down, across = (
-        _weights(before, after).to(positions_RCH, non_blocking=True)
+        _weights(before, after, method, antialias).to(positions_RCH, non_blocking=True)
         for before, after in zip(positions_RCH.shape[:2], (rows, columns), strict=True)
     )
     return torch.einsum("rR,cC,RCH->rcH", down, across, positions_RCH)
 
 
 @lru_cache(maxsize=1024)
-def _weights(before: int, after: int) -> torch.Tensor:
+def _weights(before: int, after: int, method: str, antialias: bool) -> torch.Tensor:
     """[after, before]: how much of each value on a line of `before` there is at each place of a line of `after`."""
     lines = torch.eye(before, dtype=torch.float64)[None, None]
-    return torch.nn.functional.interpolate(lines, size=(before, after), mode="bicubic", align_corners=False)[0, 0].T
+    resized = torch.nn.functional.interpolate(
+        lines, size=(before, after), mode=method, align_corners=False, antialias=antialias
+    )
+    return resized[0, 0].T

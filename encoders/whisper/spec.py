@@ -20,6 +20,9 @@ class WhisperSpec:
     """Samples per second that every clip is resampled to."""
     max_seconds: float = 30.0
     """Longest clip, in seconds. A sample with a longer one is bad."""
+    pad_clips: bool = False
+    """Whether every clip gets silence behind it up to `max_seconds`, as Whisper was trained; otherwise it keeps its
+    length."""
     num_mels: int = 80
     """Mel bands of the spectrogram."""
     window: int = 400
@@ -39,7 +42,9 @@ class WhisperSpec:
     layernorm_epsilon: float = 1e-5
     """Epsilon of every norm."""
     activation: str = "gelu"
-    """`gelu`, `quick_gelu`, `relu` or `silu`."""
+    """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
+    key_bias: bool = True
+    """Whether keys have a bias. Whisper's have none, which changes no output."""
     dropout: float = 0.0
     """Dropout probability of hidden states and attention."""
     init_std: float = 0.02
@@ -66,9 +71,14 @@ class WhisperSpec:
         return 2 * self.hop
 
     @property
+    def max_samples(self) -> int:
+        """Samples of the longest clip."""
+        return math.floor(round(self.max_seconds * self.sample_rate, 6))  # 1.1 * 1600 is a little above 1760
+
+    @property
     def sizes_vary(self) -> bool:
         """Whether media differ in their number of tokens."""
-        return True
+        return not self.pad_clips
 
     def input_size(self, samples: int, rate: int, merge: int = 1) -> tuple[int, int]:
         """(samples, samples per second) in which the encoder gets a clip of `samples` at `rate` per second: resampled,
@@ -78,12 +88,14 @@ class WhisperSpec:
             EncoderError: it is longer than `max_seconds`.
         """
         length = -(-samples * self.sample_rate // rate)
-        if length > self.max_seconds * self.sample_rate:
+        if length > self.max_samples:
             raise EncoderError(
                 f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
                 "clip, or raise it"
             )
         unit = self.frame * merge
+        if self.pad_clips:
+            length = self.max_samples
         return max(1, -(-length // unit)) * unit, self.sample_rate
 
     def inner_tokens(self, samples: int, rate: int, merge: int = 1) -> int:
@@ -100,7 +112,7 @@ class WhisperSpec:
 
     def most_tokens(self, merge: int = 1) -> int:
         """Tokens in the sequence of the longest clip."""
-        return max(1, math.ceil(self.max_seconds * self.sample_rate / (self.frame * merge)))
+        return max(1, -(-self.max_samples // (self.frame * merge)))
 
     def most_inner_tokens(self, merge: int = 1) -> int:
         """Tokens inside the encoder of the longest clip."""
@@ -108,12 +120,13 @@ class WhisperSpec:
 
     def token_unit(self, merge: int = 1) -> int:
         """What divides the number of tokens that any clip has inside the encoder."""
-        return merge
+        return self.most_inner_tokens(merge) if self.pad_clips else merge
 
     @property
     def token_unit_fields(self) -> tuple[str, ...]:
         """Fields of the module that `token_unit` follows from."""
-        return ("projector.merge",)
+        own = ("encoder.pad_clips", "encoder.max_seconds") if self.pad_clips else ()
+        return (*own, "projector.merge")
 
     def embedding_products(self) -> dict[str, int]:
         """Parameters in front of the layers: multiplications with each for one frame."""
@@ -125,7 +138,7 @@ class WhisperSpec:
         """How a clip is read, its frames and its tokens, in words."""
         per_second = self.sample_rate / self.frame
         return (
-            f"{self.sample_rate} samples a second, up to {self.max_seconds:g} s",
+            f"{self.sample_rate} samples a second, {'' if self.pad_clips else 'up to '}{self.max_seconds:g} s",
             f"{per_second:g} frames a second",
             f"{per_second / merge:g} a second, up to {self.most_tokens(merge)}",
         )

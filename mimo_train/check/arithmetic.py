@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from encoders.plain.spec import PlainSpec
+from encoders.spec import built_layers
 from mimo_train.check.findings import Report, Table, plural
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -151,7 +152,7 @@ def _describe(module: ModuleConfig) -> str:
     sizes = (
         f"features of {encoder.hidden_size}"
         if isinstance(encoder, PlainSpec)
-        else f"{encoder.num_layers} layers x {encoder.hidden_size}, {encoder.num_attention_heads} heads"
+        else f"{built_layers(encoder)} layers x {encoder.hidden_size}, {encoder.num_attention_heads} heads"
     )
     return f"{encoder.name}: {sizes}; {projector.name}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
 

@@ -94,7 +94,10 @@ def _encode(
         ]
         parts += [part for _ in raws for part in (Part(kind), Part("text", "\n"))]
         for item in readers:
-            decoded = [decode_media(kind, raw, item.size(*extent)) for raw, extent in zip(raws, extents, strict=True)]
+            decoded = [
+                decode_media(kind, raw, item.size(*extent), item.resize)
+                for raw, extent in zip(raws, extents, strict=True)
+            ]
             inputs[item.module] = {item.module: collate_media(decoded, item.field)}
     return encode_prompt([Turn("user", (*parts, Part("text", prompt)))], tokenizer, tokens), inputs
 

@@ -30,11 +30,13 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_pg_rank
 
 from mimo_train.model.attention import SdpaAttention
+from mimo_train.model.layer_scale import ScaledAdd
 from mimo_train.model.llm.norms import ZeroCenteredRMSNorm
 from mimo_train.model.lora import add_adapters, linear_classes
 from mimo_train.model.marks import mark
 from mimo_train.model.moe import expert_layer
 from mimo_train.model.seeds import seed_for
+from mimo_train.model.window_attention import WindowAttention
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -82,16 +84,24 @@ def use_transformer_engine(kind: str) -> bool:
 def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense: bool = False) -> ModuleSpec:
     """The spec of one pre-norm transformer layer with the given attention mask.
 
-    Adapters extend Megatron-Core's linear layers, so a layer with adapters is of the torch kind.
+    Adapters extend Megatron-Core's linear layers, so a layer with adapters is of the torch kind; one with windows
+    too.
 
     Args:
         dense: whether the layer has no experts though the config has some.
     """
     experts = config.num_moe_experts is not None and not dense
-    kind = _te_submodules if te and not config.lora.rank else _torch_submodules
+    windows = getattr(config, "full_attention", None) is not None
+    kind = _te_submodules if te and not config.lora.rank and not windows else _torch_submodules
     submodules = kind(config, experts)
     attention = replace(submodules.self_attention, params={"attn_mask_type": mask})
-    return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, self_attention=attention))
+    if windows:
+        inside = replace(attention.submodules, core_attention=WindowAttention)
+        attention = replace(attention, submodules=inside)
+    changes: dict[str, Any] = {"self_attention": attention}
+    if getattr(config, "layer_scale", 0):
+        changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), ModuleSpec(ScaledAdd, params={"config": config}))
+    return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, **changes))
 
 
 def mlp_submodules(te: bool, adapted: bool = False) -> MLPSubmodules:

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import EncoderSpec
+from encoders.spec import GATED, EncoderSpec, built_layers, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.seeds import seed_for
@@ -122,23 +122,28 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerCon
     if isinstance(cfg.modules[layout.name].encoder, PlainSpec):
         return _plain_encoder_config(cfg, layout)
     encoder: EncoderSpec = cfg.modules[layout.name].encoder
-    return _config(
+    layers = built_layers(encoder)
+    config = _config(
         cfg,
         layout,
-        num_layers=encoder.num_layers,
+        num_layers=layers,
         hidden_size=encoder.hidden_size,
         num_attention_heads=encoder.num_attention_heads,
         num_query_groups=encoder.num_attention_heads,
         ffn_hidden_size=encoder.ffn_hidden_size,
         normalization=encoder.normalization,
         layernorm_epsilon=encoder.layernorm_epsilon,
+        gated_linear_unit=encoder.activation == GATED,
         activation_func=_ACTIVATIONS[encoder.activation],
         add_bias_linear=True,
         hidden_dropout=encoder.dropout,
         attention_dropout=encoder.dropout,
         init_method_std=encoder.init_std,
-        **_uneven_stages(encoder.num_layers, layout.pp),
+        **_uneven_stages(layers, layout.pp),
     )
+    for name, value in layer_options(encoder).items():
+        setattr(config, name, value)
+    return config
 
 
 def _plain_encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import joined_width
+from encoders.spec import GATED, built_layers, joined_width
 from mimo_train.config.fault import Fault, nearest
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
@@ -98,13 +98,13 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
         return []  # adapters are refused for the whole module
     spec: Any = module.llm or module.encoder
     hidden, heads, ffn = spec.hidden_size, spec.num_attention_heads, spec.ffn_hidden_size
-    groups, head, gated = heads, hidden // heads, False
+    groups, head, gated, layers = heads, hidden // heads, spec.activation == GATED, _layers(module)
     if module.llm:
         groups, head, gated = module.llm.key_heads, module.llm.head_width, module.llm.is_gated
     qkv = (("q_proj", heads // groups * head), ("k_proj", head), ("v_proj", head))
     up = (("gate_proj", ffn), ("up_proj", ffn)) if gated else (("up_proj", ffn),)
     found = []
-    for layer in range(spec.num_layers):
+    for layer in range(layers):
         attention, mlp = (f"{layers_name(name)}.{layer}.{part}" for part in ("self_attention", "mlp"))
         found.append(Linear(f"{attention}.linear_qkv", hidden, qkv, groups, True, layer=layer))
         found.append(Linear(f"{attention}.linear_proj", heads * head, (("o_proj", hidden),), column=False, layer=layer))
@@ -112,6 +112,11 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
             found.append(Linear(f"{mlp}.linear_fc1", hidden, up, layer=layer))
             found.append(Linear(f"{mlp}.linear_fc2", ffn, (("down_proj", hidden),), column=False, layer=layer))
     return found if name == LANGUAGE else found + _projector_linears(module, language_width)
+
+
+def _layers(module: ModuleConfig) -> int:
+    """Transformer layers of a module that are there."""
+    return module.llm.num_layers if module.llm else built_layers(module.encoder)
 
 
 def _projector_linears(module: ModuleConfig, language_width: int) -> list[Linear]:
@@ -152,8 +157,7 @@ def adapter_parameters(
     vpp: int = 1,
 ) -> int:
     """Parameters of a module's adapters on one rank of a pipeline stage; the projector is on the last one."""
-    spec: Any = module.llm or module.encoder
-    here: set[int | None] = {*stage_layers(spec.num_layers, stage, stages, vpp)}
+    here: set[int | None] = {*stage_layers(_layers(module), stage, stages, vpp)}
     here |= {None} if stage == stages - 1 else set()
     adapters = adapted_linears(name, module, language_width).values()
     return sum(one.parameters(module.lora, tp) for one in adapters if one.linear.layer in here)

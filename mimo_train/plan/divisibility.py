@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from encoders.plain.spec import PlainSpec
+from encoders.spec import built_layers
 from mimo_train.config.fault import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
@@ -47,11 +48,10 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     yield from _tp_faults(
         layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
     )
-    if layout.pp > encoder.num_layers:
+    if layout.pp > (layers := built_layers(encoder)):
         yield Fault(
             f"{key}.layout.pp",
-            f"pp {layout.pp} is more than the {encoder.num_layers} layers of {key}.encoder.num_layers: each stage "
-            "needs one",
+            f"pp {layout.pp} is more than the {layers} layers of {key}.encoder.num_layers: each stage needs one",
         )
     for axis, why in _ENCODER_AXES.items():
         if getattr(layout, axis) > 1:

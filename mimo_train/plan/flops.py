@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import EncoderSpec, joined_width
+from encoders.spec import GATED, EncoderSpec, built_layers, joined_width, patches_of
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
@@ -102,7 +102,9 @@ class Media:
     tokens: int = 0
     """Inside the encoder: patches and class tokens."""
     pairs: int = 0
-    """Pairs of tokens of the same picture or clip."""
+    """Pairs of tokens of the same picture or clip that attend to each other, in a layer on average."""
+    kept: int = 0
+    """Tokens in the sequence that are not made of patches or frames: class tokens."""
 
 
 def encoder_products(
@@ -111,10 +113,11 @@ def encoder_products(
     """The products of pictures or clips through encoder module `name` and its projector.
 
     Forward, with P patches and e multiplications to embed one, T = P tokens (one more with a class token), A = T^2
-    pairs of tokens, h hidden size, f feed-forward width, L layers, N = P / j projected tokens of width w = h * j, d
-    language width, m mlp width:
+    pairs of tokens (fewer where layers have windows), h hidden size, f feed-forward width, u the width of the first
+    feed-forward product (2f when gated), L layers, N = P / j projected tokens (and class tokens that are kept) of width
+    w = h * j, d language width, m mlp width:
 
-        2P * e  +  L * (2T * (4h^2 + 2hf) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
+        2P * e  +  L * (2T * (4h^2 + hu + fh) + 4A * h)  +  2N * (w*m + m*d)   (linear: 2N * w*d)
 
     For pictures with p x p pixels a patch in 3 channels, e = 3p^2 * h and j = merge^2; for clips P are frames, each of
     two windows of b mel bands that pass convolutions over 3 neighbours, e = 6b * h + 3h^2 and j = merge (without the
@@ -128,7 +131,7 @@ def encoder_products(
         _plain_products(name, spec, media) if isinstance(spec, PlainSpec) else _layered_products(name, spec, media)
     )
     width, projection = joined_width(spec, projector), "input_projections.0.encoder"
-    projected = media.patches / spec.joined(projector.merge)
+    projected = media.patches / spec.joined(projector.merge) + media.kept
     if projector.kind == "linear":
         return [*products, Product(f"{projection}.weight", 2 * projected * width * language_width)]
     middle = projector.ffn_hidden_size or language_width
@@ -191,14 +194,15 @@ class StepFlops:
         adapters = {name: adapted_linears(name, module, width) for name, module in cfg.modules.items()}
         self._adapted = {name: {f"{linear}.weight" for linear in adapters[name]} for name in adapters}
         self._adapted_projectors = {name for name in adapters if adapts_projector(adapters[name])}
-        one_of_each = (Media(patches=1), Media(tokens=1), Media(pairs=1))
+        one_of_each = (Media(patches=1), Media(tokens=1), Media(pairs=1), Media(kept=1))
         self._products = {
             name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
             for name, module in cfg.encoders.items()
         }
         self._products[LANGUAGE] = [language_products(cfg.llm, cfg.data.sequence_length, vocab)]
         self._unit: dict[tuple, dict[str, list[Flops]]] = {}
-        """For what is frozen: FLOPs of one sample (language), or of a patch, a token and a pair (encoders)."""
+        """For what is frozen: FLOPs of one sample (language), or of a patch, a token, a pair and a token that is kept
+        beside the patches (encoders)."""
 
     def __call__(self, *, samples: int, counts: Numbers, loads: Numbers, pairs: Numbers, step: int) -> dict[str, Flops]:
         """FLOPs of each module.
@@ -210,11 +214,12 @@ class StepFlops:
         """
         flops = {}
         for name, units in self._units(step).items():
-            amounts = [samples]
+            amounts: list[float] = [samples]
             if name != LANGUAGE:
                 rows, tokens, squares = (sum(map(sum, numbers[name])) for numbers in (counts, loads, pairs))
-                module = self._modules[name]
-                amounts = [rows * module.encoder.joined(module.projector.merge), tokens, squares]
+                encoder, projector = self._modules[name].encoder, self._modules[name].projector
+                patches = patches_of(encoder, projector, rows)
+                amounts = [patches, tokens, squares, rows - patches / encoder.joined(projector.merge)]
             flops[name] = sum((unit * amount for unit, amount in zip(units, amounts, strict=True)), Flops())
         return flops
 
@@ -261,10 +266,11 @@ def _layered_products(name: str, spec: EncoderSpec, media: Media) -> list[Produc
         Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=False)
         for parameter, each in spec.embedding_products().items()
     ]
-    for index in range(spec.num_layers):
+    up = 2 * spec.ffn_hidden_size if spec.activation == GATED else spec.ffn_hidden_size
+    for index in range(built_layers(spec)):
         layer = f"{encoder}.layers.layers.{index}"
         products += _attention(layer, tokens, hidden, hidden, hidden, 4 * media.pairs * hidden)
-        products += _two_linears(f"{layer}.mlp", tokens, hidden, spec.ffn_hidden_size, spec.ffn_hidden_size)
+        products += _two_linears(f"{layer}.mlp", tokens, hidden, up, spec.ffn_hidden_size)
     return products
 
 

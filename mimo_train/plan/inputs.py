@@ -4,11 +4,12 @@ so that `mimo-train check` reads samples exactly as training does."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from encoders.spec import inner_tokens, input_size, num_tokens
+from encoders.spec import attention_pairs, inner_tokens, input_size, num_tokens, picture_transform
 from mimo_train.config.schema import ConfigContainer
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
 
 def media_of(cfg: ConfigContainer) -> list[Media]:
     """What every encoder module needs of a sample, in the order of the config."""
-    from data.pipeline import Media
+    from data.pipeline import Media, Resize
 
     placeholders = placeholders_of(cfg)
     return [
@@ -38,6 +39,8 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             num_tokens=partial(num_tokens, module.encoder, module.projector),
             size=partial(input_size, module.encoder, module.projector),
             inner_tokens=partial(inner_tokens, module.encoder, module.projector),
+            pairs=partial(attention_pairs, module.encoder, module.projector),
+            resize=Resize(**asdict(picture_transform(module.encoder))),
         )
         for name, module in cfg.encoders.items()
     ]

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import joined_width
+from encoders.spec import GATED, built_layers, joined_width, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -89,6 +89,7 @@ def layer_activations(
     key_width: int = 0,
     gated: bool = False,
     rope: bool = False,
+    scaled: bool = False,
     dropout: bool = False,
     query_width: int = 0,
     post_norms: bool = False,
@@ -98,7 +99,8 @@ def layer_activations(
     """Bytes that one transformer layer keeps for its backward pass, for `tokens` = s * b tokens on one rank.
 
     Kept in full on each tensor-parallel rank: the inputs of the two norms and of the two linear layers behind them
-    (4 h), and the dropout masks of the two branches (1 byte each per h). Divided by t: queries, keys, values, the
+    (4 h), what the learned scales of the two branches multiply (2 h where there are some), and the dropout masks of the
+    two branches (1 byte each per h). Divided by t: queries, keys, values, the
     output of attention (2 h + 2 k), queries and keys once more when rotated (h + k, since the values keep the unrotated
     ones alive), and the feed-forward activations before and after its function (2 f; 5 f when gated without a fused
     kernel). Sequence parallel divides the first part too. With f = 4 h, k = h, dropout, bf16, no gate and no rotation
@@ -107,7 +109,7 @@ def layer_activations(
     part. Norms behind attention and the feed-forward block keep their inputs: 2 h more in full.
     """
     size, keys, query = BYTES[precision], key_width or hidden, query_width or hidden
-    whole = (6 if post_norms else 4) * hidden * size + (2 * hidden if dropout else 0)
+    whole = (6 if post_norms or scaled else 4) * hidden * size + (2 * hidden if dropout else 0)
     split = (2 * query + 2 * keys + (query + keys if rope else 0) + (5 if gated else 2) * ffn) * size
     return tokens * (whole + split) // tp if sp else tokens * whole + tokens * split // tp
 
@@ -252,11 +254,14 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
         encoder.hidden_size,
         encoder.ffn_hidden_size,
         train.precision,
+        gated=encoder.activation == GATED,
+        rope=getattr(encoder, "rotary_positions", False),
+        scaled=layer_options(encoder)["layer_scale"] > 0,
         dropout=encoder.dropout > 0,
         tp=sizes.tp,
         sp=sizes.sp,
     )
-    layers = layers_of_stage(encoder.num_layers, stage, sizes.pp)
+    layers = layers_of_stage(built_layers(encoder), stage, sizes.pp)
     if "encoder" in module.freeze:
         kept = layer if layers else 0
     else:

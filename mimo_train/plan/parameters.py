@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import EncoderSpec, joined_width, layer_parameters
+from encoders.spec import (
+    EncoderSpec,
+    built_layers,
+    has_final_norm,
+    joined_width,
+    layer_parameters,
+    split_parameters,
+)
 from mimo_train.config.fault import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
@@ -106,13 +113,12 @@ def encoder_parameters(encoder: EncoderSpec | PlainSpec, *, tp: int = 1, stage: 
     """
     if isinstance(encoder, PlainSpec):
         return encoder.num_parameters()
-    hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
-    layer, norm = layer_parameters(encoder)
-    split = 4 * hidden * hidden + 3 * hidden + 2 * hidden * ffn + ffn
-    count = layers_of_stage(encoder.num_layers, stage, stages) * (layer - split + split // tp)
+    (layer, norm), split, layers = layer_parameters(encoder), split_parameters(encoder), built_layers(encoder)
+    last = norm if has_final_norm(encoder) else 0
+    count = layers_of_stage(layers, stage, stages) * (layer - split + split // tp)
     if stage == 0:
-        count += encoder.num_parameters() - encoder.num_layers * layer - norm
-    return count + (norm if stage == stages - 1 else 0)
+        count += encoder.num_parameters() - layers * layer - last
+    return count + (last if stage == stages - 1 else 0)
 
 
 def projector_parameters(projector: ProjectorSpec, width: int, language_width: int, *, tp: int = 1) -> int:

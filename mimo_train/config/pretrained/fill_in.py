@@ -15,7 +15,11 @@ from mimo_train.config.schema import ConfigContainer
 
 CHOICES = {
     "llm": {"name", "dropout", "init_std", "router_balancing", "router_aux_loss", "router_z_loss"},
-    "encoder": {"name", "dropout", "init_std", "min_pixels", "max_pixels", "max_seconds"},
+    "encoder": {
+        *("name", "dropout", "init_std", "layer_scale"),
+        *("resize", "interpolation", "shortest_edge", "min_pixels", "max_pixels", "max_patches"),
+        *("max_seconds", "pad_clips"),
+    },
     "projector": {"name"},
 }
 """Keys by part that a user may set to something else than the directory says: no weight depends on them."""

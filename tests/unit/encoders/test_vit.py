@@ -59,7 +59,7 @@ def test_fixed_pictures_are_as_they_were():
 @pytest.mark.parametrize(
     ("changes", "field", "numbers"),
     [
-        ({"resize": "crop"}, "resize", ["'crop'"]),
+        ({"resize": "stretch"}, "resize", ["'stretch'"]),
         ({"resize": "fixed"}, "min_pixels", ["1024", "set it to 0"]),
         ({"resize": "fixed"}, "max_pixels", ["16384", "set it to 0"]),
         ({"min_pixels": -1}, "min_pixels", ["-1"]),

@@ -1,0 +1,1 @@
+"""DINOv2 and DINOv3 encoders."""

@@ -1,0 +1,127 @@
+"""What the readers of pretrained encoders share: values of `transformers`' config files. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from encoders.errors import EncoderError
+
+ACTIVATION_NAMES = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Ours by theirs."""
+
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}
+"""`resample`, as Pillow numbers it."""
+
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+class ConfigFile:
+    """The values of a file of a pretrained model, over the defaults of its `model_type`.
+
+    Args:
+        name: of the file, for errors.
+        values: as they are in it; None counts as absent.
+        defaults: of the class that `transformers` builds from it.
+    """
+
+    def __init__(self, name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self.name = name
+        self._values = {**defaults, **{key: value for key, value in values.items() if value is not None}}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None where there is none."""
+        return self._values.get(key)
+
+    def side(self, key: str) -> int:
+        """A length in pixels, which may be written as two equal ones."""
+        value = self[key]
+        lengths = value if isinstance(value, (list, tuple)) else (value,)
+        if len(set(lengths)) != 1:
+            raise EncoderError(f"{self.name}: {key} is {value}, and only squares can be built")
+        return int(lengths[0])
+
+    def activation(self, key: str = "hidden_act") -> str:
+        """Our name of an activation function."""
+        if self[key] not in ACTIVATION_NAMES:
+            raise EncoderError(f"{self.name}: {key} is {self[key]!r}, must be one of {', '.join(ACTIVATION_NAMES)}")
+        return ACTIVATION_NAMES[self[key]]
+
+    def require(self, **values: Any) -> None:
+        """Refuse other values than these.
+
+        Raises:
+            EncoderError: with the key and both values.
+        """
+        for key, value in values.items():
+            if self.get(key) != value:
+                raise EncoderError(f"{self.name}: {key} is {self.get(key)!r}, and only {value!r} can be built")
+
+
+def part_of(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """The values of an encoder in the config of a model that has it as a part, or in its own config."""
+    return config.get(part) or (config if part not in config else {})
+
+
+def picture_values(
+    preprocessor: Mapping[str, Any], defaults: Mapping[str, Any], image_size: int, *, any_size: bool = False
+) -> dict[str, Any]:
+    """Fields of `PictureSpec` from a preprocessor's config: how pictures are resized and normalised.
+
+    Args:
+        preprocessor: as in preprocessor_config.json, or processor_config.json with the image processor inside; empty:
+            pictures are resized as by `defaults`, to the size that the encoder was built for.
+        defaults: of the class of the preprocessor.
+        image_size: of the encoder.
+        any_size: whether the encoder reads pictures of other sizes than `image_size`.
+
+    Raises:
+        EncoderError: the preprocessor does something that our data path does not.
+    """
+    preprocessor = preprocessor.get("image_processor") or preprocessor
+    file = ConfigFile("preprocessor_config.json", preprocessor, defaults)
+    file.require(do_resize=True, do_rescale=True, do_normalize=True)
+    if abs(file["rescale_factor"] * 255 - 1) > 1e-6:
+        raise EncoderError(f"{file.name}: rescale_factor is {file['rescale_factor']}, and only 1/255 can be built")
+    if file["resample"] not in _RESAMPLE:
+        raise EncoderError(f"{file.name}: resample is {file['resample']}, must be 2 (bilinear) or 3 (bicubic)")
+    values: dict[str, Any] = {
+        "interpolation": _RESAMPLE[file["resample"]],
+        "pixel_mean": list(file["image_mean"]),
+        "pixel_std": list(file["image_std"]),
+    }
+    if not preprocessor:
+        edge = file["size"].get("shortest_edge")
+        own = {"resize": "crop", "shortest_edge": edge * image_size // file["crop_size"]["height"]} if edge else {}
+        return values | (own or {"resize": "fixed"}) | {"image_size": image_size}
+    size = file["size"]
+    if isinstance(size, int):
+        size = {"shortest_edge": size} if "shortest_edge" in defaults["size"] else {"height": size, "width": size}
+    if "shortest_edge" in size:
+        if not file.get("do_center_crop"):
+            raise EncoderError(
+                f"{file.name}: size is {size} without do_center_crop: pictures of any length: set encoder.resize"
+            )
+        crop = file["crop_size"]
+        values |= {"resize": "crop", "shortest_edge": size["shortest_edge"]}
+        square = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+    else:
+        values["resize"], square = "fixed", (size["height"], size["width"])
+        if file.get("do_center_crop") and file["crop_size"] not in (size, size["height"]):
+            raise EncoderError(f"{file.name}: size {size} is cut to {file['crop_size']}, which cannot be built")
+    if square[0] != square[1]:
+        raise EncoderError(f"{file.name}: pictures of {square[0]} x {square[1]}, and only squares can be built")
+    if square[0] != image_size and not any_size:
+        raise EncoderError(
+            f"{file.name}: pictures of {square[0]} x {square[0]} pixels, and config.json has image_size {image_size}"
+        )
+    return values | {"image_size": square[0]}

@@ -1,0 +1,1 @@
+"""Vision towers of SigLIP and SigLIP 2."""

@@ -1,0 +1,84 @@
+"""The encoder of Whisper in a directory of `transformers`: config, and weights by name. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from encoders.errors import EncoderError
+from encoders.pretrained import ConfigFile
+from encoders.vit.weights import LayerNames, layer_rules, norm_rules
+from encoders.weight_map import WeightMap, same, with_biases
+from encoders.whisper.spec import WhisperSpec
+
+_LAYERS = LayerNames(
+    at="layers.{}.",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    output="self_attn.out_proj",
+    up=("fc1",),
+    down="fc2",
+    norms=("self_attn_layer_norm", "final_layer_norm"),
+    key_bias=False,
+)
+_DEFAULTS = {
+    "num_mel_bins": 80,
+    "d_model": 384,
+    "encoder_layers": 4,
+    "encoder_attention_heads": 6,
+    "encoder_ffn_dim": 1536,
+    "activation_function": "gelu",
+    "max_source_positions": 1500,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "encoder_layerdrop": 0.0,
+    "apply_spec_augment": False,
+}
+_PREPROCESSING = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400, "dither": 0.0}
+
+
+def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """See `encoders.registry.Family.read`."""
+    file = ConfigFile("config.json", config, _DEFAULTS)
+    file.require(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0)
+    file.require(apply_spec_augment=False)
+    preprocessor = preprocessor.get("feature_extractor") or preprocessor
+    mels = file["num_mel_bins"]
+    own = ConfigFile("preprocessor_config.json", preprocessor, _PREPROCESSING | {"feature_size": mels})
+    # The bands of its filters end at 8000 Hz whatever the rate, ours at half of it.
+    own.require(feature_size=mels, dither=0.0, sampling_rate=16000)
+    return {
+        "family": "whisper",
+        "sample_rate": own["sampling_rate"],
+        "max_seconds": 2 * own["hop_length"] * file["max_source_positions"] / own["sampling_rate"],
+        "pad_clips": True,
+        "num_mels": mels,
+        "window": own["n_fft"],
+        "hop": own["hop_length"],
+        "hidden_size": file["d_model"],
+        "num_layers": file["encoder_layers"],
+        "num_attention_heads": file["encoder_attention_heads"],
+        "ffn_hidden_size": file["encoder_ffn_dim"],
+        "activation": file.activation("activation_function"),
+        "key_bias": False,
+    }
+
+
+def weight_map(spec: WhisperSpec) -> WeightMap:
+    """See `encoders.registry.Family.weight_map`."""
+    if spec.key_bias:
+        raise EncoderError("encoder.key_bias: Whisper's keys have no bias: set it to false")
+    hidden = spec.hidden_size
+    rules = [
+        *with_biases(
+            [
+                same("conv1.weight", "conv1.weight", hidden, tail=(spec.num_mels, 3)),
+                same("conv2.weight", "conv2.weight", hidden, tail=(hidden, 3)),
+            ]
+        ),
+        *layer_rules(spec, _LAYERS),
+        *norm_rules("layers.final_layernorm", "layer_norm", hidden),
+    ]
+    # Positions are sinusoids, which are computed here.
+    carried = ("embed_positions.weight", "model.decoder.*", "decoder.*", "proj_out.weight")
+    return WeightMap(tuple(rules), carried=carried, prefixes=("model.encoder.", "encoder.", ""))

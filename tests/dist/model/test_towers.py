@@ -1,0 +1,180 @@
+"""Encoders with the weights of transformers' models give their hidden states and gradients, at every layout."""
+
+import pytest
+
+from tests.dist.ranks import run_ranks
+from tests.towers import TOWERS, publish
+
+BOUND = 1e-5
+"""Largest difference, of the largest value that is expected."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of two ranks found, by tower."""
+    root = tmp_path_factory.mktemp("towers")
+    published = {name: publish(tower, root / name) for name, tower in TOWERS.items()}
+    return run_ranks(compare_all, 2, published)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_features_are_those_of_transformers(name, found):
+    errors = {**found[0][name], **found[1][name]}
+    readings = TOWERS[name].readings
+    wanted = {f"{reading}: {layout}" for reading in readings for layout in ("one", "tp", "pp")} - {"layer -3: pp"}
+    assert wanted <= errors.keys()
+    assert max(errors.values()) < BOUND, errors
+
+
+def compare_all(published: dict) -> dict[str, dict[str, float]]:
+    """Errors on this rank, of features by reading and layout, and of gradients."""
+    import torch
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from mimo_train.parallel import device as devices
+    from mimo_train.parallel.groups import build_groups
+    from mimo_train.plan.layout import ModuleLayout, RunLayout
+
+    torch.set_num_threads(1)
+    devices.init_process_group("cpu", 60.0, devices.install("cpu", 0))
+    sizes = {"one": (1, 1), "tp": (2, 1), "pp": (1, 2)}
+    layouts = {
+        name: ModuleLayout(name="images", tp=tp, pp=pp, dp=1, cp=1, ep=1, sp=False, first_rank=0)
+        for name, (tp, pp) in sizes.items()
+    }
+    groups = build_groups(RunLayout(layouts, (), (0, 1)))
+    pgs = groups.collections
+    model_parallel_cuda_manual_seed(1, tp_rank=pgs["tp"].tp.rank(), ep_rank=0, etp_rank=0)
+    return {name: compare(tower, layouts, pgs) for name, tower in published.items()}
+
+
+def compare(tower, layouts, groups) -> dict[str, float]:
+    from dataclasses import replace
+
+    from encoders.registry import FAMILIES
+    from encoders.spec import built_layers
+
+    family = next(one for one in FAMILIES.values() if tower.config["model_type"] in one.readers)
+    values = family.read(tower.config, tower.preprocessor)
+    errors: dict[str, float] = {}
+    for number, (reading, keys) in enumerate(tower.readings.items()):
+        spec = family.spec(**values | keys)
+        assert not spec.faults() + spec.joint_faults(tower.merge)
+        for name, layout in layouts.items():
+            if name not in groups or (name == "pp" and built_layers(spec) < 2):
+                continue
+            variants = [layout]
+            if name == "tp" and spec.token_unit(tower.merge) % 2 == 0:
+                variants.append(replace(layout, sp=True))
+            for variant in variants:
+                label = name + (" sp" if variant.sp else "")
+                found = compare_one(tower, spec, variant, groups[name], reading, gradients=number == 0)
+                errors |= {f"{reading}: {label}{what}": error for what, error in found.items()}
+    return errors
+
+
+def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> dict[str, float]:
+    """Errors of one encoder, on the ranks that know them."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from encoders.registry import FAMILIES
+    from mimo_train.config.schema import ConfigContainer
+    from mimo_train.config.schema_modules import ModuleConfig
+    from mimo_train.model.layers import layer_spec, norm_class
+    from mimo_train.model.names import global_names
+    from mimo_train.model.transformer_config import encoder_config
+    from mimo_train.plan.parameters import encoder_parameters
+    from tests.towers import weigh
+
+    cfg = ConfigContainer(modules={"images": ModuleConfig(encoder=spec)})
+    config = encoder_config(cfg, layout)
+    encoder = FAMILIES[spec.family].load()(
+        config, spec, layer_spec(config, AttnMaskType.no_mask, False), norm_class(False), tower.merge, pgs
+    )
+    stage, stages = pgs.pp.rank(), pgs.pp.size()
+    counted = encoder_parameters(spec, tp=layout.tp, stage=stage, stages=stages)
+    assert counted == sum(one.numel() for one in encoder.parameters())
+    read(encoder, spec, pgs, tower.folder, {name: one.data for name, one in global_names(encoder).items()})
+
+    if layout.size == 1:
+        require_round_trip(encoder, spec, tower.folder)
+
+    media = [one for group in tower.media for one in group]
+    sizes = [(len(one), spec.sample_rate) if one.ndim == 1 else tuple(one.shape[-2:]) for one in media]
+    for size in set(sizes):
+        assert spec.input_size(*size, merge=tower.merge) == size
+    received = None
+    if stage:
+        rows = sum(spec.inner_tokens(*size, merge=tower.merge) for size in sizes)
+        received = torch.empty(rows, spec.hidden_size)
+        dist.recv(received, group=pgs.pp, group_src=0)
+        received.requires_grad_()
+    output = encoder(media if not stage else None, sizes, received)
+    errors = {}
+    if stage < stages - 1:
+        dist.send(output.detach(), group=pgs.pp, group_dst=1)
+        gradient = torch.empty_like(output)
+        if gradients:
+            dist.recv(gradient, group=pgs.pp, group_src=1)
+            output.backward(gradient)
+    else:
+        expected = tower.features[reading]
+        assert len(output) == sum(spec.num_tokens(*size, merge=tower.merge) for size in sizes)
+        errors[""] = difference(output, expected.view_as(output))
+        if gradients:
+            weigh(output).sum().backward()
+            if stage:
+                dist.send(received.grad, group=pgs.pp, group_dst=0)
+    if gradients:
+        named = global_names(encoder)
+        expected = {name: torch.full_like(one, 7.0) for name, one in named.items()}
+        read(encoder, spec, pgs, tower.gradients, expected)
+        largest = max(float(one.abs().max()) for one in expected.values())
+        for name, one in named.items():
+            if getattr(one, "sequence_parallel", False):
+                dist.all_reduce(one.grad, group=pgs.tp)
+            errors[f" {name}"] = float((one.grad - expected[name]).abs().max()) / largest
+    return errors
+
+
+def require_round_trip(encoder, spec, folder) -> None:
+    """Tensors that are made of the parameters are those of the directory, bit for bit."""
+    import torch
+
+    from encoders.registry import FAMILIES
+    from mimo_train.checkpoint.hf.export import planned_tensors, tensors_of
+    from mimo_train.checkpoint.hf.tensors import TensorFolder
+
+    class Parameters(dict):
+        load = dict.__getitem__
+
+    parameters = Parameters({name: one.data for name, one in encoder.named_parameters()})
+    weights, there = FAMILIES[spec.family].weight_map(spec), TensorFolder(folder, "folder")
+    planned = planned_tensors(weights, parameters, torch.float32)
+    for plan, value in zip(planned, tensors_of(weights, parameters, torch.float32), strict=True):
+        assert torch.equal(value, there.whole(plan.name)), plan.name
+
+
+def difference(one, other) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def read(encoder, spec, pgs, folder, into) -> None:
+    """Values of a directory, for the parameters of an encoder on this rank."""
+    from encoders.registry import FAMILIES
+    from mimo_train.checkpoint.hf.fill import Cut, Reader, require_all_used
+    from mimo_train.checkpoint.hf.tensors import TensorFolder
+    from mimo_train.model.names import global_names
+
+    tensors = TensorFolder(folder, "folder")
+    reader = Reader(tensors, FAMILIES[spec.family].weight_map(spec), "folder")
+    require_all_used(tensors, [reader], "folder")
+    cuts = {
+        name: Cut(one.partition_dim, one.partition_stride, pgs.tp.rank(), pgs.tp.size())
+        if getattr(one, "tensor_model_parallel", False)
+        else Cut()
+        for name, one in global_names(encoder).items()
+    }
+    reader.fill(into, cuts)

@@ -1,0 +1,139 @@
+"""Pixels of our data path are those of transformers' default image processors, bit for bit."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.media.decode import Resize, decode_resized
+from encoders.errors import EncoderError
+from encoders.registry import FAMILIES
+from encoders.vit.model import VisionTransformer
+from encoders.vit.picture import PictureSpec
+
+SIZES = [(97, 131), (300, 61), (48, 48), (230, 517)]
+"""(height, width) of pictures."""
+
+CLIP = {"image_size": 56, "patch_size": 14}
+CROP = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+
+
+def picture(height: int, width: int) -> bytes:
+    """A PNG file of smooth shades with noise."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    shades = np.stack([rows * 255 / height, columns * 255 / width, (rows + columns) % 256], axis=-1)
+    noise = np.random.default_rng(height).integers(-40, 40, shades.shape)
+    buffer = io.BytesIO()
+    Image.fromarray(np.clip(shades + noise, 0, 255).astype(np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def embedder(spec: PictureSpec) -> VisionTransformer:
+    """What of an encoder makes patches of pixels."""
+
+    class Embedder(VisionTransformer):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.spec = spec
+            self.patch_embedding = torch.nn.Linear(1, 1)
+            for name in ("pixel_mean", "pixel_std"):
+                setattr(self, name, 255 * torch.tensor(getattr(spec, name)).view(1, -1, 1, 1))
+
+    return Embedder()
+
+
+def spec_of(model_type: str, config: dict, preprocessor: dict) -> PictureSpec:
+    family = next(family for family in FAMILIES.values() if model_type in family.readers)
+    return family.spec(**family.read({"model_type": model_type, **config}, preprocessor))
+
+
+def ours(spec: PictureSpec, raw: bytes, size: tuple[int, int], merge: int) -> torch.Tensor:
+    """Patches as the encoder multiplies them."""
+    resize = Resize(spec.transform.interpolation, spec.transform.shortest_edge)
+    return embedder(spec)._patches(decode_resized(raw, *spec.input_size(*size, merge), resize)[None])[0]
+
+
+def patches_of(pixels: torch.Tensor, spec: PictureSpec) -> torch.Tensor:
+    """Normalised pixels [3, height, width] in patches, row by row."""
+    side = spec.patch_size
+    return pixels.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("processor", "options", "model_type", "config"),
+    [
+        ("CLIPImageProcessor", CROP, "clip_vision_model", CLIP),
+        ("CLIPImageProcessor", {**CROP, "size": {"shortest_edge": 71}, "resample": 2}, "clip_vision_model", CLIP),
+        ("SiglipImageProcessor", {"size": {"height": 60, "width": 60}}, "siglip", CLIP | {"image_size": 60}),
+        ("BitImageProcessor", {**CROP, "size": {"shortest_edge": 65}}, "dinov2", {**CLIP, "image_size": 70}),
+    ],
+)
+def test_squares(processor, options, model_type, config, size):
+    import transformers
+
+    processor, raw = getattr(transformers, processor)(**options), picture(*size)
+    pixels = processor(Image.open(io.BytesIO(raw)), return_tensors="pt").pixel_values[0]
+    spec = spec_of(model_type, config, processor.to_dict())
+    assert spec.input_size(*size) == tuple(pixels.shape[1:])
+    assert torch.equal(ours(spec, raw, size, 1), patches_of(pixels, spec))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (9, 700)])
+def test_siglip2(size):
+    import transformers
+
+    processor, raw = transformers.Siglip2ImageProcessor(max_num_patches=50), picture(*size)
+    found = processor(Image.open(io.BytesIO(raw)), return_tensors="pt")
+    spec = spec_of("siglip2_vision_model", {}, processor.to_dict())
+    assert spec.grid(*size) == tuple(found.spatial_shapes[0].tolist())
+    assert torch.equal(ours(spec, raw, size, 1), found.pixel_values[0, : spec.inner_tokens(*size)])
+
+
+@pytest.mark.parametrize("size", [*SIZES, (20, 700), (6, 6)])
+def test_qwen(size):
+    import transformers
+
+    processor, raw = transformers.Qwen2VLImageProcessor(min_pixels=4000, max_pixels=40000), picture(*size)
+    found = processor(Image.open(io.BytesIO(raw)), return_tensors="pt")
+    spec = spec_of("qwen2_5_vl_vision", {}, processor.to_dict())
+    rows, columns = spec.grid(*size, merge=2)
+    assert [1, rows, columns] == found.image_grid_thw[0].tolist()
+    # Theirs are in the order of squares of four.
+    squares = ours(spec, raw, size, 2).view(rows // 2, 2, columns // 2, 2, -1).transpose(1, 2).flatten(0, 3)
+    assert torch.equal(squares, found.pixel_values)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"), [((20, 1500), "28 x 1708, and encoder.max_pixels is 40000"), ((2, 500), "200 times longer")]
+)
+def test_qwen_refuses_what_has_more_tokens_than_the_most(size, said):
+    spec = FAMILIES["qwen_vit"].spec(min_pixels=4000, max_pixels=40000)
+    with pytest.raises(EncoderError, match=said):
+        spec.num_tokens(*size, merge=2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "preprocessor", "said"),
+    [
+        ("clip_vision_model", CLIP | {"image_size": 70}, CROP, "56 x 56 pixels, and config.json has image_size 70"),
+        ("clip_vision_model", CLIP, {**CROP, "do_center_crop": False}, "do_center_crop"),
+        ("clip_vision_model", CLIP, {**CROP, "do_rescale": False}, "do_rescale is False"),
+        ("clip_vision_model", CLIP, {**CROP, "resample": 0}, "resample is 0"),
+        ("clip_vision_model", CLIP | {"hidden_act": "mish"}, CROP, "hidden_act is 'mish'"),
+        ("clip_vision_model", CLIP | {"attention_dropout": 0.1}, CROP, "attention_dropout is 0.1"),
+        ("clip", {"vision_config": CLIP | {"num_channels": 4}}, CROP, "num_channels is 4"),
+        ("siglip2", {"vision_config": {"num_patches": 200}}, {}, "num_patches is 200"),
+        ("dinov2", {"drop_path_rate": 0.1}, {}, "drop_path_rate is 0.1"),
+        ("dinov3_vit", {"key_bias": True}, {}, "key_bias is True"),
+        ("dinov3_vit", {"use_gated_mlp": True}, {}, "use_gated_mlp"),
+        ("qwen2_5_vl", {"vision_config": {"temporal_patch_size": 1}}, {}, "temporal_patch_size is 1"),
+        ("whisper", {"encoder_layerdrop": 0.1}, {}, "encoder_layerdrop is 0.1"),
+        ("whisper", {}, {"sampling_rate": 8000}, "sampling_rate is 8000"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(model_type, config, preprocessor, said):
+    with pytest.raises(EncoderError, match=said):
+        spec_of(model_type, config, preprocessor)
