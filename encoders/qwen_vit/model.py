@@ -23,7 +23,9 @@ class QwenVisionTransformer(VisionTransformer):
 
     def _embed(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pictures of one size, [N, 3, height, width] -> the input of the first layer, [N, T, H]."""
-        return super()._embed(pixels)[:, self._order(pixels.shape[-2:]).to(pixels.device, non_blocking=True)]
+        return super()._embed(pixels)[
+            :, self._order((pixels.shape[-2], pixels.shape[-1])).to(pixels.device, non_blocking=True)
+        ]
 
     def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
         """The patches of each token side by side, tokens row by row."""

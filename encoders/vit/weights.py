@@ -89,12 +89,10 @@ def _up(theirs: str, names: LayerNames, ffn: int) -> list[tuple[str, int]]:
 def _attention(spec: EncoderSpec, names: LayerNames, ours: str, theirs: str) -> Iterator[Rule]:
     hidden, count = spec.hidden_size, spec.num_attention_heads
     sizes = {"groups": count, "per_group": 1, "size": hidden // count}
-    if names.fused:
-        sizes["firsts"] = (0, hidden, 2 * hidden)
+    firsts = (0, hidden, 2 * hidden) if names.fused else ()
     parts = [f"{theirs}{name}" for name in (names.query, names.key, names.value)]
-    yield heads(f"{ours}.weight", *(f"{part}.weight" for part in parts), **sizes)
-    biases = [f"{part}.bias" for part in parts]
-    if not names.key_bias:
-        biases[1] = ""
-    rule = heads(f"{ours}.bias", *biases, **sizes)
+    query, key, value = (f"{part}.weight" for part in parts)
+    yield heads(f"{ours}.weight", query, key, value, **sizes, firsts=firsts)
+    query, key, value = (f"{part}.bias" for part in parts)
+    rule = heads(f"{ours}.bias", query, key if names.key_bias else "", value, **sizes, firsts=firsts)
     yield Rule(rule.ours, tuple(row if row.name else Rows("", row.count) for row in rule.rows))

@@ -46,11 +46,11 @@ class WindowAttention(SdpaAttention):
             rows.append(own_WL.flatten())
             place = rows[-1].to(query_SBND.device, non_blocking=True)
             # [L, W * B, N, D]: windows are one more batch.
-            parts = [
+            query, key, value = (
                 tensor[place].unflatten(0, own_WL.shape).transpose(0, 1).flatten(1, 2)
                 for tensor in (query_SBND, key_SBND, value_SBND)
-            ]
-            context = self._attend(*parts, None, False)
+            )
+            context = self._attend(query, key, value, None, False)
             attended.append(context.unflatten(1, (len(own_WL), -1)).transpose(0, 1).flatten(0, 1))
         back = torch.argsort(torch.cat(rows))
         return torch.cat(attended)[back.to(query_SBND.device, non_blocking=True)]
