@@ -80,6 +80,7 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
     from megatron.core.transformer.enums import AttnMaskType
 
     from encoders.registry import FAMILIES
+    from mimo_train.config.llm_spec import LlmSpec
     from mimo_train.config.schema import ConfigContainer
     from mimo_train.config.schema_modules import ModuleConfig
     from mimo_train.model.layers import layer_spec, norm_class
@@ -88,7 +89,7 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
     from mimo_train.plan.parameters import encoder_parameters
     from tests.towers import weigh
 
-    cfg = ConfigContainer(modules={"images": ModuleConfig(encoder=spec)})
+    cfg = ConfigContainer(modules={"images": ModuleConfig(encoder=spec), "language": ModuleConfig(llm=LlmSpec())})
     config = encoder_config(cfg, layout)
     encoder = FAMILIES[spec.family].load()(
         config, spec, layer_spec(config, AttnMaskType.no_mask, False), norm_class(False), tower.merge, pgs
