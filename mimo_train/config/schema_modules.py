@@ -17,7 +17,8 @@ class LayoutConfig:
     """Parallel sizes of one module. Its ranks are tp * cp * dp * pp."""
 
     tp: int = key(1, at_least=1)
-    """Tensor parallel size. Must divide attention heads, key-value heads and the feed-forward width."""
+    """Tensor parallel size. Must divide attention heads and the feed-forward width; key-value heads must be a multiple
+    or a divisor of it."""
     pp: int = key(1, at_least=1)
     """Pipeline stages, at most the layers; layers left over go to the first stage. Encoders on ranks of `language` have
     one."""

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from encoders.projectors.spec import ProjectorSpec
@@ -28,6 +30,13 @@ def test_a_sample_through_the_language_model_by_hand():
     # Heads of 2: q 4, k and v 2 each. qkv 4*8=32, output 4*4=16, up 4*16=64, down 8*4=32: 144 weights a layer.
     # Attention of 7 tokens over (7+1)/2 = 4 positions on average: 7*4*4*4 = 448. Output layer: 7*2*4*10 = 560.
     assert forward(language_products(DENSE, 7, vocab=10)) == 2 * (7 * 2 * 144 + 448) + 560
+
+
+def test_windows_and_heads_of_their_own_width_by_hand():
+    spec = dataclasses.replace(DENSE, head_size=3, window=2, full_attention_layers=[1])
+    # Heads of 3: q 6, k and v 3 each. qkv 4*12=48, output 6*4=24, up 64, down 32: 168 weights a layer.
+    # Pairs of 7 tokens: 7*8/2 = 28 in the second layer, 1 + 6*2 = 13 in the first; 4*6 FLOPs each.
+    assert forward(language_products(spec, 7, vocab=0)) == 2 * 7 * 2 * 168 + (28 + 13) * 24
 
 
 def test_without_swiglu_and_without_grouped_queries():

@@ -63,6 +63,31 @@ def test_a_gated_layer_with_few_key_heads_keeps_less_attention_and_more_feed_for
     assert memory.layer_activations(10, **sizes, rope=True) == 10 * (128 + 416 + 48)
 
 
+def test_what_families_keep_besides_by_hand():
+    sizes = {"hidden": 8, "ffn": 16, "precision": "fp32", "key_width": 6, "query_width": 12}
+    # Per token: 4 h in full = 128 bytes; 2 q + 2 k + 2 f = 68 numbers = 272 bytes; norms behind the parts 2 h = 64.
+    assert memory.layer_activations(10, **sizes) == 10 * (128 + 272)
+    assert memory.layer_activations(10, **sizes, post_norms=True) == 10 * (192 + 272)
+    # 4 heads of 2 samples, 6 x 6 scores, 8 bytes each; over two ranks of each kind.
+    assert memory.score_activations(6, 2, heads=4) == 2 * 4 * 36 * 8
+    assert memory.score_activations(6, 2, heads=4, tp=2, cp=2) == 2 * 2 * 18 * 8
+
+
+@pytest.mark.parametrize(("recompute", "scores"), [("none", 4), ("selective", 1)])
+def test_capped_scores_are_kept_unless_they_are_computed_again(recompute, scores):
+    plain = resolved("layout=language_one", f"train.recompute={recompute}", config="gpt_tiny")
+    capped = resolved(
+        "layout=language_one",
+        f"train.recompute={recompute}",
+        "modules.language.llm.attention_softcap=5",
+        config="gpt_tiny",
+    )
+    (without,), (kept,) = (memory.stage_memory(run, "language", 384) for run in (plain, capped))
+    sizes = plain.cfg.data.sequence_length, plain.cfg.train.micro_batch_size, plain.cfg.llm.num_attention_heads
+    difference = kept.memory.activations - without.memory.activations
+    assert difference == scores * memory.score_activations(*sizes) and plain.cfg.llm.num_layers == 4
+
+
 def test_full_recompute_keeps_inputs_and_one_layer():
     assert memory.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="none") == 12000
     assert memory.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="selective") == 12000
