@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +29,15 @@ from data.shards import refuse_compressed
 from data.storage.replace import replacing
 from data.storage.tar import walk_tar
 
-IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp"])
-AUDIO = frozenset(["wav", "flac", "mp3", "ogg"])
+IMAGES = frozenset(["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp"])
+AUDIO = frozenset(["wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff"])
+UNREADABLE = {
+    "image": frozenset(["tif", "tiff", "heic", "heif", "avif", "jp2", "jxl", "svg"]),
+    "audio": frozenset(["m4a", "aac", "wma"]),
+}
+"""Pictures and clips that are not decoded: a sample with one is bad, where to overlook it would change its meaning."""
 
-_VERSION = 2
+_VERSION = 3
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 _SAMPLE = np.dtype([("first_member", "<i8"), ("key_at", "<i8"), ("reason", "<i4"), ("record", "<i4")])
@@ -208,7 +214,15 @@ def _find_record(names: list[str]) -> tuple[int, str | None]:
 
 def _kind(extension: str) -> str:
     last = extension.rpartition(".")[2]
-    return "image" if last in IMAGES else "audio" if last in AUDIO else "other"
+    for kind, known in (("image", IMAGES), ("audio", AUDIO)):
+        if last in known or last in UNREADABLE[kind]:
+            return kind
+    return "other"
+
+
+def ignored(extensions: Iterable[str]) -> list[str]:
+    """Those that are neither a picture, nor a clip, nor a record: such members are not read."""
+    return sorted(one for one in extensions if _kind(one) == "other" and one.rpartition(".")[2] not in ("json", "txt"))
 
 
 def _measure(fd: int, extension: str, offset: int, size: int) -> tuple[int, int, int, int]:

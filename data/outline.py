@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data.errors import DataError
-from data.index import Member
+from data.index import AUDIO, IMAGES, UNREADABLE, Member
 from data.media.resize import STRETCHED, Resize
 
 
@@ -94,7 +94,7 @@ def count_tokens(
         tokens[media.module] = []
         for member in members[media.kind]:
             if 0 in member.extent:
-                return {}, f"member .{member.extension} ({member.size} bytes) has no readable {media.kind} header"
+                return {}, f"member .{member.extension} ({member.size} bytes) {_why_unreadable(member)}"
             try:
                 media.size(*member.extent)
                 tokens[media.module].append(media.num_tokens(*member.extent))
@@ -105,3 +105,10 @@ def count_tokens(
     if needed > sequence_length:
         return {}, f"its media alone need {needed} tokens, but data.sequence_length is {sequence_length}"
     return tokens, None
+
+
+def _why_unreadable(member: Member) -> str:
+    readable = IMAGES if member.kind == "image" else AUDIO
+    if member.extension.rpartition(".")[2] in UNREADABLE[member.kind]:
+        return f"cannot be decoded: convert it, {member.kind} formats are {', '.join(sorted(readable))}"
+    return f"has no readable {member.kind} header" + (", or is cut off" if member.kind == "audio" else "")

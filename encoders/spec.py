@@ -215,3 +215,23 @@ def joint_faults(encoder: EncoderSpec, projector: Merging) -> list[tuple[str, st
 def joined_width(encoder: Joining, projector: Merging) -> int:
     """Width of the features that the projector reads."""
     return encoder.hidden_size * encoder.joined(projector.merge)
+
+
+def number_faults(spec: Any) -> list[tuple[str, str]]:
+    """(field, sentence) of numbers outside of their range, of fields that most families have. Looks at the fields that
+    are there, so that it holds for any family."""
+    found = []
+    for name, fits, allowed in _RANGES:
+        value = getattr(spec, name, None)
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, (int, float)) and not fits(number) for number in numbers):
+            found.append((name, f"must be {allowed}, is {value}"))
+    return found
+
+
+_RANGES = (
+    ("dropout", lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    ("init_std", lambda value: value >= 0, "at least 0"),
+    ("layernorm_epsilon", lambda value: value > 0, "above 0"),
+    ("pixel_std", lambda value: value > 0, "above 0 for each channel"),
+)

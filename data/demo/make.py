@@ -3,7 +3,7 @@ read. Nothing is downloaded.
 
 A demo folder holds `train/` and `held_out/` shards and `demo.json`, which is written last: it names the parameters and
 every shard with its size, so that a folder without it, or with other shards, counts as incomplete. Equal parameters
-give equal bytes.
+give equal bytes. Only a demo's own shards are ever replaced.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def make_demo(
     shards: int = 8,
     text_only_fraction: float = 0.1,
 ) -> Path:
-    """Writes the digits demo (see `digits.py`) into `out_dir` and returns it. Files of the same names are replaced.
+    """Writes the digits demo (see `digits.py`) into `out_dir` and returns it. Shards of an earlier demo are replaced.
 
     shards: number of training shards; the held-out part is one. Odd shards hold chat `messages`, even ones LLaVA
-    `conversations`. Raises DataError for numbers that make no demo, or without scikit-learn.
+    `conversations`. Raises DataError for numbers that make no demo, without scikit-learn, or if the two folders hold
+    shards that are no demo's.
     """
     parameters = {"train_samples": train_samples, "held_out_samples": held_out_samples, "seed": seed, "shards": shards}
     _require_sizes(parameters)
@@ -113,7 +114,7 @@ def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **paramet
     """Makes the demo (`kind`: "digits", "mixed" or "text") unless `out_dir` holds it complete; returns `out_dir`.
 
     Every rank may call it: one makes the demo, the others wait. Raises DataError if the folder holds a demo that was
-    made with other parameters.
+    made with other parameters, or shards of others.
     """
     if kind not in DEMOS:
         raise DataError(f"unknown demo {kind!r}; known are {', '.join(DEMOS)}")
@@ -167,9 +168,10 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
     scratch = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
     try:
         yield scratch
-        (out_dir / MARKER).unlink(missing_ok=True)
         files = sorted(scratch.rglob("*.tar"))
         names = [file.relative_to(scratch) for file in files]
+        _require_own_shards(out_dir, scratch, {out_dir / name.parent for name in names})
+        (out_dir / MARKER).unlink(missing_ok=True)
         marker = {"format": _FORMAT, "kind": kind, "parameters": parameters}
         marker["files"] = {str(name): file.stat().st_size for name, file in zip(names, files, strict=True)}
         for name in names:
@@ -184,6 +186,33 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
             marker_file.write(json.dumps(marker, indent=1).encode() + b"\n")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _require_own_shards(out_dir: Path, scratch: Path, folders: set[Path]) -> None:
+    """Raises DataError if a shard in `folders` is neither one that the marker names, nor one of the new demo, whole or
+    cut off (the marker is gone where a process died while it moved the files)."""
+    try:
+        known = dict(json.loads((out_dir / MARKER).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        known = {}
+    for folder in sorted(folders):
+        for shard in sorted(folder.glob("*.tar")):
+            name = shard.relative_to(out_dir)
+            if known.get(str(name)) != shard.stat().st_size and not _is_start_of(shard, scratch / name):
+                raise DataError(
+                    f"a demo in {out_dir} would remove {shard}, which is no shard of a demo made there: choose another "
+                    "folder, or move that shard"
+                )
+
+
+def _is_start_of(part: Path, whole: Path) -> bool:
+    if not whole.is_file() or part.stat().st_size > whole.stat().st_size:
+        return False
+    with open(part, "rb") as first, open(whole, "rb") as second:
+        while block := first.read(1 << 20):
+            if block != second.read(len(block)):
+                return False
+    return True
 
 
 def _write_part(folder: Path, samples: int, shards: int, seed: int, sample_of: Callable[..., DemoSample]) -> None:

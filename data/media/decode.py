@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
 from data.errors import DecodeError
-from data.media.headers import parse_header_bytes
+from data.media.headers import is_cut_off, parse_header_bytes
 from data.media.resize import STRETCHED, Resize
 
 
@@ -27,12 +27,14 @@ def decode_media(kind: str, raw: bytes, size: tuple[int, int], resize: Resize) -
 
 
 def decode_picture(raw: bytes) -> torch.Tensor:
-    """A JPEG, PNG, WebP, GIF (first frame) or BMP file -> uint8 [3, H, W], RGB, upright. Raises DecodeError."""
+    """A JPEG, PNG, WebP, GIF or BMP file (the first frame) -> uint8 [3, H, W], RGB, upright. Raises DecodeError."""
     header = parse_header_bytes(raw)
     if header is None:
         raise DecodeError(f"no JPEG, PNG, WebP, GIF or BMP header in {len(raw)} bytes")
     try:
-        if header.format in ("JPEG", "PNG", "WEBP"):
+        # torchvision reads no animated WebP: VP8X, with this flag.
+        moves = header.format == "WEBP" and raw[12:16] == b"VP8X" and raw[20] & 0x02
+        if header.format in ("JPEG", "PNG", "WEBP") and not moves:
             # bytearray: torch wants memory that it may write to.
             picture = decode_image(torch.frombuffer(bytearray(raw), dtype=torch.uint8), mode=ImageReadMode.RGB)
         else:
@@ -70,6 +72,8 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None) -> torch.Ten
     """
     import soundfile
 
+    if is_cut_off(raw):
+        raise DecodeError(f"{len(raw)} bytes of audio: the end of the file is missing")
     try:
         pcm, clip_rate = soundfile.read(io.BytesIO(raw), dtype="int16", always_2d=True)
     except (soundfile.SoundFileError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Headers: format, size and EXIF orientation of a picture from the first bytes of a member, length and rate of a clip,
+"""Headers: format, size and orientation of a picture from the first bytes of a member, length and rate of a clip,
 without decoding it.
 
 The index and the decoder both use this parser, so the size that the index promises is the size that the decoder yields.
@@ -14,8 +14,10 @@ from __future__ import annotations
 import io
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from data.media import orientation as orientations
 
 ReadAt = Callable[[int, int], bytes]
 """(offset within the member, length) -> bytes, shorter at the member's end."""
@@ -24,6 +26,9 @@ ReadAt = Callable[[int, int], bytes]
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _JPEG_BARE = frozenset([0x01, *range(0xD0, 0xD8)])
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_TAIL = 1 << 16  # bytes at the end of a PNG in which metadata behind its pixels is looked for
+_JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_UNKNOWN_LENGTH = 0x7FFFF000  # of a WAV: programs that write into a pipe put this or more
 
 
 class ImageHeader(NamedTuple):
@@ -32,7 +37,7 @@ class ImageHeader(NamedTuple):
     format: str
     height: int
     width: int
-    orientation: int  # EXIF value, 1 (upright) to 8
+    orientation: int  # of EXIF or XMP, 1 (upright) to 8
 
 
 def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
@@ -42,7 +47,7 @@ def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
     if magic[:2] == b"\xff\xd8":
         return _jpeg(window)
     if magic[:8] == _PNG_SIGNATURE:
-        return _png(window)
+        return _png(window, read, size)
     if magic[:4] == b"RIFF" or magic[:4] == b"GIF8" or magic[:2] == b"BM":
         return _pillow(read(0, size))
     return None
@@ -63,14 +68,34 @@ def parse_extent(kind: str, raw: bytes) -> tuple[int, int] | None:
 
 
 def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
-    """(samples per channel, samples per second) of a whole audio file, or None. Never raises for bad bytes."""
+    """(samples per channel, samples per second) of a whole audio file, or None, also for one that is cut off. Never
+    raises for bad bytes."""
     import soundfile
 
+    if is_cut_off(raw):
+        return None
     try:
         info = soundfile.info(io.BytesIO(raw))
     except (soundfile.SoundFileError, RuntimeError):
         return None
     return (int(info.frames), int(info.samplerate)) if info.frames > 0 and info.samplerate > 0 else None
+
+
+def is_cut_off(raw: bytes) -> bool:
+    """Whether the end of a WAV or OGG file is missing, which their decoder takes for a shorter clip."""
+    if raw[:4] in (b"RIFF", b"RIFX") and raw[8:12] == b"WAVE":
+        order, offset = "little" if raw[:4] == b"RIFF" else "big", 12
+        while len(raw) >= offset + 8:
+            length = int.from_bytes(raw[offset + 4 : offset + 8], order)
+            if raw[offset : offset + 4] == b"data":
+                return offset + 8 + length > len(raw) and length < _UNKNOWN_LENGTH
+            offset += 8 + length + length % 2
+    offset = 0
+    while raw[offset : offset + 4] == b"OggS":
+        segments = raw[offset + 26] if len(raw) > offset + 26 else 0
+        sizes = raw[offset + 27 : offset + 27 + segments]
+        offset += 27 + segments + sum(sizes)
+    return offset > len(raw)
 
 
 class _Window:
@@ -87,8 +112,9 @@ class _Window:
 
 
 def _jpeg(window: _Window) -> ImageHeader | None:
-    offset, orientation = 2, 1
-    found_exif = False
+    offset = 2
+    exif: tuple[int, int] | None = None  # where it is, and its length
+    xmp: tuple[int, int] | None = None
     while True:
         marker = window.get(offset, 2)
         if len(marker) < 2 or marker[0] != 0xFF:
@@ -108,26 +134,41 @@ def _jpeg(window: _Window) -> ImageHeader | None:
             if len(frame) < 5:
                 return None
             height, width = struct.unpack(">xHH", frame)
-            return _oriented("JPEG", height, width, orientation)
-        if marker[1] == 0xE1 and not found_exif and window.get(offset + 4, 6) == b"Exif\0\0":
-            orientation, found_exif = _exif_orientation(window.get(offset + 10, length - 8)), True
+            found = orientations.of_exif(window.get(*exif)) if exif else None
+            if found is None and xmp:
+                found = orientations.of_xmp(window.get(*xmp))
+            return _oriented("JPEG", height, width, orientations.first_of(found))
+        if marker[1] == 0xE1:
+            if exif is None and window.get(offset + 4, 6) == b"Exif\0\0":
+                exif = offset + 10, length - 8
+            elif window.get(offset + 4, len(_JPEG_XMP)) == _JPEG_XMP:
+                xmp = offset + 4 + len(_JPEG_XMP), length - 2 - len(_JPEG_XMP)
         offset += 2 + length
 
 
-def _png(window: _Window) -> ImageHeader | None:
+def _png(window: _Window, read: ReadAt, size: int) -> ImageHeader | None:
     first = window.get(8, 16)
     if len(first) < 16 or first[4:8] != b"IHDR":
         return None
     width, height = struct.unpack(">II", first[8:16])
-    offset, orientation = 8, 1
+    found = orientations.of_png(_first_chunks(window))
+    if found is None:
+        # Programs that change metadata put it behind the pixels.
+        start = max(size - _PNG_TAIL, 33)
+        found = orientations.of_png(orientations.last_png_chunks(read(start, max(size - start, 0))))
+    return _oriented("PNG", height, width, orientations.first_of(found))
+
+
+def _first_chunks(window: _Window) -> Iterator[tuple[bytes, bytes]]:
+    """(name, content) of the metadata chunks in front of the pixels."""
+    offset = 8
     while len(chunk := window.get(offset, 8)) == 8:
         length, name = struct.unpack(">I4s", chunk)
-        if name == b"eXIf":
-            orientation = _exif_orientation(window.get(offset + 8, min(length, 1 << 16)))
-        if name in (b"eXIf", b"IDAT", b"IEND"):
-            break
+        if name in (b"IDAT", b"IEND"):
+            return
+        if name in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+            yield name, window.get(offset + 8, min(length, 1 << 16))
         offset += 12 + length
-    return _oriented("PNG", height, width, orientation)
 
 
 def _pillow(raw: bytes) -> ImageHeader | None:
@@ -137,8 +178,8 @@ def _pillow(raw: bytes) -> ImageHeader | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of pictures that are merely large
             with Image.open(io.BytesIO(raw), formats=["WEBP", "GIF", "BMP"]) as picture:
-                exif = picture.info.get("exif", b"")
-                orientation = _exif_orientation(exif.removeprefix(b"Exif\0\0"))
+                exif, xmp = picture.info.get("exif", b""), picture.info.get("xmp", b"")
+                orientation = orientations.first_of(orientations.of_exif(exif), orientations.of_xmp(xmp))
                 return _oriented(picture.format or "", picture.height, picture.width, orientation)
     except Exception:  # Pillow raises many types for broken bytes; each means that there is no usable header
         return None
@@ -150,19 +191,3 @@ def _oriented(name: str, height: int, width: int, orientation: int) -> ImageHead
     if orientation >= 5:
         height, width = width, height
     return ImageHeader(name, height, width, orientation)
-
-
-def _exif_orientation(tiff: bytes) -> int:
-    """Orientation (1 to 8) in the first directory of an EXIF block; 1 when absent or damaged."""
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
-    if order is None or len(tiff) < 8:
-        return 1
-    (directory,) = struct.unpack(order + "I", tiff[4:8])
-    if directory + 2 > len(tiff):
-        return 1
-    (count,) = struct.unpack_from(order + "H", tiff, directory)
-    for entry in range(directory + 2, min(directory + 2 + 12 * count, len(tiff) - 11), 12):
-        tag, _, _, value = struct.unpack_from(order + "HHIH", tiff, entry)
-        if tag == 0x0112:
-            return value if 1 <= value <= 8 else 1
-    return 1

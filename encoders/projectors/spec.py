@@ -14,7 +14,7 @@ class ProjectorSpec:
     kind: str = "mlp"
     """`mlp` (two linear layers with an activation between them) or `linear` (one)."""
     ffn_hidden_size: int = 0
-    """Hidden width of the mlp; 0: the language model's hidden size."""
+    """Hidden width of the mlp, at least 0; 0: the language model's hidden size."""
     activation: str = "gelu"
     """`gelu`, `gelu_tanh`, `quick_gelu`, `relu` or `silu`."""
     merge: int = 1
@@ -31,6 +31,8 @@ class ProjectorSpec:
             found.append(("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {self.activation!r}"))
         if self.merge < 1:
             found.append(("merge", f"must be at least 1, is {self.merge}"))
+        if self.ffn_hidden_size < 0:
+            found.append(("ffn_hidden_size", f"must be at least 0, is {self.ffn_hidden_size}"))
         return found
 
     def num_parameters(self, width: int, language_width: int) -> int:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from mimo_train.check import arithmetic, ranks, resuming, samples
+from mimo_train.check import arithmetic, promises, ranks, resuming, samples
 from mimo_train.check.findings import Report, show
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault
@@ -58,6 +58,7 @@ def check(cfg: ConfigContainer) -> Report:
         if run:
             arithmetic.add_batch(report, run)
             arithmetic.add_memory(report, run, vocab, seen.media_per_sample)
+    promises.add_promises(report, cfg)
     resuming.add_run_dir(report, cfg, layout, seen.fingerprint)
     return report
 

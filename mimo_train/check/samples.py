@@ -82,7 +82,7 @@ def _add_shards(
     report: Report, cfg: ConfigContainer, key: str, pattern: str, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
     """Samples in the shards that can be read."""
-    from data.index import open_index
+    from data.index import ignored, open_index
     from data.shards import find_shards
 
     try:
@@ -107,6 +107,9 @@ def _add_shards(
         (key, pattern, f"{len(good)} of {plural(len(paths), 'shard')} can be read, {plural(samples, 'sample')}")
     )
     rows.append(("", "members", ", ".join(f"{count:,} .{name}" for name, count in sorted(members.items())) or "none"))
+    if unread := ignored(members):
+        named = ", ".join(f".{name} ({members[name]:,})" for name in unread)
+        report.warnings.append(f"{key}: members {named} are neither pictures, audio nor records: they are not read")
     if unusable:
         rows.append(("", "unusable", f"{unusable:,} samples, according to the shards' indexes"))
     if good and not samples:

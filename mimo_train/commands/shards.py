@@ -100,7 +100,7 @@ def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
 def _inspect(args: argparse.Namespace) -> int:
     from collections import Counter
 
-    from data.index import open_index
+    from data.index import ignored, open_index
     from data.shards import find_shards
 
     counts: Counter[str] = Counter()
@@ -131,6 +131,8 @@ def _inspect(args: argparse.Namespace) -> int:
     print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
     for extension, count in sorted(counts.items()):
         print(f".{extension:<15}{count:>10}{sizes[extension] / count:>12.0f}{sizes[extension] / 1e6:>10.1f}")
+    if unread := ignored(counts):
+        print(f"not read, neither pictures, audio nor records: {', '.join(f'.{name}' for name in unread)}")
     if pictures:
         print(f"\n{'height x width':<16}{'pictures':>10}")
         for (height, width), count in pictures.most_common(10):

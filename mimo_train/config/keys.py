@@ -1,6 +1,7 @@
 """Config keys with checks: the accepted values are declared beside the default. Imports no torch."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,16 +53,27 @@ def rules_of(field: dataclasses.Field) -> Rules:
 
 
 def value_faults(section: Any, prefix: str) -> Iterator[Fault]:
-    """Values of a section that its keys do not accept.
+    """Values of a section that its keys do not accept; no key accepts a number that is not finite.
 
     Args:
         section: a dataclass; nested sections are not checked.
         prefix: the section's key.
     """
     for field in dataclasses.fields(section):
-        complaint = rules_of(field).complaint(getattr(section, field.name))
+        value = getattr(section, field.name)
+        complaint = _not_finite(value) or rules_of(field).complaint(value)
         if complaint:
             yield Fault(f"{prefix}.{field.name}", complaint)
+
+
+def _not_finite(value: Any) -> str:
+    """What is wrong with infinities and NaN, which pass any comparison; empty if there are none. Looks into lists and
+    dicts."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    has = isinstance(value, (list, tuple))
+    strange = [one for one in (value if has else [value]) if isinstance(one, float) and not math.isfinite(one)]
+    return f"must be finite, {'has' if has else 'is'} {strange[0]}" if strange else ""
 
 
 def shown(value: Any) -> str:

@@ -19,6 +19,9 @@ from mimo_train.config.schema_train import OptimConfig, TrainConfig
 LEAST_PATIENCE = 0.25
 """`run.timeout_minutes` with in-process restarts, whose barriers wait twice as long, is longer than this."""
 
+YEAR = 365 * 24 * 60
+"""In minutes. Libraries count a timeout in units that far larger ones overflow."""
+
 
 @dataclass
 class RunConfig:
@@ -31,8 +34,8 @@ class RunConfig:
     device: str = key("auto", choices=("auto", "cuda", "cpu"))
     """`auto` (CUDA where each process of a machine gets a device), `cuda` or `cpu`. On CUDA each process takes a GPU of
     its own."""
-    timeout_minutes: float = key(10.0, above=0)
-    """Minutes that a rank waits for its peers in a collective before it gives up. With
+    timeout_minutes: float = key(10.0, above=0, below=YEAR)
+    """Minutes that a rank waits for its peers in a collective before it gives up, less than a year. With
     `inprocess_restarts` above 0.25."""
     inprocess_restarts: int = key(0, at_least=0)
     """How often a failed run starts again inside its processes, from its newest checkpoint; 0: never. Needs the extra

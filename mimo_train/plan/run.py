@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import joint_faults
+from encoders.spec import joint_faults, number_faults
 from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
@@ -112,14 +113,23 @@ def _module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
     if module.llm is not None:
         wrong_spec = list(module.llm.faults(f"{prefix}.llm"))
     else:
-        own = [(f"encoder.{field}", text) for field, text in module.encoder.faults()]
-        own += [(f"projector.{field}", text) for field, text in module.projector.faults()]
-        own = own or joint_faults(module.encoder, module.projector)
-        wrong_spec = [Fault(f"{prefix}.{field}", text) for field, text in own]
+        wrong_spec = _spec_faults(module, prefix)
     yield from wrong_spec
     if not wrong_spec:
         divide = language_faults(module.llm, layout, prefix) if module.llm else encoder_faults(module, prefix)
         yield from divide
+
+
+def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
+    """What is wrong with the sizes of an encoder and its projector, alone and together."""
+    encoder, projector = module.encoder, module.projector
+    # Arithmetic with what is not finite raises.
+    found = [*value_faults(encoder, f"{prefix}.encoder"), *value_faults(projector, f"{prefix}.projector")]
+    if found:
+        return found
+    own = [(f"encoder.{field}", text) for field, text in [*encoder.faults(), *number_faults(encoder)]]
+    own += [(f"projector.{field}", text) for field, text in projector.faults()]
+    return [Fault(f"{prefix}.{field}", text) for field, text in own or joint_faults(encoder, projector)]
 
 
 def _plain_encoder_faults(cfg: ConfigContainer) -> Iterator[Fault]:

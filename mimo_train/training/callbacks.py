@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.own_code import search_working_directory
 from mimo_train.step.result import StepResult
 from mimo_train.step.state import GlobalState
@@ -31,11 +31,7 @@ class Callback:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        unknown = sorted(name for name in vars(cls) if name.startswith("on_") and name not in EVENTS)
-        if unknown:
-            raise TypeError(
-                f"{cls.__qualname__}.{unknown[0]} is not a callback event: the events are {', '.join(EVENTS)}"
-            )
+        _require_events(cls.__qualname__, vars(cls))
 
     def on_train_start(self, state: GlobalState, model: list[MegatronModule]) -> None:
         """The run is built, or resumed from a checkpoint; no step has run yet.
@@ -77,44 +73,53 @@ class Callbacks:
     def __init__(self, callbacks: Iterable[Callback] = ()):
         """
         Raises:
-            TypeError: an element of `callbacks` is not a `Callback`.
+            TypeError: an element of `callbacks` is not a `Callback`, or was given an `on_...` function that is not an
+                event.
         """
         callbacks = list(callbacks)
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks: {callback!r} is not an instance of {__name__}.Callback")
+            _require_events(type(callback).__qualname__, (key for key, own in vars(callback).items() if callable(own)))
         self._listeners: dict[str, list[Callable]] = {
-            event: [getattr(callback, event) for callback in callbacks if _overrides(type(callback), event)]
+            event: [getattr(callback, event) for callback in callbacks if _overrides(callback, event)]
             for event in EVENTS
         }
 
     def fire(self, event: str, state: GlobalState, *args: Any) -> None:
         """Call every listener of `event`. An exception propagates, except from `on_failure`: there every listener is
-        called, and an exception is added as a note to the error of the run."""
+        called, and an exception is added as a note to the error of the run. Python's own exit is an error too."""
         for listener in self._listeners[event]:
-            if event != "on_failure":
-                listener(state, *args)
-                continue
+            name = getattr(listener, "__qualname__", repr(listener))
             try:
                 listener(state, *args)
-            except Exception as second:
-                args[0].add_note(f"{listener.__qualname__} failed too: {type(second).__name__}: {second}")
+            except (Exception, SystemExit) as error:
+                if event == "on_failure":
+                    args[0].add_note(f"{name} failed too: {type(error).__name__}: {error}")
+                elif isinstance(error, SystemExit):
+                    raise UserError(
+                        f"the callback {name} called sys.exit({error.code!r}), with which no rank would save: raise an "
+                        "error to end the run as failed, or os.kill(os.getpid(), signal.SIGTERM) to save and end it"
+                    ) from error
+                else:
+                    raise
 
 
 def load_callbacks(entries: Iterable[str]) -> list[Callback]:
     """Instances of the classes in `train.callbacks`; the working directory is searched for modules too.
 
     Raises:
-        ConfigError: a module cannot be imported, has no such class, or the class is not a callback or takes arguments;
-            names every such entry.
+        ConfigError: a module cannot be imported, has no such class, or the class is not a callback, takes arguments or
+            fails; names every such entry.
     """
     search_working_directory()
     loaded, faults = [], []
     for entry in entries:
         try:
             loaded.append(_load(entry))
-        except (ImportError, AttributeError, TypeError) as error:
-            faults.append(Fault("train.callbacks", f"{entry!r} cannot be used: {error}"))
+        except (Exception, SystemExit) as error:  # whatever a user's code raises
+            kind = "" if isinstance(error, (ImportError, AttributeError, TypeError)) else f"{type(error).__name__}: "
+            faults.append(Fault("train.callbacks", f"{entry!r} cannot be used: {kind}{error}"))
     if faults:
         raise ConfigError(faults)
     return loaded
@@ -128,5 +133,13 @@ def _load(entry: str) -> Callback:
     return found()
 
 
-def _overrides(kind: type, event: str) -> bool:
-    return getattr(kind, event) is not getattr(Callback, event)
+def _require_events(owner: str, names: Iterable[str]) -> None:
+    unknown = sorted(name for name in names if name.startswith("on_") and name not in EVENTS)
+    if unknown:
+        raise TypeError(f"{owner}.{unknown[0]} is not a callback event: the events are {', '.join(EVENTS)}")
+
+
+def _overrides(callback: Callback, event: str) -> bool:
+    """Whether its class has its own method, or the object itself."""
+    listener = getattr(callback, event)
+    return getattr(listener, "__func__", listener) is not getattr(Callback, event)

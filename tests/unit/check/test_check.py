@@ -100,6 +100,22 @@ def test_a_demo_is_never_made_over_other_shards(capsys):
             assert said in fault and "data.demo=" in fault
 
 
+def test_members_that_are_not_read_are_named(capsys):
+    """A picture that cannot be decoded does not vanish, so that its caption would become a plain text."""
+    shard(Path("a.tar"), *sound(), ("0009.mp4", b"video"), ("0009.txt", b"A text."))
+    code, out, _ = run(capsys, *on("a.tar"))
+    assert code == 0
+    said = "warning: data.shards: members .mp4 (1) are neither pictures, audio nor records: they are not read"
+    assert said in out.splitlines()
+    assert main(["shards", "inspect", "a.tar"]) == 0
+    assert "not read, neither pictures, audio nor records: .mp4" in capsys.readouterr().out
+    shard(Path("b.tar"), ("a.tiff", picture()), ("a.txt", b"A cat."), ("b.TIFF", b"II*\0"), ("b.txt", b"A dog."))
+    _, _, faults = run(capsys, *on("b.tar"))
+    named, budget = faults
+    assert "key b: member .tiff (4 bytes) cannot be decoded: convert it, image formats are bmp, gif, jfif" in named
+    assert "1 of the first 2 samples" in budget
+
+
 def test_pictures_in_a_sample_count_for_memory(capsys):
     two = [("x.0.png", picture()), ("x.1.png", picture()), ("x.json", record("<image><image>Sum?"))]
     shard(Path("a.tar"), *two, ("y.json", record("No picture?")))

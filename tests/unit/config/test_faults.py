@@ -1,6 +1,7 @@
 """Faults of values, alone and between keys."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,13 @@ from tests.unit.configs import changed, load
 
 
 def wrong_values() -> Iterator[tuple[str, Any, str]]:
-    """For every key of `vlm_digits` that has rules: values that break them, and what is said of each."""
+    """For every key of `vlm_digits` that has rules: values that break them, and what is said of each. No key takes a
+    number that is not finite."""
     cfg = load("vlm_digits")
     names = ("run", "placement", "data", "train", "optim", "checkpoint", "log", "profiling")
     sections = {name: getattr(cfg, name) for name in names} | {"modules.language.llm": cfg.language.llm}
+    encoder, projector = cfg.modules["images"].encoder, cfg.modules["images"].projector
+    sections |= {"modules.images.encoder": encoder, "modules.images.projector": projector}
     for name, module in cfg.modules.items():
         parts = {"layout": module.layout, "optim": module.optim, "lora": module.lora, "cache": module.feature_cache}
         sections |= {f"modules.{name}": module} | {
@@ -26,18 +30,20 @@ def wrong_values() -> Iterator[tuple[str, Any, str]]:
     for prefix, section in sections.items():
         for field in dataclasses.fields(section):
             rules, key = rules_of(field), f"{prefix}.{field.name}"
+            if isinstance(getattr(section, field.name), float):
+                yield key, math.nan, "must be finite, is nan"
             if rules.choices:
                 yield key, "wrong", "'wrong'"
             if rules.at_least is not None:
                 yield key, rules.at_least - 1, f"at least {rules.at_least}"
             if rules.above is not None:
-                yield key, rules.above, f"above {rules.above}, is {rules.above}"
+                yield key, rules.above, f"above {rules.above}"
             if rules.below is not None:
                 yield key, rules.below, f"below {rules.below}, is {rules.below}"
 
 
 def test_rules_are_many():
-    assert len([*wrong_values()]) > 90
+    assert len([*wrong_values()]) > 120
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,17 @@ def test_rules_are_many():
         ("optim.beta1", 1.0, "at least 0 and below 1, is 1"),
         ("optim.beta2", -0.1, "at least 0 and below 1, is -0.1"),
         ("optim.min_lr", 1.0, "at most optim.lr 0.001, is 1.0"),
+        ("optim.lr", math.inf, "must be finite, is inf"),
+        ("modules.images.optim.lr", math.nan, "must be finite, is nan"),
+        ("train.loss_weights", {"lm loss": math.nan}, "must be finite, has nan"),
+        ("run.timeout_minutes", 1e12, "above 0 and below 525600, is 1e+12"),
+        ("modules.images.encoder.dropout", 1.5, "at least 0 and below 1, is 1.5"),
+        ("modules.images.encoder.dropout", -1.0, "at least 0 and below 1, is -1.0"),
+        ("modules.images.encoder.init_std", -1.0, "at least 0, is -1.0"),
+        ("modules.images.encoder.layernorm_epsilon", -1.0, "above 0, is -1.0"),
+        ("modules.images.encoder.pixel_std", [0.5, 0, 0.5], "above 0 for each channel, is [0.5, 0, 0.5]"),
+        ("modules.images.encoder.pixel_mean", [0.5, math.nan, 0.5], "must be finite, has nan"),
+        ("modules.images.projector.ffn_hidden_size", -5, "at least 0, is -5"),
         ("data.shards", "", "data.demo=digits needs a folder"),
         ("modules.language.llm.num_attention_heads", 32, "even width, it is 3 (hidden_size 96 / 32 heads)"),
         ("modules.language.llm.num_query_groups", -1, "at least 0 (0: as many as query heads), is -1"),

@@ -11,7 +11,7 @@ from torchvision.io import ImageReadMode, decode_image
 
 from data.errors import DecodeError, ReadError, ShardError
 from data.media.decode import decode_audio, decode_picture, decode_resized
-from data.media.headers import parse_header_bytes
+from data.media.headers import parse_audio_header, parse_header_bytes
 from data.storage.local import ShardReader
 from tests.unit.data.helpers import encode_picture
 
@@ -80,6 +80,45 @@ def test_audio_is_mono_at_the_rate_asked_for():
     assert not wave[8000:].any()
     with pytest.raises(DecodeError):
         decode_audio(b"noise", 8000)
+
+
+def test_of_moving_pictures_the_first_frame_is_read():
+    first, second = (Image.open(io.BytesIO(encode_picture(9, 14, "PNG", value=value))) for value in (10, 240))
+    for kind, options in (("WEBP", {"lossless": True}), ("GIF", {})):
+        buffer = io.BytesIO()
+        first.save(buffer, kind, save_all=True, append_images=[second], **options)
+        picture = decode_picture(buffer.getvalue())
+        assert tuple(picture.shape) == (3, 9, 14) and (picture == 10).all()
+
+
+def encode_clip(kind, subtype, rate=8000):
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(0).normal(size=4000) * 0.1
+    soundfile.write(buffer, noise, rate, format=kind, subtype=subtype)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "subtype"), [("WAV", "PCM_16"), ("WAV", "FLOAT"), ("OGG", "VORBIS")])
+def test_a_clip_without_its_end_is_no_shorter_clip(kind, subtype):
+    raw = encode_clip(kind, subtype)
+    assert parse_audio_header(raw) == (4000, 8000) and len(decode_audio(raw, 8000)) == 4000
+    for cut in (2, len(raw) // 3):
+        assert parse_audio_header(raw[:-cut]) is None
+        with pytest.raises(DecodeError, match="the end of the file is missing"):
+            decode_audio(raw[:-cut], 8000)
+
+
+def test_a_clip_that_a_program_wrote_into_a_pipe_is_whole():
+    raw = bytearray(encode_clip("WAV", "PCM_16"))
+    at = raw.index(b"data") + 4
+    raw[at : at + 4] = b"\xff\xff\xff\xff"
+    assert parse_audio_header(bytes(raw)) == (4000, 8000)
+
+
+@pytest.mark.parametrize(("kind", "subtype"), [("OGG", "OPUS"), ("AIFF", "PCM_16")])
+def test_clips_of_other_formats_are_read(kind, subtype):
+    raw = encode_clip(kind, subtype)
+    assert parse_audio_header(raw) == (4000, 8000) and len(decode_audio(raw, 8000)) == 4000
 
 
 def test_reader_counts_bytes_and_bounds_open_files(tmp_path, monkeypatch):

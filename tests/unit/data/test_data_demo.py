@@ -165,6 +165,30 @@ def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
         make_demo(out, text_only_fraction=1.5)
 
 
+def test_a_demo_leaves_the_shards_of_others(tmp_path):
+    """Also those with the names of its own."""
+    small = {"train_samples": 20, "held_out_samples": 5, "shards": 2}
+    for name in ("train/mine.tar", "held_out/precious.tar", "train/train-000001.tar"):
+        theirs = tmp_path / name.replace("/", "_") / name
+        theirs.parent.mkdir(parents=True)
+        theirs.write_bytes(b"theirs")
+        out = theirs.parents[1]
+        with pytest.raises(DataError, match=rf"would remove .*{theirs.name}.*another folder"):
+            ensure_demo(out, **small)
+        assert [path for path in tmp_path.joinpath(name.replace("/", "_")).rglob("*") if path.is_file()] == [theirs]
+        assert theirs.read_bytes() == b"theirs"
+    out = ensure_demo(tmp_path / "demo", **small)
+    (out / "train" / "mine.tar").write_bytes(b"theirs")
+    (out / "train" / "train-000000.tar").unlink()
+    marker = (out / "demo.json").read_bytes()
+    with pytest.raises(DataError, match=r"mine\.tar"):
+        ensure_demo(out, **small)
+    assert (out / "demo.json").read_bytes() == marker
+    (out / "train" / "mine.tar").unlink()
+    make_demo(out, **small | {"shards": 1})
+    assert sorted(path.name for path in out.rglob("*.tar")) == ["held_out-000000.tar", "train-000000.tar"]
+
+
 def test_text_demo(tmp_path):
     out = make_text_demo(tmp_path / "t", shards=2)
     tokenizer = build_tokenizer("bytes")

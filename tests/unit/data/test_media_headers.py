@@ -1,9 +1,14 @@
 """Headers of pictures whose bytes are damaged: the parser never raises and always ends, and what it promises is what
 the decoder yields, or the picture is bad."""
 
+import io
+import struct
+import zlib
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from PIL import Image, ImageOps
 
 from data.errors import DecodeError
 from data.media.decode import decode_picture
@@ -88,3 +93,80 @@ def test_a_long_run_of_marker_bytes_ends(raw):
 def test_what_is_whole_is_read(raw):
     header = parse_header_bytes(raw)
     assert decode_picture(raw).shape == (3, header.height, header.width)
+
+
+# Orientation
+
+
+def tiff(value: int, order: bytes = b"II", kind: int = 3, size: str = "H") -> bytes:
+    """An EXIF block with an orientation alone."""
+    mark = "<" if order == b"II" else ">"
+    entry = struct.pack(mark + "HHHI", 1, 0x0112, kind, 1) + struct.pack(mark + size, value).ljust(4, b"\0")
+    return order + struct.pack(mark + "HI", 42, 8) + entry + bytes(4)
+
+
+def xmp(value: object, form: str = 'tiff:Orientation="{}"/>') -> bytes:
+    return b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description ' + form.format(value).encode() + b"</x:xmpmeta>"
+
+
+def jpeg(*blocks: bytes) -> bytes:
+    raw = encode_picture(12, 31)
+    return raw[:2] + b"".join(b"\xff\xe1" + struct.pack(">H", len(one) + 2) + one for one in blocks) + raw[2:]
+
+
+def png(*chunks: tuple[bytes, bytes], behind: bool = False) -> bytes:
+    raw = encode_picture(12, 31, "PNG")
+    own = b"".join(
+        struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        for name, content in chunks
+    )
+    at = len(raw) - 12 if behind else 33
+    return raw[:at] + own + raw[at:]
+
+
+EXIF, XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
+PROFILE = b"\nexif\n%8d\n%s\n" % (len(EXIF + tiff(6)), (EXIF + tiff(6)).hex().encode())
+ORIENTED = {
+    **{
+        f"{order.decode()} type {kind}": jpeg(EXIF + tiff(6, order, kind, size))
+        for order in (b"II", b"MM")
+        for kind, size in ((3, "H"), (4, "I"), (9, "i"))
+    },
+    "no orientation": jpeg(EXIF + tiff(9)),
+    "xmp": jpeg(XMP + xmp(8)),
+    "xmp element": jpeg(XMP + xmp(5, "><tiff:Orientation>{}</tiff:Orientation>")),
+    "xmp without": jpeg(XMP + xmp("x")),
+    "exif before xmp": jpeg(XMP + xmp(6), EXIF + tiff(3)),
+    "png": png((b"eXIf", tiff(6))),
+    "png, behind": png((b"eXIf", tiff(8)), behind=True),
+    "png, behind others": png((b"tEXt", b"Comment\0eXIf"), (b"eXIf", tiff(7)), behind=True),
+    "png, profile": png((b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(PROFILE))),
+    "png, profile behind": png((b"tEXt", b"Raw profile type exif\0" + PROFILE), behind=True),
+    "png, xmp": png((b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp(6)), behind=True),
+    "png, xmp zipped": png((b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp(6)))),
+    "png, exif before xmp": png((b"eXIf", tiff(1)), (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp(6))),
+}
+
+
+@pytest.mark.parametrize("raw", ORIENTED.values(), ids=ORIENTED)
+def test_orientation_is_that_of_pillow(raw):
+    size = ImageOps.exif_transpose(Image.open(io.BytesIO(raw))).size
+    header = parse_header_bytes(raw)
+    assert (header.width, header.height) == size
+    assert decode_picture(raw).shape == (3, size[1], size[0])
+
+
+def test_orientations_are_told_apart():
+    found = [parse_header_bytes(raw).orientation for raw in ORIENTED.values()]
+    assert found == [6] * 6 + [1, 8, 5, 1, 3, 6, 8, 7, 6, 6, 6, 6, 1]
+
+
+def test_damaged_profiles_say_nothing():
+    for chunk in ((b"zTXt", b"Raw profile type exif\0\0nothing"), (b"tEXt", b"Raw profile type exif\0a\nb\nc\nd")):
+        assert parse_header_bytes(png(chunk))[1:] == (12, 31, 1)
+
+
+def test_xmp_of_a_webp_counts():
+    buffer = io.BytesIO()
+    Image.new("RGB", (31, 12)).save(buffer, "WEBP", xmp=xmp(6))
+    assert parse_header_bytes(buffer.getvalue())[1:] == (31, 12, 6)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.training.callbacks import EVENTS, Callback, Callbacks, load_callbacks
 
 ARGUMENTS = {
@@ -90,6 +90,34 @@ def test_only_overridden_methods_are_called():
     assert seen == [7, 7]
 
 
+def test_methods_of_the_object_itself_are_called():
+    class Assigns(Callback):
+        def __init__(self, name):
+            setattr(self, name, lambda state, result: seen.append(result))
+
+    seen = []
+    Callbacks([Assigns("on_step_end")]).fire("on_step_end", "state", 7)
+    assert seen == [7]
+    with pytest.raises(TypeError, match=r"Assigns\.on_stepend is not a callback event"):
+        Callbacks([Assigns("on_stepend")])
+
+
+def test_a_callback_that_exits_fails_the_run():
+    class Exits(Callback):
+        def on_step_end(self, state, result):
+            sys.exit(result)
+
+        def on_failure(self, state, error):
+            sys.exit(0)
+
+    callbacks, error = Callbacks([Exits()]), ValueError("the run's")
+    for code in (0, None, "enough"):
+        with pytest.raises(UserError, match=r"Exits\.on_step_end called sys\.exit\(.*SIGTERM\) to save and end it"):
+            callbacks.fire("on_step_end", "state", code)
+    callbacks.fire("on_failure", "state", error)
+    assert "Exits.on_failure failed too: SystemExit: 0" in error.__notes__[0]
+
+
 def test_an_unknown_event_cannot_be_fired():
     with pytest.raises(KeyError):
         Callbacks().fire("on_step", "state")
@@ -131,11 +159,15 @@ def project(tmp_path, monkeypatch):
         "class Good(Callback):\n    pass\n"
         "class Wants(Callback):\n    def __init__(self, path):\n        pass\n"
         "class Other:\n    pass\n"
+        "class Fails(Callback):\n    def __init__(self):\n        raise ValueError('mine')\n"
         "def function():\n    pass\n"
     )
     (tmp_path / "wrong.py").write_text(
         "from mimo_train.training.callbacks import Callback\nclass Wrong(Callback):\n    def on_end(self): pass\n"
     )
+    (tmp_path / "syntax.py").write_text("class X(:\n")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('at import')\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)\n")
     monkeypatch.chdir(tmp_path)
     # As the `mimo-train` command has it: without the working directory.
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -159,6 +191,10 @@ def test_callbacks_of_the_working_directory_are_found(project):
         ("my_package.mine:Other", "Other is not a subclass of mimo_train.training.callbacks.Callback"),
         ("my_package.mine:function", "function is not a subclass"),
         ("my_package.mine:Wants", "missing 1 required positional argument: 'path'"),
+        ("my_package.mine:Fails", "ValueError: mine"),
+        ("syntax:X", "SyntaxError: invalid syntax"),
+        ("raises:X", "RuntimeError: at import"),
+        ("exits:X", "SystemExit: 0"),
         ("wrong:Wrong", "Wrong.on_end is not a callback event"),
     ],
 )

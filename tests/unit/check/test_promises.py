@@ -1,0 +1,64 @@
+"""What `mimo-train check` says of callbacks, and of what only the start of a run can show."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mimo_train.check import check, promises
+from tests.unit.configs import load
+
+SOURCES = {
+    "mine.py": "from os import path as renamed\nclass Good:\n    pass\nmade = given = type('Made', (), {})\n",
+    "dynamic.py": "globals()['Later'] = 1\n",
+    "inside_if.py": "if True:\n    class Later:\n        pass\n",
+    "syntax.py": "class X(:\n",
+    "package/__init__.py": "raise RuntimeError('at import')\n",
+    "package/inner.py": "class Good:\n    pass\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    for name, source in SOURCES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    assert not {"mine", "dynamic", "inside_if"} & set(sys.modules), "a module of the user was imported"
+
+
+def faults(*entries: str) -> list[str]:
+    return [str(fault) for fault in check(load("gpt_tiny", f"train.callbacks=[{','.join(entries)}]")).faults]
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("nope:No", "No module named 'nope'"),
+        ("nope.inner:No", "ModuleNotFoundError: No module named 'nope'"),
+        ("mine:Bad", "module 'mine' ("),
+        ("mine:path", "has no 'path'"),
+        ("syntax:X", "SyntaxError: invalid syntax"),
+        ("package.inner:Good", "RuntimeError: at import"),
+    ],
+)
+def test_a_callback_that_is_not_there_is_a_fault(entry, why):
+    (fault,) = faults(entry, "mine:Good")
+    assert fault.startswith(f"train.callbacks: {entry!r} cannot be used: ") and why in fault
+
+
+def test_names_that_a_module_makes_are_there_or_not_known():
+    assert faults("mine:Good", "mine:made", "mine:given", "mine:renamed", "dynamic:Later", "inside_if:Later") == []
+    assert faults("mimo_train.training.callbacks:Callback") == []
+
+
+def test_what_only_the_start_can_show_is_a_note(tmp_path, monkeypatch):
+    monkeypatch.setattr(promises, "DRIVER", Path(tmp_path / "none"))
+    frozen = ("modules.language.freeze=[nothing*,llm]", "modules.language.freeze_until={also*: 3}")
+    notes = check(load("vlm_digits", *frozen, "run.device=cuda")).notes
+    for key, pattern in (("freeze", "nothing*"), ("freeze_until", "also*")):
+        assert f"modules.language.{key}: whether {pattern} match parameters is seen when the model is built" in notes
+    assert "run.device is cuda, and this machine has no driver for GPUs: the run starts on others only" in notes
+    monkeypatch.setattr(promises, "DRIVER", tmp_path)
+    assert not any("run.device" in note for note in check(load("vlm_digits", "run.device=cuda")).notes)
