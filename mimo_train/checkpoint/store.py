@@ -42,6 +42,7 @@ def save_checkpoint(
     schedulers: Any,
     train_state: Any,
     data_fingerprint: str,
+    text_fingerprint: str,
     *,
     keep: int,
     non_persistent: bool = False,
@@ -84,6 +85,7 @@ def save_checkpoint(
             "train_state": train_state.state_dict(),
             "layout": _layout_key(run.layout),
             "data_fingerprint": data_fingerprint,
+            "text_fingerprint": text_fingerprint,
             "rerun": rerun is not None,
             "config": to_dict(run.cfg),
         }

@@ -129,7 +129,7 @@ def setup(
     )
     dataset = build_dataset(cfg, parts.tokenizer)
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
-    checkpointer = Checkpointer(run, *saved, dataset.fingerprint)
+    checkpointer = Checkpointer(run, *saved, dataset.fingerprint, dataset.text_fingerprint)
     resumed_from = checkpointer.resume()
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
