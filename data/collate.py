@@ -1,6 +1,6 @@
 """Conversations -> tokens of a fixed length, with labels and loss mask; samples -> batches.
 
-Shapes: B samples, S = sequence length. From the tokens t[0..L) of a conversation (template: see `tokens.py`),
+Shapes: B samples, S = sequence length. From the tokens t[0..L) of a conversation (see `templates.py`),
 input_ids[i] = t[i] and labels[i] = t[i + 1]: labels are the targets of their own position, shifted already. The loss
 mask is 1 where the target is a token of an assistant turn or the end-of-turn that closes it, and 0 on everything else:
 role markers, placeholders, other turns, padding.
@@ -8,7 +8,7 @@ role markers, placeholders, other turns, padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,10 +16,8 @@ import torch
 
 from data.errors import RecordError
 from data.records import Conversation, Turn
+from data.templates import MediaTokens
 from data.tokens import Tokenizer
-
-MediaTokens = Mapping[str, Sequence[Sequence[tuple[int, int]]]]
-"""kind -> per member, in order -> (placeholder id, number of tokens) of each module that takes this kind."""
 
 
 @dataclass(frozen=True)
@@ -37,36 +35,13 @@ class TextSample:
         return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
 
-def encode(conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens) -> tuple[list[int], list[bool], int]:
-    """(tokens, whether each is a target of the loss, end of the last placeholder or 0)."""
-    tokens: list[int] = []
-    carries: list[bool] = []
-    remaining = {kind: iter(members) for kind, members in media.items()}
-    media_end = 0
-
-    def add(ids: Sequence[int], carry: bool) -> None:
-        tokens.extend(ids)
-        carries.extend([carry] * len(ids))
-
-    add([] if tokenizer.begin_id is None else [tokenizer.begin_id], False)
-    for turn in conversation.turns:
-        learns = turn.role in ("assistant", "plain")
-        if turn.role != "plain":
-            add(tokenizer.role_ids(turn.role), False)
-        for part in turn.parts:
-            if part.kind == "text":
-                add(tokenizer.encode(part.text), learns)
-                continue
-            for placeholder, count in next(remaining[part.kind]):
-                add([placeholder] * count, False)
-            media_end = len(tokens)
-        add([tokenizer.end_of_turn_id], learns)
-    return tokens, carries, media_end
-
-
 def encode_prompt(turns: Sequence[Turn], tokenizer: Tokenizer, media: MediaTokens) -> list[int]:
-    """Tokens of `turns` and the marker that opens the assistant's answer: what a model continues from."""
-    return encode(Conversation(tuple(turns)), tokenizer, media)[0] + tokenizer.role_ids("assistant")
+    """Tokens of `turns` up to where the assistant's answer begins: what a model continues from.
+
+    Raises:
+        RecordError: the chat template cannot render them.
+    """
+    return tokenizer.template.prompt(Conversation(tuple(turns)), media)
 
 
 def to_sample(
@@ -74,9 +49,10 @@ def to_sample(
 ) -> TextSample:
     """The conversation cut or padded to `sequence_length`. Only text behind the last placeholder is ever cut.
 
-    Raises RecordError if the media tokens do not all fit.
+    Raises RecordError if the media tokens do not all fit, or the template cannot render the conversation.
     """
-    tokens, carries, media_end = encode(conversation, tokenizer, media)
+    encoded = tokenizer.template.encode(conversation, media)
+    tokens, media_end = encoded.tokens, encoded.media_end
     if media_end > sequence_length:
         raise RecordError(
             f"key {key!r}: the media tokens end at position {media_end}, but data.sequence_length is "
@@ -90,7 +66,7 @@ def to_sample(
     input_ids[:length] = tokens[:length]
     targets = tokens[1 : sequence_length + 1]
     labels[: len(targets)] = targets
-    loss_mask[: len(targets)] = carries[1 : sequence_length + 1]
+    loss_mask[: len(targets)] = encoded.learned[1 : sequence_length + 1]
     return TextSample(number, input_ids, labels, loss_mask, length)
 
 

@@ -37,6 +37,7 @@ from data.outline import Media, MediaSize, SampleOutline, count_tokens
 from data.records import Conversation, parse_record
 from data.shards import find_shards
 from data.storage.local import ShardReader
+from data.templates import MediaTokens
 from data.tokens import Tokenizer
 
 _OPEN_INDEXES = 256  # each holds a file descriptor
@@ -103,6 +104,8 @@ class Dataset:
         ]
         self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32]
         """Of the names, sizes and sample counts of the shards, in order; it does not change when the folder moves."""
+        self.text_fingerprint = tokenizer.fingerprint
+        """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -225,7 +228,7 @@ class Dataset:
         stamp = self._stamps[outline.shard]
         return self.reader.read(self.shards[outline.shard], member.offset, member.size, member.extension, stamp)
 
-    def _media_tokens(self, outline: SampleOutline) -> collate.MediaTokens:
+    def _media_tokens(self, outline: SampleOutline) -> MediaTokens:
         return {
             kind: [
                 [

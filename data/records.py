@@ -2,18 +2,21 @@
 
 In LLaVA records and in string contents the markers `<image>` and `<audio>` are the places of the sample's pictures and
 clips, in the order of the members in the shard; of typed content parts the type says so, and their text is literal.
+Tools of a record, and what a message has besides its role and content, are kept for chat templates.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from data.errors import RecordError
 
 MARKERS = {"<image>": "image", "<audio>": "audio"}
+_KINDS = sorted(set(MARKERS.values()))
 _SPLIT = re.compile("(" + "|".join(map(re.escape, MARKERS)) + ")")
 _ROLES = {
     "human": "user",
@@ -22,6 +25,7 @@ _ROLES = {
     "assistant": "assistant",
     "model": "assistant",
     "system": "system",
+    "tool": "tool",
 }
 _PART_KINDS = {"image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
 
@@ -34,12 +38,19 @@ class Part:
     text: str = ""
 
 
+_NO_FIELDS: Mapping[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class Turn:
-    """`role`: user, assistant, system, or "plain" for a text without roles, all of which carries loss."""
+    """`role`: user, assistant, system, tool, or "plain" for a text without roles, all of which carries loss."""
 
     role: str
     parts: tuple[Part, ...]
+    fields: Mapping[str, Any] = field(default_factory=lambda: _NO_FIELDS)
+    """What the message has besides role and content, such as `tool_calls`; nothing that is null."""
+    typed: bool | None = field(default=False, compare=False)
+    """Whether the record has the content as a list of typed parts; None if it has none, beside calls of tools."""
 
     @property
     def text(self) -> str:
@@ -49,7 +60,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
+    """The turns of a record, and the descriptions of the tools that the assistant may call."""
+
     turns: tuple[Turn, ...]
+    tools: tuple[Any, ...] = ()
 
     def count(self, kind: str) -> int:
         """Number of "image" or "audio" parts."""
@@ -80,8 +94,9 @@ def parse_record(raw: bytes, extension: str, key: str, media: dict[str, int]) ->
         except (ValueError, RecursionError) as error:
             raise RecordError(f"key {key!r}: the .{extension} member is not JSON ({error})") from error
         conversation = _from_json(record, key, media)
-    for kind in sorted(set(MARKERS.values())):
-        used = conversation.count(kind)
+    kinds = [part.kind for turn in conversation.turns for part in turn.parts]
+    for kind in _KINDS:
+        used = kinds.count(kind)
         if kind not in media and used:
             raise RecordError(
                 f"key {key!r}: the record refers to {used} {kind} member(s), but no module of this run takes any"
@@ -97,21 +112,23 @@ def parse_record(raw: bytes, extension: str, key: str, media: dict[str, int]) ->
 def _from_json(record: Any, key: str, media: dict[str, int]) -> Conversation:
     if not isinstance(record, dict):
         raise RecordError(f"key {key!r}: the record is a JSON {type(record).__name__}, not an object")
-    for field, role_field, content_field in (("conversations", "from", "value"), ("messages", "role", "content")):
-        if field not in record:
+    for name, role_field, content_field in (("conversations", "from", "value"), ("messages", "role", "content")):
+        if name not in record:
             continue
-        turns = record[field]
+        turns = record[name]
         if not isinstance(turns, list) or not turns:
-            raise RecordError(f"key {key!r}: {field} is not a list of turns")
+            raise RecordError(f"key {key!r}: {name} is not a list of turns")
         built = tuple(
-            _turn(turn, role_field, content_field, f"key {key!r}: {field}[{at}]") for at, turn in enumerate(turns)
+            _turn(turn, role_field, content_field, f"key {key!r}: {name}[{at}]") for at, turn in enumerate(turns)
         )
         if not any(turn.role == "assistant" for turn in built):
-            raise RecordError(f"key {key!r}: {field} has no assistant turn, so there is nothing to learn from it")
-        return Conversation(built)
-    for field in ("caption", "text"):
-        if isinstance(record.get(field), str):
-            return _caption(record[field], media)
+            raise RecordError(f"key {key!r}: {name} has no assistant turn, so there is nothing to learn from it")
+        if "system" in record:
+            built = _with_system(record, built, key)
+        return Conversation(built, _tools(record, key) if "tools" in record else ())
+    for name in ("caption", "text"):
+        if isinstance(record.get(name), str):
+            return _caption(record[name], media)
     raise RecordError(
         f"key {key!r}: the record has none of conversations, messages, caption, text; it has "
         f"{sorted(map(str, record))[:8]}"
@@ -119,18 +136,53 @@ def _from_json(record: Any, key: str, media: dict[str, int]) -> Conversation:
 
 
 def _turn(turn: Any, role_field: str, content_field: str, where: str) -> Turn:
-    if not isinstance(turn, dict) or role_field not in turn or content_field not in turn:
+    if (
+        not isinstance(turn, dict)
+        or role_field not in turn
+        or (content_field not in turn and not turn.get("tool_calls"))
+    ):
         raise RecordError(f"{where} is not an object with {role_field!r} and {content_field!r}")
     name = turn[role_field]
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise RecordError(f"{where}: unknown role {name!r}; known are {', '.join(_ROLES)}")
-    content = turn[content_field]
+    content, fields = turn.get(content_field), _NO_FIELDS
+    if len(turn) > 2 or content_field not in turn:
+        fields = {
+            name: value for name, value in turn.items() if name not in (role_field, content_field) and value is not None
+        }
     if isinstance(content, str):
-        return Turn(role, _split_markers(content))
+        return Turn(role, _split_markers(content), fields)
     if role_field == "role" and isinstance(content, list):
-        return Turn(role, tuple(_typed_part(part, where) for part in content))
+        return Turn(role, tuple(_typed_part(part, where) for part in content), fields, typed=True)
+    if content is None and turn.get("tool_calls"):
+        return Turn(role, (), fields, typed=None)
     raise RecordError(f"{where}: {content_field} is neither text nor a list of typed parts")
+
+
+def _with_system(record: dict[str, Any], turns: tuple[Turn, ...], key: str) -> tuple[Turn, ...]:
+    """The turns behind the record's own `system` text, if it has one."""
+    text = record.get("system")
+    if not isinstance(text, str) or not text:
+        return turns
+    if turns[0].role == "system":
+        raise RecordError(f"key {key!r}: the record has a system text and a system turn too: remove one of them")
+    return (Turn("system", (Part("text", text),)), *turns)
+
+
+def _tools(record: dict[str, Any], key: str) -> tuple[Any, ...]:
+    """Descriptions of tools: JSON schemas in a list, or that list as JSON text."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"key {key!r}: tools is a text that is not JSON ({error})") from error
+    if not tools:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RecordError(f"key {key!r}: tools is not a list of objects, one for each tool")
+    return tuple(tools)
 
 
 def _typed_part(part: Any, where: str) -> Part:

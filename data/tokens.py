@@ -1,23 +1,28 @@
-"""Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer.
+"""Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer; each with its template of conversations.
 
-Template of a conversation (ours, neutral, the same for both kinds; `collate.py` applies it):
-
-    [begin] then for each turn: [role marker] text and placeholders [end of turn]
-
-Byte tokenizer: each marker is one special id. Hugging Face tokenizer: begin is its BOS token (left out if it has
+The template is the tokenizer's own Jinja template (`jinja_template.py`) or ours (`templates.py`). In ours the byte
+tokenizer has one special id for each marker. With a Hugging Face tokenizer begin is its BOS token (left out if it has
 none), end of turn its EOS token, and a role marker is the special token `<|user|>`, `<|assistant|>` or `<|system|>`
-where the vocabulary has all three, else the plain text "user:", "assistant:" or "system:" and a line break. Its own
-chat template is not used. Text is never read as special tokens, so that a record cannot forge a marker or a
-placeholder.
+where the vocabulary has all three, else the plain text "user:", "assistant:" or "system:" and a line break. Text is
+never read as special tokens, so that a record cannot forge a marker or a placeholder.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
 
+from data.chat_renderer import ChatRenderer
 from data.errors import DataError
+from data.jinja_template import JinjaTemplate
+from data.placeholders import Placeholder, as_placeholders, resolved
+from data.templates import OwnTemplate, Template
 
 ROLES = ("user", "assistant", "system")
 
@@ -29,6 +34,11 @@ class Tokenizer(Protocol):
     begin_id: int | None
     end_of_turn_id: int
     vocab_size: int
+    template: Template
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the vocabulary, the template and the placeholders: with another one texts have other tokens."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; no special id among them."""
@@ -36,36 +46,75 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; special ids are left out."""
 
+    def shown(self, ids: Iterable[int]) -> str:
+        """Text of the ids for people; special ids by their names."""
+
     def role_ids(self, role: str) -> list[int]:
         """Marker that opens a turn of `role`: user, assistant or system."""
 
     def placeholder_id(self, name: str) -> int:
-        """Id of a placeholder such as `<image>`. Raises DataError for a name that the tokenizer was not built with."""
+        """Id that stands for a token of features at a placeholder such as `<image>`. Raises DataError for a name that
+        the tokenizer was not built with."""
 
     def as_text(self, token: int) -> int:
         """The token where the model wrote it: padding in the place of a placeholder, which would ask for features."""
 
 
-def build_tokenizer(name: str | os.PathLike[str], placeholders: Sequence[str] = ()) -> Tokenizer:
-    """`name` (config key `data.tokenizer`): "bytes", or a folder or hub name of a Hugging Face tokenizer.
+def build_tokenizer(
+    name: str | os.PathLike[str],
+    placeholders: Iterable[str | Placeholder] = (),
+    *,
+    chat_template: str = "auto",
+    template_variables: Mapping[str, Any] | None = None,
+) -> Tokenizer:
+    """The tokenizer of a run.
 
-    placeholders: one per media module, e.g. ["<image>"]. Raises DataError if it cannot be loaded.
+    Args:
+        name: `data.tokenizer`: "bytes", or a folder or hub name of a Hugging Face tokenizer.
+        placeholders: one per media module, e.g. ["<image>"].
+        chat_template: `data.chat_template`: "auto" (the tokenizer's own, ours if it has none), "own" (ours), or a file
+            with a Jinja template.
+        template_variables: `data.template_variables`: what the Jinja template may use beside the conversation.
+
+    Raises:
+        DataError: it cannot be loaded, or its template cannot be used; with the config key.
     """
-    if len(set(placeholders)) < len(placeholders):
-        raise DataError(f"each media module needs its own placeholder, got {list(placeholders)}")
-    return ByteTokenizer(placeholders) if name == "bytes" else HuggingFaceTokenizer(name, placeholders)
+    own = chat_template == "own" or (name == "bytes" and chat_template == "auto")
+    if own and template_variables:
+        raise DataError(
+            f"data.template_variables: {sorted(template_variables)} are for a tokenizer's chat template, and our own "
+            "format takes none: remove them"
+        )
+    found = as_placeholders(placeholders)
+    if name != "bytes":
+        return HuggingFaceTokenizer(name, found, chat_template, template_variables or {})
+    if not own:
+        raise DataError(
+            f"data.chat_template: is {chat_template!r}, and the tokenizer `bytes` has our own format only: give "
+            "data.tokenizer=FOLDER of a Hugging Face tokenizer, or data.chat_template=auto"
+        )
+    return ByteTokenizer(found)
 
 
 class ByteTokenizer:
     """UTF-8 bytes are ids 0 to 255; then pad, begin, end of turn, user, assistant, system, and the placeholders."""
 
-    def __init__(self, placeholders: Sequence[str] = ()) -> None:
+    def __init__(self, placeholders: Sequence[Placeholder] = ()) -> None:
+        placeholders = resolved(placeholders, _unwritten)
         self.pad_id, self.end_of_turn_id = 256, 258
         self.begin_id: int | None = 257
         self._roles = {role: 259 + at for at, role in enumerate(ROLES)}
         first = 259 + len(ROLES)
-        self._placeholders = {name: first + at for at, name in enumerate(placeholders)}
+        self._placeholders = {item.name: first + at for at, item in enumerate(placeholders)}
         self.vocab_size = first + len(placeholders)
+        around = {
+            self._placeholders[item.name]: (self.encode(item.start), self.encode(item.end)) for item in placeholders
+        }
+        self.template: Template = OwnTemplate(self, placeholders, around)
+
+    @property
+    def fingerprint(self) -> str:
+        return _fingerprint("bytes", self.template.identity)
 
     def encode(self, text: str) -> list[int]:
         # JSON may hold half of a surrogate pair, which UTF-8 cannot: it becomes "?".
@@ -73,6 +122,16 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(token) for token in ids if 0 <= int(token) < 256).decode("utf-8", "replace")
+
+    def shown(self, ids: Iterable[int]) -> str:
+        names = {self.pad_id: "[pad]", self.begin_id: "[begin]", self.end_of_turn_id: "[end]"}
+        names |= {token: f"[{role}]" for role, token in self._roles.items()}
+        names |= {token: name for name, token in self._placeholders.items()}
+        runs = groupby(ids, key=lambda token: token < 256)
+        return "".join(
+            self.decode(run) if is_text else "".join(names.get(int(token), "[unused]") for token in run)
+            for is_text, run in runs
+        )
 
     def role_ids(self, role: str) -> list[int]:
         return [self._roles[role]]
@@ -90,7 +149,14 @@ class HuggingFaceTokenizer:
     Raises DataError (names `data.tokenizer`) if it cannot be loaded or has no EOS token.
     """
 
-    def __init__(self, path: str | os.PathLike[str], placeholders: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        placeholders: Sequence[Placeholder] = (),
+        chat_template: str = "auto",
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See `build_tokenizer`."""
         from transformers import AutoTokenizer
 
         try:
@@ -104,11 +170,14 @@ class HuggingFaceTokenizer:
             raise DataError(
                 f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn; set eos_token in its config"
             )
+        renderer = _renderer(self._tokenizer, path, chat_template, template_variables or {})
+        placeholders = resolved(placeholders, renderer.written if renderer else _unwritten)
         known = self._tokenizer.get_vocab()
         # Also those that the vocabulary has: only as special tokens are they kept apart from text.
-        self._tokenizer.add_tokens(list(placeholders), special_tokens=True)
+        marks = [text for item in placeholders for text in (item.pad, item.mark) if text]
+        self._tokenizer.add_tokens(list(dict.fromkeys(marks)), special_tokens=True)
         vocabulary = self._tokenizer.get_vocab()
-        self._placeholders = {name: vocabulary[name] for name in placeholders}
+        self._placeholders = {item.name: vocabulary[item.pad] for item in placeholders}
         self.end_of_turn_id: int = self._tokenizer.eos_token_id
         self.begin_id: int | None = self._tokenizer.bos_token_id
         pad = self._tokenizer.pad_token_id
@@ -120,8 +189,17 @@ class HuggingFaceTokenizer:
             self._roles = {role: [known[marker]] for role, marker in markers.items()}
         else:
             self._roles = {role: self.encode(f"{role}:\n") for role in ROLES}
+        around = {vocabulary[item.pad]: (self._special(item.start), self._special(item.end)) for item in placeholders}
         # The first call sets options of the shared Rust object, which must not happen while another thread encodes.
         self.encode("")
+        self.template: Template = OwnTemplate(self, placeholders, around)
+        if renderer is not None:
+            self.template = JinjaTemplate(renderer, self._tokenizer, self, placeholders)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        vocabulary = sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
+        return _fingerprint(json.dumps(vocabulary), self.template.identity)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -133,6 +211,11 @@ class HuggingFaceTokenizer:
         assert isinstance(text, str), type(text)  # a list only for several sequences
         return text
 
+    def shown(self, ids: Iterable[int]) -> str:
+        text = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+        assert isinstance(text, str), type(text)  # as above
+        return text
+
     def role_ids(self, role: str) -> list[int]:
         return list(self._roles[role])
 
@@ -141,6 +224,63 @@ class HuggingFaceTokenizer:
 
     def as_text(self, token: int) -> int:
         return self.pad_id if token in self._placeholders.values() else token
+
+    def _special(self, text: str) -> list[int]:
+        """Ids of text in which special tokens are what they are."""
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False) if text else []
+
+
+def _renderer(
+    tokenizer: Any, path: str | os.PathLike[str], chat_template: str, variables: Mapping[str, Any]
+) -> ChatRenderer | None:
+    """The Jinja template that conversations are rendered with; None for our own."""
+    if chat_template == "own":
+        return None
+    if chat_template == "auto":
+        sources, origin = _templates_of(tokenizer, path), f"data.tokenizer {str(path)!r}"
+    else:
+        origin = chat_template
+        try:
+            sources = {"default": Path(chat_template).expanduser().read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"data.chat_template: cannot read the file {chat_template}: {error}. Give a file with a Jinja "
+                "template, auto or own"
+            ) from error
+    if not sources:
+        if variables:
+            raise DataError(
+                f"data.template_variables: {sorted(variables)} are for a chat template, and {origin} has none: remove "
+                "them, or give data.chat_template=FILE"
+            )
+        return None
+    # As transformers gives them: a template names its special tokens by these variables.
+    return ChatRenderer(sources, {**tokenizer.special_tokens_map, **variables}, origin)
+
+
+def _templates_of(tokenizer: Any, path: str | os.PathLike[str]) -> dict[str, str]:
+    """name -> template of a folder's tokenizer; empty without any."""
+    folder = Path(path)
+    older = folder / "chat_template.json"
+    if older.is_file() and not (folder / "chat_template.jinja").is_file():
+        # Where older processors keep theirs; it knows media, which the tokenizer's need not.
+        try:
+            found = json.loads(older.read_text(encoding="utf-8"))["chat_template"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"data.tokenizer: {older} holds no chat_template ({error!r}): repair it") from error
+    else:
+        found = tokenizer.chat_template
+    if not found:
+        return {}
+    return dict(found) if isinstance(found, Mapping) else {"default": found}
+
+
+def _unwritten(kind: str) -> None:
+    """Our own template has no marks of its own."""
+
+
+def _fingerprint(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _lookup(placeholders: dict[str, int], name: str) -> int:

@@ -84,7 +84,8 @@ def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
 def is_cut_off(raw: bytes) -> bool:
     """Whether the end of a WAV or OGG file is missing, which their decoder takes for a shorter clip."""
     if raw[:4] in (b"RIFF", b"RIFX") and raw[8:12] == b"WAVE":
-        order, offset = "little" if raw[:4] == b"RIFF" else "big", 12
+        order: Literal[little, big] = "little" if raw[:4] == b"RIFF" else "big"
+        offset = 12
         while len(raw) >= offset + 8:
             length = int.from_bytes(raw[offset + 4 : offset + 8], order)
             if raw[offset : offset + 4] == b"data":

@@ -74,7 +74,8 @@ def last_png_chunks(tail: bytes) -> Iterator[tuple[bytes, bytes]]:
         if at >= 4
     )
     for start in starts:
-        chunks, offset = [], start
+        chunks: list[tuple[bytes, bytes]] = []
+        offset = start
         while len(head := tail[offset : offset + 8]) == 8:
             length, name = struct.unpack(">I4s", head)
             if name == b"IEND":

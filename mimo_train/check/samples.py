@@ -6,6 +6,7 @@ Only reading samples imports torch.
 import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from mimo_train.plan.inputs import build_dataset, tokenizer_of
 
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""
+
+SHOWN_CHARACTERS = 400
+"""Of the first sample."""
 
 NAMED_SAMPLES = 5
 """Bad samples that are listed one per line; the rest is counted."""
@@ -45,7 +49,10 @@ def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
     try:
         return tokenizer_of(cfg)
     except DataError as error:
-        report.faults.append(Fault("data.tokenizer", _without_key(error, "data.tokenizer")))
+        # Its template and its variables have keys of their own.
+        key = str(error).partition(":")[0]
+        key = key if key in ("data.chat_template", "data.template_variables") else "data.tokenizer"
+        report.faults.append(Fault(key, _without_key(error, key)))
         return None
 
 
@@ -54,6 +61,8 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
     seen, rows = Seen(), [("data.tokenizer", cfg.data.tokenizer if tokenizer else "at fault", "")]
     if tokenizer:
         rows = [("data.tokenizer", cfg.data.tokenizer, f"{tokenizer.vocab_size:,} ids")]
+        rows.append(("data.chat_template", cfg.data.chat_template, tokenizer.template.name))
+        report.warnings += [f"data.chat_template: {note}" for note in tokenizer.template.notes]
     if not cfg.data.shards:
         report.faults.append(
             Fault("data.shards", "is empty: give a folder, a glob, a brace range such as x-{000000..000127}.tar")
@@ -130,7 +139,8 @@ def _add_samples(
     media = dataset.modules
     seen.fingerprint = dataset.fingerprint
     first = range(min(FIRST_SAMPLES, len(dataset)))
-    lengths, targets, bad, silent = [], [], [], []
+    lengths: list[int] = []
+    targets, bad, silent = [], [], []
     counts: dict[str, list[int]] = {item.module: [] for item in media}
     try:
         for number in first:
@@ -142,6 +152,8 @@ def _add_samples(
             if found is not None:
                 bad.append(f"{found.shard}, key {found.key}: {found.reason}")
                 continue
+            if not lengths:
+                _add_rendered(text, tokenizer, rows)
             lengths.append(text.length)
             targets.append(int(text.loss_mask.sum()))
             if not targets[-1]:
@@ -168,6 +180,27 @@ def _add_samples(
             "their answer is empty, or cut by data.sequence_length"
         )
     _add_bad(report, cfg, key, bad, len(first))
+
+
+def _add_rendered(text: Any, tokenizer: Any, rows: list) -> None:
+    """One sample as the model sees it, and what of it is learned."""
+    shown = ""
+    runs = groupby(text.input_ids[: text.length].tolist(), key=lambda token: (tokenizer.as_text(token) != token, token))
+    for is_media, group in groupby(runs, key=lambda run: run[0][0]):
+        members = [list(run) for _, run in group]
+        if is_media:
+            shown += "".join(f"{tokenizer.shown(run[:1])} x {len(run)} " for run in members)
+        else:
+            shown += tokenizer.shown([token for run in members for token in run])
+    learned = tokenizer.shown(text.labels[text.loss_mask > 0].tolist())
+    rows.append(("first sample", "rendered", _cut(shown)))
+    rows.append(("first sample", "learned", _cut(learned)))
+
+
+def _cut(text: str) -> str:
+    """On one line, and not too much."""
+    line = text.replace("\n", "\\n")
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]} ..."
 
 
 def _add_bad(report: Report, cfg: ConfigContainer, key: str, bad: list[str], count: int) -> None:

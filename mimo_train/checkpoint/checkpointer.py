@@ -49,17 +49,20 @@ class Checkpointer:
         train_state: Stateful,
         rerun: Repeatable,
         data_fingerprint: str,
+        text_fingerprint: str,
         read_pretrained: Callable[[], bool] = lambda: False,
     ):
         """
         Args:
             data_fingerprint: of the training shards; a checkpoint of other shards is refused.
+            text_fingerprint: of tokenizer and chat template; a checkpoint of others is refused.
             read_pretrained: fills the model of a new run from the directories of its modules; returns whether there
                 are any. Collective.
         """
         self._read_pretrained = read_pretrained
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
         self._train_state, self._rerun, self._data_fingerprint = train_state, rerun, data_fingerprint
+        self._text_fingerprint = text_fingerprint
 
     def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Path | None = None) -> Path:
         """Write a checkpoint of the run; pending parameter gathers are completed first.
@@ -81,6 +84,7 @@ class Checkpointer:
                 self._schedulers,
                 self._train_state,
                 self._data_fingerprint,
+                self._text_fingerprint,
                 keep=0 if run_dir else self._run.cfg.checkpoint.keep,
                 non_persistent=non_persistent,
                 rerun=self._rerun.state_dict(data),
@@ -151,6 +155,14 @@ class Checkpointer:
             raise UserError(
                 f"data.shards: the shards are not those of checkpoint {folder} (fingerprint {now}, was {was}), so the "
                 "order of samples would not continue: give the same shards, or another run.dir"
+            )
+        text = record.get("text_fingerprint", self._text_fingerprint)  # checkpoints of before it was kept have none
+        if text != self._text_fingerprint:
+            raise UserError(
+                f"data.tokenizer: tokenizer, chat template or placeholders are not those of checkpoint {folder} "
+                f"(fingerprint {self._text_fingerprint}, was {text}), so the samples would have other tokens: give the "
+                "same data.tokenizer, data.chat_template, data.template_variables and modules.*.placeholder, or start "
+                "another run from its weights (checkpoint.weights)"
             )
         before, cfg = record["config"], self._run.cfg
         for key, old, new in (

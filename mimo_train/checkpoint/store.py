@@ -59,6 +59,7 @@ def save_checkpoint(
     schedulers: Any,
     train_state: Any,
     data_fingerprint: str,
+    text_fingerprint: str,
     *,
     keep: int,
     non_persistent: bool = False,
@@ -105,6 +106,7 @@ def save_checkpoint(
             "train_state": train_state.state_dict(),
             "layout": _layout_key(run.layout),
             "data_fingerprint": data_fingerprint,
+            "text_fingerprint": text_fingerprint,
             "rerun": rerun is not None,
             "config": to_dict(run.cfg),
         }

@@ -6,6 +6,7 @@ Imports no torch; reading YAML is in `compose`. Sizes, ranks and batches are loo
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mimo_train.config.fault import Fault
 from mimo_train.config.installed import library_faults
@@ -111,6 +112,12 @@ class DataConfig:
     """Tokens of one sample, placeholders of media included. Longer texts are cut at the end."""
     tokenizer: str = "bytes"
     """`bytes` (built in), or a folder with a Hugging Face tokenizer."""
+    chat_template: str = "auto"
+    """How conversations become tokens: `auto` (the tokenizer's own chat template; our own format if it has none), `own`
+    (our own format), or a file with a Jinja template. See docs/data.md#chat-templates."""
+    template_variables: dict[str, Any] = field(default_factory=dict)
+    """Variables that the tokenizer's chat template may use, such as `{enable_thinking: false}` or `{date_string: 26 Jul
+    2024}`."""
     shuffle: bool = True
     """Whether training samples come in a new order each epoch."""
     blind: bool = False

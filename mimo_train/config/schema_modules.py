@@ -150,6 +150,22 @@ class FeatureCacheConfig:
 
 
 @dataclass
+class PlaceholderConfig:
+    """The tokens that a picture or a clip has in the text; its features replace the embeddings of the pads. Empty: as
+    the tokenizer's chat template has them, else `<image>` or `<audio>` alone. See docs/data.md#placeholders."""
+
+    pad: str = ""
+    """Special token that is repeated for each token of a medium, such as `<|image_pad|>`; added to the vocabulary if it
+    is not there."""
+    start: str = ""
+    """Text before the pads, such as `<|vision_start|>`."""
+    end: str = ""
+    """Text behind them, such as `<|vision_end|>`."""
+    mark: str = ""
+    """Token that the chat template writes for a medium, where it is not the pad, such as `<start_of_image>`."""
+
+
+@dataclass
 class ModuleConfig:
     """One module: an encoder with its projector, or the language model; what of it is frozen; its layout."""
 
@@ -171,6 +187,8 @@ class ModuleConfig:
     freeze_until: dict[str, int] = field(default_factory=dict)
     """What is not trained in the first steps, with their number: `{encoder: 1000}`; same names as in `freeze`. See
     docs/configuration.md#stages."""
+    placeholder: PlaceholderConfig = field(default_factory=PlaceholderConfig)
+    """The tokens that hold the places of this encoder's features in the text. See docs/data.md#placeholders."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters beside the frozen layers of the encoder or the language model. See docs/frozen.md#lora."""
     feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
@@ -203,6 +221,8 @@ class ModuleConfig:
         yield from value_faults(self, prefix)
         if name == LANGUAGE and self.balance != "samples":
             yield Fault(f"{prefix}.balance", f"is {self.balance!r}, and divides the work of encoders only: remove it")
+        if name == LANGUAGE and self.placeholder != PlaceholderConfig():
+            yield Fault(f"{prefix}.placeholder", "the language model has no features of media: set it at the encoder's")
         yield from self.optim.faults(name, optim)
         yield from self._freeze_faults(name)
         yield from self.lora.faults(f"{prefix}.lora")

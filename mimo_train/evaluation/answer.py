@@ -67,7 +67,7 @@ def answer(
         output, collect = predict(iter([batch]), pipeline.model[0])
         assert collect is not None, "one process has the last stage"
         token = int(collect(output)["predicted"][0, len(ids) - 1])
-        if token == tokenizer.end_of_turn_id:
+        if token in tokenizer.template.stop_ids:
             break
         ids.append(tokenizer.as_text(token))
         new.append(token)

@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import MegatronModule
 
+from data.pipeline import TextSample
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel.context import gather_sequence, own_part
@@ -117,7 +118,7 @@ class _OpenAnswers:
 
     def __init__(self, microbatch: dict[str, Any], tokenizer: Tokenizer):
         self.numbers = microbatch["sample_numbers"].tolist()
-        self.ids, self._end, self._as_text = microbatch["input_ids"], tokenizer.end_of_turn_id, tokenizer.as_text
+        self.ids, self._ends, self._as_text = microbatch["input_ids"], tokenizer.template.stop_ids, tokenizer.as_text
         self.lengths = [_prompt_length(row) for row in microbatch["loss_mask"]]
         for row, length in zip(self.ids, self.lengths, strict=True):
             row[length:] = tokenizer.pad_id
@@ -131,7 +132,7 @@ class _OpenAnswers:
     def append(self, tokens: torch.Tensor) -> None:
         """Add one token to every answer that is open and has room."""
         for row, token in enumerate(tokens.tolist()):
-            open_ = not self._new[row] or self._new[row][-1] != self._end
+            open_ = not self._new[row] or self._new[row][-1] not in self._ends
             if open_ and 0 < self.lengths[row] < self.ids.size(1):
                 self.ids[row, self.lengths[row]] = self._as_text(token)
                 self.lengths[row] += 1
@@ -140,9 +141,15 @@ class _OpenAnswers:
     def finished(self) -> list[tuple[int, list[int]]]:
         """(sample number, answer without the end-of-turn token)."""
         return [
-            (number, [token for token in new if token != self._end])
+            (number, [token for token in new if token not in self._ends])
             for number, new in zip(self.numbers, self._new, strict=True)
         ]
+
+
+def true_answer(sample: TextSample) -> list[int]:
+    """The tokens that a right answer has in the place that greedy decoding fills."""
+    first = max(_prompt_length(torch.from_numpy(sample.loss_mask)) - 1, 0)
+    return sample.labels[first:][sample.loss_mask[first:] > 0].tolist()
 
 
 def _prompt_length(loss_mask_S: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ from data.pipeline import require_budget
 from data.storage.replace import replacing
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.evaluation.greedy import PredictStep, greedy_answers
+from mimo_train.evaluation.greedy import PredictStep, greedy_answers, true_answer
 from mimo_train.evaluation.shown_media import shown_media
 from mimo_train.plan.inputs import build_dataset
 from mimo_train.plan.run import Run
@@ -121,7 +121,9 @@ class HeldOut:
         for number, ids in answers:
             if number >= self.samples or self.dataset.is_bad(number):
                 continue
-            question, truth = self.dataset.prompt_and_truth(number)
+            question, _ = self.dataset.prompt_and_truth(number)
+            # Not the record's text: a chat template may write more, or less, of an answer.
+            truth = self._tokenizer.decode(true_answer(self.dataset.read_text(number)[0])).strip()
             answer = self._tokenizer.decode(ids).strip()
             words = {"question": question, "answer": answer, "truth": truth, "correct": answer == truth}
             found.append(shown_media(self.dataset, number) | words)

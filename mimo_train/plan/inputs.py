@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
-    """The placeholder token of each encoder module's features: for the first module of a kind that of the kind, such as
-    `<image>`; for further ones a token with the module's name, such as `<image:details>`."""
+    """The placeholder of each encoder module's features: for the first module of a kind that of the kind, such as
+    `<image>`; for further ones one with the module's name, such as `<image:details>`. The tokenizer has its tokens."""
     taken: dict[str, str] = {}
     for name, module in cfg.encoders.items():
         own = module.encoder.placeholder
@@ -50,11 +50,19 @@ def tokenizer_of(cfg: ConfigContainer) -> Any:
     """The run's tokenizer, with a placeholder for every encoder module.
 
     Raises:
-        DataError: `data.tokenizer` cannot be loaded.
+        DataError: `data.tokenizer` cannot be loaded, or its chat template cannot be used.
     """
+    from data.placeholders import Placeholder
     from data.tokens import build_tokenizer
 
-    return build_tokenizer(cfg.data.tokenizer, list(placeholders_of(cfg).values()))
+    placeholders = [
+        Placeholder(name, cfg.modules[module].encoder.kind, **asdict(cfg.modules[module].placeholder))
+        for module, name in placeholders_of(cfg).items()
+    ]
+    data = cfg.data
+    return build_tokenizer(
+        data.tokenizer, placeholders, chat_template=data.chat_template, template_variables=data.template_variables
+    )
 
 
 def build_dataset(

@@ -135,7 +135,7 @@ def setup(
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
-    checkpointer = Checkpointer(run, *saved, dataset.fingerprint, read_pretrained)
+    checkpointer = Checkpointer(run, *saved, dataset.fingerprint, dataset.text_fingerprint, read_pretrained)
     resumed_from = checkpointer.resume()
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)

@@ -1,6 +1,7 @@
 """`mimo-train check`: what it prints for sound runs, and that it names every fault with its numbers."""
 
 import gzip
+import re
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,21 @@ def test_tokenizers_that_cannot_be_built(place, said, capsys, tmp_path):
     assert fault.startswith("data.tokenizer: ") and said in fault and place in fault
     assert "1 of 1 shard can be read, 4 samples" in out
     assert "without token embeddings" in out
+
+
+def test_the_first_sample_is_shown_as_rendered_and_what_is_learned(capsys):
+    path = shard(Path("a.tar"), *sound())
+    _, out, _ = run(capsys, *on(path))
+    assert re.search(r"rendered +\[begin\]\[user\]<image> x 16 .*\[assistant\].+\[end\]", out)
+    assert re.search(r"learned +[^\[]+\[end\]", out) and re.search(r"data.chat_template +auto +our own", out)
+
+
+def test_a_template_that_cannot_be_used_is_a_fault_of_its_key(capsys):
+    path = shard(Path("a.tar"), *sound())
+    _, _, (fault,) = run(capsys, *on(path, **{"data.chat_template": "chat.jinja"}))
+    assert fault.startswith("data.chat_template: is 'chat.jinja', and the tokenizer `bytes`")
+    _, _, (fault,) = run(capsys, *on(path, **{"modules.language.placeholder.pad": "x"}))
+    assert fault.startswith("modules.language.placeholder: ")
 
 
 def test_faults_of_all_kinds_are_shown_at_once(capsys):
