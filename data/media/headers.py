@@ -15,7 +15,7 @@ import io
 import struct
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from data.media import orientation as orientations
 
@@ -84,7 +84,7 @@ def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
 def is_cut_off(raw: bytes) -> bool:
     """Whether the end of a WAV or OGG file is missing, which their decoder takes for a shorter clip."""
     if raw[:4] in (b"RIFF", b"RIFX") and raw[8:12] == b"WAVE":
-        order: Literal[little, big] = "little" if raw[:4] == b"RIFF" else "big"
+        order: Literal["little", "big"] = "little" if raw[:4] == b"RIFF" else "big"
         offset = 12
         while len(raw) >= offset + 8:
             length = int.from_bytes(raw[offset + 4 : offset + 8], order)
