@@ -23,6 +23,7 @@ from data.errors import DataError
 from data.jinja_template import JinjaTemplate
 from data.placeholders import Placeholder, as_placeholders, resolved
 from data.templates import OwnTemplate, Template
+from data.tokenizer_files import files_fingerprint
 
 ROLES = ("user", "assistant", "system")
 
@@ -58,6 +59,10 @@ class Tokenizer(Protocol):
 
     def as_text(self, token: int) -> int:
         """The token where the model wrote it: padding in the place of a placeholder, which would ask for features."""
+
+    @property
+    def vocabulary_fingerprint(self) -> str:
+        """Of how text becomes ids: weights that were trained with another one mean nothing here."""
 
 
 def build_tokenizer(
@@ -111,10 +116,11 @@ class ByteTokenizer:
             self._placeholders[item.name]: (self.encode(item.start), self.encode(item.end)) for item in placeholders
         }
         self.template: Template = OwnTemplate(self, placeholders, around)
+        self.vocabulary_fingerprint = "bytes"
 
     @property
     def fingerprint(self) -> str:
-        return _fingerprint("bytes", self.template.identity)
+        return _fingerprint(self.vocabulary_fingerprint, self.template.identity)
 
     def encode(self, text: str) -> list[int]:
         # JSON may hold half of a surrogate pair, which UTF-8 cannot: it becomes "?".
@@ -190,6 +196,7 @@ class HuggingFaceTokenizer:
         else:
             self._roles = {role: self.encode(f"{role}:\n") for role in ROLES}
         around = {vocabulary[item.pad]: (self._special(item.start), self._special(item.end)) for item in placeholders}
+        self.vocabulary_fingerprint = files_fingerprint(self._tokenizer, path)
         # The first call sets options of the shared Rust object, which must not happen while another thread encodes.
         self.encode("")
         self.template: Template = OwnTemplate(self, placeholders, around)
@@ -199,7 +206,7 @@ class HuggingFaceTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         vocabulary = sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
-        return _fingerprint(json.dumps(vocabulary), self.template.identity)
+        return _fingerprint(self.vocabulary_fingerprint, json.dumps(vocabulary), self.template.identity)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)

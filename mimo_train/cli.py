@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except users_faults() as error:
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
         print_fault(error, f"rank {os.environ.get('RANK', '0')}: " if several else "")
         return 1
 

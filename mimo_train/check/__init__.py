@@ -45,7 +45,7 @@ def check(cfg: ConfigContainer) -> Report:
     layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
     specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)
     run = Run(cfg, layout, Batch.of(cfg)) if layout and not _any_below(report.faults, BATCH_KEYS) else None
-    seen = samples.Seen()
+    seen, tokenizer = samples.Seen(), None
     if specs_are_sound:
         tokenizer = samples.build_tokenizer(report, cfg)
         vocab = embedding_rows(cfg.llm, tokenizer.vocab_size) if tokenizer else None
@@ -59,7 +59,7 @@ def check(cfg: ConfigContainer) -> Report:
             arithmetic.add_batch(report, run)
             arithmetic.add_memory(report, run, vocab, seen.media_per_sample)
     promises.add_promises(report, cfg)
-    resuming.add_run_dir(report, cfg, layout, seen.fingerprint)
+    resuming.add_run_dir(report, cfg, layout, seen.fingerprint, tokenizer)
     return report
 
 

@@ -1,6 +1,8 @@
 """Saves and loads a run: one object, created at set-up, that holds everything a checkpoint contains."""
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,8 +11,9 @@ from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
+from mimo_train.checkpoint.same_run import resume_faults, weights_faults
 from mimo_train.checkpoint.store import load_base, load_checkpoint, load_weights, save_checkpoint
-from mimo_train.config.fault import UserError
+from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.model.param_gather import gathered
 from mimo_train.model.start_weights import load_start_weights
 from mimo_train.optim.module_optimizer import ModuleOptimizer
@@ -37,6 +40,22 @@ class Repeatable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Fingerprints:
+    """What a run reads, as far as a checkpoint depends on it."""
+
+    data: str
+    """Of the training shards; a checkpoint of others is refused."""
+    text: str
+    """Of tokenizer, chat template and placeholders, likewise."""
+    vocabulary: str
+    """Of the tokenizer's vocabulary; weights that were trained with another one are refused."""
+
+    def record(self) -> dict[str, str]:
+        """As a checkpoint's record has them."""
+        return {f"{name}_fingerprint": value for name, value in asdict(self).items()}
+
+
 class Checkpointer:
     """Checkpoints of one run. Every method is collective over all ranks."""
 
@@ -48,21 +67,17 @@ class Checkpointer:
         schedulers: ModuleSchedulers,
         train_state: Stateful,
         rerun: Repeatable,
-        data_fingerprint: str,
-        text_fingerprint: str,
+        fingerprints: Fingerprints,
         read_pretrained: Callable[[], bool] = lambda: False,
     ):
         """
         Args:
-            data_fingerprint: of the training shards; a checkpoint of other shards is refused.
-            text_fingerprint: of tokenizer and chat template; a checkpoint of others is refused.
             read_pretrained: fills the model of a new run from the directories of its modules; returns whether there
                 are any. Collective.
         """
         self._read_pretrained = read_pretrained
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
-        self._train_state, self._rerun, self._data_fingerprint = train_state, rerun, data_fingerprint
-        self._text_fingerprint = text_fingerprint
+        self._train_state, self._rerun, self._fingerprints = train_state, rerun, fingerprints
 
     def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Path | None = None) -> Path:
         """Write a checkpoint of the run; pending parameter gathers are completed first.
@@ -83,8 +98,7 @@ class Checkpointer:
                 self._optimizer,
                 self._schedulers,
                 self._train_state,
-                self._data_fingerprint,
-                self._text_fingerprint,
+                self._fingerprints.record(),
                 keep=0 if run_dir else self._run.cfg.checkpoint.keep,
                 non_persistent=non_persistent,
                 rerun=self._rerun.state_dict(data),
@@ -98,11 +112,12 @@ class Checkpointer:
             The folder that the run continues from; None for a new run.
 
         Raises:
-            UserError: the checkpoint is damaged, or of another model or other shards; on every rank.
+            UserError: the checkpoint is damaged, or of another model, tokenizer or other shards; on every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
         folder = self._chosen()
         if folder is not None:
+            self._require_none(partial(self._resume_faults, folder))
             with agreed():
                 partly = LEFT_OUT in folders.read_record(folder)
             if partly:
@@ -110,11 +125,11 @@ class Checkpointer:
             load_base(folder, layout, self._model, cfg.checkpoint.weights)
             whole = (self._model, self._optimizer, self._schedulers, self._train_state)
             record = load_checkpoint(folder, layout, *whole)
-            self._require_same_data(record, folder)
             if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
                 self._rerun.load_state_dict(record["rerun"])
         elif cfg.checkpoint.weights:
             weights = folders.in_folder(Path(cfg.checkpoint.weights), "checkpoint.weights")
+            self._require_none(partial(self._weights_faults, weights))
             load_weights(weights, layout, self._model)
             # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
@@ -127,6 +142,22 @@ class Checkpointer:
         read = self._read_pretrained()
         with agreed():
             return load_start_weights(self._model) or read
+
+    def _require_none(self, faults: Callable[[], list[Fault]]) -> None:
+        """Raise ConfigError on every rank if there are faults on any. Collective."""
+        with agreed():
+            found = faults()
+            if found:
+                raise ConfigError(found)
+
+    def _resume_faults(self, folder: Path) -> list[Fault]:
+        mine = self._fingerprints
+        given = {"data_fingerprint": mine.data, "text_fingerprint": mine.text}
+        return resume_faults(folder, folders.read_record(folder, "config"), self._run.cfg, **given)
+
+    def _weights_faults(self, folder: Path) -> list[Fault]:
+        record, mine = folders.read_record(folder, "config"), self._fingerprints.vocabulary
+        return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=mine)
 
     def _chosen(self) -> Path | None:
         """The checkpoint to continue from: rank 0 chooses, and every rank must find it. Collective."""
@@ -148,29 +179,3 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait until everything that was saved is on disk. Saving is synchronous: there is nothing to wait for."""
-
-    def _require_same_data(self, record: dict[str, Any], folder: Path) -> None:
-        was, now = record["data_fingerprint"], self._data_fingerprint
-        if was != now:
-            raise UserError(
-                f"data.shards: the shards are not those of checkpoint {folder} (fingerprint {now}, was {was}), so the "
-                "order of samples would not continue: give the same shards, or another run.dir"
-            )
-        text = record.get("text_fingerprint", self._text_fingerprint)  # checkpoints of before it was kept have none
-        if text != self._text_fingerprint:
-            raise UserError(
-                f"data.tokenizer: tokenizer, chat template or placeholders are not those of checkpoint {folder} "
-                f"(fingerprint {self._text_fingerprint}, was {text}), so the samples would have other tokens: give the "
-                "same data.tokenizer, data.chat_template, data.template_variables and modules.*.placeholder, or start "
-                "another run from its weights (checkpoint.weights)"
-            )
-        before, cfg = record["config"], self._run.cfg
-        for key, old, new in (
-            ("run.seed", before["run"]["seed"], cfg.run.seed),
-            ("data.shuffle", before["data"]["shuffle"], cfg.data.shuffle),
-        ):
-            if old != new:
-                raise UserError(
-                    f"{key}: is {new}, and checkpoint {folder} was trained with {old}, so the order of samples would "
-                    f"not continue: set {key}={str(old).lower()}, or give another run.dir"
-                )

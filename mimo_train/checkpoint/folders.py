@@ -1,11 +1,15 @@
 """Folders of checkpoints: names, the newest complete one, removing old ones. Imports no torch."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from mimo_train.config.fault import UserError
+
+_STEP = re.compile(r"step_(\d{8})")
+"""Names of the folders; the newest is known by its name."""
 
 RECORD = "run.json"
 """File in a checkpoint beside Megatron-Core's: the run's progress, layout and data fingerprint."""
@@ -43,16 +47,35 @@ def newest(run_dir: Path) -> Path | None:
     return max([*complete(run_dir), *complete(run_dir, True)], key=lambda folder: folder.name, default=None)
 
 
+def _newest_of_whole(run_dir: Path, key: str) -> Path | None:
+    """The newest complete checkpoint, if none of a later step has lost its record. A run never leaves such a one: it
+    writes under another name, and renames.
+
+    Raises:
+        UserError: there is one, such as a partial copy; with `key`.
+    """
+    found = newest(run_dir)
+    after = found.name if found is not None else ""
+    named = (checkpoints_dir(run_dir, kind).glob("step_????????") for kind in (False, True))
+    spoilt = sorted(path for paths in named for path in paths if path.name > after and not (path / RECORD).is_file())
+    if spoilt:
+        raise UserError(
+            f"{key}: {', '.join(map(str, spoilt))}: no complete checkpoint, there is no {RECORD} in it, but later than "
+            f"{found or 'the start of the run'}: copy what is missing, or remove it to go on from there"
+        )
+    return found
+
+
 def chosen(run_dir: Path, resume: str) -> Path | None:
     """The checkpoint that `checkpoint.resume` asks for: auto, never, a checkpoint's folder or a run's folder.
 
     Raises:
-        UserError: the folder holds no complete checkpoint.
+        UserError: the folder holds no complete checkpoint, or a later one that is not.
     """
     if resume == "never":
         return None
     if resume == "auto":
-        return newest(run_dir)
+        return _newest_of_whole(run_dir, "checkpoint.resume")
     return in_folder(Path(resume), "checkpoint.resume")
 
 
@@ -64,9 +87,9 @@ def require_none_later(run_dir: Path, start: Path | None) -> None:
     Raises:
         UserError: `run_dir` holds checkpoints of later steps, of another run or of an earlier start of this one. The
             next start with `checkpoint.resume=auto` would take them, and `checkpoint.keep` would keep them instead of
-            this run's.
+            this run's. Or it holds one that is not complete.
     """
-    found = newest(run_dir)
+    found = _newest_of_whole(run_dir, "checkpoint.resume")
     if found is None or found == start:
         return
     step = read_record(start, "step")["step"] if start is not None else 0
@@ -81,9 +104,9 @@ def in_folder(folder: Path, key: str) -> Path:
     """The checkpoint that the value of `key` names: a checkpoint's folder, or a run's folder, whose newest it is.
 
     Raises:
-        UserError: the folder holds no complete checkpoint.
+        UserError: the folder holds no complete checkpoint, or a later one that is not.
     """
-    found = folder if (folder / RECORD).is_file() else newest(folder)
+    found = folder if (folder / RECORD).is_file() else _newest_of_whole(folder, key)
     if found is None:
         raise UserError(f"{key}: no complete checkpoint in {folder}: give the folder of a run or of a checkpoint")
     return found
@@ -104,7 +127,7 @@ def read_record(folder: Path, *needed: str) -> dict[str, Any]:
         needed: keys that it must have.
 
     Raises:
-        UserError: it cannot be read, or lacks one of them.
+        UserError: it cannot be read, lacks one of them, or is of another step than the folder is named after.
     """
     try:
         record = json.loads((folder / RECORD).read_text())
@@ -112,6 +135,9 @@ def read_record(folder: Path, *needed: str) -> dict[str, Any]:
         raise damaged(folder, f"{RECORD} cannot be read ({error})") from error
     if not isinstance(record, dict):
         raise damaged(folder, f"{RECORD} holds no record, but {type(record).__name__}")
+    step, named = record.get("step"), _STEP.fullmatch(folder.name)
+    if named and step is not None and step != int(named[1]):
+        raise damaged(folder, f"it is named as of step {int(named[1])}, and its {RECORD} is of step {step}")
     lacking = [key for key in needed if key not in record]
     if lacking:
         raise damaged(folder, f"{RECORD} has no {', '.join(lacking)}")

@@ -4,9 +4,11 @@ Every rank comes to the same answer before any of it is loaded, so that none is 
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -70,6 +72,42 @@ def require_held(state: ShardedStateDict, folder: Path) -> None:
                 "config that it was saved with, or begin a new run with its weights: another run.dir, and "
                 f"checkpoint.weights={folder}"
             )
+
+
+def require_taken(model: ShardedStateDict, folder: Path, modules: Collection[str] | None) -> None:
+    """Every weight in the checkpoint has its place in the model, on some rank. Collective.
+
+    Args:
+        model: the state that the model asks for.
+        modules: of this run, if encoders that it does not have may be left out.
+
+    Raises:
+        UserError: some would be lost; on every rank.
+    """
+    asked = {value.key for value in nested_values(load_preprocess(model)[0]) if isinstance(value, ShardedTensor)}
+    everyone: list[Any] = [asked]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, asked)
+    with agreed():
+        held = load_sharded_metadata(str(folder))
+        lost = [key for key, value in held.items() if isinstance(value, ShardedTensor) and _is_weight(key, modules)]
+        lost = [key for key in lost if key not in set().union(*everyone)]
+        if lost:
+            raise UserError(
+                f"checkpoint {folder} is of another model: {_listed(dict.fromkeys(lost, 'has no place in this one'))}; "
+                "give the config that it was saved with, its adapters (modules.*.lora) and its changes to the model "
+                "too"
+            )
+
+
+def _is_weight(key: str, modules: Collection[str] | None) -> bool:
+    """Whether this names a tensor of the model, not of the optimizer, and of one of `modules` if they are given."""
+    # As Megatron-Core names them: mimo.images.optimizer.state..., optimizer.state..., chained_0.optimizer.state...
+    if "optimizer.state." in key:
+        return False
+    owner = key.split(".")
+    return modules is None or owner[0] != "modality_submodules" or owner[1] in modules
 
 
 def _require_hashes(folder: Path) -> None:

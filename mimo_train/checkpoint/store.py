@@ -29,9 +29,8 @@ from mimo_train.checkpoint.frozen_base import (
     take_out_frozen,
     take_out_missing,
 )
-from mimo_train.checkpoint.integrity import require_held, verified_record
+from mimo_train.checkpoint.integrity import require_held, require_taken, verified_record
 from mimo_train.config.compose import to_dict
-from mimo_train.config.fault import UserError
 from mimo_train.config.parts import is_adapter
 from mimo_train.model.lora import start_magnitudes
 from mimo_train.optim.module_optimizer import ModuleOptimizer
@@ -47,9 +46,6 @@ CONTENT = {
 }
 """How tensors are cut; stored with the checkpoint, since loading must cut the same way."""
 
-_OF_OPTIMIZER = "optimizer.state."
-"""Part of the keys of the optimizer's tensors, which end as those of their parameters do."""
-
 
 def save_checkpoint(
     run_dir: Path,
@@ -58,8 +54,7 @@ def save_checkpoint(
     optimizer: ModuleOptimizer,
     schedulers: Any,
     train_state: Any,
-    data_fingerprint: str,
-    text_fingerprint: str,
+    fingerprints: dict[str, str],
     *,
     keep: int,
     non_persistent: bool = False,
@@ -70,6 +65,7 @@ def save_checkpoint(
     With `checkpoint.trained_only` it has no weights that the run never trains, but a fingerprint of them.
 
     Args:
+        fingerprints: of what the run reads, for the record.
         keep: number of checkpoints of the run to keep; 0 keeps all.
         non_persistent: whether it is of the kind of which only the newest is kept.
         rerun: this rank's state for repeating the step; on all ranks or on none.
@@ -105,14 +101,15 @@ def save_checkpoint(
             "step": train_state.step,
             "train_state": train_state.state_dict(),
             "layout": _layout_key(run.layout),
-            "data_fingerprint": data_fingerprint,
-            "text_fingerprint": text_fingerprint,
             "rerun": rerun is not None,
             "config": to_dict(run.cfg),
+            **fingerprints,
         }
         record |= {} if left_out is None else {LEFT_OUT: left_out}
         folders.write_record(partial, record)
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            # Under a name that is no checkpoint's, so that a kill leaves none that is half removed.
+            final.rename(final.with_suffix(".old.partial"))
         partial.rename(final)
         folders.remove_old(run_dir, keep, non_persistent)
     dist.barrier()
@@ -132,21 +129,21 @@ def load_checkpoint(
     Collective over all ranks.
 
     Without an optimizer, adapters may be missing in the checkpoint: they keep their values, but for magnitudes, which
-    are those of the loaded weights. Weights that the checkpoint leaves out must be in the model already: they are
-    compared with its fingerprint of them.
+    are those of the loaded weights; and modules that this run does not have are left out. Weights that the checkpoint
+    leaves out must be in the model already: they are compared with its fingerprint of them.
 
     Returns:
         The checkpoint's record; its `rerun` is this rank's state, None at another layout.
 
     Raises:
-        UserError: files are missing or damaged, or tensors are not there or of other shapes, or there are adapters that
-            the model does not have. On every rank alike, and before anything is loaded.
+        UserError: files are missing or damaged, tensors are not there or of other shapes, or the model has no place for
+            some. On every rank alike, and before anything is loaded.
     """
     record = verified_record(folder)
     state = _sharded_state(model, optimizer, is_loading=True)
+    asked = {name: state[name] for name in _by_key(model)}
     same_layout = record["layout"] == _layout_key(layout)
     held = dist_checkpointing.load_tensors_metadata(str(folder)).keys()
-    _require_adapters(state, held, folder, model)
     new = {} if optimizer else _take_out_new_adapters(state, held, model)
     if LEFT_OUT in record:
         missing = take_out_missing(state, _by_key(model), held)
@@ -158,6 +155,7 @@ def load_checkpoint(
         state["rng"] = _object_of_rank("rng", None)
         if record["rerun"]:
             state["rerun"] = _object_of_rank("rerun", None)
+    require_taken(asked, folder, None if optimizer else layout.modules)
     require_held(state, folder)
     # Some formats of the optimizer are loaded into leaves in place.
     with torch.no_grad():
@@ -217,24 +215,6 @@ def _sharded_state(model: list[MegatronModule], optimizer: MimoOptimizer | None,
         whole = state["model"] if len(model) == 1 else dict(state)
         state["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(CONTENT))
     return state
-
-
-def _require_adapters(state: dict[str, Any], held: Collection[str], folder: Path, model: list[MegatronModule]) -> None:
-    """Every adapter of the checkpoint is one of the model's. Collective.
-
-    Raises:
-        UserError: one is not, and would be lost; on every rank.
-    """
-    own = {value.key for key in _by_key(model) for name, value in state[key].items() if is_adapter(name)}
-    known: list = [None] * dist.get_world_size()
-    dist.all_gather_object(known, own)
-    kept = {key for key in held if is_adapter(key) and _OF_OPTIMIZER not in key}
-    lost = sorted(kept.difference(*known))
-    if lost:
-        raise UserError(
-            f"checkpoint {folder} has adapters that this model has not, {lost[0]}"
-            f"{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}: give lora.rank and lora.targets of its run"
-        )
 
 
 def _take_out_new_adapters(

@@ -41,14 +41,14 @@ def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
     from mimo_train.config import compose
     from mimo_train.config.fault import ConfigError
-    from mimo_train.launch.processes import is_idle, say_idle, started_run
+    from mimo_train.launch.processes import VariablesError, is_idle, say_idle, started_run
     from mimo_train.launch.torchrun import end_with_launcher
 
     end_with_launcher()
     try:
         run = started_run(compose.load(args.config, args.overrides))
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, VariablesError):
             print_fault(error)
         return 1
     if is_idle(run.layout):  # before the slow imports

@@ -19,7 +19,7 @@ from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.plan.run import Run
 from mimo_train.step.batches import StepIterator
 from mimo_train.training import setup as native
-from mimo_train.training.callbacks import Callback, Callbacks
+from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.exit import ExitVotes
 
 
@@ -52,19 +52,21 @@ def setup(
 
     Args:
         exit_signal: records signals, if they should end the run.
-        callbacks: called by the loop and by the documented functions.
+        callbacks: called by the loop and by the documented functions, after those of `train.callbacks`.
         pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
         store: for the rendezvous, instead of the address in the environment.
 
     Raises:
-        ConfigError: the config has faults, or there are processes without a module. Also all that `pretrain` raises.
+        ConfigError: the config has faults, a callback cannot be loaded, or there are processes without a module. Also
+            all that `pretrain` raises.
     """
     run, start_time = config if isinstance(config, Run) else started_run(config), time.time()
     require_none_idle(run)
+    listeners = Callbacks([*load_callbacks(run.cfg.train.callbacks), *callbacks])
     votes = ExitVotes(exit_signal or ExitSignal(), run.cfg.train.exit_duration_minutes, start_time)
     session = native.setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
     return SetupOutput(
-        state=SessionState.of(session, Callbacks(callbacks)),
+        state=SessionState.of(session, listeners),
         model=session.model,
         optimizer=session.optimizer,
         scheduler=session.schedulers,

@@ -19,6 +19,7 @@ class SessionState(GlobalState):
     log: StepLog = field(init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.session = replace(self.session, state=self)
         self.saver, self.log = Saver(self.session, self.callbacks), StepLog(self.session, self.callbacks)
 

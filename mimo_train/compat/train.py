@@ -239,7 +239,7 @@ def compute_throughputs_and_append_to_progress_log(
         step=state.train_state.step,
         tokens=state.train_state.consumed_train_samples * state.cfg.data.sequence_length,
         flops=num_floating_point_operations_so_far,
-        job_start=state.start_time,
+        job_seconds=state.job_seconds,
     )
 
 

@@ -6,6 +6,7 @@ the program counts only processes with a module: a *rank* is an index among them
 
 import copy
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,12 +18,19 @@ from mimo_train.plan.placement import node_faults
 from mimo_train.plan.run import Run, config_faults, on_nodes, resolve
 
 
+class VariablesError(ConfigError):
+    """Variables of a launcher in the environment that cannot be; of this process, whatever its rank."""
+
+
 def started_run(cfg: ConfigContainer) -> Run:
     """The run of a config on the processes that were started.
 
     Raises:
-        ConfigError: the config has faults, or the layout needs other processes.
+        ConfigError: the config has faults, the layout needs other processes, or variables of the launcher cannot be.
     """
+    found = list(_variable_faults())
+    if found:
+        raise VariablesError(found)
     run = resolve(cfg, _started_per_node())
     found = _process_faults(run)
     if found:
@@ -35,7 +43,7 @@ def require_none_idle(run: Run) -> None:
     Raises:
         ConfigError: there are processes without a module. Only `pretrain` lets them end, and counts without them.
     """
-    layout, started = run.layout, int(os.environ.get("WORLD_SIZE", "1"))
+    layout, started = run.layout, _number("WORLD_SIZE", 1)
     if layout.processes != tuple(range(started)):
         text = f"{started} processes for {layout.world_size} ranks: only pretrain runs with processes without a module"
         raise ConfigError([Fault("placement.allow_idle", text)])
@@ -70,22 +78,22 @@ def numbered(layout: RunLayout) -> Iterator[None]:
 def is_first_of_node(layout: RunLayout, rank: int) -> bool:
     """Whether `rank`, this process's, is the lowest on its node."""
     process = layout.processes[rank]
-    first_here = process - int(os.environ.get("LOCAL_RANK", "0"))
+    first_here = process - _number("LOCAL_RANK", 0)
     return rank == 0 or layout.processes[rank - 1] < first_here
 
 
 def _started_per_node() -> int:
     """Processes that the launcher has started on each node; 0 where there is one node, or no launcher."""
-    started, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    started, here = (_number(name, 0) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return here if 0 < here < started else 0
 
 
 def _process_faults(run: Run) -> list[Fault]:
     """Why the processes that were started cannot run this layout."""
-    started, needed = int(os.environ.get("WORLD_SIZE", "1")), run.layout.processes[-1] + 1
+    started, needed = _number("WORLD_SIZE", 1), run.layout.processes[-1] + 1
     if started < needed or (started > needed and not run.cfg.placement.allow_idle):
         return [Fault("WORLD_SIZE", _another_number(run, started))]
-    here, nodes = (int(os.environ.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    here, nodes = (_number(name, 0) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
     if nodes and here * nodes != started:
         # Nodes would place modules differently, each by its own number.
         text = f"{started} processes on {nodes} nodes, and {here} of them here: start as many on each node"
@@ -94,8 +102,29 @@ def _process_faults(run: Run) -> list[Fault]:
     return list(node_faults(run.cfg, _started_per_node()))
 
 
+def _variable_faults() -> Iterator[Fault]:
+    """Variables that no launcher sets so; something else has left them in the environment."""
+    wrong = False
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        value = os.environ.get(name, "0")
+        if not re.fullmatch(r"\d+", value):
+            wrong = True
+            yield Fault(name, f"the variable must be a whole number, is {value!r}: {_UNSET}")
+    if not wrong and _process() >= max(1, _number("WORLD_SIZE", 1)):
+        size = os.environ.get("WORLD_SIZE")
+        among = f"WORLD_SIZE is {size}" if size else "WORLD_SIZE is not set, so that there is one process"
+        yield Fault("RANK", f"the variable is {_process()}, and {among}; processes are counted from 0: {_UNSET}")
+
+
+_UNSET = "unset it, or start with torchrun (scripts/train_vlm.sh does), which sets all of them"
+
+
+def _number(variable: str, default: int) -> int:
+    return int(os.environ.get(variable, default))
+
+
 def _process() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
 
 
 def _another_number(run: Run, started: int) -> str:

@@ -29,9 +29,11 @@ def append_to_progress_log(run_dir: Path, text: str) -> None:
     line = f"{now}\t{' '.join(text.splitlines())}\n"
     run_dir.mkdir(parents=True, exist_ok=True)
     # One write in append mode: lines of two processes never mix.
-    descriptor = os.open(run_dir / PROGRESS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(run_dir / PROGRESS_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        size = os.fstat(descriptor).st_size
+        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"  # the last line of a job that was killed
+        os.write(descriptor, ("\n" if torn else "").encode() + line.encode())
     finally:
         os.close(descriptor)
 
@@ -80,8 +82,9 @@ def start_of_jobs(run_dir: Path, world_size: int) -> tuple[datetime, float]:
     return first.start, first.flops
 
 
-def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops: float, job_start: float) -> None:
-    """Note FLOPs, tokens and throughput of the run so far. Called on one rank, after `job_started`.
+def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops: float, job_seconds: float) -> None:
+    """Note FLOPs, tokens and throughput of the run so far. Called on one rank, after `job_started`; where the line of
+    that is gone from the file, throughputs are left out.
 
     Throughputs are in TFLOP/s of one device, model FLOPs: `job_tflops` of this job, and `cumulative_tflops` of all jobs
     since `start_of_jobs`, in which time between jobs and steps trained again count as lost.
@@ -89,21 +92,23 @@ def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops:
     Args:
         tokens: trained since the first step of the run.
         flops: model FLOPs of all modules since the first step of the run.
-        job_start: when this job started, in seconds since the epoch.
+        job_seconds: since this job started.
+
+    Raises:
+        OSError: the file cannot be written.
     """
-    now = time.time()
-    began, flops_before = start_of_jobs(run_dir, world_size)
-    *_, job = _jobs(run_dir / PROGRESS_FILE)
-    # The log has whole seconds, and a job begins before it is noted.
-    elapsed = now - min(began.timestamp(), job_start)
-    teraflops = 1e12 * world_size
-    facts = {
-        "step": step,
-        "flops": f"{flops:.3g}",
-        "tokens": tokens,
-        "job_tflops": f"{(flops - job.flops) / (now - job_start) / teraflops:.3g}",
-        "cumulative_tflops": f"{(flops - flops_before) / elapsed / teraflops:.3g}",
-    }
+    facts = {"step": step, "flops": f"{flops:.3g}", "tokens": tokens}
+    try:
+        began, flops_before = start_of_jobs(run_dir, world_size)
+        *_, job = _jobs(run_dir / PROGRESS_FILE)
+    except (UserError, OSError):
+        pass
+    else:
+        # The log has whole seconds, a job begins before it is noted, and the clock may have been set meanwhile.
+        elapsed = max(time.time() - began.timestamp(), job_seconds)
+        teraflops = 1e12 * world_size
+        facts["job_tflops"] = f"{(flops - job.flops) / job_seconds / teraflops:.3g}"
+        facts["cumulative_tflops"] = f"{(flops - flops_before) / elapsed / teraflops:.3g}"
     append_to_progress_log(run_dir, "\t".join(["throughput", *(f"{key}={value}" for key, value in facts.items())]))
 
 
@@ -115,11 +120,15 @@ class _Job(NamedTuple):
 
 
 def _jobs(path: Path) -> Iterator[_Job]:
-    """The jobs in a progress.txt, in order."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        when, event, *facts = line.split("\t")
-        if event == "start":
-            values = dict(fact.split("=", 1) for fact in facts)
+    """The jobs in a progress.txt, in order. What is no whole line of ours, torn or edited, is left out."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        when, *rest = line.split("\t")
+        if rest[:1] != ["start"]:
+            continue
+        values = dict(fact.partition("=")[::2] for fact in rest[1:])
+        try:
             yield _Job(
                 datetime.fromisoformat(when), int(values["world_size"]), int(values["step"]), float(values["flops"])
             )
+        except (KeyError, ValueError):
+            continue

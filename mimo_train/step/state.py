@@ -64,6 +64,15 @@ class GlobalState:
     """When this job started, in seconds since the epoch."""
     metrics: MetricsLog = field(default_factory=MetricsLog)
     console: Console = field(default_factory=Console.silent)
+    _began: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic() - (time.time() - self.start_time)
+
+    @property
+    def job_seconds(self) -> float:
+        """Seconds since this job started; whether or not the clock has been set meanwhile."""
+        return time.monotonic() - self._began
 
     @property
     def cfg(self) -> ConfigContainer:

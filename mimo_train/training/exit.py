@@ -18,14 +18,15 @@ class ExitVotes:
         """
         Args:
             minutes: `train.exit_duration_minutes`.
-            start_time: of the job, in seconds since the epoch.
+            start_time: of the job, in seconds since the epoch. The clock may be set later without an effect.
         """
         self._signal = exit_signal
-        self._deadline = start_time + 60 * minutes if minutes > 0 else float("inf")
+        began = time.monotonic() - (time.time() - start_time)
+        self._deadline = began + 60 * minutes if minutes > 0 else float("inf")
 
     def own(self) -> tuple[bool, bool]:
         """This rank's votes, for the step's sum."""
-        return self._signal.requested(), time.time() >= self._deadline
+        return self._signal.requested(), time.monotonic() >= self._deadline
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ class StepLog:
         if log.runtime_unit:
             values |= report_runtime(
                 progress,
-                state.start_time,
+                time.time() - state.job_seconds,
                 sequence_length,
                 state.cfg.train.iters,
                 log.runtime_unit,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.step.state import GlobalState
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.exit import ExitVotes
+from mimo_train.training.full_disk import full_disk
 from mimo_train.training.inprocess import with_restarts
 from mimo_train.training.loop import train
 from mimo_train.training.setup import Session, setup
@@ -39,7 +41,7 @@ def pretrain(
     Args:
         config: the config, or a `Run` that `started_run` has resolved.
         forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
-        exit_signal: an `ExitSignal` that is already listening, so that no early signal is lost.
+        exit_signal: an `ExitSignal` that is already listening, so that no early signal is lost; it still is at the end.
         callbacks: called after those of `train.callbacks`.
         pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
 
@@ -56,7 +58,9 @@ def pretrain(
         return 0
     listeners = Callbacks([*load_callbacks(run.cfg.train.callbacks), *callbacks])
     step_func, start_time = forward_step_func or default_forward_step(run.cfg), time.time()
-    with exit_signal or ExitSignal() as signal, numbered(run.layout):
+    # One that was given goes on listening: a signal after the run is as harmless as one in it.
+    listening = nullcontext(exit_signal.listen()) if exit_signal is not None else ExitSignal()
+    with listening as signal, numbered(run.layout):
         life = partial(one_life, run, step_func, listeners, signal, start_time, pre_wrap_hook)
         return with_restarts(life, run.cfg.run)()
 
@@ -88,6 +92,9 @@ def one_life(
     except BaseException as error:
         state = session.state if session else GlobalState(run, start_time=start_time)
         callbacks.fire("on_failure", state, error)
+        full = full_disk(error, run.dir)
+        if full is not None:
+            raise full from error
         raise
     finally:
         if session is not None:

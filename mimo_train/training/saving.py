@@ -94,7 +94,7 @@ class Saver:
                 step=run.step,
                 tokens=run.consumed_train_samples * state.cfg.data.sequence_length,
                 flops=run.floating_point_operations_so_far,
-                job_start=state.start_time,
+                job_seconds=state.job_seconds,
             )
         seconds = timer.elapsed(reset=True, barrier=False)
         state.console.message(f"checkpoint of step {run.step} ({reason}) in {seconds:.2g} s: {folder}")

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 
 from data.tokens import Tokenizer
-from mimo_train.checkpoint.checkpointer import Checkpointer
+from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
 from mimo_train.checkpoint.hf.load import load_pretrained
 from mimo_train.config.compose import to_yaml
 from mimo_train.config.pretrained.fill_in import parts_there
@@ -24,6 +24,7 @@ from mimo_train.diagnose.profiling import StepProfiler
 from mimo_train.diagnose.rerun import Rerun
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.launch.processes import is_first_of_node
+from mimo_train.launch.run_lock import PATIENCE, RunLock
 from mimo_train.metrics import progress
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.metrics_log import build_metrics_log
@@ -82,6 +83,8 @@ class Session:
     held_out: HeldOut | None
     checkpointer: Checkpointer
     bad_samples: BadSampleCount
+    lock: RunLock | None
+    """That of `run.dir`, on rank 0."""
 
     @property
     def model(self) -> list[MegatronModule]:
@@ -92,6 +95,8 @@ class Session:
         """End threads, profilers and writers, also after a failure."""
         state, parts = self.state, self.parts
         with ExitStack() as ends:  # all of them, whichever fails
+            if self.lock is not None:
+                ends.callback(self.lock.close)  # the last of all
             for part in (state.metrics, state.console, self.checkpointer, parts.profiler, self.data):
                 ends.callback(part.close)
 
@@ -113,12 +118,33 @@ def setup(
         pre_wrap_hook: changes the model chunks before they are wrapped for data parallelism.
 
     Raises:
-        UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used; with the config key.
+        UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used, or another process uses
+            `run.dir`; with the config key.
     """
-    cfg, train_state = run.cfg, TrainState()
-    kind, device = start_processes(cfg, store)
+    kind, device = start_processes(run.cfg, store)
+    lock: RunLock | None = None
     with agreed():
         make_folder(run.dir)
+        if dist.get_rank() == 0:
+            lock = RunLock(run.dir, min(PATIENCE, 30 * run.cfg.run.timeout_minutes))
+    try:
+        return _build(run, votes, kind, device, lock, start_time, pre_wrap_hook)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+
+
+def _build(
+    run: Run,
+    votes: ExitVotes,
+    kind: str,
+    device: torch.device,
+    lock: RunLock | None,
+    start_time: float,
+    pre_wrap_hook: ModelHook | None,
+) -> Session:
+    cfg, train_state = run.cfg, TrainState()
     make_demo_shards(run)
     parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg))
     pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
@@ -135,7 +161,8 @@ def setup(
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
-    checkpointer = Checkpointer(run, *saved, dataset.fingerprint, dataset.text_fingerprint, read_pretrained)
+    fingerprints = Fingerprints(dataset.fingerprint, dataset.text_fingerprint, parts.tokenizer.vocabulary_fingerprint)
+    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained)
     resumed_from = checkpointer.resume()
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
@@ -167,6 +194,7 @@ def setup(
         held_out=held_out,
         checkpointer=checkpointer,
         bad_samples=BadSampleCount(train_state, cfg.data.max_bad_samples, device),
+        lock=lock,
     )
 
 
@@ -197,6 +225,9 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
             os.environ.setdefault(name, value)
+        if store is None and os.environ["WORLD_SIZE"] == "1":
+            # There is nobody to meet: an address that something else has left in the environment is not waited for.
+            store = dist.HashStore()
         devices.init_process_group(kind, cfg.run.timeout_minutes, device, store)
     return kind, device
 

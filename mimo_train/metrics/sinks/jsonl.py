@@ -86,7 +86,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict]]:
             except ValueError as error:
                 line, why = None, str(error)
             else:
-                why = "" if isinstance(line, dict) and "step" in line else "not an object with a step"
+                numbered = isinstance(line, dict) and isinstance(line.get("step"), int | float)
+                why = "" if numbered else "not an object with a number as its step"
             if why:
                 if not raw.endswith(b"\n"):
                     return

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -22,6 +23,15 @@ class Saves(Callback):
     def on_checkpoint(self, state, folder: Path):
         assert (folder / folders.RECORD).is_file()
         self.folders.append(str(folder.relative_to(state.run_dir / "checkpoints")))
+
+
+class Listed(Callback):
+    """Of `train.callbacks`."""
+
+    told: ClassVar[list[str]] = []
+
+    def on_checkpoint(self, state, folder: Path):
+        self.told.append(folder.name)
 
 
 class DriveApart(Callback):
@@ -141,10 +151,13 @@ def _asked_for_and_due(cfg) -> list[str]:
         ends = checkpoint_and_decide_exit(*saved, run.train_data_iterator)
         assert ends == (state.train_state.step == 2)
     run.close()
+    assert Listed.told == callback.folders, "those of the config are called too"
     return callback.folders
 
 
 def test_a_step_that_was_saved_is_not_saved_again(digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "train.iters=2", "checkpoint.save_interval=1")
+    listed = f"train.callbacks=[{__name__}:Listed]"
+    saving = ("train.iters=2", "checkpoint.save_interval=1", listed)
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", *saving)
     assert run_ranks(_asked_for_and_due, 1, cfg) == [["step_00000001", "step_00000002"]]
     assert reasons(tmp_path) == ["asked", "asked"]

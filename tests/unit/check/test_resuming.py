@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from data.pipeline import Dataset
 from data.tokens import build_tokenizer
 from mimo_train.check import check
@@ -11,14 +13,14 @@ from tests.unit.check.shards import on, shard, sound
 from tests.unit.configs import load
 
 
-def saved(run_dir: Path, *overrides: str, fingerprint: str = "", steps=(100, 200)) -> str:
+def saved(run_dir: Path, *overrides: str, fingerprint: str = "", steps=(100, 200), config="vlm_digits", **more) -> str:
     """A run.dir as training leaves it, with a checkpoint that is not complete; returns the override that names it."""
     for step in steps:
         folder = run_dir / "checkpoints" / f"step_{step:08d}"
         folder.mkdir(parents=True)
-        record = {"config": compose.to_dict(load("vlm_digits", *overrides)), "data_fingerprint": fingerprint}
+        record = {"config": compose.to_dict(load(config, *overrides)), "data_fingerprint": fingerprint, **more}
         (folder / "run.json").write_text(json.dumps(record))
-    (run_dir / "checkpoints" / "step_00000300").mkdir()
+    (run_dir / "checkpoints" / "step_00000300.partial").mkdir()
     return f"run.dir={run_dir}"
 
 
@@ -41,9 +43,113 @@ def test_a_checkpoint_of_another_model_is_a_fault(tmp_path):
     override = saved(tmp_path, "modules.language.llm.hidden_size=64", "modules.language.llm.dropout=0.1")
     (fault,) = check(load("vlm_digits", override)).faults
     assert fault.key == "run.dir"
-    assert "(modules.language.llm.hidden_size was 64, is 96)" in fault.message
+    assert ": modules.language.llm.hidden_size was 64, is 96;" in fault.message, "dropout may change"
     (fault,) = check(load("vlm_digits", override, "checkpoint.resume=never")).faults
     assert fault.key == "checkpoint.resume" and "step_00000200 is of a later step than 0" in fault.message
+
+
+CHANGES = {
+    "modules.language.llm.num_attention_heads=2": "modules.language.llm.num_attention_heads was 4, is 2",
+    "modules.images.encoder.activation=relu": "modules.images.encoder.activation was gelu, is relu",
+    "modules.images.encoder.pixel_mean=[0,0,0]": "modules.images.encoder.pixel_mean was [",
+    "modules.language.llm.tie_embeddings=false": "modules.language.llm.tie_embeddings was True, is False",
+    "modules.language.llm.layernorm_epsilon=1e-3": "modules.language.llm.layernorm_epsilon was 1e-05, is 0.001",
+    "modules.images.projector.activation=relu": "modules.images.projector.activation was gelu, is relu",
+    "modules.language.lora.rank=4": "modules.language.lora.rank was 0, is 4",
+}
+
+
+@pytest.mark.parametrize("override", CHANGES)
+def test_weights_of_another_meaning_are_a_fault(tmp_path, override):
+    """Their shapes are the same. In a new run with these weights too, where only adapters may be new."""
+    same_model = saved(tmp_path)
+    (fault,) = check(load("vlm_digits", same_model, override)).faults
+    assert fault.key == "run.dir" and CHANGES[override] in fault.message
+    assert f"step_00000200 is of another model: {CHANGES[override]}" in fault.message
+    new = check(load("vlm_digits", f"checkpoint.weights={tmp_path}", override))
+    if "lora" in override:
+        assert new.faults == [] and f"begins with the weights of {tmp_path}/checkpoints/step_00000200" in new.notes
+    else:
+        (fault,) = new.faults
+        assert fault.key == "checkpoint.weights" and CHANGES[override] in fault.message
+
+
+ADAPTERS = ("modules.language.lora.rank=4", "modules.language.lora.targets=[linear_qkv, linear_proj]")
+
+
+@pytest.mark.parametrize(
+    ("override", "change", "more"),
+    [
+        ("modules.language.lora.rank=0", "lora.rank was 4, is 0, so that its adapters would be lost", False),
+        ("modules.language.lora.alpha=1000", "lora.alpha was 16.0, is 1000.0", False),
+        ("modules.language.lora.targets=[linear_qkv]", "lora.targets was ['linear_qkv', 'linear_proj']", False),
+        ("modules.language.lora.targets=[linear_qkv, linear_proj, linear_fc1]", "lora.targets was ['linear_q", True),
+        ("modules.language.lora.dropout=0.5", "", True),
+    ],
+)
+def test_trained_adapters_are_kept(tmp_path, override, change, more):
+    """`more`: a new run may have them."""
+    trained = saved(tmp_path, *ADAPTERS)
+    found = check(load("vlm_digits", trained, *ADAPTERS, override)).faults
+    assert [fault.key for fault in found] == ["run.dir"] * bool(change)
+    assert not found or f"modules.language.{change}" in found[0].message
+    found = check(load("vlm_digits", f"checkpoint.weights={tmp_path}", *ADAPTERS, override)).faults
+    assert [fault.key for fault in found] == ["checkpoint.weights"] * (not more)
+
+
+def test_a_key_that_a_checkpoint_lacks_means_its_default(tmp_path):
+    """It was added after the checkpoint was saved. A key that no version has any more is named."""
+    override = saved(tmp_path)
+    path = tmp_path / "checkpoints" / "step_00000200" / "run.json"
+    record = json.loads(path.read_text())
+    llm = record["config"]["modules"]["language"]["llm"]
+    del llm["qk_norm"], record["config"]["modules"]["language"]["lora"], record["config"]["log"]
+    path.write_text(json.dumps(record))
+    assert check(load("vlm_digits", override)).faults == []
+    (fault,) = check(load("vlm_digits", override, "modules.language.llm.qk_norm=true")).faults
+    assert "modules.language.llm.qk_norm was False, is True" in fault.message
+    path.write_text(json.dumps(record).replace('"bias": ', '"biases": '))
+    (fault,) = check(load("vlm_digits", override)).faults
+    assert "modules.language.llm.biases was False, and is no key of this version" in fault.message
+
+
+def test_modules_come_in_their_order(tmp_path):
+    """It is that of the features of a medium that several read; of the language model among them it does not matter."""
+    override = saved(tmp_path, config="mixed_tiny")
+    path = tmp_path / "checkpoints" / "step_00000200" / "run.json"
+    record = json.loads(path.read_text())
+    modules = record["config"]["modules"]
+    orders = {("language", "images", "audio"): 0, ("audio", "images", "language"): 1}
+    for order, faults in orders.items():
+        record["config"]["modules"] = {name: modules[name] for name in order}
+        path.write_text(json.dumps(record))
+        found = check(load("mixed_tiny", override)).faults
+        assert len(found) == faults, found
+    assert "modules were audio, images, language, are images, audio, language in this order" in found[0].message
+
+
+def test_a_new_run_may_leave_out_an_encoder(tmp_path):
+    saved(tmp_path, config="mixed_tiny")
+    weights = f"checkpoint.weights={tmp_path}"
+    report = check(load("mixed_tiny", weights, "~modules.audio"))
+    assert not [fault for fault in report.faults if fault.key == "checkpoint.weights"]
+    assert f"begins with the weights of {tmp_path}/checkpoints/step_00000200 without modules.audio" in report.notes
+    (fault,) = check(load("mixed_tiny", f"run.dir={tmp_path}", "~modules.audio")).faults
+    assert fault.key == "run.dir" and "modules were images, audio, language, are images, language" in fault.message
+
+
+def test_a_checkpoint_of_another_tokenizer_is_a_fault(tmp_path):
+    tokenizer = build_tokenizer("bytes", ["<image>"])
+    text, vocabulary = tokenizer.fingerprint, tokenizer.vocabulary_fingerprint
+    for name, was, faults in (("same", text, 0), ("other", "0123", 1)):
+        override = saved(tmp_path / name, text_fingerprint=was)
+        found = check(load("vlm_digits", override)).faults
+        assert [fault.key for fault in found] == ["data.tokenizer"] * faults
+    assert f"(fingerprint {text}, was 0123)" in found[0].message
+    for name, was, faults in (("bytes", vocabulary, 0), ("others", "0123", 1)):
+        saved(tmp_path / name, text_fingerprint="other placeholders", vocabulary_fingerprint=was)
+        found = check(load("vlm_digits", f"checkpoint.weights={tmp_path / name}")).faults
+        assert [fault.key for fault in found] == ["data.tokenizer"] * faults
 
 
 def test_a_checkpoint_of_other_modules_is_a_fault(tmp_path):
@@ -68,12 +174,22 @@ def test_a_checkpoint_of_other_data_is_a_fault(tmp_path):
     assert check(load(*on(path), saved(tmp_path / "same", fingerprint=fingerprint))).faults == []
 
 
-def test_a_checkpoint_whose_record_is_damaged_is_a_warning(tmp_path):
+def test_a_checkpoint_whose_record_holds_no_config_is_a_fault(tmp_path):
+    """Training would end on it."""
     override = saved(tmp_path)
-    for text in ("{}", '{"config": {"train": {"iter": 5}}, "data_fingerprint": ""}'):
-        (tmp_path / "checkpoints" / "step_00000200" / "run.json").write_text(text)
-        (warning,) = check(load("vlm_digits", override)).warnings
-        assert "step_00000200" in warning and "run.json cannot be read" in warning
+    path = tmp_path / "checkpoints" / "step_00000200" / "run.json"
+    whole = json.loads(path.read_text())["config"]
+    for config, lacking in (
+        ({}, "config.run.seed"),
+        (None, "holds no config"),
+        (whole | {"run": {}}, "config.run.seed"),
+        (whole | {"modules": []}, "config.modules.language"),
+        (whole | {"modules": {"images": None, "language": {}}}, "config of modules"),
+    ):
+        path.write_text(json.dumps({"config": config, "data_fingerprint": ""}))
+        (fault,) = check(load("vlm_digits", override)).faults
+        assert fault.key == "checkpoint.resume" and "step_00000200 is damaged" in fault.message
+        assert lacking in fault.message
 
 
 def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
@@ -88,6 +204,6 @@ def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
 
 def test_folders_of_checkpoints_must_be_there(tmp_path):
     (tmp_path / "file").touch()
-    overrides = [f"run.dir={tmp_path}/file"], [f"checkpoint.resume={tmp_path}/none"]
+    overrides = [f"run.dir={tmp_path}/file"], [f"checkpoint.resume={tmp_path}/none"], [f"checkpoint.weights={tmp_path}"]
     keys = [fault.key for given in overrides for fault in check(load("vlm_digits", *given)).faults]
-    assert keys == ["run.dir", "checkpoint.resume"]
+    assert keys == ["run.dir", "checkpoint.resume", "checkpoint.weights"]

@@ -70,8 +70,38 @@ def test_a_run_begins_at_no_earlier_step_than_its_folder_holds(tmp_path):
 def test_an_unfinished_checkpoint_is_none(tmp_path):
     saved(tmp_path, 2)
     folders.partial_folder(tmp_path, 3, True).mkdir(parents=True)
-    folders.final_folder(tmp_path, 4, True).mkdir()
-    assert folders.newest(tmp_path) == folders.final_folder(tmp_path, 2)
+    folders.final_folder(tmp_path, 1).mkdir()
+    assert folders.newest(tmp_path) == folders.chosen(tmp_path, "auto") == folders.final_folder(tmp_path, 2)
+
+
+@pytest.mark.parametrize("complete", [None, 2])
+@pytest.mark.parametrize("spoil", [Path.mkdir, Path.touch], ids=["no record", "a file"])
+def test_a_checkpoint_that_lost_its_record_is_named(tmp_path, complete, spoil):
+    """Without an error the run would begin again before it, and write over it."""
+    if complete:
+        saved(tmp_path, complete)
+    copy = folders.final_folder(tmp_path, 3)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    spoil(copy)
+    for ask in (
+        lambda: folders.chosen(tmp_path, "auto"),
+        lambda: folders.chosen(tmp_path / "new", str(tmp_path)),
+        lambda: folders.require_none_later(tmp_path, None),
+    ):
+        with pytest.raises(UserError, match=f"^checkpoint.resume: {copy}: no complete checkpoint, .*or remove it"):
+            ask()
+    with pytest.raises(UserError, match=f"^checkpoint.weights: {copy}"):
+        folders.in_folder(tmp_path, "checkpoint.weights")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):
+    renamed = saved(tmp_path, 3).rename(folders.final_folder(tmp_path, 9))
+    with pytest.raises(
+        UserError, match=f"{renamed} is damaged: it is named as of step 9, and its run.json is of step 3"
+    ):
+        folders.read_record(renamed)
+    kept = renamed.rename(tmp_path / "best")
+    assert folders.read_record(kept)["step"] == 3
 
 
 def test_each_kind_is_thinned_out_by_its_own_rule(tmp_path):

@@ -155,6 +155,30 @@ def test_without_a_launcher_the_world_is_one_process(capsys):
     assert "1 process was started, the layout needs 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "1"}, "RANK: the variable is 1, and WORLD_SIZE is not set, so that there is one process"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "RANK: the variable is 2, and WORLD_SIZE is 2; processes are counted from 0",
+        ),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: the variable must be a whole number, is 'abc'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: the variable must be a whole number, is ''"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK: the variable must be a whole number, is 'x'"),
+        ({"RANK": "1", "WORLD_SIZE": "y"}, "WORLD_SIZE: the variable must be a whole number, is 'y'"),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_faults(variables, said, trainer, monkeypatch, capsys):
+    """Whatever the rank is: there may be no other process to say it."""
+    calls = trainer("calls.append(1)")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "gpt_tiny", "placement.allow_idle=true"]) == 1
+    assert calls == []
+    assert f"error: {said}" in (err := capsys.readouterr().err) and "unset it, or start with torchrun" in err
+
+
 @pytest.mark.parametrize("overrides", [["train.iter=5"], ["modules.images.layout.dp=3"], ["layout=one_process"]])
 def test_only_rank_0_prints_what_is_wrong_before_the_start(overrides, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")

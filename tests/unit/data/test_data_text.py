@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -127,6 +128,29 @@ def test_hugging_face_tokenizer_serves_threads(saved_tokenizer):
     texts = [f"which digit is <image> {n}" for n in range(400)]
     with ThreadPoolExecutor(4) as pool:
         assert [tokenizer.decode(ids) for ids in pool.map(tokenizer.encode, texts)] == texts
+
+
+def test_tokenizers_are_told_apart_by_their_fingerprints(saved_tokenizer, tmp_path):
+    """Also where they have the same tokens with other ids, or other merges; not where the folder is another one."""
+    folder = saved_tokenizer()
+    core = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary, merges = core["model"]["vocab"], core["model"]["merges"]
+    vocabulary |= {"a": vocabulary["b"], "b": vocabulary["a"]}
+    merges[:] = merges[::-1]
+    folders = {name: shutil.copytree(folder, tmp_path / name) for name in ("moved", "ids", "merges")}
+    for name, change in (("ids", {"vocab": vocabulary}), ("merges", {"merges": merges})):
+        other = json.loads((folder / "tokenizer.json").read_text())
+        other["model"] |= change
+        (folders[name] / "tokenizer.json").write_text(json.dumps(other))
+    found = {name: build_tokenizer(place, ["<image>"]) for name, place in folders.items()}
+    same = build_tokenizer(folder, ["<image>"])
+    assert found["moved"].fingerprint == same.fingerprint
+    assert found["moved"].vocabulary_fingerprint == same.vocabulary_fingerprint
+    several = {same, found["ids"], found["merges"], build_tokenizer("bytes", ["<image>"])}
+    assert len({tokenizer.vocabulary_fingerprint for tokenizer in several}) == len(several)
+    placeholders = [build_tokenizer("bytes", names) for names in ([], ["<image>"], ["<image>", "<audio>"])]
+    assert len({tokenizer.fingerprint for tokenizer in (*several, *placeholders)}) == len(several) + 2
+    assert {tokenizer.vocabulary_fingerprint for tokenizer in placeholders} == {"bytes"}
 
 
 def test_tokenizers_that_cannot_serve(saved_tokenizer, tmp_path):

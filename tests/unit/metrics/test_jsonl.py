@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from mimo_train.config.fault import UserError
 from mimo_train.metrics.sinks.jsonl import JsonlSink, read_metrics
 
 
@@ -110,3 +111,12 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
     with pytest.raises(ValueError, match="line 2"):
         JsonlSink(path, 3)
     assert path.read_text().count("\n") == 3, "a file that cannot be read is left as it is"
+
+
+@pytest.mark.parametrize("step", ['"one"', "null", "[1]"])
+def test_a_step_that_is_no_number_is_named(tmp_path, step):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    path.write_text(path.read_text().replace('"step":2', f'"step":{step}'))
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2, .*a number as its step.*remove this line"):
+        JsonlSink(path, 2)

@@ -100,7 +100,7 @@ def test_throughputs_of_the_job_and_of_all_jobs(tmp_path, monkeypatch):
         layout=resolve(cfg).layout,
         run_dir=tmp_path,
         train_state=SimpleNamespace(step=300, consumed_train_samples=2400),
-        start_time=at(50).timestamp(),
+        job_seconds=500,
     )
     compute_throughputs_and_append_to_progress_log(state, 7e15)
     *_, last = (tmp_path / "progress.txt").read_text().splitlines()
@@ -113,6 +113,36 @@ def test_throughputs_of_the_job_and_of_all_jobs(tmp_path, monkeypatch):
         "job_tflops=4",
         "cumulative_tflops=1.03",
     ]
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [b"\n", b"\xff\xfe\n", b"2026-11-21T09:50:00+00:00\tstart\tworld_s", b"then\tstart\tworld_size=x\n", b"a\tstart\n"],
+)
+def test_a_spoilt_line_stops_no_run(tmp_path, spoilt):
+    """Blank, no text, torn by a kill, or edited: what other lines say still counts."""
+    write(tmp_path, (0, 2, 0, 0), (5, 2, 10, 4e15))
+    with (tmp_path / "progress.txt").open("ab") as file:
+        file.write(spoilt)
+    progress.throughput(tmp_path, world_size=2, step=30, tokens=1, flops=6e15, job_seconds=500)
+    *_, before, last = (tmp_path / "progress.txt").read_bytes().splitlines()
+    assert before == spoilt.rstrip(b"\n") and b"\tjob_tflops=2\t" in last, "the torn line has ended"
+    assert progress.start_of_jobs(tmp_path, 2) == (at(0), 0.0)
+
+
+def test_without_the_line_of_the_job_its_throughput_is_left_out(tmp_path):
+    append_to_progress_log(tmp_path, "exit\tstep=1")
+    progress.throughput(tmp_path, world_size=2, step=30, tokens=1, flops=6e15, job_seconds=500)
+    *_, last = (tmp_path / "progress.txt").read_text().splitlines()
+    assert last.split("\t")[1:] == ["throughput", "step=30", "flops=6e+15", "tokens=1"]
+
+
+def test_a_clock_that_is_set_back_gives_no_negative_rates(tmp_path, monkeypatch):
+    write(tmp_path, (50, 2, 0, 0))
+    monkeypatch.setattr(progress.time, "time", lambda: at(10).timestamp())
+    progress.throughput(tmp_path, world_size=2, step=30, tokens=1, flops=4e15, job_seconds=500)
+    *_, last = (tmp_path / "progress.txt").read_text().splitlines()
+    assert last.split("\t")[-2:] == ["job_tflops=4", "cumulative_tflops=4"]
 
 
 def test_what_job_started_notes_is_found_again(tmp_path):

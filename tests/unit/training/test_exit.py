@@ -10,6 +10,7 @@ import pytest
 
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.plan.run import config_faults
+from mimo_train.step.state import GlobalState
 from mimo_train.training.exit import AgreedVotes, ExitVotes, agreed_votes
 from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
 from tests.unit.configs import changed
@@ -46,6 +47,14 @@ def test_a_handler_that_python_did_not_set_fails_no_run(monkeypatch):
 )
 def test_time_is_a_vote_after_its_minutes(minutes, started, vote):
     assert ExitVotes(ExitSignal(), minutes, time.time() - started).own() == (False, vote)
+
+
+def test_a_clock_that_is_set_ends_no_run(monkeypatch):
+    votes = ExitVotes(ExitSignal(), 2, time.time())
+    state = GlobalState(SimpleNamespace(), start_time=time.time() - 5)
+    monkeypatch.setattr(time, "time", lambda: 9e9)
+    assert votes.own() == (False, False)
+    assert 5 <= state.job_seconds < 100
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""Whether a checkpoint is of the run that asks for it: model, tokenizer, shards and order of samples. Imports no torch.
+
+`train` and `mimo-train check` ask here, so that neither accepts what the other refuses.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from mimo_train.checkpoint import folders
+from mimo_train.config.fault import Fault
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.model_changes import model_changes
+
+
+def resume_faults(
+    folder: Path,
+    record: dict[str, Any],
+    cfg: ConfigContainer,
+    *,
+    data_fingerprint: str | None,
+    text_fingerprint: str | None,
+) -> list[Fault]:
+    """Why a run cannot continue from a checkpoint.
+
+    Args:
+        record: of the checkpoint in `folder`.
+        data_fingerprint: of this run's shards; None: not known, and not compared.
+        text_fingerprint: of this run's tokenizer, chat template and placeholders, likewise.
+
+    Raises:
+        UserError: the record holds no config.
+    """
+    key = "run.dir" if cfg.checkpoint.resume == "auto" else "checkpoint.resume"
+    before, found = _config(folder, record), []
+    changes = _changes(folder, before, cfg, new_run=False)
+    if changes:
+        found.append(
+            Fault(
+                key,
+                f"checkpoint {folder} is of another model: {changes}; give the config that it was saved with, or begin "
+                f"a new run in another run.dir (with what fits of its weights: checkpoint.weights={folder})",
+            )
+        )
+    found += _other_text(
+        "tokenizer, chat template or placeholders are not those",
+        folder,
+        record.get("text_fingerprint"),  # one of before it was recorded has none
+        text_fingerprint,
+        "give the same data.tokenizer, data.chat_template, data.template_variables and modules.*.placeholder, or begin "
+        "a new run in another run.dir",
+    )
+    was = record.get("data_fingerprint")
+    if data_fingerprint is not None and data_fingerprint != was:
+        found.append(
+            Fault(
+                "data.shards",
+                f"the shards are not those of checkpoint {folder} (fingerprint {data_fingerprint}, was {was}), so the "
+                "order of samples would not continue: give the same shards, or another run.dir",
+            )
+        )
+    for name, old, new in (
+        ("run.seed", before["run"]["seed"], cfg.run.seed),
+        ("data.shuffle", before["data"]["shuffle"], cfg.data.shuffle),
+    ):
+        if old != new:
+            found.append(
+                Fault(
+                    name,
+                    f"is {new}, and checkpoint {folder} was trained with {old}, so the order of samples would not "
+                    f"continue: set {name}={str(old).lower()}, or give another run.dir",
+                )
+            )
+    return found
+
+
+def weights_faults(
+    folder: Path, record: dict[str, Any], cfg: ConfigContainer, *, vocabulary_fingerprint: str | None
+) -> list[Fault]:
+    """Why a new run cannot begin with the weights of a checkpoint (`checkpoint.weights`). Arguments and errors as of
+    `resume_faults`; the fingerprint is that of the tokenizer's vocabulary alone."""
+    found = []
+    changes = _changes(folder, _config(folder, record), cfg, new_run=True)
+    if changes:
+        found.append(
+            Fault(
+                "checkpoint.weights",
+                f"checkpoint {folder} is of another model: {changes}; give the config that it was saved with",
+            )
+        )
+    remedy = "give the tokenizer that these weights were trained with"
+    was = record.get("vocabulary_fingerprint")
+    return found + _other_text("it is not the tokenizer", folder, was, vocabulary_fingerprint, remedy)
+
+
+def _changes(folder: Path, before: dict[str, Any], cfg: ConfigContainer, *, new_run: bool) -> str:
+    try:
+        return "; ".join(model_changes(before, cfg, new_run=new_run))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise folders.damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
+
+
+def _other_text(what: str, folder: Path, was: str | None, now: str | None, remedy: str) -> list[Fault]:
+    if was is None or now is None or was == now:
+        return []
+    return [
+        Fault(
+            "data.tokenizer",
+            f"{what} of checkpoint {folder} (fingerprint {now}, was {was}), so the same text would be other tokens: "
+            f"{remedy}",
+        )
+    ]
+
+
+def _config(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The config in a record, of which every version has written these keys."""
+    config = record.get("config")
+    if not isinstance(config, dict):
+        raise folders.damaged(folder, f"{folders.RECORD} holds no config")
+    for section, name in (("run", "seed"), ("data", "shuffle"), ("modules", "language")):
+        if not isinstance(config.get(section), dict) or name not in config[section]:
+            raise folders.damaged(folder, f"{folders.RECORD} has no config.{section}.{name}")
+    return config

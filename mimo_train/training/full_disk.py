@@ -1,0 +1,55 @@
+"""A run that ends because its folder is full says so, whatever library has found it."""
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mimo_train.config.fault import UserError
+
+_CODES = (errno.ENOSPC, errno.EDQUOT)
+
+_HIDDEN = "Worker failure"
+"""What Megatron-Core 0.19.2 says of an error of its writers, without the error (filesystem_async.py:468)."""
+
+_PROBE = 1 << 20
+"""Bytes that are written to see what a hidden error was."""
+
+
+def full_disk(error: BaseException, run_dir: Path) -> UserError | None:
+    """What to raise instead of `error` where a full disk or a used-up quota is its cause; None where it is not, or
+    the disk is another one."""
+    found = next((why for cause in _causes(error) if (why := _why(cause, run_dir))), "")
+    if not found:
+        return None
+    return UserError(
+        f"run.dir: {run_dir} cannot take more files ({found}): free space, or lower checkpoint.keep, and the same "
+        "command continues the run from its newest complete checkpoint; those are as they were"
+    )
+
+
+def _why(cause: BaseException, run_dir: Path) -> str:
+    if _HIDDEN in str(cause):
+        try:
+            with tempfile.TemporaryFile(dir=run_dir) as file:
+                file.write(bytes(_PROBE))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as probed:
+            return _why(probed, run_dir)
+    if not isinstance(cause, OSError) or cause.errno not in _CODES:
+        return ""
+    file_name = cause.filename
+    if isinstance(file_name, str) and not Path(file_name).absolute().is_relative_to(run_dir.absolute()):
+        return ""
+    return os.strerror(cause.errno)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__

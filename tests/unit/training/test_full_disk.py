@@ -1,0 +1,55 @@
+"""A full disk is named with the folder, whoever has found it."""
+
+import errno
+import os
+
+import pytest
+
+from mimo_train.training.full_disk import full_disk
+
+
+def _within(kind, cause) -> BaseException:
+    try:
+        try:
+            raise cause
+        except OSError as error:
+            raise kind("a library failed") from error
+    except kind as error:
+        return error
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL,
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        _within(RuntimeError, FULL),
+    ],
+    ids=["disk", "quota", "cause"],
+)
+def test_a_full_disk_is_named(error, tmp_path):
+    found = full_disk(error, tmp_path)
+    assert str(found).startswith(f"run.dir: {tmp_path} cannot take more files (") and "continues the run" in str(found)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError(errno.EACCES, "no"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/of/another/disk")],
+)
+def test_other_errors_stay_as_they_are(error, tmp_path):
+    assert full_disk(error, tmp_path) is None
+
+
+def test_an_error_that_its_library_hides_is_found_by_writing(tmp_path, monkeypatch):
+    hidden = RuntimeError("Worker failure: An error is caught while starting worker 0, error: <class 'OSError'>")
+    assert full_disk(hidden, tmp_path) is None
+
+    def no_space(descriptor: int) -> None:
+        raise FULL
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    assert "cannot take more files (No space left on device)" in str(full_disk(hidden, tmp_path))
+    assert full_disk(RuntimeError("another"), tmp_path) is None and not list(tmp_path.iterdir())
