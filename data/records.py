@@ -152,7 +152,7 @@ def _turn(turn: Any, role_field: str, content_field: str, where: str) -> Turn:
             name: value for name, value in turn.items() if name not in (role_field, content_field) and value is not None
         }
     if isinstance(content, str):
-        return Turn(role, _split_markers(content), fields)
+        return Turn(role, split_markers(content), fields)
     if role_field == "role" and isinstance(content, list):
         return Turn(role, tuple(_typed_part(part, where) for part in content), fields, typed=True)
     if content is None and turn.get("tool_calls"):
@@ -194,7 +194,8 @@ def _typed_part(part: Any, where: str) -> Part:
     raise RecordError(f"{where}: unknown content part {str(part)[:80]}; known types are text, {', '.join(_PART_KINDS)}")
 
 
-def _split_markers(text: str) -> tuple[Part, ...]:
+def split_markers(text: str) -> tuple[Part, ...]:
+    """The pieces of a text, with the places of media that it marks."""
     pieces = (piece for piece in _SPLIT.split(text) if piece)
     return tuple(Part(MARKERS[piece]) if piece in MARKERS else Part("text", piece) for piece in pieces)
 

@@ -40,6 +40,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """The type of an argument that is a whole number from 0 on, of at most 63 bits."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {2**63 - 1}, is {text!r}")
+    return int(text)
+
+
 def users_faults() -> tuple[type[Exception], ...]:
     """The base classes of user errors of all packages."""
     from data.errors import DataError

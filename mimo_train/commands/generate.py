@@ -1,82 +1,245 @@
-"""`mimo-train generate`: one process loads a checkpoint of any layout and answers by greedy decoding."""
+"""`mimo-train generate`: one process loads a model and answers a prompt, or holds a conversation."""
 
 import argparse
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mimo_train.commands.arguments import add_command, positive
+from mimo_train.commands.arguments import add_command, positive, print_fault, users_faults, whole
 from mimo_train.config.fault import UserError
+from mimo_train.generation.options import Sampling
+
+if TYPE_CHECKING:
+    from mimo_train.config.schema import ConfigContainer
+    from mimo_train.generation.answers import Answer
+    from mimo_train.generation.chat import Chat
+    from mimo_train.training.setup import Parts
+
+KINDS = ("image", "audio")
+"""Kinds of media, which are options and commands of a conversation."""
+
+CHAT_HELP = """/image FILE, /audio FILE   attach a picture or a clip to the next message
+/reset                     begin again, without the turns so far
+/help                      these commands
+/exit                      end, as the end of the input does"""
+
+DESCRIPTION = f"""Loads a model on one process and lets it answer.
+
+examples:
+  mimo-train generate runs/vlm_digits --image digit.png --prompt "Which digit is this?"
+  mimo-train generate runs/vlm_digits --image a.png --image b.png --prompt "Is <image> larger than <image>?"
+  mimo-train generate runs/gpt_tiny --prompt "It was" --temperature 0.8 --top-p 0.95 --seed 1
+  mimo-train generate runs/vlm_digits --chat
+
+A conversation (--chat) takes a message from each line of the input. Lines with a slash in front are commands:
+{CHAT_HELP}"""
 
 
 def add(commands: Any) -> None:
     """Add the command."""
-    command = add_command(
-        commands,
-        "generate",
-        _generate,
-        "try a checkpoint",
-        "Loads a checkpoint on one process and lets it answer.\n\nexample:\n"
-        '  mimo-train generate runs/vlm_digits --image digit.png --prompt "Which digit is this?"',
+    command = add_command(commands, "generate", _generate, "ask a checkpoint, or chat with it", DESCRIPTION)
+    command.set_defaults(usage_error=command.error)
+    option = command.add_argument
+    option("checkpoint", metavar="CHECKPOINT", help="folder of a run, or of one of its checkpoints")
+    option("--prompt", metavar="TEXT", help="what to ask; with --chat the first message")
+    option("--chat", action="store_true", help="go on with messages from the input, line by line")
+    option("--system", default="", metavar="TEXT", help="what stands before the conversation")
+    option(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a picture; repeat it for several, in order: at the places that <image> marks in the prompt, or before it",
     )
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a run, or of one of its checkpoints")
-    command.add_argument("--prompt", required=True, metavar="TEXT", help="what to ask")
-    command.add_argument(
-        "--image", action="append", default=[], metavar="FILE", help="a picture; repeat it for several, in order"
+    option(
+        "--audio",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a clip, at <audio> or before the prompt, after the pictures; repeat it for several",
     )
-    command.add_argument(
-        "--audio", action="append", default=[], metavar="FILE", help="a clip, after the pictures; repeat it for several"
+    option(
+        "--prompt-format",
+        choices=("auto", "chat", "text"),
+        default="auto",
+        help="chat: the prompt is the turn of a user, as in training on conversations; text: the model continues it; "
+        "auto (default): text for a language model alone whose tokenizer has no chat template, without --chat and "
+        "--system; else chat",
     )
-    command.add_argument(
-        "--max-new-tokens", type=positive, default=64, metavar="N", help="longest answer in tokens (default: 64)"
+    option("--max-new-tokens", type=positive, default=64, metavar="N", help="longest answer in tokens (default: 64)")
+    option(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="draw tokens, from logits divided by T; 0: always the most likely one (default: 0, with --top-k or "
+        "--top-p: 1)",
     )
+    option("--top-k", type=whole, default=0, metavar="K", help="draw from the K most likely tokens; 0: all (default)")
+    option(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest most likely tokens that have probability P together (default: 1)",
+    )
+    option("--seed", type=whole, metavar="N", help="draw the same tokens each time (default: others each time)")
 
 
 def _generate(args: argparse.Namespace) -> int:
-    media = {"image": args.image, "audio": args.audio}
-    return main(args.checkpoint, prompt=args.prompt, media=media, max_new_tokens=args.max_new_tokens)
+    if args.prompt is None and not args.chat:
+        args.usage_error("one of --prompt TEXT and --chat is required")
+    temperature = args.temperature
+    if temperature is None:
+        temperature = 1.0 if args.top_k or args.top_p < 1 else 0.0
+    return main(
+        args.checkpoint,
+        prompt=args.prompt,
+        media=[(kind, Path(file)) for kind in KINDS for file in getattr(args, kind)],
+        chat=args.chat,
+        system=args.system,
+        prompt_format=args.prompt_format,
+        sampling=Sampling(temperature, args.top_k, args.top_p, args.seed),
+        max_new_tokens=args.max_new_tokens,
+    )
 
 
-def main(checkpoint: str, *, prompt: str, media: dict[str, list[str]], max_new_tokens: int) -> int:
-    """Print the answer to `prompt` about `media`: kind (image, audio) -> files. Returns the exit code.
+def main(
+    checkpoint: str,
+    *,
+    prompt: str | None,
+    media: list[tuple[str, Path]],
+    chat: bool,
+    system: str,
+    prompt_format: str,
+    sampling: Sampling,
+    max_new_tokens: int,
+) -> int:
+    """Print the answer to `prompt` while it is decoded, then those to the messages of a chat. Returns the exit code.
+
+    Args:
+        media: (kind, file) of pictures and clips, in their order.
+        prompt_format: auto, chat or text.
 
     Raises:
         UserError: no complete checkpoint or a damaged one, a picture or clip that cannot be read or that no module
-            takes, or a prompt that does not fit into `data.sequence_length`.
+            takes, options that exclude each other, or a prompt that does not fit into `data.sequence_length`.
     """
-    from mimo_train.checkpoint import folders
-    from mimo_train.config.compose import from_dict
-
-    files = {kind: _read(kind, paths) for kind, paths in media.items() if paths}
-    folder = folders.in_folder(Path(checkpoint), "CHECKPOINT")
-    cfg = from_dict(folders.read_record(folder, "config")["config"])
-
+    from mimo_train.generation.source import open_source
     from mimo_train.launch.library_log import adopt_torch, divert
 
-    run_dir = folders.run_of(folder)
-    if run_dir is not None:
-        divert(run_dir / "logs" / "generate.log")
+    source = open_source(Path(checkpoint))
+    asking = _parts_of_conversation(media, chat, system)
+    if prompt_format == "text" and asking:
+        raise UserError(f"--prompt-format: text continues a prompt without turns, leave out {' and '.join(asking)}")
+    for kind, file in media:
+        if not file.is_file():  # before a model is loaded
+            raise UserError(f"--{kind}: no file {file}")
+    if source.run_dir is not None:
+        divert(source.run_dir / "logs" / "generate.log")
     import torch.distributed as dist
 
     adopt_torch()
-    from mimo_train.checkpoint.store import load_weights
-    from mimo_train.evaluation.answer import answer, on_one_process
-    from mimo_train.model.lora import merge_lora
-    from mimo_train.plan.run import resolve
-    from mimo_train.training.setup import build_parts, start_processes
+    from data.templates import OwnTemplate
+    from mimo_train.generation.answers import Answers
+    from mimo_train.generation.chat import Chat
+    from mimo_train.generation.decoder import Decoder
+    from mimo_train.generation.prompts import Prompts
+    from mimo_train.generation.sampling import Sampler
 
-    run = resolve(on_one_process(cfg))
-    parts = build_parts(run, *start_processes(run.cfg))
-    model = parts.pipeline.model
-    load_weights(folder, run.layout, model)
-    merge_lora(model)
-    model[0].eval()
-    print(answer(run.cfg, parts.pipeline, parts.tokenizer, prompt, files, max_new_tokens))
-    dist.destroy_process_group()
+    parts = _build(source.cfg)
+    try:
+        source.load(parts.pipeline.layout, parts.pipeline.model)
+        prompts = Prompts(source.cfg, parts.tokenizer)
+        answers = Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(sampling), max_new_tokens)
+        has_template = not isinstance(parts.tokenizer.template, OwnTemplate)
+        is_auto_chat = prompt_format == "auto" and bool(asking or source.cfg.encoders or has_template)
+        if prompt_format != "chat" and not is_auto_chat:
+            assert prompt is not None, "--chat asks for a conversation"
+            _finish(answers(prompts.of_text(prompt), _write))
+            return 0
+        talk = Chat(prompts, answers, system)
+        talk.attached = [prompts.medium(kind, file) for kind, file in media]
+        if prompt is not None:
+            _finish(talk.say(prompt, _write))
+        if chat:
+            _converse(talk, prompts.medium, _messages())
+    finally:
+        dist.destroy_process_group()
     return 0
 
 
-def _read(kind: str, paths: list[str]) -> list[bytes]:
-    for path in paths:
-        if not Path(path).is_file():
-            raise UserError(f"--{kind}: no file {path}")
-    return [Path(path).read_bytes() for path in paths]
+def _parts_of_conversation(media: list[tuple[str, Path]], chat: bool, system: str) -> list[str]:
+    """What is given that only a conversation has."""
+    return [name for name, is_given in (("--chat", chat), ("--system", system), ("media", media)) if is_given]
+
+
+def _build(cfg: "ConfigContainer") -> "Parts":
+    from mimo_train.plan.run import resolve
+    from mimo_train.training.setup import build_parts, start_processes
+
+    run = resolve(cfg)
+    return build_parts(run, *start_processes(run.cfg))
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _finish(answer: "Answer") -> None:
+    print(flush=True)
+    if answer.cut:
+        print(f"notice: {answer.cut}", file=sys.stderr)
+
+
+def _messages() -> Iterator[str]:
+    """Lines of the input, with a prompt where a person types them."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401  # lines can be edited, and called up again
+
+    print("/help lists the commands", file=sys.stderr)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+
+
+def _converse(talk: "Chat", read: Any, lines: Iterator[str]) -> None:
+    """Answer the lines. What goes wrong with one is said, and the conversation goes on.
+
+    Args:
+        read: (kind, file) -> the medium.
+    """
+    for line in lines:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if not text:
+            continue
+        try:
+            if text.startswith("/"):
+                _obey(talk, read, text)
+            else:
+                _finish(talk.say(text, _write, keep_interrupted=True))
+        except users_faults() as error:
+            print_fault(error)
+            if not text.startswith("/"):
+                print("notice: the message and its media are not kept; /reset begins again", file=sys.stderr)
+
+
+def _obey(talk: "Chat", read: Any, text: str) -> None:
+    """Run a command of a conversation."""
+    name, _, argument = text[1:].partition(" ")
+    file = argument.strip().strip("\"'")
+    if name in KINDS and file:
+        talk.attached.append(read(name, Path(file).expanduser()))
+    elif name == "reset":
+        talk.reset()
+    elif name == "help":
+        print(CHAT_HELP, file=sys.stderr)
+    else:
+        raise UserError(f"{text}: no such command with such an argument, /help lists them")

@@ -80,13 +80,17 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attend; keys and values may have fewer heads than queries. Returns [S, B, heads * D].
 
-        `attention_mask` is ignored: padding is at the end, where the causal mask already hides it.
+        `attention_mask` is ignored: padding is at the end, where the causal mask already hides it. Where a causal
+        layer gets fewer queries than keys, they are those of the last positions.
         """
         assert packed_seq_params is None, "packed sequences need the te layer spec"
         if self.cp_group:
             return self._attend_to_all_parts(query_SBND, key_SBND, value_SBND, self.cp_group)
-        if self.window or self.softcap:
-            assert attention_bias is None, "a bias with a window or capped scores"
+        # With fewer queries than keys, those of earlier positions come from a cache: Megatron-Core 0.19.2 then asks for
+        # no mask at all (transformer/attention.py:630), which is right for one query without a window alone.
+        continues = self.is_causal and len(query_SBND) < len(key_SBND)
+        if self.window or self.softcap or continues:
+            assert attention_bias is None, "a bias with a window, capped scores or a cache"
             return self._attend_in_blocks(query_SBND, key_SBND, value_SBND)
         return self._attend(query_SBND, key_SBND, value_SBND, attention_bias, self.is_causal)
 
@@ -123,13 +127,14 @@ class SdpaAttention(MegatronModule):
             key, value = key_SBND[begin:end], value_SBND[begin:end]
             if self.softcap:
                 attended.append(self._attend_capped(query, key, value))
-            elif self.window and end > self.window:
+            elif self.window and end > self.window and len(query) > 1:
                 # With a mask of its own only torch's slowest kernel groups queries.
                 group = query.size(2) // key.size(2)
                 key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
                 attended.append(self._attend(query, key, value, self._seen(query, key), False))
             else:
-                attended.append(self._attend(query, key, value, causal_lower_right(len(query), len(key)), False))
+                mask = causal_lower_right(len(query), len(key)) if len(query) > 1 else None
+                attended.append(self._attend(query, key, value, mask, False))
         return torch.cat(attended) if len(attended) > 1 else attended[0]
 
     def _seen(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.evaluation.answer import on_one_process
+from mimo_train.generation.source import on_one_process
 from mimo_train.model.names import modules_of
 from mimo_train.model.transformer_config import DTYPES
 from mimo_train.plan.parameters import embedding_rows

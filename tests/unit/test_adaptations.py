@@ -54,6 +54,17 @@ REASONS = [
         "init_method=not_none(self.config.output_layer_init_method), bias=self.config.add_bias_linear,",
     ),
     (
+        "model/attention.py",
+        "transformer.attention:Attention._adjust_key_value_for_inference",
+        "attn_mask_type = AttnMaskType.no_mask",
+    ),
+    (
+        "generation/decoder.py",
+        "models.mimo.model.base:MimoModel._forward_language_module",
+        "decoder_input=combined_embeddings, labels=labels, attention_mask=attention_mask, "
+        "packed_seq_params=packed_seq_params, )",
+    ),
+    (
         "model/moe.py",
         "tensor_parallel.layers:ColumnParallelLinear.__init__",
         "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",

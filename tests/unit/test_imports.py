@@ -21,7 +21,7 @@ LEVELS = (
     {"optim"},
     {"checkpoint"},
     {"step"},
-    {"evaluation", "diagnose", "check", "report"},
+    {"evaluation", "generation", "diagnose", "check", "report"},
     {"training"},
     {"compat"},
     {"commands"},

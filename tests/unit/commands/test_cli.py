@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ import yaml
 from mimo_train.cli import main
 from mimo_train.commands import generate, train
 from mimo_train.config import compose
+from mimo_train.generation.options import Sampling
 
 HEAVY = ("torch", "megatron", "transformers", "numpy", "hydra", "omegaconf")
 
@@ -47,7 +49,9 @@ def imported(*argv: str) -> tuple[int, set[str], str]:
     return done.returncode, set(done.stdout.splitlines()[-1].split()[1:]), done.stderr
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--help"], ["shards", "--help"], []])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["train", "--help"], ["generate", "--help"], ["shards", "--help"], []]
+)
 def test_help_imports_nothing_heavy(argv):
     code, heavy, _ = imported(*argv)
     assert code == (0 if argv else 2)
@@ -220,22 +224,30 @@ def test_an_interrupt_exits_130(trainer):
 
 
 def test_generate_hands_its_arguments_on(trainer):
-    calls = trainer(
-        "calls.append((checkpoint, prompt, media, max_new_tokens))",
-        generate,
-        "checkpoint, *, prompt, media, max_new_tokens",
-    )
-    assert main(["generate", "runs/x", "--prompt", "What?", "--image", "a.png", "--image", "b.png"]) == 0
-    assert main(["generate", "runs/x", "--prompt", "What?", "--audio", "c.wav", "--max-new-tokens", "5"]) == 0
+    names = "prompt, media, chat, system, prompt_format, sampling, max_new_tokens"
+    calls = trainer(f"calls.append((checkpoint, {names}))", generate, f"checkpoint, *, {names}")
+    options = ["--image", "a.png", "--audio", "c.wav", "--image", "b.png", "--top-k", "3", "--seed", "0"]
+    assert main(["generate", "runs/x", "--prompt", "What?", *options]) == 0
+    assert main(["generate", "runs/x", "--chat", "--system", "Be brief.", "--max-new-tokens", "5"]) == 0
+    assert main(["generate", "runs/x", "--prompt", "a", "--temperature", "0", "--top-p", "0.5"]) == 0
+    media = [("image", Path("a.png")), ("image", Path("b.png")), ("audio", Path("c.wav"))]
     assert calls == [
-        ("runs/x", "What?", {"image": ["a.png", "b.png"], "audio": []}, 64),
-        ("runs/x", "What?", {"image": [], "audio": ["c.wav"]}, 5),
+        ("runs/x", "What?", media, False, "", "auto", Sampling(1.0, 3, 1.0, 0), 64),
+        ("runs/x", None, [], True, "Be brief.", "auto", Sampling(), 5),
+        ("runs/x", "a", [], False, "", "auto", Sampling(0.0, 0, 0.5), 64),
     ]
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["generate", "runs/x"], ["generate", "x", "--prompt", "a", "--max-new-tokens", "0"], ["train"], ["bake", "x"]],
+    [
+        ["generate", "runs/x"],
+        ["generate", "x", "--prompt", "a", "--max-new-tokens", "0"],
+        ["generate", "x", "--prompt", "a", "--seed", "-1"],
+        ["generate", "x", "--prompt", "a", "--prompt-format", "chatty"],
+        ["train"],
+        ["bake", "x"],
+    ],
 )
 def test_wrong_usage_exits_2(argv, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -1,6 +1,6 @@
 """A checkpoint of any run can be asked on one process."""
 
-from mimo_train.evaluation.answer import on_one_process
+from mimo_train.generation.source import on_one_process
 from mimo_train.plan.run import resolve
 from tests.unit.configs import load
 

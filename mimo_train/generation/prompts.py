@@ -1,0 +1,117 @@
+"""Files and turns of a conversation -> tokens and inputs of the encoders, as in training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.collate import collate_media, encode_prompt
+from data.media.decode import decode_media
+from data.media.headers import parse_extent
+from data.records import MARKERS, Part, Turn, split_markers
+from data.tokens import Tokenizer
+from mimo_train.config.fault import UserError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.inputs import media_of
+
+NAMES = {"image": "picture", "audio": "clip"}
+"""Word for a file in messages, by its kind."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A picture or a clip, as the modules that take it get it."""
+
+    kind: str
+    tokens: list[tuple[int, int]]
+    """(placeholder id, number of tokens) of each module."""
+    inputs: dict[str, torch.Tensor]
+    """By module: uint8 [3, height, width] or float32 [samples]."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model continues."""
+
+    ids: list[int]
+    inputs: dict[str, dict[str, Any] | None]
+    """Arguments of the encoder of every encoder module; None where there is nothing for it."""
+    rows: dict[str, int]
+    """Rows of features of every encoder module: its placeholders in `ids`."""
+
+
+class Prompts:
+    """Makes the prompts of a model."""
+
+    def __init__(self, cfg: ConfigContainer, tokenizer: Tokenizer):
+        self._tokenizer, self._modules, self._names = tokenizer, media_of(cfg), list(cfg.modules)
+        self._places = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self._modules}
+
+    def medium(self, kind: str, file: Path) -> Medium:
+        """Read a picture (`image`) or a clip (`audio`).
+
+        Raises:
+            UserError: no module of the model takes this kind, or the file cannot be read.
+            DecodeError: it is damaged.
+        """
+        readers = [item for item in self._modules if item.kind == kind]
+        if not readers:
+            raise UserError(f"--{kind}: no module of this model reads {NAMES[kind]}s, it has {', '.join(self._names)}")
+        try:
+            raw = file.read_bytes()
+        except OSError as error:
+            raise UserError(f"--{kind}: cannot read {file}: {error.strerror or error}") from error
+        extent = parse_extent(kind, raw)
+        if extent is None:
+            raise UserError(f"--{kind}: {file} ({len(raw)} bytes) has no readable header of a {NAMES[kind]}")
+        return Medium(
+            kind,
+            [(self._places[item.module], item.num_tokens(*extent)) for item in readers],
+            {item.module: decode_media(kind, raw, item.size(*extent), item.resize) for item in readers},
+        )
+
+    def of_conversation(self, turns: Sequence[Turn], media: Sequence[Medium]) -> Prompt:
+        """The turns, and the marker that opens the answer to them.
+
+        Args:
+            media: of all turns, those of a kind in the order of their places.
+        """
+        kinds = {item.kind for item in self._modules}
+        tokens = {kind: [medium.tokens for medium in media if medium.kind == kind] for kind in kinds}
+        return self._prompt(encode_prompt(turns, self._tokenizer, tokens), media)
+
+    def of_text(self, text: str) -> Prompt:
+        """A text as it is, which the model continues."""
+        begin = [] if self._tokenizer.begin_id is None else [self._tokenizer.begin_id]
+        return self._prompt(begin + self._tokenizer.encode(text), ())
+
+    def _prompt(self, ids: list[int], media: Sequence[Medium]) -> Prompt:
+        inputs = {}
+        for item in self._modules:
+            own = collate_media([one.inputs[item.module] for one in media if item.module in one.inputs], item.field)
+            inputs[item.module] = None if own is None else {item.module: own}
+        return Prompt(ids, inputs, {name: ids.count(place) for name, place in self._places.items()})
+
+
+def user_turn(text: str, media: Sequence[Medium]) -> Turn:
+    """What a user says about pictures and clips: in the places that the text marks by `<image>` and `<audio>`, as in
+    the records of training; without marks before the text, each on a line of its own.
+
+    Raises:
+        UserError: another number of marks than of media of a kind.
+    """
+    # An argument of the command line may hold bytes that are no text.
+    parts = split_markers(text.encode("utf-8", "replace").decode())
+    if all(part.kind == "text" for part in parts):
+        before = [part for medium in media for part in (Part(medium.kind), Part("text", "\n"))]
+        return Turn("user", (*before, *parts))
+    for marker, kind in MARKERS.items():
+        marked, given = (sum(one.kind == kind for one in some) for some in (parts, media))
+        if marked != given:
+            raise UserError(
+                f"the message has {marked} {marker}, and {given} {NAMES[kind]}(s) are given: give as many, or leave "
+                f"all marks out for {NAMES[kind]}s before the text"
+            )
+    return Turn("user", parts)
