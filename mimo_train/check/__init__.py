@@ -57,7 +57,7 @@ def check(cfg: ConfigContainer) -> Report:
         if run:
             arithmetic.add_batch(report, run)
             arithmetic.add_memory(report, run, vocab, seen.media_per_sample)
-    resuming.add_run_dir(report, cfg, layout, seen.fingerprint)
+    resuming.add_run_dir(report, cfg, layout, seen.fingerprint, seen.text_fingerprint)
     return report
 
 

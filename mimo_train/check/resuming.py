@@ -17,11 +17,18 @@ FREE_TO_CHANGE = {"name", "dropout", "init_std", "layernorm_epsilon", "pixel_mea
 """Fields of specs that do not change which weights a model has."""
 
 
-def add_run_dir(report: Report, cfg: ConfigContainer, layout: RunLayout | None, data_fingerprint: str | None) -> None:
+def add_run_dir(
+    report: Report,
+    cfg: ConfigContainer,
+    layout: RunLayout | None,
+    data_fingerprint: str | None,
+    text_fingerprint: str | None,
+) -> None:
     """Notes what the run resumes from, and faults a folder that cannot be written, and a checkpoint that does not fit
     the model or the data.
 
-    `data_fingerprint`: of the training shards, or None where they could not all be read.
+    `data_fingerprint`: of the training shards, or None where they could not all be read; `text_fingerprint`: of the
+    tokenizer and its chat template, or None.
     """
     folder = Path(cfg.run.dir)
     unusable = folder_fault(folder)
@@ -61,6 +68,16 @@ def add_run_dir(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
                 "data.shards",
                 f"are not those that {checkpoint} was trained on (fingerprint {data_fingerprint}, was {fingerprint}), "
                 f"so the order of samples would not continue: give the same shards, or {remedy}",
+            )
+        )
+    text = record.get("text_fingerprint", text_fingerprint)  # checkpoints of before it was kept have none
+    if text_fingerprint is not None and text != text_fingerprint:
+        report.faults.append(
+            Fault(
+                "data.tokenizer",
+                f"tokenizer, chat template or placeholders are not those that {checkpoint} was trained with "
+                f"(fingerprint {text_fingerprint}, was {text}), so the samples would have other tokens: give the same, "
+                f"or {remedy}",
             )
         )
     if layout is not None and layout_before.modules != layout.modules:

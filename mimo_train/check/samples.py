@@ -36,6 +36,8 @@ class Seen:
     """Pictures or clips in a sample, on average, by module."""
     fingerprint: str | None = None
     """Of the training shards, if all of them can be read."""
+    text_fingerprint: str | None = None
+    """Of the tokenizer and its chat template, if it can be built."""
 
 
 def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
@@ -60,6 +62,7 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
     """Training and held-out shards. Without a tokenizer, shards are opened and no sample is read."""
     seen, rows = Seen(), [("data.tokenizer", cfg.data.tokenizer if tokenizer else "at fault", "")]
     if tokenizer:
+        seen.text_fingerprint = tokenizer.fingerprint
         rows = [("data.tokenizer", cfg.data.tokenizer, f"{tokenizer.vocab_size:,} ids")]
         rows.append(("data.chat_template", cfg.data.chat_template, tokenizer.template.name))
         report.warnings += [f"data.chat_template: {note}" for note in tokenizer.template.notes]

@@ -68,6 +68,16 @@ def test_a_checkpoint_of_other_data_is_a_fault(tmp_path):
     assert check(load(*on(path), saved(tmp_path / "same", fingerprint=fingerprint))).faults == []
 
 
+def test_a_checkpoint_of_another_template_is_a_fault(tmp_path):
+    override, record = saved(tmp_path), tmp_path / "checkpoints" / "step_00000200" / "run.json"
+    now = build_tokenizer("bytes", ["<image>"]).fingerprint
+    for text, faults in (("0123", ["data.tokenizer"]), (now, [])):
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"text_fingerprint": text}))
+        found = check(load("vlm_digits", override)).faults
+        assert [fault.key for fault in found] == faults
+        assert all(f"fingerprint {now}, was 0123" in fault.message for fault in found)
+
+
 def test_a_checkpoint_whose_record_is_damaged_is_a_warning(tmp_path):
     override = saved(tmp_path)
     for text in ("{}", '{"config": {"train": {"iter": 5}}, "data_fingerprint": ""}'):
