@@ -1,0 +1,13 @@
+"""Models of several parts that `transformers` saves as one directory: where the config and the weights of each are.
+Imports no torch."""
+
+from mimo_train.config.pretrained.composites.base import Composite
+from mimo_train.config.pretrained.composites.llava import LLAVA
+
+COMPOSITES: dict[str, Composite] = {
+    "llava": LLAVA,
+    # Of these the encoder alone is read.
+    "clip": Composite("vision_config"),
+    "siglip": Composite("vision_config"),
+}
+"""By `model_type` of config.json."""
