@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import changed_fields, key, value_faults
 
 
 @dataclass
@@ -86,8 +86,10 @@ class LlmSpec:
             yield Fault(f"{prefix}.num_query_groups", f"{groups} does not divide num_attention_heads {heads}")
         if self.num_experts:
             yield from self._expert_faults(prefix)
-        elif self.router_z_loss:
-            yield Fault(f"{prefix}.router_z_loss", f"there are no routers, {prefix}.num_experts is 0: set it to 0")
+        else:
+            for name in changed_fields(self):
+                if name.startswith(("expert", "shared_expert", "router_")):
+                    yield Fault(f"{prefix}.{name}", f"there are no experts, {prefix}.num_experts is 0: remove it")
 
     def _expert_faults(self, prefix: str) -> Iterator[Fault]:
         experts = self.num_experts
