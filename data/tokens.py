@@ -168,7 +168,7 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            reason = " ".join(str(error).split()).rstrip(".")
             raise DataError(
                 f"data.tokenizer: cannot load {str(path)!r}: {reason}. Use 'bytes' or a Hugging Face tokenizer"
             ) from error

@@ -23,6 +23,7 @@ from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, replaced_parts
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.slips import override_slips, value_slips
 
 
 def shipped_configs() -> Path:
@@ -96,7 +97,7 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
     Raises:
         ConfigError: every unknown key, and the first value of a wrong type, each by its full key.
     """
-    faults = list(_unknown_keys(plain, ConfigContainer, ""))
+    faults = list(value_slips(plain)) or list(_unknown_keys(plain, ConfigContainer, ""))
     if faults:
         raise ConfigError(faults)
     modules = {name: dict(module or {}) for name, module in (plain.get("modules") or {}).items()}
@@ -151,6 +152,9 @@ def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], li
     groups = {folder.name for root in {path.parent, shipped_configs()} for folder in root.iterdir() if folder.is_dir()}
     picked = {key.replace(" ", "") for key in _defaults_keys(path)}
     named = picked | {key.partition("@")[0] for key in picked}
+    slips = list(override_slips(overrides, groups, picked))
+    if slips:
+        raise ConfigError(slips)
     choices, values = [], []
     for override in overrides:
         key, separator, _ = override.partition("=")

@@ -66,6 +66,17 @@ def value_faults(section: Any, prefix: str) -> Iterator[Fault]:
             yield Fault(f"{prefix}.{field.name}", complaint)
 
 
+def changed_fields(section: Any) -> list[str]:
+    """Names of a section's fields that do not have their defaults."""
+    changed = []
+    for field in dataclasses.fields(section):
+        has_factory = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if has_factory else field.default
+        if getattr(section, field.name) != default:
+            changed.append(field.name)
+    return changed
+
+
 def _not_finite(value: Any) -> str:
     """What is wrong with infinities and NaN, which pass any comparison; empty if there are none. Looks into lists and
     dicts."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import changed_fields, key, value_faults
 from mimo_train.config.rope_spec import RopeScaling
 
 GATED = ("swiglu", "geglu")
@@ -175,8 +175,10 @@ class LlmSpec:
         yield from self._layer_faults(prefix)
         if self.num_experts:
             yield from self._expert_faults(prefix)
-        elif self.router_z_loss:
-            yield Fault(f"{prefix}.router_z_loss", f"there are no routers, {prefix}.num_experts is 0: set it to 0")
+        else:
+            for name in changed_fields(self):
+                if name.startswith(("expert", "shared_expert", "router_")):
+                    yield Fault(f"{prefix}.{name}", f"there are no experts, {prefix}.num_experts is 0: remove it")
 
     def _expert_faults(self, prefix: str) -> Iterator[Fault]:
         experts = self.num_experts

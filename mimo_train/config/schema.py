@@ -23,6 +23,9 @@ LEAST_PATIENCE = 0.25
 YEAR = 365 * 24 * 60
 """In minutes. Libraries count a timeout in units that far larger ones overflow."""
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Files of which a folder with a Hugging Face tokenizer has some."""
+
 
 @dataclass
 class RunConfig:
@@ -134,10 +137,29 @@ class DataConfig:
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
         yield from value_faults(self, "data")
+        yield from self._tokenizer_faults()
         if self.demo and not self.shards:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
         elif self.demo:
             yield from self._demo_faults()
+
+    def _tokenizer_faults(self) -> Iterator[Fault]:
+        """A name that is no folder would be asked of a network, by every rank."""
+        if self.tokenizer == "bytes":
+            return
+        folder = Path(self.tokenizer)
+        if not folder.is_dir():
+            yield Fault(
+                "data.tokenizer",
+                f"no folder {self.tokenizer}: give bytes, or a folder with a Hugging Face tokenizer; nothing is "
+                "downloaded, one of the hub is saved by AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)",
+            )
+        elif not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+            yield Fault(
+                "data.tokenizer",
+                f"there is no tokenizer in {folder}, no tokenizer.json and no vocabulary: give the folder in which "
+                "AutoTokenizer.save_pretrained wrote one, or bytes",
+            )
 
     def _demo_faults(self) -> Iterator[Fault]:
         """Making a demo replaces every *.tar of its two folders: never where other shards are."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import changed_fields, key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_train import DECAYS, RECOMPUTE, OptimConfig
@@ -124,6 +124,9 @@ class LoraConfig:
         """Values that cannot be."""
         yield from value_faults(self, prefix)
         if self.rank <= 0:
+            for name in changed_fields(self):
+                if name != "rank":
+                    yield Fault(f"{prefix}.{name}", f"there are no adapters, {prefix}.rank is {self.rank}: remove it")
             return
         if self.alpha <= 0:
             yield Fault(f"{prefix}.alpha", f"must be above 0, is {self.alpha:g}")

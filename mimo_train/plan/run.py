@@ -1,6 +1,7 @@
 """A validated run: `resolve` checks a config and derives its layout and batch. Imports no torch."""
 
 import dataclasses
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,12 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
 
 def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """What is wrong with modules, sizes, ranks and batch."""
-    of_modules = [fault for name, module in cfg.modules.items() for fault in _module_faults(name, module)]
+    stray = [name for name, module in cfg.modules.items() if name != LANGUAGE and _is_empty(module)]
+    of_modules = [
+        fault
+        for name, module in cfg.modules.items()
+        for fault in ([_stray(name, cfg, stray)] if name in stray else _module_faults(name, module))
+    ]
     yield from of_modules
     if LANGUAGE not in cfg.modules:
         yield Fault("modules", f"a run needs a module named {LANGUAGE!r}, has {', '.join(cfg.modules) or 'none'}")
@@ -98,6 +104,26 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if not misplaced:
         yield from bridge_faults(cfg, lay_out(cfg))
     yield from batch_faults(cfg)
+
+
+def _is_empty(module: ModuleConfig) -> bool:
+    return module.encoder is None and module.projector is None and module.llm is None
+
+
+def _stray(name: str, cfg: ConfigContainer, stray: list[str]) -> Fault:
+    """The fault of a module of which there is only, for example, a layout."""
+    there = [other for other in cfg.modules if other not in stray]
+    near = difflib.get_close_matches(name, there, n=1)
+    remedy = (
+        f"did you mean modules.{near[0]}?"
+        if near
+        else "pick a layout=... for these modules where a layout file names it, or give it an encoder and a projector"
+    )
+    return Fault(
+        f"modules.{name}.encoder",
+        f"missing: the modules of this run are {', '.join(there) or 'none'}, and a file or an override names {name}: "
+        f"{remedy}",
+    )
 
 
 def _module_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:

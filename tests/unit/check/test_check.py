@@ -229,7 +229,10 @@ def test_shards_without_samples(capsys):
     assert faults == [f"data.shards: 1 shard of {path} can be read, without any sample"]
 
 
-@pytest.mark.parametrize(("place", "said"), [("/no/such/folder", "no folder"), ("./empty", "cannot load")])
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("/no/such/folder", "no folder"), ("./empty", "there is no tokenizer in"), ("gpt2", "nothing is downloaded")],
+)
 def test_tokenizers_that_cannot_be_built(place, said, capsys, tmp_path):
     """The rest is checked all the same: the shards are opened, without reading samples."""
     (tmp_path / "empty").mkdir()

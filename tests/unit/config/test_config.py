@@ -168,6 +168,41 @@ def test_wrong_types_are_faults_with_key_and_value(override, key, said):
     assert said in faults("vlm_digits", override)[key]
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "said"),
+    [
+        ("placement.first_rank={images:1,language:3}", "placement.first_rank", "after the colon, {language: 3}"),
+        ("train.loss_weights={foo:2}", "train.loss_weights", "write a space after the colon, {foo: 2}"),
+        ("modules.language.freeze_until={llm:2}", "modules.language.freeze_until", "{llm: 2}"),
+        ("encoder=vit_small", "encoder", "its place in the config: encoder@modules.images.encoder=vit_small"),
+        ("+encoder=vit_small", "encoder", "encoder@modules.images.encoder=vit_small"),
+        ("data.shards=???", "data.shards", "??? is no value"),
+        ("optim=[]", "optim", "picks one file of the group optim, is []"),
+        ("optim=", "optim", "is empty: name one"),
+        ("data=null", "data", "is null: name one"),
+        ("modules.images.encoder.family=[a]", "modules.images.encoder.family", "the name of a family, is ['a']"),
+    ],
+)
+def test_slips_of_the_pen_are_faults_with_what_was_meant(override, key, said):
+    assert said in faults("vlm_digits", override)[key]
+
+
+def test_a_value_that_a_file_leaves_open_is_a_fault(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [vlm_digits, _self_]\ndata: {shards: '???'}\nmodules: {images: {freeze: ['???']}}\n")
+    assert set(faults(str(file))) == {"data.shards", "modules.images.freeze"}
+    assert compose.load(str(file), ["data.shards=mine", "modules.images.freeze=[]"]).data.shards == "mine"
+
+
+def test_a_module_of_which_there_is_a_layout_alone_is_named_with_those_of_the_run():
+    for run, override, said in (
+        ("vlm_digits", "modules.image.layout.tp=2", "did you mean modules.images?"),
+        ("gpt_tiny", "layout=one_process", "the modules of this run are language, and a file or an override names"),
+    ):
+        (fault,) = layout_faults(compose.load(run, [override]))
+        assert fault.key.endswith(".encoder") and said in fault.message
+
+
 def test_an_override_without_a_value_is_a_fault():
     assert "key=value" in faults("vlm_digits", "train.iters")["train.iters"]
 

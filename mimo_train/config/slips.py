@@ -1,0 +1,53 @@
+"""Slips of the pen in YAML and overrides, which would mean something else than was written, or nothing. Imports no
+torch."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from mimo_train.config.fault import Fault
+
+PLACED = ("encoder", "llm", "projector")
+"""Groups whose files go to a part of a module, which the pick must name."""
+
+UNSET = "???"
+"""OmegaConf's mark for a value that is not given yet: merged over another value, it is dropped."""
+
+
+def override_slips(overrides: Sequence[str], groups: Collection[str], picked: Collection[str]) -> Iterator[Fault]:
+    """
+    Args:
+        groups: names of all groups.
+        picked: groups that the file picks from, those with a place as `encoder@modules.images.encoder`.
+    """
+    for override in overrides:
+        key, _, value = override.partition("=")
+        key = key.lstrip("+").replace(" ", "")
+        group = key.partition("@")[0]
+        if value.strip(" '\"") == UNSET:
+            yield Fault(key, f"{UNSET} is no value: give one, or leave the override away")
+        elif group not in groups or key[:1] == "~" or "=" not in override:
+            continue
+        elif value.strip() in ("", "null") or value.lstrip().startswith("["):
+            yield Fault(key, f"picks one file of the group {group}, is {value or 'empty'}: name one, or leave it away")
+        elif key in PLACED and key not in picked:
+            places = sorted(place for place in picked if place.startswith(f"{key}@"))
+            forms = places or [f"{key}@modules.NAME.{key}"]
+            yield Fault(key, f"needs its place in the config: {' or '.join(f'{form}={value}' for form in forms)}")
+
+
+def value_slips(plain: Any, key: str = "") -> Iterator[Fault]:
+    """Values of nested dicts and lists that stand for nothing."""
+    if plain == UNSET:
+        yield Fault(key, f"is {UNSET}, which stands for a value to be given: give one")
+    elif isinstance(plain, list):
+        for value in plain:
+            yield from value_slips(value, key)
+    elif isinstance(plain, dict):
+        for name, value in plain.items():
+            if value is None and ":" in str(name):
+                said = str(name).replace(":", ": ", 1)
+                yield Fault(key, f"{str(name)!r} has no value: write a space after the colon, {{{said}}}")
+            else:
+                yield from value_slips(value, f"{key}.{name}" if key else str(name))
+        if key.endswith(".encoder") and not isinstance(plain.get("family", ""), str):
+            yield Fault(f"{key}.family", f"must be the name of a family, is {plain['family']!r}")
