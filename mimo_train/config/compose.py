@@ -43,6 +43,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
     """
     path = _find(config)
     choices, values = _sort_overrides(overrides, path)
+    _require_no_gaps(path, values)
     plain = _composed(path, choices, values)
     found = directories(plain)
     if found:
@@ -52,6 +53,18 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
         plain = _composed(path, [*choices, *(f"~{key.replace(' ', '')}" for key in picked)], values)
         fill_in(plain, found, tokenizer_is_given=_tokenizer_is_given(path, values))
     return from_dict(plain)
+
+
+def _require_no_gaps(path: Path, values: Sequence[str]) -> None:
+    """Raises ConfigError for values that the file itself leaves open: merged over a default they would be dropped."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError:
+        return  # Hydra says what is wrong with it
+    given = [value.partition("=")[0] for value in values]
+    gaps = [fault for fault in value_slips(content) if fault.key not in given]
+    if gaps:
+        raise ConfigError(gaps)
 
 
 def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict[str, Any]:

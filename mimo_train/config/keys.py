@@ -70,8 +70,8 @@ def changed_fields(section: Any) -> list[str]:
     """Names of a section's fields that do not have their defaults."""
     changed = []
     for field in dataclasses.fields(section):
-        has_factory = field.default_factory is not dataclasses.MISSING
-        default = field.default_factory() if has_factory else field.default
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
         if getattr(section, field.name) != default:
             changed.append(field.name)
     return changed
