@@ -157,8 +157,8 @@ class DataConfig:
         elif not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
             yield Fault(
                 "data.tokenizer",
-                f"there is no tokenizer in {folder}, no tokenizer.json and no vocabulary: give the folder in which "
-                "AutoTokenizer.save_pretrained wrote one, or bytes",
+                f"there is no tokenizer in {self.tokenizer}, no tokenizer.json and no vocabulary: give the folder in "
+                "which AutoTokenizer.save_pretrained wrote one, or bytes",
             )
 
     def _demo_faults(self) -> Iterator[Fault]:

@@ -67,8 +67,6 @@ def test_rules_are_many():
         ("modules.language.llm.shared_expert_ffn_hidden_size", 8, "there are no experts"),
         ("modules.language.llm.experts_per_token", 0, "modules.language.llm.num_experts is 0: remove it"),
         ("modules.language.llm.router_aux_loss", 5.0, "there are no experts"),
-        ("modules.language.lora.alpha", 32.0, "there are no adapters, modules.language.lora.rank is 0: remove it"),
-        ("modules.language.lora.targets", ["nope"], "there are no adapters"),
         ("data.tokenizer", "gpt2", "no folder gpt2: give bytes, or a folder"),
         ("data.shards", "", "data.demo=digits needs a folder"),
         ("modules.language.llm.num_attention_heads", 32, "even width, it is 3 (hidden_size 96 / 32 heads)"),
