@@ -1,0 +1,234 @@
+"""What is where in a checkpoint: the index of its files and tensors, as JSON.
+
+Nothing that is read here is believed: names, numbers and places are compared with each other and with the files before
+a byte of a tensor is read or a buffer is made for it.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from mimo_train.checkpoint.format.spans import Span
+
+VERSION = 1
+BLOCK = 4 * 2**20
+"""Bytes of a file that have a hash of their own."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FILE = re.compile(r"rank_\d{5}\.safetensors")
+_LARGEST = 2**62
+_DIMENSIONS = 8
+
+
+class Key(NamedTuple):
+    """What a tensor is called."""
+
+    module: str
+    name: str
+    """Of the parameter in its module."""
+    state: str
+    """WEIGHT, or a state of the optimizer."""
+
+
+WEIGHT = "weight"
+
+
+def one_rank(rank: int) -> str:
+    """Name of the file in which a rank says what it has written, until all have."""
+    return f"rank_{rank:05d}.json"
+
+
+class Damage(ValueError):
+    """A file of a checkpoint is not what was written."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of one rank."""
+
+    name: str
+    size: int
+    """In bytes."""
+    header: int
+    """Bytes in front of the tensors."""
+    hashes: tuple[str, ...]
+    """Of the header, then of each BLOCK bytes behind it: xxh3_128, hexadecimal."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A span of a tensor in a file."""
+
+    file: int
+    """Place in the index's list."""
+    at: int
+    """Its first byte, counted from the end of the header."""
+    span: Span
+
+
+@dataclass
+class Index:
+    """All files and tensors of a checkpoint."""
+
+    files: list[File] = field(default_factory=list)
+    pieces: dict[Key, list[Piece]] = field(default_factory=dict)
+    dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
+
+    def shape(self, key: Key) -> tuple[int, ...]:
+        """Of a whole tensor."""
+        return self.pieces[key][0].span.shape
+
+    def add(self, key: Key, dtype: torch.dtype, piece: Piece) -> None:
+        """Add a piece of a tensor.
+
+        Raises:
+            Damage: other pieces of it have another shape or dtype.
+        """
+        if self.dtypes.setdefault(key, dtype) != dtype:
+            raise Damage(f"{' '.join(key)} is {NAMES[dtype]} in one file and {NAMES[self.dtypes[key]]} in another")
+        pieces = self.pieces.setdefault(key, [])
+        if pieces and pieces[0].span.shape != piece.span.shape:
+            raise Damage(
+                f"{' '.join(key)} has shape {piece.span.shape} in one file and {pieces[0].span.shape} in another"
+            )
+        pieces.append(piece)
+
+    def require_whole(self) -> None:
+        """Every element of every tensor is there once.
+
+        Raises:
+            Damage: one is missing, or there twice.
+        """
+        for key, pieces in self.pieces.items():
+            _require_apart(key, [piece.span for piece in pieces])
+            there, all_of_it = sum(piece.span.numel for piece in pieces), prod(self.shape(key))
+            if there != all_of_it:
+                raise Damage(f"{' '.join(key)} has {there} of its {all_of_it} elements")
+
+    def dump(self) -> bytes:
+        """As JSON."""
+        tensors: dict[str, dict[str, Any]] = {}
+        for key, pieces in self.pieces.items():
+            named = tensors.setdefault(key.module, {}).setdefault(key.name, {"shape": self.shape(key), "states": {}})
+            places = [[p.file, p.at, p.span.offset, p.span.size, p.span.start, p.span.stop] for p in pieces]
+            named["states"][key.state] = {"dtype": NAMES[self.dtypes[key]], "pieces": places}
+        files = [[file.name, file.size, file.header, file.hashes] for file in self.files]
+        whole = {"version": VERSION, "block": BLOCK, "files": files, "tensors": tensors}
+        return json.dumps(whole, separators=(",", ":")).encode()
+
+    def join(self, other: "Index") -> None:
+        """Add the files and pieces of another one.
+
+        Raises:
+            Damage: the two do not agree about a tensor.
+        """
+        before = len(self.files)
+        self.files += other.files
+        for key, pieces in other.pieces.items():
+            for piece in pieces:
+                self.add(key, other.dtypes[key], replace(piece, file=before + piece.file))
+
+    @classmethod
+    def load(cls, text: bytes, *, whole: bool = True) -> "Index":
+        """From JSON.
+
+        Args:
+            whole: whether every element of every tensor must be there.
+
+        Raises:
+            Damage: it is no index, or holds what cannot be.
+        """
+        try:
+            found = json.loads(text)
+            version = found["version"]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise Damage("is no index") from error
+        if version != VERSION or found.get("block") != BLOCK:
+            raise Damage(f"is of version {version!r}, this program reads {VERSION}")
+        index = cls()
+        try:
+            index.files = [_file(*entry) for entry in found["files"]]
+            for key, dtype, piece in _pieces(found["tensors"]):
+                index._require_inside(key, dtype, piece)
+                index.add(key, dtype, piece)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise error if isinstance(error, Damage) else Damage(f"is no index ({error})") from error
+        if len({file.name for file in index.files}) < len(index.files):
+            raise Damage("names a file twice")
+        if whole:
+            index.require_whole()
+        return index
+
+    def _require_inside(self, key: Key, dtype: torch.dtype, piece: Piece) -> None:
+        span = piece.span
+        fits = len(span.shape) == len(span.offset) == len(span.size) <= _DIMENSIONS and all(
+            offset + size <= of for offset, size, of in zip(span.offset, span.size, span.shape, strict=True)
+        )
+        ranges = 0 <= span.start < span.stop <= prod(span.size)
+        aligned = piece.at % dtype.itemsize == 0
+        if not fits or not ranges or not aligned or not piece.file < len(self.files):
+            raise Damage(f"{' '.join(key)} has a piece that is not in it")
+        file = self.files[piece.file]
+        if file.header + piece.at + span.numel * dtype.itemsize > file.size:
+            raise Damage(f"{' '.join(key)} is said to reach beyond the end of {file.name}")
+
+
+def _file(name: Any, size: Any, header: Any, hashes: Any) -> File:
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        raise Damage(f"names a file {name!r}")
+    blocks = -(-(_number(size) - _number(header)) // BLOCK)
+    if len(hashes) != 1 + blocks or not all(isinstance(one, str) and len(one) == 32 for one in hashes):
+        raise Damage(f"has {len(hashes)} hashes of {name}, not {1 + blocks}")
+    return File(name, size, header, tuple(hashes))
+
+
+def _pieces(tensors: Mapping[str, Any]) -> Iterator[tuple[Key, torch.dtype, Piece]]:
+    for module, names in tensors.items():
+        for name, tensor in names.items():
+            shape = _sizes(tensor["shape"])
+            for state, stored in tensor["states"].items():
+                dtype = DTYPES[stored["dtype"]]
+                for file, at, offset, size, start, stop in stored["pieces"]:
+                    span = Span(shape, _sizes(offset), _sizes(size), _number(start), _number(stop))
+                    yield Key(module, name, state), dtype, Piece(_number(file), _number(at), span)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise Damage(f"has {value!r} for sizes")
+    return tuple(map(_number, value))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise Damage(f"has {value!r} for a number")
+    return value
+
+
+def _require_apart(key: Key, spans: list[Span]) -> None:
+    """Boxes of one tensor are the same or apart, and ranges of the same box are apart."""
+    by_box: dict[tuple, list[tuple[int, int]]] = {}
+    for span in spans:
+        by_box.setdefault(span.box, []).append((span.start, span.stop))
+    twice = any(stop > start for ranges in by_box.values() for (_, stop), (start, _) in pairwise(sorted(ranges)))
+    boxes = sorted(by_box)
+    for number, (offset, size) in enumerate(boxes):
+        for other, other_size in boxes[number + 1 :]:
+            twice |= all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, other, other_size, strict=True))
+    if twice:
+        raise Damage(f"{' '.join(key)} has elements that are there twice")

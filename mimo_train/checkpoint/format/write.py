@@ -1,0 +1,143 @@
+"""Writing a checkpoint: every rank its own file, then the first one the index and the marker that it is complete."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from xxhash import xxh3_128
+
+from mimo_train.checkpoint.format.durable import digest, flush_folder, write_file
+from mimo_train.checkpoint.format.index import BLOCK, NAMES, Damage, File, Index, Key, Piece, one_rank
+from mimo_train.checkpoint.format.spans import Span
+
+INDEX, COMPLETE = "index.json", "COMPLETE"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Values of a span of a tensor."""
+
+    key: Key
+    span: Span
+    values: torch.Tensor
+    """[span.numel], in the host's memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values."""
+        return self.span.numel * self.values.dtype.itemsize
+
+
+def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
+    """Write what a rank holds, and beside it, in a file that `complete` takes up, what of which tensor is where.
+
+    The values are written one after the other as they are, without a copy.
+    """
+    # The widest first: then every element is at a multiple of its size, and so within one block.
+    ordered = sorted(parts, key=lambda part: -part.values.dtype.itemsize)
+    header, places, at = {}, [], 0
+    for part in ordered:
+        header[_name(part)] = {
+            "dtype": NAMES[part.values.dtype],
+            "shape": [part.span.numel],
+            "data_offsets": [at, at + part.nbytes],
+        }
+        places.append(at)
+        at += part.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8
+    head = len(text).to_bytes(8, "little") + text
+    name, hashes = f"rank_{rank:05d}.safetensors", [digest(head)]
+    size = write_file(folder / name, _hashed(head, ordered, hashes))
+    index = Index(files=[File(name, size, len(head), tuple(hashes))])
+    for part, place in zip(ordered, places, strict=True):
+        index.add(part.key, part.values.dtype, Piece(0, place, part.span))
+    write_file(folder / one_rank(rank), [index.dump()])
+
+
+def complete(partial: Path, final: Path, ranks: int, others: Mapping[str, bytes]) -> None:
+    """Turn the folder with every rank's file into a checkpoint: it has its final name when all of it is on disk.
+
+    Args:
+        others: files that belong to it, by name.
+
+    Raises:
+        Damage: a rank's file is not there or of another size, or the files together lack elements.
+        OSError: the folder cannot be written.
+    """
+    index = Index()
+    for rank in range(ranks):
+        of_rank = Index.load(read_file(partial / one_rank(rank)), whole=False)
+        index.join(of_rank)
+    index.require_whole()
+    for file in index.files:
+        require_size(partial, file)
+    files = {INDEX: index.dump(), **others}
+    for name, content in files.items():
+        write_file(partial / name, [content])
+    for rank in range(ranks):
+        (partial / one_rank(rank)).unlink()
+    marker = {name: [len(content), digest(content)] for name, content in files.items()}
+    write_file(partial / COMPLETE, [json.dumps(marker).encode()])
+    flush_folder(partial)
+    if final.exists():
+        # Under a name that is no checkpoint's, so that a kill leaves none that is half removed.
+        final.rename(final.with_suffix(".old.partial"))
+    partial.rename(final)
+    flush_folder(final.parent)
+
+
+def read_file(path: Path) -> bytes:
+    """A small file.
+
+    Raises:
+        Damage: it is missing.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise Damage(f"{path.name} is missing") from None
+
+
+def require_size(folder: Path, file: File) -> None:
+    """Opens the file: on a network file system the size of one that is only looked at may be an old one.
+
+    Raises:
+        Damage: it is missing or has another size.
+    """
+    try:
+        with open(folder / file.name, "rb") as there:
+            size = os.fstat(there.fileno()).st_size
+    except FileNotFoundError:
+        raise Damage(f"{file.name} is missing") from None
+    if size != file.size:
+        raise Damage(f"{file.name} has {size} bytes, not {file.size}")
+
+
+def _name(part: Part) -> str:
+    """For whoever opens a file with other tools; a checkpoint is read by its index."""
+    place = ".".join(map(str, part.span.offset))
+    return f"{part.key.module}/{part.key.name}/{part.key.state}@{place}+{part.span.start}"
+
+
+def _hashed(head: bytes, parts: Sequence[Part], hashes: list[str]) -> Iterator[bytes | memoryview]:
+    """What is written, piece by piece; the hash of every block is added to `hashes`."""
+    yield head
+    block, filled = xxh3_128(), 0
+    for part in parts:
+        # One element counts as contiguous at any stride, and then has no view as bytes.
+        values = part.values.contiguous().as_strided((part.span.numel,), (1,))
+        left = memoryview(values.view(torch.uint8).numpy())
+        while left:
+            piece, left = left[: BLOCK - filled], left[BLOCK - filled :]
+            block.update(piece)
+            yield piece
+            filled += len(piece)
+            if filled == BLOCK:
+                hashes.append(block.hexdigest())
+                block, filled = xxh3_128(), 0
+    if filled:
+        hashes.append(block.hexdigest())
