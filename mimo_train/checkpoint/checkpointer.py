@@ -170,7 +170,7 @@ class Checkpointer:
         dist.broadcast_object_list(box)
         folder = box[0]
         with agreed():
-            if folder is not None and not (folder / folders.RECORD).is_file():
+            if folder is not None and not (folder / folders.COMPLETE).is_file():
                 raise UserError(
                     f"run.dir: rank {dist.get_rank()} does not find {folder}, which rank 0 continues from: {run_dir} "
                     "must be on a file system that all nodes see"

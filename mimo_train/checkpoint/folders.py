@@ -3,16 +3,20 @@
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mimo_train.checkpoint.format.files import COMPLETE, Damage, marked_file
+from mimo_train.checkpoint.full_disk import full_disk
 from mimo_train.config.fault import UserError
 
 _STEP = re.compile(r"step_(\d{8})")
 """Names of the folders; the newest is known by its name."""
 
 RECORD = "run.json"
-"""File in a checkpoint beside Megatron-Core's: the run's progress, layout and data fingerprint."""
+"""File in a checkpoint: the run's progress, config, layout and fingerprints."""
 
 
 def checkpoints_dir(run_dir: Path, non_persistent: bool = False) -> Path:
@@ -38,7 +42,7 @@ def run_of(folder: Path) -> Path | None:
 def complete(run_dir: Path, non_persistent: bool = False) -> list[Path]:
     """Complete checkpoints of one kind, oldest first."""
     folders = checkpoints_dir(run_dir, non_persistent).glob("step_????????")
-    return sorted(folder for folder in folders if (folder / RECORD).is_file())
+    return sorted(folder for folder in folders if (folder / COMPLETE).is_file())
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -57,11 +61,11 @@ def _newest_of_whole(run_dir: Path, key: str) -> Path | None:
     found = newest(run_dir)
     after = found.name if found is not None else ""
     named = (checkpoints_dir(run_dir, kind).glob("step_????????") for kind in (False, True))
-    spoilt = sorted(path for paths in named for path in paths if path.name > after and not (path / RECORD).is_file())
+    spoilt = sorted(path for paths in named for path in paths if path.name > after and not (path / COMPLETE).is_file())
     if spoilt:
         raise UserError(
-            f"{key}: {', '.join(map(str, spoilt))}: no complete checkpoint, there is no {RECORD} in it, but later than "
-            f"{found or 'the start of the run'}: copy what is missing, or remove it to go on from there"
+            f"{key}: {', '.join(map(str, spoilt))}: no complete checkpoint, there is no {COMPLETE} in it, but later "
+            f"than {found or 'the start of the run'}: copy what is missing, or remove it to go on from there"
         )
     return found
 
@@ -106,7 +110,7 @@ def in_folder(folder: Path, key: str) -> Path:
     Raises:
         UserError: the folder holds no complete checkpoint, or a later one that is not.
     """
-    found = folder if (folder / RECORD).is_file() else _newest_of_whole(folder, key)
+    found = folder if (folder / COMPLETE).is_file() else _newest_of_whole(folder, key)
     if found is None:
         raise UserError(f"{key}: no complete checkpoint in {folder}: give the folder of a run or of a checkpoint")
     return found
@@ -130,7 +134,7 @@ def read_record(folder: Path, *needed: str) -> dict[str, Any]:
         UserError: it cannot be read, lacks one of them, or is of another step than the folder is named after.
     """
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads(marked_file(folder, RECORD))
     except (OSError, ValueError) as error:
         raise damaged(folder, f"{RECORD} cannot be read ({error})") from error
     if not isinstance(record, dict):
@@ -144,9 +148,39 @@ def read_record(folder: Path, *needed: str) -> dict[str, Any]:
     return record
 
 
-def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write the record; a folder with it, under its final name, is complete."""
-    (folder / RECORD).write_text(json.dumps(record, indent=1))
+def record_text(record: dict[str, Any]) -> bytes:
+    """The record as it is written."""
+    return json.dumps(record, indent=1).encode()
+
+
+def require_shared(partial: Path) -> None:
+    """Raises UserError where a folder that rank 0 has just made is not there."""
+    if not partial.is_dir():
+        raise UserError(
+            f"run.dir: {partial} was made by rank 0 and is not there for another rank: run.dir must be on a file "
+            "system that all nodes see"
+        )
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Turns `Damage` and errors of the file system into errors that name the checkpoint and the remedy."""
+    try:
+        yield
+    except (Damage, OSError) as error:
+        raise damaged(folder, str(error)) from error
+
+
+@contextmanager
+def write_errors_named(run_dir: Path) -> Iterator[None]:
+    """Turns errors of the file system into errors that name the key."""
+    try:
+        yield
+    except (Damage, OSError) as error:
+        raise full_disk(error, run_dir) or UserError(
+            f"run.dir: a checkpoint cannot be written to {run_dir} ({error}): mend that, and the same command "
+            "continues the run from its newest complete checkpoint; those are as they were"
+        ) from error
 
 
 def remove_old(run_dir: Path, keep: int, non_persistent: bool = False) -> None:
@@ -160,6 +194,6 @@ def remove_old(run_dir: Path, keep: int, non_persistent: bool = False) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     keep = 1 if non_persistent else keep
     for folder in complete(run_dir, non_persistent)[:-keep] if keep else []:
-        # Remove the record first: without it the folder is not a checkpoint.
-        (folder / RECORD).unlink()
+        # The marker first: without it the folder is no checkpoint.
+        (folder / COMPLETE).unlink()
         shutil.rmtree(folder, ignore_errors=True)

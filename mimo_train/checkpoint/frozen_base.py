@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories, is_main_replica
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.format.spans import Span
+from mimo_train.checkpoint.held import Held
 from mimo_train.config.fault import UserError
 from mimo_train.model.seeds import seed_for
 
@@ -29,71 +26,37 @@ _MASK = (1 << 64) - 1
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd constants of splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2660193.2660195), as signed numbers."""
 
-State = dict[str, dict[str, Any]]
-"""Chunk -> name -> sharded tensor, as `store` has it."""
 
-
-def take_out_frozen(
-    state: dict[str, Any], chunks: dict[str, MegatronModule], released: Collection[torch.nn.Parameter]
-) -> State:
-    """Remove from `state` the parameters that the run never trains, and return them.
+def is_frozen(held: Held, released: Collection[torch.nn.Parameter]) -> bool:
+    """Whether a run never trains this.
 
     Args:
-        chunks: the model of this rank, by their keys in `state`.
         released: parameters that are frozen now and trained later.
     """
-    later = {id(parameter) for parameter in released}
-    removed: State = {}
-    for key, chunk in chunks.items():
-        for name, value in own_tensors(chunk).items():
-            frozen = isinstance(value, torch.nn.Parameter) and not value.requires_grad and id(value) not in later
-            if frozen and name in state[key]:
-                removed.setdefault(key, {})[name] = state[key].pop(name)
-    return removed
+    tensor = held.tensor
+    later = any(tensor is parameter for parameter in released)
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad and not later
 
 
-def take_out_missing(state: dict[str, Any], keys: Collection[str], held: Collection[str]) -> State:
-    """Remove from `state` the tensors that a checkpoint does not have, and return them.
-
-    Args:
-        keys: of the model's chunks in `state`.
-        held: keys of the tensors in the checkpoint.
-    """
-    missing: State = {key: {} for key in keys}
-    for key in keys:
-        for name, value in list(state[key].items()):
-            if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key not in held:
-                missing[key][name] = state[key].pop(name)
-    return missing
-
-
-def own_tensors(chunk: MegatronModule) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model chunk by the names of its sharded state. (Its plain state dict leaves out the
-    wrapping of modules for data parallelism.)"""
-    module = unwrap_model(chunk)
-    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-
-
-def fingerprint(tensors: State) -> str:
+def fingerprint(weights: Collection[Held]) -> str:
     """A fingerprint of weights that is the same at every layout: a sum over elements of a hash of tensor, place in the
     whole tensor and value. Collective over the world.
 
     Returns:
         The number of elements, and 16 hexadecimal digits.
     """
-    parts = {key: dict(values) for key, values in tensors.items()}
-    apply_factories(parts)
     total = count = 0
-    for part in nested_values(parts):
-        if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id) and part.data is not None:
-            total += _hash(part)
-            count += part.data.numel()
+    for one in weights:
+        if not any(one.replica):
+            for first, last, span in one.spans(0, one.tensor.numel()):
+                total += _hash(one, span, one.tensor.detach().reshape(-1)[first:last])
+                count += last - first
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (total & _MASK, count))
     return f"{sum(count for _, count in everyone):,} weights {sum(total for total, _ in everyone) & _MASK:016x}"
 
 
-def require_same(record: dict[str, Any], missing: State, folder: Path) -> None:
+def require_same(record: dict[str, Any], missing: Collection[Held], folder: Path) -> None:
     """The weights here in the place of those that the checkpoint leaves out are those that its run had. Collective.
 
     Raises:
@@ -134,14 +97,15 @@ def base_of(folder: Path, given: str = "") -> Path | None:
     return found
 
 
-def _hash(part: ShardedTensor) -> int:
-    """Sum over the elements of a part of splitmix64 of (tensor, place, bits)."""
-    data = part.data.detach()
-    of_tensor = seed_for(0, part.key, *part.global_shape, data.dtype)
+def _hash(held: Held, span: Span, data: torch.Tensor) -> int:
+    """Sum over the elements of a box of splitmix64 of (tensor, place, bits).
+
+    Args:
+        data: [span.numel], a whole box.
+    """
+    of_tensor = seed_for(0, held.module, held.name, *span.shape, data.dtype)
     places = torch.zeros((), dtype=torch.long, device=data.device)
-    # The same weight of all layers is stored as one tensor, so there may be dimensions in front of the data's.
-    sizes = (*[1] * (len(part.global_shape) - data.dim()), *data.shape)
-    for offset, size, whole in zip(part.global_offset, sizes, part.global_shape, strict=True):
+    for offset, size, whole in zip(span.offset, span.size, span.shape, strict=True):
         places = places[..., None] * whole + torch.arange(offset, offset + size, device=data.device)
     bits = data.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
     total = 0

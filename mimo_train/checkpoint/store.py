@@ -1,35 +1,29 @@
-"""Saving and loading the state of a run through Megatron-Core's dist_checkpointing.
+"""Saving and loading the state of a run, at any layout.
 
-Model and optimizer are stored as whole tensors cut into shards, so that any layout reads checkpoints of any other.
-Random generators are stored per rank and restored only at the same layout.
+Every rank writes what no other rank writes too, and reads what it needs: nothing is gathered. Random generators are
+stored per rank and restored only at the same layout.
 """
 
-import queue
 import shutil
-from collections.abc import Collection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.models.mimo.optimizer import MimoOptimizer
+from megatron.core.rerun_state_machine import Call, Caller, RerunMode, RerunState
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.frozen_base import (
-    LEFT_OUT,
-    base_of,
-    fingerprint,
-    own_tensors,
-    require_same,
-    take_out_frozen,
-    take_out_missing,
-)
-from mimo_train.checkpoint.integrity import require_held, require_taken, verified_record
+from mimo_train.checkpoint.format.index import WEIGHT, Key
+from mimo_train.checkpoint.format.plain import pack, unpack
+from mimo_train.checkpoint.format.read import Reader, Wanted
+from mimo_train.checkpoint.format.spans import Span
+from mimo_train.checkpoint.format.write import Part, complete, write_rank
+from mimo_train.checkpoint.frozen_base import LEFT_OUT, base_of, fingerprint, is_frozen, require_same
+from mimo_train.checkpoint.held import Held, Updated, held_tensors, trained_parameters, updated_ranges
+from mimo_train.checkpoint.integrity import opened, require_held, require_taken
 from mimo_train.config.compose import to_dict
 from mimo_train.config.parts import is_adapter
 from mimo_train.model.lora import start_magnitudes
@@ -39,12 +33,8 @@ from mimo_train.parallel.agreement import agreed
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run
 
-CONTENT = {
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-    "distrib_optim_sharding_type": "fully_reshardable",
-}
-"""How tensors are cut; stored with the checkpoint, since loading must cut the same way."""
+RERUN_CLASSES = (Call, Caller, RerunMode, RerunState)
+"""What the state for repeating a step is made of, beside plain values."""
 
 
 def save_checkpoint(
@@ -72,47 +62,42 @@ def save_checkpoint(
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        UserError: the folder cannot be written, or is not on this rank's file system; on every rank.
     """
-    partial = folders.partial_folder(run_dir, train_state.step, non_persistent)
+    partial_folder = folders.partial_folder(run_dir, train_state.step, non_persistent)
     final = folders.final_folder(run_dir, train_state.step, non_persistent)
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state, left_out = _sharded_state(model, optimizer, is_loading=False), None
-    if run.cfg.checkpoint.trained_only:
-        left_out = fingerprint(take_out_frozen(state, _by_key(model), optimizer.releases))
-    state["schedulers"] = schedulers.state_dict()
-    state["train_state"] = train_state.state_dict()
-    state["rng"] = _object_of_rank("rng", device.get_rng_state())
-    if rerun is not None:
-        state["rerun"] = _object_of_rank("rerun", rerun)
-    _use_queue_of_this_process()
-    dist_checkpointing.save(
-        state,
-        str(partial),
-        content_metadata=CONTENT,
-        preprocess_common_before_consistancy_check=lambda common: {},
-        verify_integrity=True,
-    )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        record = {
-            "step": train_state.step,
-            "train_state": train_state.state_dict(),
-            "layout": _layout_key(run.layout),
-            "rerun": rerun is not None,
-            "config": to_dict(run.cfg),
-            **fingerprints,
-        }
-        record |= {} if left_out is None else {LEFT_OUT: left_out}
-        folders.write_record(partial, record)
-        if final.exists():
-            # Under a name that is no checkpoint's, so that a kill leaves none that is half removed.
-            final.rename(final.with_suffix(".old.partial"))
-        partial.rename(final)
-        folders.remove_old(run_dir, keep, non_persistent)
-    dist.barrier()
+    with agreed(), folders.write_errors_named(run_dir):
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+            partial_folder.mkdir(parents=True)
+    with agreed():
+        folders.require_shared(partial_folder)
+    held = held_tensors(model)
+    frozen = [one for one in held if is_frozen(one, optimizer.releases)] if run.cfg.checkpoint.trained_only else []
+    left_out = fingerprint(frozen) if run.cfg.checkpoint.trained_only else None
+    with agreed(), folders.write_errors_named(run_dir):
+        kept = [one for one in held if one not in frozen]
+        parts = [*_own_parts(kept, optimizer), *_parts_of_rank("rng", device.get_rng_state())]
+        if rerun is not None:
+            parts += _parts_of_rank("rerun", rerun)
+        write_rank(partial_folder, dist.get_rank(), parts)
+    with agreed(), folders.write_errors_named(run_dir):
+        if dist.get_rank() == 0:
+            record = {
+                "step": train_state.step,
+                "train_state": train_state.state_dict(),
+                "schedulers": schedulers.state_dict(),
+                "optimizer": optimizer.plain_state(),
+                "layout": _layout_key(run.layout),
+                "rerun": rerun is not None,
+                "config": to_dict(run.cfg),
+                **fingerprints,
+            }
+            record |= {} if left_out is None else {LEFT_OUT: left_out}
+            complete(partial_folder, final, dist.get_world_size(), {folders.RECORD: folders.record_text(record)})
+            folders.remove_old(run_dir, keep, non_persistent)
     return final
 
 
@@ -120,7 +105,7 @@ def load_checkpoint(
     folder: Path,
     layout: RunLayout,
     model: list[MegatronModule],
-    optimizer: MimoOptimizer | None = None,
+    optimizer: ModuleOptimizer | None = None,
     schedulers: Any = None,
     train_state: Any = None,
 ) -> dict[str, Any]:
@@ -137,41 +122,40 @@ def load_checkpoint(
 
     Raises:
         UserError: files are missing or damaged, tensors are not there or of other shapes, or the model has no place for
-            some. On every rank alike, and before anything is loaded.
+            some. On every rank alike.
     """
-    record = verified_record(folder)
-    state = _sharded_state(model, optimizer, is_loading=True)
-    asked = {name: state[name] for name in _by_key(model)}
-    same_layout = record["layout"] == _layout_key(layout)
-    held = dist_checkpointing.load_tensors_metadata(str(folder)).keys()
-    new = {} if optimizer else _take_out_new_adapters(state, held, model)
+    reader, record = opened(folder)
+    held, updated = held_tensors(model), list(_updated(optimizer))
+    missing = [one for one in held if one.key() not in reader.index.pieces]
+    new = [] if optimizer else [one for one in missing if is_adapter(one.name)]
     if LEFT_OUT in record:
-        missing = take_out_missing(state, _by_key(model), held)
-        require_same(record, missing, folder)
-        for chunk_name, chunk in _by_key(model).items():
-            own = own_tensors(chunk)
-            new.setdefault(chunk_name, {}).update({name: own[name] for name in missing[chunk_name]})
-    if optimizer is not None and same_layout:
-        state["rng"] = _object_of_rank("rng", None)
-        if record["rerun"]:
-            state["rerun"] = _object_of_rank("rerun", None)
-    require_taken(asked, folder, None if optimizer else layout.modules)
-    require_held(state, folder)
-    # Some formats of the optimizer are loaded into leaves in place.
-    with torch.no_grad():
-        loaded = dist_checkpointing.load(state, str(folder))
-        for name, chunk in _by_key(model).items():
-            unwrap_model(chunk).load_state_dict(loaded[name] | new.get(name, {}))
-            start_magnitudes(unwrap_model(chunk), new.get(name, {}))
-        if optimizer is not None:
-            optimizer.load_state_dict(loaded["optimizer"])
+        base = [one for one in missing if one not in new]
+        require_same(record, base, folder)
+        new += base
+    wanted = [one for one in held if one not in new]
+    require_taken(held, reader, folder, None if optimizer else layout.modules)
+    require_held(wanted, reader, folder)
+    by_parameter = {id(one.tensor): one for one in held}
+    require_held([by_parameter[id(one.parameter)] for one in updated], reader, folder, states=True)
+    with agreed(), folders.damage_named(folder):
+        _read(reader, wanted, updated, by_parameter)
+        rng = rerun = None
+        if optimizer is not None and record["layout"] == _layout_key(layout):
+            rng = _of_rank(reader, "rng")
+            rerun = _of_rank(reader, "rerun") if record["rerun"] else None
+        reader.close()
+    added = {id(one.tensor) for one in new}
+    for chunk in map(unwrap_model, model):
+        start_magnitudes(chunk, [name for name, value in chunk.named_parameters() if id(value) in added])
+    if optimizer is not None:
+        optimizer.load_plain_state(record["optimizer"])
     if schedulers is not None:
-        schedulers.load_state_dict(loaded["schedulers"])
+        schedulers.load_state_dict(record["schedulers"])
     if train_state is not None:
-        train_state.load_state_dict(loaded["train_state"])
-    if "rng" in state:
-        device.set_rng_state(loaded["rng"])
-    return {**record, "rerun": loaded.get("rerun")}
+        train_state.load_state_dict(record["train_state"])
+    if rng is not None:
+        device.set_rng_state(rng)
+    return {**record, "rerun": rerun}
 
 
 def load_weights(folder: Path, layout: RunLayout, model: list[MegatronModule], base: str = "") -> None:
@@ -194,47 +178,69 @@ def load_base(folder: Path, layout: RunLayout, model: list[MegatronModule], give
         load_weights(base, layout, model)
 
 
-def _use_queue_of_this_process() -> None:
-    """Megatron-Core 0.19.2 starts a manager process on every rank for the results of a save (filesystem_async.py:53),
-    which imports the program again, even if this process itself writes. A queue is enough for its threads."""
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+def _updated(optimizer: ModuleOptimizer | None) -> Iterator[Updated]:
+    for each in optimizer.inner() if optimizer is not None else ():
+        yield from updated_ranges(each)
 
 
-def _by_key(chunks: list[MegatronModule]) -> dict[str, MegatronModule]:
-    """Chunks under the keys that the optimizer looks for. Tensors are stored by the names of their layers, so these
-    keys do not appear in a checkpoint."""
-    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+def _own_parts(held: list[Held], optimizer: ModuleOptimizer) -> Iterator[Part]:
+    """What this rank writes: of several that hold the same, the first."""
+    by_parameter = {id(one.tensor): one for one in held}
+    trained: set[int] = set()
+    for each in optimizer.inner():
+        trained |= trained_parameters(each)
+        for updated in updated_ranges(each):
+            one = by_parameter[id(updated.parameter)]
+            if any(one.replica[:2] if updated.is_cut else one.replica):
+                continue
+            for first, last, span in one.spans(updated.start, updated.stop):
+                for state, values in updated.values.items():
+                    part = values[first - updated.start : last - updated.start].cpu()
+                    yield Part(one.key(state), span, part)
+    for one in held:
+        if id(one.tensor) not in trained and not any(one.replica):
+            flat = one.tensor.detach().reshape(-1)
+            for first, last, span in one.spans(0, one.tensor.numel()):
+                yield Part(one.key(), span, flat[first:last].cpu())
 
 
-def _sharded_state(model: list[MegatronModule], optimizer: MimoOptimizer | None, *, is_loading: bool) -> dict[str, Any]:
-    state = {
-        name: unwrap_model(chunk).sharded_state_dict(metadata=dict(CONTENT)) for name, chunk in _by_key(model).items()
-    }
-    if optimizer is not None:
-        whole = state["model"] if len(model) == 1 else dict(state)
-        state["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(CONTENT))
-    return state
+def _read(reader: Reader, held: list[Held], updated: list[Updated], by_parameter: dict[int, Held]) -> None:
+    """Fill tensors and the optimizer's values."""
+    targets: list[tuple[Key, Span, torch.Tensor]] = []
+    for one in held:
+        flat = one.tensor.detach().view(-1)
+        targets += [(one.key(), span, flat[first:last]) for first, last, span in one.spans(0, one.tensor.numel())]
+    for each in updated:
+        for first, last, span in by_parameter[id(each.parameter)].spans(each.start, each.stop):
+            for state, values in each.values.items():
+                into = values[first - each.start : last - each.start]
+                targets.append((by_parameter[id(each.parameter)].key(state), span, into))
+    staged = [
+        (into, into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")) for *_, into in targets
+    ]
+    reader.fill(Wanted(key, span, here) for (key, span, _), (_, here) in zip(targets, staged, strict=True))
+    for into, here in staged:
+        if into is not here:
+            into.copy_(here)
 
 
-def _take_out_new_adapters(
-    state: dict[str, Any], held: Collection[str], model: list[MegatronModule]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Remove from `state` the adapters that the checkpoint does not have; returns them by chunk and name."""
-    new = {}
-    for chunk_name, chunk in _by_key(model).items():
-        adapters = [name for name in state[chunk_name] if is_adapter(name)]
-        if not adapters:
-            continue
-        own = own_tensors(chunk)
-        new[chunk_name] = {name: own[name] for name in adapters if state[chunk_name][name].key not in held}
-        for name in new[chunk_name]:
-            del state[chunk_name][name]
-    return new
+def _parts_of_rank(name: str, state: dict[str, Any]) -> list[Part]:
+    """This rank's own state, as tensors of one rank."""
+    text, tensors = pack(state, RERUN_CLASSES)
+    as_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    module = f"rank_{dist.get_rank():05d}"
+    return [
+        Part(Key(module, f"{name}.{number}", WEIGHT), Span.of_whole(tuple(tensor.shape)), tensor.reshape(-1))
+        for number, tensor in enumerate([as_bytes, *tensors])
+        if tensor.numel()
+    ]
 
 
-def _object_of_rank(name: str, state: Any) -> ShardedObject:
-    return ShardedObject(name, state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+def _of_rank(reader: Reader, name: str) -> Any:
+    module = f"rank_{dist.get_rank():05d}"
+    keys = [key for key in reader.index.pieces if key.module == module and key.name.rpartition(".")[0] == name]
+    text, *tensors = [reader.whole(key) for key in sorted(keys, key=lambda key: int(key.name.rpartition(".")[2]))]
+    return unpack(text.numpy().tobytes().decode(), tensors, RERUN_CLASSES)
 
 
 def _layout_key(layout: RunLayout) -> dict[str, list[int]]:

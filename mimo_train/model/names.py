@@ -42,6 +42,13 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return names
 
 
+def tensor_names(chunk: torch.nn.Module) -> dict[int, str]:
+    """The names of parameters and buffers of a model chunk in the whole module, by `id`."""
+    model = unwrap_model(chunk)
+    names = {id(buffer): _global_name(model, name) for name, buffer in model.named_buffers()}
+    return names | {id(parameter): name for name, parameter in global_names(chunk).items()}
+
+
 def layers_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     """(name, layer): the entries of lists of layers, and the modules outside such lists. A layer's name is the prefix
     of its parameters' names in `global_names`."""

@@ -23,7 +23,6 @@ from mimo_train.model.freeze import release_steps
 from mimo_train.model.names import modules_of
 from mimo_train.optim import adam
 from mimo_train.optim.module_optimizer import RELEASE, ModuleOptimizer
-from mimo_train.optim.replicated import store_like_distributed
 from mimo_train.optim.schedules import is_frozen, module_optim
 from mimo_train.parallel.groups import RunGroups
 
@@ -59,9 +58,6 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
                 pg_collection=pgs,
                 use_gloo_process_groups=False,
             )
-            if not config.use_distributed_optimizer:
-                for part in optimizer.chained_optimizers:
-                    store_like_distributed(part)
         else:
             _join_gathering_of_groups()
         infos[name] = ModuleOptimizerInfo(optimizer, grid, _replica_groups(pgs), is_active=optimizer is not None)

@@ -121,50 +121,41 @@ class ModuleOptimizer(MimoOptimizer):
         self._updates_before.setdefault(step, self.updates)
         self._set_group_steps()
 
-    def sharded_state_dict(
-        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Megatron-Core's state of every module, and the state that is equal on all ranks.
-
-        Megatron-Core 0.19.2 asserts one step for all groups (distrib_optimizer.py:838), so they temporarily share one.
-        """
-        for optimizer in self._inner():
-            if not optimizer.is_stub_optimizer:
-                # A checkpoint holds the moments of all parameters, also of those that were not updated yet.
-                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-        settings = self._settings()
-        for group in self._groups():
-            group["step"] = self.updates
-        state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
-        self._restore_settings(settings)
-        state["updates"] = self.updates
-        state["updates_before"] = dict(self._updates_before)
-        state["freeze_until"] = self._freeze_until
+    def plain_state(self) -> dict[str, Any]:
+        """What a checkpoint has of the optimizer beside master copies and moments: the same on every rank, and plain
+        values for JSON."""
+        state = {
+            "updates": self.updates,
+            "updates_before": sorted(self._updates_before.items()),
+            "freeze_until": self._freeze_until,
+        }
         if isinstance(self.grad_scaler, DynamicGradScaler):
-            state["grad_scaler"] = self.grad_scaler.state_dict()
+            scaler = self.grad_scaler.state_dict()
+            state["grad_scaler"] = scaler | {"scale": float(scaler["scale"])}
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a checkpoint. Learning rate, decay and other settings remain those of the config.
+    def load_plain_state(self, state: dict[str, Any]) -> None:
+        """Load what `plain_state` gave. Learning rate, decay and other settings remain those of the config.
 
         Raises:
             UserError: the checkpoint was made with other `modules.NAME.freeze_until`.
         """
-        was, now = state_dict["freeze_until"], self._freeze_until
+        was, now = state["freeze_until"], self._freeze_until
         for name in sorted(now.keys() | was.keys()):
             if was.get(name, {}) != now.get(name, {}):
                 raise UserError(
                     f"modules.{name}.freeze_until: is {now.get(name, {})}, but the checkpoint was made with "
                     f"{was.get(name, {})}: set it to that, or begin a new run with checkpoint.weights"
                 )
-        settings = self._settings()
-        for name, info in self.module_infos.items():
-            self._replace_groups(state_dict.get(name, {}), info.optimizer)
-        super().load_state_dict(state_dict)
-        self.updates, self._updates_before = state_dict["updates"], dict(state_dict["updates_before"])
-        self._restore_settings(settings)
-        if "grad_scaler" in state_dict and isinstance(self.grad_scaler, DynamicGradScaler):
-            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        self.updates, self._updates_before = state["updates"], dict(map(tuple, state["updates_before"]))
+        self._set_group_steps()
+        if "grad_scaler" in state and isinstance(self.grad_scaler, DynamicGradScaler):
+            scale = torch.tensor([state["grad_scaler"]["scale"]], dtype=torch.float, device=self._device)
+            self.grad_scaler.load_state_dict(state["grad_scaler"] | {"scale": scale})
+
+    def inner(self) -> Iterator[MegatronOptimizer]:
+        """Megatron-Core's optimizers of this rank."""
+        return self._inner()
 
     def _inner(self, info: ModuleOptimizerInfo | None = None) -> Iterator[MegatronOptimizer]:
         """The optimizers of dense and of expert parameters, of one module or of all."""
@@ -184,18 +175,6 @@ class ModuleOptimizer(MimoOptimizer):
         counts steps of frozen groups."""
         for group in self._groups():
             group["step"] = 0 if self._waits(group) else self.updates - self._updates_before[group.get(RELEASE, 0)]
-
-    def _settings(self) -> list[dict[str, Any]]:
-        return [self._settings_of(group) for group in self._groups()]
-
-    def _restore_settings(self, settings: list[dict[str, Any]]) -> None:
-        """Undo what loading does to groups: Megatron-Core 0.19.2 matches them by part of their settings only
-        (param_group_identifier_keys), and gives those of one group to all that look alike."""
-        for group, own in zip(self._groups(), settings, strict=True):
-            parameters = group["params"]
-            group.clear()
-            group.update(own, params=parameters)
-        self._set_group_steps()
 
     def _collect_gradients(self) -> torch.Tensor:
         """Bring the reduced gradients to the parameters of the optimizers, without the loss scale.
@@ -273,18 +252,3 @@ class ModuleOptimizer(MimoOptimizer):
             for chunk in self._overlapping:
                 stack.enter_context(chunk.no_sync())
             yield
-
-    @staticmethod
-    def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in group.items() if key != "params"}
-
-    def _replace_groups(self, module_state: dict, optimizer: Any) -> None:
-        """Replace the saved groups, which are not needed, by this run's: a run may resume with another learning rate or
-        projector_lr, and to Megatron-Core those are other groups."""
-        if optimizer is None:
-            return
-        inner = optimizer.chained_optimizers
-        states = [module_state] if len(inner) == 1 else [module_state[index] for index in range(len(inner))]
-        for state, each in zip(states, inner, strict=True):
-            for key in [key for key in state if str(key).startswith("_mimo_param_groups")]:
-                state[key] = [{**self._settings_of(group), "params": []} for group in each.param_groups]

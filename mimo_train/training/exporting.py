@@ -6,7 +6,7 @@ from pathlib import Path
 from mimo_train.checkpoint.hf.directory import copy_files, write_config
 from mimo_train.checkpoint.hf.export import write_weights
 from mimo_train.checkpoint.hf.parts import pretrained_parts
-from mimo_train.checkpoint.integrity import verified_record
+from mimo_train.checkpoint.integrity import opened
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.directory import read_directory
@@ -42,7 +42,7 @@ def export(checkpoint: Path, cfg: ConfigContainer, to: Path, *, dtype: str, larg
         UserError: the checkpoint is damaged.
         ConfigError: a module did not come from a directory, or its directory has gone.
     """
-    verified_record(checkpoint)
+    opened(checkpoint)
     alone = on_one_process(cfg)
     # Without the distributed optimizer's copy of the weights: here a model only lends names and shapes.
     run = resolve(replace(alone, optim=replace(alone.optim, distributed_optimizer=False)))

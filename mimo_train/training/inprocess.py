@@ -14,7 +14,6 @@ from functools import partial
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 
 from mimo_train.config.schema import RunConfig
@@ -40,8 +39,6 @@ def with_restarts(life: Callable[[dist.Store | None], int], run: RunConfig) -> C
         def __call__(self, frozen_state: inprocess.state.FrozenState) -> inprocess.state.FrozenState:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_global_memory_buffer()
-            # May hold results of an interrupted save.
-            filesystem_async._results_queue = None
             for found in gc.get_objects():
                 if type(found) is DistributedDataParallel:
                     # The garbage collector does not look into nodes of the graph, whose hooks hold the model.

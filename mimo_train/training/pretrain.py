@@ -7,6 +7,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from mimo_train.checkpoint.full_disk import full_disk
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.exit_signal import ExitSignal
@@ -18,7 +19,6 @@ from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.step.state import GlobalState
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.exit import ExitVotes
-from mimo_train.training.full_disk import full_disk
 from mimo_train.training.inprocess import with_restarts
 from mimo_train.training.loop import train
 from mimo_train.training.setup import Session, setup

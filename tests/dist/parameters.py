@@ -2,7 +2,7 @@
 
 A checkpoint names every tensor by its module and place in the whole model, layers counted over all stages and experts
 over all ranks, and stores which part of the whole each rank wrote. Reading it on one process therefore gathers it over
-tensor, pipeline and expert parallel ranks, without any layout. Parameters of 16 bits count by their fp32 master copies.
+tensor, pipeline and expert parallel ranks, without any layout. Trained parameters are stored as fp32 master copies.
 """
 
 import re
@@ -13,8 +13,8 @@ import numpy as np
 from mimo_train.checkpoint import folders
 from tests.dist.ranks import run_ranks
 
-STATE = re.compile(r"mimo\.\w+\.optimizer\.state\.(\w+)\.(.+)")
-"""Names of the optimizer's state: what it is, and the parameter's name."""
+NUMBER = re.compile(r"\.\d+\.")
+"""Of a layer or an expert in a parameter's name."""
 
 
 def parameters_of(run_dir: Path) -> dict[str, np.ndarray]:
@@ -31,21 +31,20 @@ def largest_change(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> 
 
 
 def _read(folder: str) -> dict[str, np.ndarray]:
-    """Parameters by name, all of them trained ones."""
-    import torch
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    """Parameters by name, those of all layers or experts together, all of them trained ones."""
+    from mimo_train.checkpoint.format.index import WEIGHT
+    from mimo_train.checkpoint.format.read import Reader
+    from mimo_train.checkpoint.held import MOMENTS
 
-    reader = FileSystemReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
-    states = {name: found.groups() for name in tensors if (found := STATE.fullmatch(name))}
-    parameters = sorted(tensors.keys() - states.keys())
-    for kind in ("param", "exp_avg", "exp_avg_sq"):
-        of = sorted(parameter for state, parameter in states.values() if state == kind)
-        assert of == parameters, f"parameters without their {kind}, or the other way round: {set(of) ^ set(parameters)}"
-    masters = [name for name, (kind, _) in states.items() if kind == "param"]
-    whole = {name: torch.empty(tensors[name].size, dtype=torch.float32) for name in masters}
-    _load_state_dict(whole, storage_reader=reader, no_dist=True)
-    return {states[name][1]: whole[name].double().numpy() for name in masters}
+    reader = Reader(Path(folder))
+    keys = sorted(key for key in reader.index.pieces if not key.module.startswith("rank_"))
+    weights = {key[:2] for key in keys if key.state == WEIGHT}
+    for moment in MOMENTS:
+        of = {key[:2] for key in keys if key.state == moment}
+        assert of == weights, f"parameters without their {moment}, or the other way round: {of ^ weights}"
+    alike: dict[str, list[np.ndarray]] = {}
+    for key in keys:
+        if key.state == WEIGHT:
+            name = NUMBER.sub(".*.", f"{key.module}.{key.name}")
+            alike.setdefault(name, []).append(reader.whole(key).double().numpy())
+    return {name: np.stack(parts) for name, parts in alike.items()}

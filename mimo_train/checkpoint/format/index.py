@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mimo_train.checkpoint.format.files import Damage
 from mimo_train.checkpoint.format.spans import Span
 
 VERSION = 1
@@ -26,6 +27,8 @@ DTYPES = {
     "F16": torch.float16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -46,15 +49,6 @@ class Key(NamedTuple):
 
 
 WEIGHT = "weight"
-
-
-def one_rank(rank: int) -> str:
-    """Name of the file in which a rank says what it has written, until all have."""
-    return f"rank_{rank:05d}.json"
-
-
-class Damage(ValueError):
-    """A file of a checkpoint is not what was written."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Reading a checkpoint at any layout: only what is asked for, and nothing whose hash is another one."""
 
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -13,9 +12,10 @@ from threading import Lock
 import torch
 
 from mimo_train.checkpoint.format.durable import digest
-from mimo_train.checkpoint.format.index import BLOCK, Damage, Index, Key, Piece
+from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file
+from mimo_train.checkpoint.format.index import BLOCK, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span, common_range, copy_common
-from mimo_train.checkpoint.format.write import COMPLETE, INDEX, read_file, require_size
+from mimo_train.checkpoint.format.write import require_size
 
 KEPT = 16
 """Blocks that a reader keeps: neighbours of a small tensor are often read next."""
@@ -43,7 +43,7 @@ class Reader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.index = Index.load(self.file(INDEX))
+        self.index = Index.load(marked_file(folder, INDEX))
         self._open: dict[int, int] = {}
         self._opening = Lock()
         self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
@@ -52,22 +52,6 @@ class Reader:
             with open(folder / file.name, "rb") as there:
                 if digest(there.read(file.header)) != file.hashes[0]:
                     raise Damage(f"{file.name} is damaged in its header")
-
-    def file(self, name: str) -> bytes:
-        """A small file that belongs to the checkpoint.
-
-        Raises:
-            Damage: it is not there, or not what was written.
-        """
-        marker = read_file(self.folder / COMPLETE)
-        try:
-            size, said = json.loads(marker)[name]
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
-            raise Damage(f"{COMPLETE} does not name {name}") from error
-        content = read_file(self.folder / name)
-        if len(content) != size or digest(content) != said:
-            raise Damage(f"{name} is not what {COMPLETE} says: it has {len(content)} bytes")
-        return content
 
     def fill(self, wanted: Iterable[Wanted]) -> None:
         """Read into the given tensors.

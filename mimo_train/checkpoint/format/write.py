@@ -10,10 +10,9 @@ import torch
 from xxhash import xxh3_128
 
 from mimo_train.checkpoint.format.durable import digest, flush_folder, write_file
-from mimo_train.checkpoint.format.index import BLOCK, NAMES, Damage, File, Index, Key, Piece, one_rank
+from mimo_train.checkpoint.format.files import INDEX, Damage, of_rank, read_file, write_marker
+from mimo_train.checkpoint.format.index import BLOCK, NAMES, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
-
-INDEX, COMPLETE = "index.json", "COMPLETE"
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,12 @@ def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8
     head = len(text).to_bytes(8, "little") + text
-    name, hashes = f"rank_{rank:05d}.safetensors", [digest(head)]
+    (name, listing), hashes = of_rank(rank), [digest(head)]
     size = write_file(folder / name, _hashed(head, ordered, hashes))
     index = Index(files=[File(name, size, len(head), tuple(hashes))])
     for part, place in zip(ordered, places, strict=True):
         index.add(part.key, part.values.dtype, Piece(0, place, part.span))
-    write_file(folder / one_rank(rank), [index.dump()])
+    write_file(folder / listing, [index.dump()])
 
 
 def complete(partial: Path, final: Path, ranks: int, others: Mapping[str, bytes]) -> None:
@@ -70,8 +69,7 @@ def complete(partial: Path, final: Path, ranks: int, others: Mapping[str, bytes]
     """
     index = Index()
     for rank in range(ranks):
-        of_rank = Index.load(read_file(partial / one_rank(rank)), whole=False)
-        index.join(of_rank)
+        index.join(Index.load(read_file(partial / of_rank(rank)[1]), whole=False))
     index.require_whole()
     for file in index.files:
         require_size(partial, file)
@@ -79,27 +77,14 @@ def complete(partial: Path, final: Path, ranks: int, others: Mapping[str, bytes]
     for name, content in files.items():
         write_file(partial / name, [content])
     for rank in range(ranks):
-        (partial / one_rank(rank)).unlink()
-    marker = {name: [len(content), digest(content)] for name, content in files.items()}
-    write_file(partial / COMPLETE, [json.dumps(marker).encode()])
+        (partial / of_rank(rank)[1]).unlink()
+    write_marker(partial, files)
     flush_folder(partial)
     if final.exists():
         # Under a name that is no checkpoint's, so that a kill leaves none that is half removed.
         final.rename(final.with_suffix(".old.partial"))
     partial.rename(final)
     flush_folder(final.parent)
-
-
-def read_file(path: Path) -> bytes:
-    """A small file.
-
-    Raises:
-        Damage: it is missing.
-    """
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise Damage(f"{path.name} is missing") from None
 
 
 def require_size(folder: Path, file: File) -> None:

@@ -6,41 +6,41 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from encoders.weight_map import Rule, WeightMap, spelt
+from mimo_train.checkpoint.format.read import Reader as CheckpointReader
+from mimo_train.checkpoint.format.read import Wanted
+from mimo_train.checkpoint.held import held_of
 from mimo_train.checkpoint.hf.fill import Reader
 from mimo_train.checkpoint.hf.parts import Part
-from mimo_train.checkpoint.hf.slices import SliceReader
 from mimo_train.checkpoint.hf.tensors import Planned, TensorFolder, write_tensors
-from mimo_train.checkpoint.store import CONTENT
 
 
 class Weights:
-    """The parameters of a model in a checkpoint, one at a time. The model lends names and shapes; its own values are
+    """The parameters of a module in a checkpoint, one at a time. The model lends names and shapes; its own values are
     neither read nor written.
 
     Args:
         folder: of the checkpoint.
-        model: a module of the run on one process.
+        name: of the module.
+        model: the module, of the run on one process.
     """
 
-    def __init__(self, folder: Path, model: MegatronModule):
-        self._reader = SliceReader(folder)
-        self._state = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT))
+    def __init__(self, folder: Path, name: str, model: MegatronModule):
+        self._reader = CheckpointReader(folder)
         self.parameters = dict(unwrap_model(model).named_parameters())
+        held = {id(one.tensor): one for one in held_of(name, model)}
+        self._held = {local: held[id(parameter)] for local, parameter in self.parameters.items()}
 
     def load(self, name: str) -> torch.Tensor:
-        """The value of a parameter."""
-        entry = self._state[name]
-        if not isinstance(entry, ShardedTensorFactory):
-            return self._reader.read(entry)
-        parts = entry.build()
-        dict_list_map_inplace(self._reader.read, parts)
-        return entry.merge_fn(parts)
+        """The value of a parameter, in the dtype in which it is stored."""
+        held = self._held[name]
+        value = torch.empty(held.tensor.shape, dtype=self._reader.index.dtypes[held.key()])
+        spans = held.spans(0, value.numel())
+        self._reader.fill(Wanted(held.key(), span, value.view(-1)[first:last]) for first, last, span in spans)
+        return value
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def write_weights(
         checkpoint: folder that the values are read from.
         largest_file: in bytes.
     """
-    sources = {part.module: Weights(checkpoint, modules[part.module]) for part in parts}
+    sources = {part.module: Weights(checkpoint, part.module, modules[part.module]) for part in parts}
     planned: list[Planned] = []
     for part in parts:
         planned += planned_tensors(part.weights, sources[part.module].parameters, dtype)

@@ -1,6 +1,5 @@
 """A checkpoint that cannot be loaded ends every rank with an error that names its folder, the reason and a remedy."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -8,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.format.files import COMPLETE, INDEX
 from mimo_train.config import compose
 from mimo_train.launch.run_lock import RunLock
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks, train_rank
+from tests.records import write_record
 
 LAYOUT = "layout=two_processes"
 MODEL = (LAYOUT, "modules.language.lora.rank=2", "modules.language.llm.tie_embeddings=false")
@@ -68,15 +69,20 @@ def written(name: str, text: str):
 def without_step(folder: Path) -> str:
     record = folders.read_record(folder)
     del record["layout"]
-    folders.write_record(folder, record)
+    write_record(folder, record)
     return f"{folders.RECORD} has no layout"
+
+
+def other_record(folder: Path) -> str:
+    write_record(folder, [])
+    return f"{folders.RECORD} holds no record"
 
 
 def of_a_rank(change):
     """Changes the tensors that one rank has written."""
 
     def spoil(folder: Path) -> str:
-        file = sorted(folder.glob("*.distcp"))[-1]
+        file = sorted(folder.glob("*.safetensors"))[-1]
         change(file)
         return file.name
 
@@ -95,18 +101,15 @@ def flip(file: Path) -> None:
 
 
 DAMAGES = {
-    "no metadata.json": missing("metadata.json"),
-    "broken metadata.json": written("metadata.json", "{"),
-    "no .metadata": missing(".metadata"),
-    "broken .metadata": written(".metadata", "no pickle"),
+    "no index": missing(INDEX),
+    "broken index": written(INDEX, "{"),
     "no tensors": of_a_rank(Path.unlink),
     "truncated tensors": of_a_rank(truncate),
     "one bit": of_a_rank(flip),
-    "no hashes": missing("integrity.json"),
-    "broken hashes": written("integrity.json", "["),
-    "other hashes": written("integrity.json", "[]"),
+    "broken marker": written(COMPLETE, "["),
+    "other marker": written(COMPLETE, "[]"),
     "broken record": written(folders.RECORD, "{"),
-    "other record": written(folders.RECORD, "[]"),
+    "other record": other_record,
     "short record": without_step,
 }
 
@@ -144,10 +147,10 @@ OTHERS = {
 
 TENSORS = {
     "modules.images.encoder.hidden_size=48": ("images", "has shape"),
-    "modules.language.llm.ffn_hidden_size=48": ("language", "has shape", "(2, 128, 32) there and (2, 96, 32) here"),
-    "modules.language.llm.num_layers=3": ("language", "has shape (2, ", "and (3, "),
+    "modules.language.llm.ffn_hidden_size=48": ("language", "has shape", "(128, 32) there and (96, 32) here"),
+    "modules.language.llm.num_layers=3": ("language decoder.layers.2.", "is not in it", "and 11 more"),
     "modules.images.encoder.class_token=true": ("images", "class_token is not in it"),
-    "modules.language.llm.tie_embeddings=true": ("language_model", "output_layer.weight has no place in this one"),
+    "modules.language.llm.tie_embeddings=true": ("language", "output_layer.weight has no place in this one"),
     "modules.language.lora.rank=0": ("lora_a has no place in this one", "and 13 more", "modules.*.lora"),
 }
 """Where the config is the same, and the tensors are not: a changed model (`pre_wrap_hook`), another version."""
@@ -171,7 +174,7 @@ def other_models(whole, digits, tmp_path_factory) -> dict:
         cfgs[case] = start(str(number), *([case] if case in TENSORS else []))
         copy = folders.newest(runs / str(number))
         record = folders.read_record(copy) | {"config": compose.to_dict(cfgs[case])}
-        folders.write_record(copy, record | ({"text_fingerprint": "0123"} if case == TEXT else {}))
+        write_record(copy, record | ({"text_fingerprint": "0123"} if case == TEXT else {}))
     (runs / LOCKED).mkdir()
     cfgs[LOCKED] = start(LOCKED)
     lock = RunLock(runs / LOCKED)
@@ -217,14 +220,14 @@ def test_what_was_frozen_has_no_moments(whole, digits, tmp_path):
     overrides = ("train.iters=2", "modules.images.freeze=[encoder]")
     train_on_ranks(config("vlm_digits", tmp_path, digits, LAYOUT, *overrides))
     (message,) = refused(config("vlm_digits", tmp_path, digits, LAYOUT, "train.iters=4"))
-    assert "trained other parameters: " in message and "is not in it" in message
+    assert "trained other parameters: " in message and "has no exp_avg in it" in message
     assert "checkpoint.weights=" in message
 
 
 def test_generate_names_a_damaged_checkpoint(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     folder = folders.newest(tmp_path / "run")
-    (folder / folders.RECORD).write_text(json.dumps({"step": 2}))
+    write_record(folder, {"step": 2})
     ((code, said),) = run_ranks(_generate, 1, str(folder))
     assert code == 1
     assert said.startswith(f"error: checkpoint {folder} is damaged: {folders.RECORD} has no config")

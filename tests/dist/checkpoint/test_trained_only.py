@@ -98,15 +98,14 @@ def _fingerprints(cfg) -> list[str]:
     two layers exchanged."""
     import torch
 
-    from mimo_train.checkpoint.frozen_base import fingerprint, take_out_frozen
+    from mimo_train.checkpoint.frozen_base import fingerprint, is_frozen
+    from mimo_train.checkpoint.held import held_tensors
     from mimo_train.model.names import global_names, modules_of
 
     run = Steps(cfg)
 
     def now() -> str:
-        chunks = {"model": run.model[0]}
-        state = {"model": run.model[0].sharded_state_dict(metadata={"dp_cp_group": None})}
-        return fingerprint(take_out_frozen(state, chunks, run.optimizer.releases))
+        return fingerprint([one for one in held_tensors(run.model) if is_frozen(one, run.optimizer.releases)])
 
     (language,) = modules_of(run.model)["language"]
     names, found = global_names(language), [now()]

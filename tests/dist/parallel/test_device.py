@@ -126,12 +126,6 @@ def test_adam_is_needed_because_torch_adamw_fails_under_the_distributed_optimize
     assert on_one_rank(_without_our_adam) == "fails"
 
 
-def test_queue_is_needed_because_a_save_starts_a_manager_process():
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    assert ".Manager()" in inspect.getsource(filesystem_async.get_write_results_queue)
-
-
 def test_norm_is_needed_because_the_wrapped_one_refuses_sequence_parallelism():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.torch_norm import WrappedTorchNorm

@@ -9,6 +9,7 @@ from data.pipeline import Dataset
 from data.tokens import build_tokenizer
 from mimo_train.check import check
 from mimo_train.config import compose
+from tests.records import write_record
 from tests.unit.check.shards import on, shard, sound
 from tests.unit.configs import load
 
@@ -19,7 +20,7 @@ def saved(run_dir: Path, *overrides: str, fingerprint: str = "", steps=(100, 200
         folder = run_dir / "checkpoints" / f"step_{step:08d}"
         folder.mkdir(parents=True)
         record = {"config": compose.to_dict(load(config, *overrides)), "data_fingerprint": fingerprint, **more}
-        (folder / "run.json").write_text(json.dumps(record))
+        write_record(folder, record)
     (run_dir / "checkpoints" / "step_00000300.partial").mkdir()
     return f"run.dir={run_dir}"
 
@@ -104,11 +105,11 @@ def test_a_key_that_a_checkpoint_lacks_means_its_default(tmp_path):
     record = json.loads(path.read_text())
     llm = record["config"]["modules"]["language"]["llm"]
     del llm["qk_norm"], record["config"]["modules"]["language"]["lora"], record["config"]["log"]
-    path.write_text(json.dumps(record))
+    write_record(path.parent, record)
     assert check(load("vlm_digits", override)).faults == []
     (fault,) = check(load("vlm_digits", override, "modules.language.llm.qk_norm=true")).faults
     assert "modules.language.llm.qk_norm was False, is True" in fault.message
-    path.write_text(json.dumps(record).replace('"bias": ', '"biases": '))
+    write_record(path.parent, json.dumps(record).replace('"bias": ', '"biases": '))
     (fault,) = check(load("vlm_digits", override)).faults
     assert "modules.language.llm.biases was False, and is no key of this version" in fault.message
 
@@ -122,7 +123,7 @@ def test_modules_come_in_their_order(tmp_path):
     orders = {("language", "images", "audio"): 0, ("audio", "images", "language"): 1}
     for order, faults in orders.items():
         record["config"]["modules"] = {name: modules[name] for name in order}
-        path.write_text(json.dumps(record))
+        write_record(path.parent, record)
         found = check(load("mixed_tiny", override)).faults
         assert len(found) == faults, found
     assert "modules were audio, images, language, are images, audio, language in this order" in found[0].message
@@ -186,7 +187,7 @@ def test_a_checkpoint_whose_record_holds_no_config_is_a_fault(tmp_path):
         (whole | {"modules": []}, "config.modules.language"),
         (whole | {"modules": {"images": None, "language": {}}}, "config of modules"),
     ):
-        path.write_text(json.dumps({"config": config, "data_fingerprint": ""}))
+        write_record(path.parent, {"config": config, "data_fingerprint": ""})
         (fault,) = check(load("vlm_digits", override)).faults
         assert fault.key == "checkpoint.resume" and "step_00000200 is damaged" in fault.message
         assert lacking in fault.message
@@ -196,7 +197,7 @@ def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
     """Training would end on it."""
     override = saved(tmp_path)
     for text in ("{", "[]", ""):
-        (tmp_path / "checkpoints" / "step_00000200" / "run.json").write_text(text)
+        write_record(tmp_path / "checkpoints" / "step_00000200", text)
         (fault,) = check(load("vlm_digits", override)).faults
         assert fault.key == "checkpoint.resume"
         assert "step_00000200 is damaged: run.json" in fault.message and "remove this folder" in fault.message

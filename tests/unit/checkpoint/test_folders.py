@@ -6,13 +6,14 @@ import pytest
 
 from mimo_train.checkpoint import folders
 from mimo_train.config.fault import UserError
+from tests.records import write_record
 
 
 def saved(run_dir: Path, step: int, non_persistent: bool = False) -> Path:
     """A complete checkpoint, as far as its folder tells."""
     folder = folders.final_folder(run_dir, step, non_persistent)
     folder.mkdir(parents=True)
-    folders.write_record(folder, {"step": step})
+    write_record(folder, {"step": step})
     return folder
 
 

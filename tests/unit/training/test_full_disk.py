@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from mimo_train.training.full_disk import full_disk
+from mimo_train.checkpoint.full_disk import full_disk
 
 
 def _within(kind, cause) -> BaseException:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mimo_train.checkpoint.format.index import BLOCK, WEIGHT, Damage, Index, Key
+from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage, marked_file
+from mimo_train.checkpoint.format.index import BLOCK, WEIGHT, Index, Key
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.format.spans import Span
-from mimo_train.checkpoint.format.write import COMPLETE, INDEX, Part, complete, write_rank
+from mimo_train.checkpoint.format.write import Part, complete, write_rank
 
 TENSORS = {
     Key("language", "decoder.layers.0.mlp.linear_fc1.weight", WEIGHT): torch.randn(37, 29),
@@ -102,7 +103,7 @@ def test_values_are_cast_to_what_is_asked_for(folder):
 def use(folder: Path) -> None:
     """All that a load reads."""
     reader = Reader(folder)
-    reader.file("run.json")
+    marked_file(folder, "run.json")
     for key in reader.index.pieces:
         reader.whole(key)
 

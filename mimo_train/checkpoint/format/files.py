@@ -1,0 +1,63 @@
+"""The files of a checkpoint, and whether it is complete. Imports no torch.
+
+rank_00000.safetensors ...   what each rank holds
+index.json                   what is where in them
+run.json                     the run's own record
+COMPLETE                     sizes and hashes of the two, written last
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from mimo_train.checkpoint.format.durable import digest, write_file
+
+INDEX, COMPLETE = "index.json", "COMPLETE"
+
+
+class Damage(ValueError):
+    """A file of a checkpoint is not what was written."""
+
+
+def of_rank(rank: int) -> tuple[str, str]:
+    """Names of the file of a rank, and of that in which it says what it has written, until all have."""
+    return f"rank_{rank:05d}.safetensors", f"rank_{rank:05d}.json"
+
+
+def write_marker(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Mark a folder as complete.
+
+    Args:
+        files: contents by name.
+    """
+    marker = {name: [len(content), digest(content)] for name, content in files.items()}
+    write_file(folder / COMPLETE, [json.dumps(marker).encode()])
+
+
+def marked_file(folder: Path, name: str) -> bytes:
+    """A file that the marker names.
+
+    Raises:
+        Damage: it is not there, or not what was written.
+    """
+    marker = read_file(folder / COMPLETE)
+    try:
+        size, said = json.loads(marker)[name]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise Damage(f"{COMPLETE} does not name {name}") from error
+    content = read_file(folder / name)
+    if len(content) != size or digest(content) != said:
+        raise Damage(f"{name} is not what {COMPLETE} says: it has {len(content)} bytes")
+    return content
+
+
+def read_file(path: Path) -> bytes:
+    """A small file.
+
+    Raises:
+        Damage: it is missing.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise Damage(f"{path.name} is missing") from None
