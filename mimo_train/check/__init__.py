@@ -49,7 +49,7 @@ def check(cfg: ConfigContainer) -> Report:
     if specs_are_sound:
         tokenizer = samples.build_tokenizer(report, cfg)
         vocab = embedding_rows(cfg.llm, tokenizer.vocab_size) if tokenizer else None
-        report.faults += vocabulary_faults(cfg.llm, tokenizer.vocab_size) if tokenizer else ()
+        report.faults += vocabulary_faults(cfg.llm, tokenizer.text_size) if tokenizer else ()
         arithmetic.add_modules(report, cfg, layout, vocab)
         if layout:
             ranks.add_ranks(report, cfg, layout)
