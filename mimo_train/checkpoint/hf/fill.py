@@ -78,8 +78,9 @@ class Reader:
     def written_name(self, name: str) -> str:
         """The name by which a tensor that is carried along is written: spelt as the others are."""
         found, written = self._found, self._written
-        is_spelt = isinstance(found, str) and isinstance(written, str) and name.startswith(found)
-        return written + name.removeprefix(found) if is_spelt and self.uses(name) else name
+        if not isinstance(found, str) or not isinstance(written, str):
+            return name
+        return written + name.removeprefix(found) if name.startswith(found) and self.uses(name) else name
 
     def fill(self, parameters: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> None:
         """Write the values of parameters of this rank, by their names in the map, in place.

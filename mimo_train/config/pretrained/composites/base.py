@@ -27,6 +27,8 @@ class Composite:
     """(config.json, class of the encoder's spec, keys that its own part gives) -> keys of what is read of it."""
     pad_id: Callable[[Mapping[str, Any]], int] | None = None
     """config.json -> id of the token that is repeated for each token of a medium."""
+    processor: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    """config.json -> keys that its processor needs, and that processor_config.json may lack."""
     projector: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     """config.json -> keys of the projector; None: the directory has none."""
     projector_weights: Callable[[ModuleConfig, int], WeightMap] | None = None

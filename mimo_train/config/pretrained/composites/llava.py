@@ -24,7 +24,7 @@ _DEFAULTS = {
     "vision_feature_select_strategy": "default",
     "vision_feature_layer": -2,
 }
-_ABSENT = {
+_ABSENT: dict[str, dict[str, Any]] = {
     "text_config": {"model_type": "llama"},
     "vision_config": {
         "model_type": "clip_vision_model",
@@ -101,6 +101,21 @@ def _pad_id(config: Mapping[str, Any]) -> int:
     return config.get("image_token_id") or _file(config)["image_token_index"]
 
 
+def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of these the processor counts a picture's tokens; without `patch_size` it fails."""
+    tower = LLAVA.part(config, "")
+    patch, class_token = _PATCHES.get(tower["model_type"], (None, 0))
+    return {
+        "processor_class": "LlavaProcessor",
+        "patch_size": tower.get("patch_size") or patch,
+        "num_additional_image_tokens": class_token,
+        "vision_feature_select_strategy": _file(config)["vision_feature_select_strategy"],
+    }
+
+
+_PATCHES = {"clip_vision_model": (32, 1), "siglip_vision_model": (16, 0), "dinov2": (14, 1)}
+"""Side of a patch where a tower's config does not say it, and class tokens, by `model_type`."""
+
 LLAVA = Composite(
     "vision_config",
     "text_config",
@@ -109,6 +124,7 @@ LLAVA = Composite(
     absent=_ABSENT,
     encoder_keys=_encoder,
     pad_id=_pad_id,
+    processor=_processor,
     projector=_projector,
     projector_weights=_projector_weights,
 )
