@@ -23,7 +23,7 @@ from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, replaced_parts
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.config.slips import override_slips, value_slips
+from mimo_train.config.slips import left_open, override_slips, value_slips
 
 
 def shipped_configs() -> Path:
@@ -62,7 +62,7 @@ def _require_no_gaps(path: Path, values: Sequence[str]) -> None:
     except yaml.YAMLError:
         return  # Hydra says what is wrong with it
     given = [value.partition("=")[0] for value in values]
-    gaps = [fault for fault in value_slips(content) if fault.key not in given]
+    gaps = [fault for fault in left_open(content) if fault.key not in given]
     if gaps:
         raise ConfigError(gaps)
 
@@ -110,7 +110,7 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
     Raises:
         ConfigError: every unknown key, and the first value of a wrong type, each by its full key.
     """
-    faults = list(value_slips(plain)) or list(_unknown_keys(plain, ConfigContainer, ""))
+    faults = [*left_open(plain), *value_slips(plain)] or list(_unknown_keys(plain, ConfigContainer, ""))
     if faults:
         raise ConfigError(faults)
     modules = {name: dict(module or {}) for name, module in (plain.get("modules") or {}).items()}
