@@ -86,11 +86,10 @@ def train(source: Path, work: Path) -> None:
     _train(
         *("vlm_digits", "layout=one_process", f"run.dir={work}/seeing", *_shards(work)),
         *(f"modules.images.pretrained={work}/tower-out/images", f"modules.language.pretrained={source}"),
-        "modules.images.placeholder.pad=<filename>",
         *("modules.language.lora.rank=8", "modules.language.optim.lr=5e-4", "modules.images.optim.projector_lr=2e-3"),
-        *("data.sequence_length=64", "train.iters=400", "train.global_batch_size=16", "train.micro_batch_size=8"),
-        *("train.eval_interval=20", "train.eval_samples=48", "train.report_samples=8", "optim.lr=3e-4"),
-        *("optim.warmup_iters=10", "checkpoint.save_interval=40", "checkpoint.trained_only=true"),
+        *("data.sequence_length=56", "train.iters=240", "train.global_batch_size=8", "train.micro_batch_size=8"),
+        *("train.eval_interval=60", "train.eval_samples=48", "train.report_samples=8", "optim.lr=3e-4"),
+        *("optim.warmup_iters=10", "checkpoint.save_interval=60", "checkpoint.trained_only=true"),
     )
     ours = _Ours(work / "seeing")
     for prompt in PROMPTS:

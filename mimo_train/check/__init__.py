@@ -68,7 +68,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
         vocab = embedding_rows(cfg.llm, tokenizer.vocab_size) if tokenizer else None
         if without_data and cfg.llm.vocab_size:
             vocab = embedding_rows(cfg.llm, cfg.llm.vocab_size)
-        report.faults += vocabulary_faults(cfg.llm, tokenizer.vocab_size) if tokenizer else ()
+        report.faults += vocabulary_faults(cfg.llm, tokenizer.text_size) if tokenizer else ()
         arithmetic.add_modules(report, cfg, layout, vocab)
         if layout:
             ranks.add_ranks(report, cfg, layout)
