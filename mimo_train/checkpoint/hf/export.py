@@ -16,6 +16,7 @@ from mimo_train.checkpoint.held import held_of
 from mimo_train.checkpoint.hf.fill import Reader
 from mimo_train.checkpoint.hf.parts import Part
 from mimo_train.checkpoint.hf.tensors import Planned, TensorFolder, write_tensors
+from mimo_train.model.names import modules_of
 
 
 class Weights:
@@ -24,15 +25,16 @@ class Weights:
 
     Args:
         folder: of the checkpoint.
-        name: of the module.
-        model: the module, of the run on one process.
+        chunk: the run on one process.
+        module: name of the module whose parameters these are.
     """
 
-    def __init__(self, folder: Path, name: str, model: MegatronModule):
+    def __init__(self, folder: Path, chunk: MegatronModule, module: str):
         self._reader = CheckpointReader(folder)
+        (model,) = modules_of([chunk])[module]
         self.parameters = dict(unwrap_model(model).named_parameters())
-        held = {id(one.tensor): one for one in held_of(name, model)}
-        self._held = {local: held[id(parameter)] for local, parameter in self.parameters.items()}
+        held = {id(one.tensor): one for one in held_of(module, model)}
+        self._held = {name: held[id(parameter)] for name, parameter in self.parameters.items()}
 
     def load(self, name: str) -> torch.Tensor:
         """The value of a parameter, in the dtype in which it is stored."""
@@ -118,7 +120,7 @@ def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: d
 
 def write_weights(
     parts: Sequence[Part],
-    modules: dict[str, MegatronModule],
+    chunk: MegatronModule,
     checkpoint: Path,
     to: Path,
     *,
@@ -130,28 +132,31 @@ def write_weights(
 
     Args:
         parts: of one directory.
-        modules: of the run on one process, by name; they lend names and shapes.
+        chunk: the run on one process, which lends names and shapes.
         checkpoint: folder that the values are read from.
         largest_file: in bytes.
     """
-    sources = {part.module: Weights(checkpoint, part.module, modules[part.module]) for part in parts}
+    sources = {part.module: Weights(checkpoint, chunk, part.module) for part in parts}
     planned: list[Planned] = []
     for part in parts:
-        planned += planned_tensors(part.weights, sources[part.module].parameters, dtype)
+        planned += planned_tensors(part.written, sources[part.module].parameters, dtype)
     folder = TensorFolder(parts[0].folder, parts[0].key)
     carried = _carried(parts, folder, {tensor.name for tensor in planned})
-    planned += [Planned(name, folder.tensors[name].shape, folder.tensors[name].dtype) for name in carried]
+    planned += [Planned(carried[name], folder.tensors[name].shape, folder.tensors[name].dtype) for name in carried]
     values = chain(
-        *(tensors_of(part.weights, sources[part.module], dtype) for part in parts),
+        *(tensors_of(part.written, sources[part.module], dtype) for part in parts),
         (folder.whole(name) for name in carried),
     )
     write_tensors(to, planned, values, largest_file)
 
 
-def _carried(parts: Sequence[Part], folder: TensorFolder, written: set[str]) -> list[str]:
-    """Tensors of the directory that no part writes, by whatever name."""
-    made = set()
-    for part in parts:
-        reader = Reader(folder, part.weights, part.key)
-        made |= reader.read_names
-    return [name for name in folder.tensors if name not in made and name not in written]
+def _carried(parts: Sequence[Part], folder: TensorFolder, written: set[str]) -> dict[str, str]:
+    """Tensors of the directory that no part writes, by whatever name, and the names by which they are copied."""
+    readers = [Reader(folder, part.weights, part.key) for part in parts]
+    made = {name for reader in readers for name in reader.read_names}
+    carried = {}
+    for name in folder.tensors:
+        new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
+        if name not in made and new not in written:
+            carried[name] = new
+    return carried
