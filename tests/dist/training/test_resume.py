@@ -91,6 +91,6 @@ def test_damaged_checkpoint_is_refused(digits, tmp_path):
     damaged[len(damaged) // 2] ^= 0xFF
     shard.write_bytes(damaged)
     with pytest.raises(
-        RankFailure, match=r"is damaged: rank_00000\.safetensors is damaged between bytes \d+ and \d+: "
+        RankFailure, match=r"rank_00000\.safetensors is damaged between bytes \d+ and \d+: "
     ):
         train_on_ranks(run_config(digits, tmp_path, "layout=one_process"))
