@@ -56,7 +56,8 @@ class Reader:
         self._folder, self._key = folder, key
         self._rules = {rule.ours: rule for rule in of.rules}
         self._counts = of.row_counts()
-        spelling = self._spelling(of)
+        self.spelling = spelling = self._spelling(of)
+        """How the directory spells the names of the map."""
         self._theirs = {name: spelt(name, spelling) for name in self._counts}
         self._carried = [*of.carried]
         if isinstance(spelling, str):
