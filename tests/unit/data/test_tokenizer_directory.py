@@ -32,11 +32,11 @@ def conversation(roles=("system", "user", "assistant")) -> Conversation:
 
 def messages(roles=("system", "user", "assistant")) -> list[dict]:
     """The same, as transformers takes it."""
-    return [
-        {"role": role, "content": [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]}
-        for role, texts in TURNS
-        if role in roles
-    ]  # fmt: skip
+    return [{"role": role, "content": [_part(text) for text in texts]} for role, texts in TURNS if role in roles]
+
+
+def _part(text: str | None) -> dict[str, str]:
+    return {"type": "image"} if text is None else {"type": "text", "text": text}
 
 
 def written(tokenizer, source, folder):

@@ -46,8 +46,8 @@ def _trained(cfg) -> tuple[str, dict[int, list[int]], dict[int, list[int]]]:
     return str(folder), prompts, answers
 
 
-def questions(shards: Path, count: int) -> list[tuple[str, list[bytes]]]:
-    """(text with <image> at the places of pictures, files of the pictures) of the first records."""
+def questions(shards: Path, count: int, turn: int = 0) -> list[tuple[str, list[bytes]]]:
+    """(text of a turn, with <image> at the places of pictures; files of the pictures) of the first records."""
     members: dict[str, dict[str, bytes]] = {}
     for shard in sorted(shards.glob("*.tar")):
         with tarfile.open(shard) as archive:
@@ -56,7 +56,7 @@ def questions(shards: Path, count: int) -> list[tuple[str, list[bytes]]]:
                 members.setdefault(key, {})[name] = archive.extractfile(entry).read()
     found = []
     for record in list(members.values())[:count]:
-        text = json.loads(record["json"])["conversations"][0]["value"]
+        text = json.loads(record["json"])["conversations"][turn]["value"]
         found.append((text, [record[name] for name in sorted(record) if name != "json"]))
     return found
 
@@ -72,9 +72,12 @@ def _transformers_answers(
     model, found = AutoModelForImageTextToText.from_pretrained(base, output_loading_info=True)
     processor = AutoProcessor.from_pretrained(base)
     if adapter is not None:
-        from peft import PeftModel
+        from peft import PeftModel, get_peft_model_state_dict
+        from safetensors.torch import load_file
 
         model = PeftModel.from_pretrained(model, adapter)
+        stored = load_file(adapter / "adapter_model.safetensors")
+        found["adapter"] = stored.keys() ^ get_peft_model_state_dict(model).keys()
     prompts, answers = [], []
     for text, files in asked:
         pictures = iter(Image.open(io.BytesIO(file)).convert("RGB") for file in files)
@@ -131,5 +134,5 @@ def test_the_demo_leaves_as_llava_and_answers_alike(adapted, digits, tmp_path):
     adapter = json.loads((tmp_path / "apart" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(tmp_path / "apart" / "base")
     ((wrong, _, bare),) = run_ranks(_transformers_answers, 1, tmp_path / "apart" / "base", None, asked)
-    ((_, _, found),) = run_ranks(_transformers_answers, 1, tmp_path / "apart" / "base", tmp_path / "apart", asked)
-    assert wrong == {} and bare != answers and found == answers
+    ((also, _, found),) = run_ranks(_transformers_answers, 1, tmp_path / "apart" / "base", tmp_path / "apart", asked)
+    assert (wrong, also) == ({}, {}) and bare != answers and found == answers
