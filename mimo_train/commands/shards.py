@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from mimo_train.commands.arguments import positive
+from mimo_train.commands.arguments import positive, whole
 from mimo_train.config.fault import UserError
 
 
@@ -28,7 +28,7 @@ def add(subparsers: Any) -> None:
 
     inspect = commands.add_parser("inspect", help="show what the shards hold")
     inspect.add_argument("pattern", metavar="PATTERN", help=pattern_help)
-    inspect.add_argument("--samples", type=int, default=3, help="samples to print in full (default: 3)")
+    inspect.add_argument("--samples", type=whole, default=3, help="samples to print in full (default: 3)")
     inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
     inspect.set_defaults(handler=_about_files(_inspect))
 

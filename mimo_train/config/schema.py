@@ -48,6 +48,8 @@ class RunConfig:
     def faults(self, resume: str) -> Iterator[Fault]:
         """Values that cannot be, alone and together with `checkpoint.resume`."""
         yield from value_faults(self, "run")
+        if not self.dir.strip():
+            yield Fault("run.dir", "is empty: give the folder that the run writes into")
         yield from library_faults(
             self, "run", {"inprocess_restarts": ("nvidia_resiliency_ext.inprocess", "'mimo-train[resiliency]'")}
         )

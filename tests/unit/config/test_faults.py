@@ -56,6 +56,7 @@ def test_rules_are_many():
         ("optim.lr", math.inf, "must be finite, is inf"),
         ("modules.images.optim.lr", math.nan, "must be finite, is nan"),
         ("train.loss_weights", {"lm loss": math.nan}, "must be finite, has nan"),
+        ("run.dir", " ", "is empty: give the folder that the run writes into"),
         ("run.timeout_minutes", 1e12, "above 0 and below 525600, is 1e+12"),
         ("modules.images.encoder.dropout", 1.5, "at least 0 and below 1, is 1.5"),
         ("modules.images.encoder.dropout", -1.0, "at least 0 and below 1, is -1.0"),
