@@ -43,6 +43,8 @@ def is_base(document: Document, stored: Stored) -> bool:
     """Whether the weights beside which adapters were trained are those of the directory that they came from."""
     if document.source is None:
         return False
+    if any(part.written != part.weights for part in document.sources):
+        return False  # with rows that the directory has not
     for part in document.sources:
         folder, source = TensorFolder(part.folder, part.key), Weights(stored, part.module)
         reader = Reader(folder, part.weights, part.key)

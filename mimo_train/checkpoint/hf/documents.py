@@ -22,6 +22,7 @@ from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites import COMPOSITES, Composite
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.language import language_config_json, model_types
 from mimo_train.config.schema import ConfigContainer
@@ -101,7 +102,7 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
     by_folder: dict[Path, list[Part]] = {}
     for part in parts:
         by_folder.setdefault(part.folder, []).append(part)
-    found = [as_it_came(own) for own in by_folder.values()]
+    found = [as_it_came(own, cfg) for own in by_folder.values()]
     from_folders = {(part.module, part.begins) for part in parts}
     for name, module in cfg.modules.items():
         if name == LANGUAGE:
@@ -115,22 +116,28 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
     return found
 
 
-def as_it_came(parts: list[Part]) -> Document:
+def as_it_came(parts: list[Part], cfg: ConfigContainer) -> Document:
     """Parts of one directory, which becomes what it was."""
     source = parts[0].folder
     folder = TensorFolder(source, parts[0].key)
     readers = [Reader(folder, part.weights, part.key) for part in parts]
-    spelt = {name for part in parts for name in _names(part.weights)}
+    spelt = {name for part in parts for name in _names(part.written)}
     made = {name for reader in readers for name in reader.read_names}
-    carried = [name for name in folder.tensors if name not in made and name not in spelt]
-    directory = read_directory(str(source), parts[0].key)
+    carried = {}
+    for name in folder.tensors:
+        new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
+        if name not in made and new not in spelt:
+            carried[name] = new
+    config = read_directory(str(source), parts[0].key).config
     names = list(dict.fromkeys(part.module for part in parts))
+    if LANGUAGE in names:
+        config = COMPOSITES.get(config["model_type"], Composite("")).with_vocabulary(config, cfg.llm.vocab_size)
     return Document(
         names[0],
-        f"{' and '.join(names)} ({directory.model_type})",
-        directory.config,
-        [Written(part.module, part.weights, loaded_spelling(part.weights)) for part in parts],
-        [carried_tensor(folder, name, name) for name in carried],
+        f"{' and '.join(names)} ({config['model_type']})",
+        config,
+        [Written(part.module, part.written, loaded_spelling(part.weights)) for part in parts],
+        [carried_tensor(folder, name, new) for name, new in carried.items()],
         write_files=lambda to: copy_files(source, to),
         source=source,
         sources=parts,

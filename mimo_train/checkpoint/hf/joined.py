@@ -188,7 +188,8 @@ def _language(
         directory = read_directory(str(part.folder), part.key)
         composite = COMPOSITES.get(directory.model_type)
         config = composite.part(directory.config, LANGUAGE) if composite else dict(directory.config)
-        kind, weights = config["model_type"], part.weights
+        config["vocab_size"] = cfg.llm.vocab_size
+        kind, weights = config["model_type"], part.written
     else:
         spec = with_sizes(cfg, tokenizer)
         kinds = [kind for kind in model_types(spec) if kind not in _SCALES_FEATURES]
