@@ -12,38 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.dist.checkpoint.hf.test_export import questions
+from tests.dist.checkpoint.hf.test_export import answers_here, questions
 from tests.dist.ranks import run_ranks
 
 MOST = 16
 """Longest answer in tokens."""
-
-
-def ours(run: Path, asked: list) -> list[str]:
-    """Answers as `mimo-train generate` gives them."""
-    from mimo_train.commands.generate import _build
-    from mimo_train.generation.answers import Answers
-    from mimo_train.generation.chat import Chat
-    from mimo_train.generation.decoder import Decoder
-    from mimo_train.generation.options import Sampling
-    from mimo_train.generation.prompts import Prompts
-    from mimo_train.generation.sampling import Sampler
-    from mimo_train.generation.source import open_source
-
-    source = open_source(run)
-    parts = _build(source)
-    source.load(parts.pipeline, parts.tokenizer)
-    prompts = Prompts(source.cfg, parts.tokenizer)
-    chat = Chat(prompts, Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(Sampling()), MOST))
-    texts = []
-    for text, files in asked:
-        chat.reset()
-        with tempfile.TemporaryDirectory() as folder:
-            for number, file in enumerate(files):
-                Path(folder, str(number)).write_bytes(file)
-                chat.attached.append(prompts.medium("image", Path(folder, str(number))))
-        texts.append(chat.say(text).text)
-    return texts
 
 
 def export(run: Path, to: Path) -> None:
@@ -91,7 +64,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "exported")
         run_ranks(export, 1, arguments.run, folder)
-        (here,), (there,) = run_ranks(ours, 1, arguments.run, asked), run_ranks(theirs, 1, folder, asked)
+        (here,), (there,) = run_ranks(answers_here, 1, arguments.run, asked, MOST), run_ranks(theirs, 1, folder, asked)
+        here = [text for _, text in here]
     same = sum(one == other for one, other in zip(here, there, strict=True))
     right = sum(one == text for one, (text, _) in zip(there, answers, strict=True))
     print(f"step {record['step']}: {same} of {len(asked)} texts are the same, {right / len(asked):.3f} are right")

@@ -16,7 +16,7 @@ ROUNDING = 2e-6
 START = "modules.language.lora.adapter"
 
 
-def _make(base: Path, folder: Path, merged: Path) -> None:
+def make_adapted_llama(base: Path, folder: Path, merged: Path) -> None:
     """A Llama, an adapter of PEFT for it in two of its three layers, and what the two are together."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -36,7 +36,7 @@ def _make(base: Path, folder: Path, merged: Path) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, Path, Path]:
     folders = tuple(tmp_path_factory.mktemp("peft") / name for name in ("llama", "adapter", "merged"))
-    run_ranks(_make, 1, *folders)
+    run_ranks(make_adapted_llama, 1, *folders)
     return folders
 
 

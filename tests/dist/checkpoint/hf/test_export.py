@@ -4,12 +4,14 @@ import contextlib
 import io
 import json
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from mimo_train.config.compose import load
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config
+from tests.dist.runs import TINY, config
 
 MOST = 8
 """Longest answer in tokens."""
@@ -58,6 +60,33 @@ def questions(shards: Path, count: int, turn: int = 0) -> list[tuple[str, list[b
     for record in list(members.values())[:count]:
         text = json.loads(record["json"])["conversations"][turn]["value"]
         found.append((text, [record[name] for name in sorted(record) if name != "json"]))
+    return found
+
+
+def answers_here(model: Path, asked: list, most: int = MOST) -> list[tuple[list[int], str]]:
+    """(tokens, text) of the answers of `mimo-train generate`, from a run or a directory."""
+    from mimo_train.commands.generate import _build
+    from mimo_train.generation.answers import Answers
+    from mimo_train.generation.chat import Chat
+    from mimo_train.generation.decoder import Decoder
+    from mimo_train.generation.options import Sampling
+    from mimo_train.generation.prompts import Prompts
+    from mimo_train.generation.sampling import Sampler
+    from mimo_train.generation.source import open_source
+
+    source = open_source(model)
+    parts = _build(source)
+    source.load(parts.pipeline, parts.tokenizer)
+    prompts, found = Prompts(source.cfg, parts.tokenizer), []
+    chat = Chat(prompts, Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(Sampling()), most))
+    for text, files in asked:
+        chat.reset()
+        with tempfile.TemporaryDirectory() as folder:
+            for number, file in enumerate(files):
+                Path(folder, str(number)).write_bytes(file)
+                chat.attached.append(prompts.medium("image", Path(folder, str(number))))
+        answer = chat.say(text)
+        found.append((answer.tokens, answer.text))
     return found
 
 
@@ -131,8 +160,58 @@ def test_the_demo_leaves_as_llava_and_answers_alike(adapted, digits, tmp_path):
     assert code == 0 and "adapters of images and language for peft" in said
     ((wrong, seen, found),) = run_ranks(_transformers_answers, 1, tmp_path / "merged", None, asked)
     assert (wrong, seen) == ({}, prompts) and found == answers
+    (here,) = run_ranks(answers_here, 1, tmp_path / "merged", asked)
+    assert [tokens for tokens, _ in here] == answers, "from the directory, by our own code"
     adapter = json.loads((tmp_path / "apart" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(tmp_path / "apart" / "base")
     ((wrong, _, bare),) = run_ranks(_transformers_answers, 1, tmp_path / "apart" / "base", None, asked)
     ((also, _, found),) = run_ranks(_transformers_answers, 1, tmp_path / "apart" / "base", tmp_path / "apart", asked)
     assert (wrong, also) == ({}, {}) and bare != answers and found == answers
+
+
+def _make_tower(kind: str, folder: Path) -> None:
+    """A vision tower of transformers with random weights, a layer more than LLaVA reads, and what it has behind it."""
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
+    own = {"image_size": 28, "patch_size": 14}
+    config = getattr(transformers, f"{kind}VisionConfig")(**sizes, **own)
+    torch.manual_seed(4)
+    model = getattr(transformers, f"{kind}VisionModel")(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_a_tower_and_a_language_model_of_two_directories_leave_as_one_llava(kind, digits, tmp_path):
+    """With a projector that was made here: it answers alike, and what it does not read of the tower is in it."""
+    from safetensors.torch import load_file
+
+    from tests.dist.checkpoint.hf.models import make_llama
+    from tests.dist.checkpoint.hf.test_pretrained import tensors
+
+    tower, llama = tmp_path / "tower", tmp_path / "llama"
+    run_ranks(_make_tower, 1, kind, tower)
+    run_ranks(make_llama, 1, llama)
+    tiny = [key for key in TINY if not key.startswith("modules.")]
+    places = (f"run.dir={tmp_path / 'run'}", f"data.shards={digits}/train", "data.demo=")
+    held_out = (f"data.validation_shards={digits}/held_out", "train.eval_samples=16", "data.sequence_length=120")
+    read = ("modules.images.encoder.feature_layer=-2", "modules.images.encoder.final_norm=false")
+    both = (f"modules.images.pretrained={tower}", f"modules.language.pretrained={llama}")
+    cfg = load("vlm_digits", (*tiny, *places, *held_out, *read, *both, "layout=one_process", "train.iters=1"))
+    ((folder, prompts, answers),) = run_ranks(_trained, 1, cfg)
+    ((code, said),) = run_ranks(command, 1, ["export", folder, "--to", str(tmp_path / "out")])
+    assert code == 0 and f"as one LLaVA ({kind.lower()}_vision_model, llama)" in said, said
+    asked = questions(digits / "held_out", len(answers))
+    ((wrong, seen, found),) = run_ranks(_transformers_answers, 1, tmp_path / "out", None, asked)
+    numbers = sorted(answers)
+    assert (wrong, seen) == ({}, [prompts[number] for number in numbers])
+    assert found == [answers[number] for number in numbers]
+    out, came = tensors(tmp_path / "out"), load_file(tower / "model.safetensors")
+    before = "vision_tower.vision_model."
+    whole = {name.removeprefix(before): value for name, value in out.items() if name.startswith(before)}
+    assert whole.keys() == {name.removeprefix("vision_model.") for name in came}
+    last = [name for name in came if ".layers.2." in name or "post_layernorm" in name or "head." in name]
+    assert len(last) > 10 and all(came[name].equal(whole[name.removeprefix("vision_model.")]) for name in last)

@@ -1,14 +1,16 @@
 """Runs that are no model of `transformers` leave part by part; directories and adapters alone answer prompts."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.dist.checkpoint.hf.models import make_llama
+from tests.dist.checkpoint.hf.test_adapters import make_adapted_llama
 from tests.dist.checkpoint.hf.test_export import command
-from tests.dist.checkpoint.hf.test_pretrained import pretrained
+from tests.dist.checkpoint.hf.test_pretrained import UNCHANGED, pretrained
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks
 
@@ -85,10 +87,11 @@ def _loaded(folder: Path) -> tuple[list[str], list[str]]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("llama") / "my-llama"
-    run_ranks(make_llama, 1, folder)
-    return folder
+def made(tmp_path_factory) -> tuple[Path, Path]:
+    """A Llama, and an adapter of PEFT for it."""
+    folders = tuple(tmp_path_factory.mktemp("peft") / name for name in ("llama", "adapter", "merged"))
+    run_ranks(make_adapted_llama, 1, *folders)
+    return folders[:2]
 
 
 def _greedy(folder: Path) -> str:
@@ -104,24 +107,33 @@ def _greedy(folder: Path) -> str:
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+def _generated(folder: Path) -> tuple[int, str, str]:
+    from mimo_train.cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", str(MOST)])
+    return code, out.getvalue(), err.getvalue()
+
+
 def generated(folder: Path) -> str:
     """What the command prints."""
-    options = ["--prompt", PROMPT, "--max-new-tokens", str(MOST)]
-    ((code, said),) = run_ranks(command, 1, ["generate", str(folder), *options])
-    assert code == 0, said
-    return said.split("\nnotice:")[0]
+    ((code, out, err),) = run_ranks(_generated, 1, folder)
+    assert code == 0, err
+    return out.removesuffix("\n")
 
 
-def test_a_directory_answers_as_transformers_does(llama):
-    ((text),) = run_ranks(_greedy, 1, llama)
-    assert generated(llama).strip("\n") == text.strip("\n") and text
+def test_a_directory_answers_as_transformers_does(made):
+    llama, _ = made
+    (text,) = run_ranks(_greedy, 1, llama)
+    assert generated(llama) == text and text
 
 
-def test_adapters_alone_generate_beside_their_directory_and_leave_merged(llama, prose, tmp_path):
+def test_adapters_alone_generate_beside_their_directory_and_leave_merged(made, prose, tmp_path):
     """The checkpoint has adapters alone; the directory of the run has the rest."""
-    own = ("modules.language.lora.rank=4", "checkpoint.trained_only=true", "train.iters=3", "optim.lr=3")
+    llama, adapter = made
+    own = (f"modules.language.lora.adapter={adapter}", "checkpoint.trained_only=true", *UNCHANGED)
     train_on_ranks(pretrained("gpt_tiny", tmp_path / "run", prose, llama, *own))
     ((code, said),) = run_ranks(command, 1, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--merge"])
     assert code == 0, said
-    ((before), (after)) = (run_ranks(_greedy, 1, folder)[0] for folder in (llama, tmp_path / "out"))
-    assert before != after and generated(tmp_path / "run").strip("\n") == after.strip("\n")
+    (before,), (after,) = (run_ranks(_greedy, 1, folder) for folder in (llama, tmp_path / "out"))
+    assert before != after and generated(tmp_path / "run") == after
