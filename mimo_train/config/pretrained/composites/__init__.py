@@ -3,9 +3,11 @@ Imports no torch."""
 
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.composites.llava import LLAVA
+from mimo_train.config.pretrained.composites.qwen2_audio import QWEN2_AUDIO
 
 COMPOSITES: dict[str, Composite] = {
     "llava": LLAVA,
+    "qwen2_audio": QWEN2_AUDIO,
     # Of these the encoder alone is read.
     "clip": Composite("vision_config"),
     "siglip": Composite("vision_config"),
