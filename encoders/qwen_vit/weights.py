@@ -66,7 +66,8 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
     own.require(merge_size=file["spatial_merge_size"])
     size = own["size"]
     pixels = {name: value for name, value in preprocessor.items() if name not in ("size", "do_center_crop")}
-    pictures = picture_values(pixels, _PREPROCESSING | {"do_center_crop": True, "crop_size": 14}, 0, any_size=True)
+    square = {"do_center_crop": True, "crop_size": {"height": 14, "width": 14}}  # of no effect
+    pictures = picture_values(pixels, _PREPROCESSING | square, 0, any_size=True)
     rope = file["rope_parameters"]
     return {
         "family": "qwen_vit",

@@ -172,6 +172,11 @@ class PictureSpec:
         rows, columns = self.grid(height, width, merge)
         return (rows // merge) * (columns // merge) + self.kept_tokens
 
+    def token_grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """(rows, columns) of the tokens in the sequence that come of the patches of a picture."""
+        rows, columns = self.grid(height, width, merge)
+        return rows // merge, columns // merge
+
     def joined(self, merge: int) -> int:
         """Patches that make one token of the sequence."""
         return merge**2

@@ -12,7 +12,6 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.generation.source import on_one_process
-from mimo_train.model.names import modules_of
 from mimo_train.model.transformer_config import DTYPES
 from mimo_train.plan.parameters import embedding_rows
 from mimo_train.plan.run import resolve
@@ -49,7 +48,7 @@ def export(checkpoint: Path, cfg: ConfigContainer, to: Path, *, dtype: str, larg
     _require_directories(run.cfg)
     undrawn = {(name, part) for name in run.cfg.modules for part in ("llm", "encoder", "projector")}
     built = build_parts(run, *start_processes(run.cfg), undrawn=undrawn)
-    modules = {name: module for name, (module,) in modules_of(built.pipeline.model).items()}
+    (chunk,) = built.pipeline.model
     parts = pretrained_parts(run.cfg, embedding_rows(run.cfg.llm, built.tokenizer.vocab_size))
     sources = {part.folder: [other for other in parts if other.folder == part.folder] for part in parts}
     written = []
@@ -57,7 +56,7 @@ def export(checkpoint: Path, cfg: ConfigContainer, to: Path, *, dtype: str, larg
         place = to if len(sources) == 1 else to / of_source[0].module
         place.mkdir(exist_ok=True)
         kind = dtype or run.cfg.train.precision
-        write_weights(of_source, modules, checkpoint, place, dtype=DTYPES[kind], largest_file=largest_file)
+        write_weights(of_source, chunk, checkpoint, place, dtype=DTYPES[kind], largest_file=largest_file)
         copy_files(source, place)
         write_config(place, read_directory(str(source), of_source[0].key).config, kind)
         names = dict.fromkeys(part.module for part in of_source)

@@ -17,6 +17,7 @@ from mimo_train.checkpoint.hf.parts import Part
 from mimo_train.checkpoint.hf.slices import SliceReader
 from mimo_train.checkpoint.hf.tensors import Planned, TensorFolder, write_tensors
 from mimo_train.checkpoint.store import CONTENT
+from mimo_train.model.names import modules_of
 
 
 class Weights:
@@ -25,17 +26,21 @@ class Weights:
 
     Args:
         folder: of the checkpoint.
-        model: a module of the run on one process.
+        chunk: the whole model of the run on one process.
+        module: a module of it.
     """
 
-    def __init__(self, folder: Path, model: MegatronModule):
+    def __init__(self, folder: Path, chunk: MegatronModule, module: MegatronModule):
         self._reader = SliceReader(folder)
-        self._state = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT))
-        self.parameters = dict(unwrap_model(model).named_parameters())
+        self.parameters = dict(unwrap_model(module).named_parameters())
+        state = unwrap_model(chunk).sharded_state_dict(metadata=dict(CONTENT))
+        # A checkpoint has the names of the whole model.
+        names = {id(value): name for name, value in unwrap_model(chunk).named_parameters()}
+        self._entries = {name: state[names[id(value)]] for name, value in self.parameters.items()}
 
     def load(self, name: str) -> torch.Tensor:
         """The value of a parameter."""
-        entry = self._state[name]
+        entry = self._entries[name]
         if not isinstance(entry, ShardedTensorFactory):
             return self._reader.read(entry)
         parts = entry.build()
@@ -118,7 +123,7 @@ def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: d
 
 def write_weights(
     parts: Sequence[Part],
-    modules: dict[str, MegatronModule],
+    chunk: MegatronModule,
     checkpoint: Path,
     to: Path,
     *,
@@ -130,11 +135,12 @@ def write_weights(
 
     Args:
         parts: of one directory.
-        modules: of the run on one process, by name; they lend names and shapes.
+        chunk: the model of the run on one process; it lends names and shapes.
         checkpoint: folder that the values are read from.
         largest_file: in bytes.
     """
-    sources = {part.module: Weights(checkpoint, modules[part.module]) for part in parts}
+    modules = {name: module for name, (module,) in modules_of([chunk]).items()}
+    sources = {part.module: Weights(checkpoint, chunk, modules[part.module]) for part in parts}
     planned: list[Planned] = []
     for part in parts:
         planned += planned_tensors(part.weights, sources[part.module].parameters, dtype)

@@ -89,6 +89,9 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
             given = dict(module.get(part) or {})
             faults += _contradictions(f"modules.{name}.{part}", part, given, keys, directory)
             module[part] = {**keys, **given}
+        if name != LANGUAGE and LANGUAGE in found and found[LANGUAGE].folder == directory.folder:
+            composite = COMPOSITES[directory.model_type]
+            module["placeholder"] = {**composite.placeholder, **(module.get("placeholder") or {})}
     if faults:
         raise ConfigError(faults)
     language = found.get(LANGUAGE)

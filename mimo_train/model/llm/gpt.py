@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo_train.config.fault import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.llm.rotary import AxisRotaryEmbedding
 from mimo_train.model.rope import inverse_frequencies
 
 
@@ -36,6 +37,8 @@ class SeededGPTModel(GPTModel):
         self._tokens = tokens or self.vocab_size
         if self.position_embedding_type == "rope":
             self.rotary_pos_emb.inv_freq = inverse_frequencies(llm)
+        elif self.position_embedding_type == "mrope":
+            self.add_module("rotary_pos_emb", AxisRotaryEmbedding(llm, self.pg_collection.cp))
         if self.pre_process and llm.scale_embeddings:
             self.embedding.word_embeddings.register_forward_hook(_scale_embeddings)
         if self.post_process and llm.logit_softcap:

@@ -1,7 +1,7 @@
 """What is known of a model of several parts. Imports no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from encoders.weight_map import Spelling, WeightMap
@@ -25,6 +25,9 @@ class Composite:
     """config.json -> keys of the projector; None: the directory has none."""
     projector_weights: Callable[[ModuleConfig, int], WeightMap] | None = None
     """(encoder module, width of the language model) -> the projector's weights."""
+
+    placeholder: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the encoder module's `placeholder` that its tokenizer has tokens for."""
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """The part of config.json that is about `language` or an encoder."""
