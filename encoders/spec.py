@@ -185,6 +185,12 @@ def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[
     return (rows, columns) if rows * columns == num_tokens(encoder, projector, *extent) else None
 
 
+def deepstack_layers(encoder: EncoderSpec) -> int:
+    """Layers of the language model, the first ones, that get features of their own of this encoder. A spec without
+    `deepstack` gives features to its input alone."""
+    return len(getattr(encoder, "deepstack", ()))
+
+
 def inner_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
     """Tokens that a medium takes inside the encoder. Raises EncoderError as `EncoderSpec.input_size`."""
     return encoder.inner_tokens(*extent, merge=projector.merge)

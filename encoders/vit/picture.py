@@ -83,6 +83,8 @@ class PictureSpec:
     """How positions are read at another grid: `bicubic` or `bilinear`."""
     position_antialias = False
     """Whether positions of a finer grid are averaged on their way to a coarser one."""
+    position_corners = False
+    """Whether the corners of another grid are those of the learned one, instead of their patches' outer edges."""
     rotary_positions = False
     rotary_base = 100.0
     layer_scale = 0.0

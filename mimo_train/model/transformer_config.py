@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import GATED, EncoderSpec, built_layers, layer_options
+from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.seeds import seed_for
@@ -66,6 +66,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         **_expert_sizes(llm, layout.language),
     )
     config.llm, config.attention_softcap = llm, llm.attention_softcap
+    config.deepstack = max((deepstack_layers(module.encoder) for module in cfg.encoders.values()), default=0)
     return config
 
 

@@ -208,7 +208,9 @@ def shown_runs() -> list[str]:
 
 @pytest.mark.parametrize("run", shown_runs())
 def test_a_run_that_a_document_shows_has_no_faults(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    vision_language = {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    found = vision_language if "-VL-" in run else {"model_type": "qwen2"}
+    (tmp_path / "config.json").write_text(json.dumps(found))
     config, *overrides = shlex.split(re.sub(r"=/models/\S+", f"={tmp_path}", run))
     resolve(load(config, overrides))
 

@@ -31,7 +31,7 @@ _LOCAL_THETA = 10000.0
 
 
 def read_rope(
-    config: Mapping[str, Any], *, theta: float, two_bases: bool, windows: bool, axes: bool = False
+    config: Mapping[str, Any], *, theta: float, two_bases: bool, windows: bool, axes: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
     """Keys of `LlmSpec`.
 
@@ -39,7 +39,7 @@ def read_rope(
         theta: base period by default.
         two_bases: whether layers with a window have frequencies of their own.
         windows: whether there are such layers.
-        axes: whether tokens have positions on three axes.
+        axes: where tokens have positions on three axes, `mrope_section` by default; empty: there is none.
 
     Raises:
         ConfigError: a kind that cannot be built, or two values for one thing.
@@ -58,8 +58,8 @@ def read_rope(
     if any(isinstance(value, Mapping) for value in new.values()):
         raise _refused("rope_parameters", new, "this family has the same rotary positions in all layers")
     on_axes: dict[str, Any] = {"mrope_section": [], "mrope_interleaved": False}
-    if axes:
-        new, on_axes = _without_axes(new)
+    if axes is not None:
+        new, on_axes = _without_axes({"mrope_section": list(axes), **new})
     return {
         "rope_base": float(_one(new, "rope_theta", config, "rope_theta", theta)),
         "rope_scaling": _scaling(new, config),

@@ -21,6 +21,12 @@ VISION = {
 }  # fmt: skip
 SECTION = [1, 2, 1]
 """Of 4 frequencies: heads are 8 wide."""
+TEXT_3 = TEXT | {"num_hidden_layers": 4, "head_dim": 12}
+VISION_3 = {
+    "depth": 3, "hidden_size": 48, "num_heads": 4, "intermediate_size": 60, "out_hidden_size": 48, "patch_size": PATCH,
+    "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2], "spatial_merge_size": 2,
+}  # fmt: skip
+SECTION_3 = [3, 1, 2]
 PIXELS = {"min_pixels": 4 * PATCH**2, "max_pixels": 80 * PATCH**2}
 SAMPLES: list[tuple[list[Any], str]] = [
     (["what is ", (30, 50), " in front of ", (61, 25), " the other?"], "a small wall, and a long one"),
@@ -73,7 +79,12 @@ def _content(parts: list[Any]) -> list[dict[str, str]]:
 
 
 def _model(kind: str, transformers: Any) -> Any:
-    rope = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": SECTION}
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    if kind == "qwen3_vl":
+        rope |= {"mrope_section": SECTION_3, "mrope_interleaved": True}
+        config = transformers.Qwen3VLConfig(text_config=TEXT_3 | {"rope_parameters": rope}, vision_config=VISION_3)
+        return transformers.Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager")
+    rope |= {"mrope_section": SECTION}
     config = transformers.Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=VISION)
     return transformers.Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
 
@@ -81,12 +92,18 @@ def _model(kind: str, transformers: Any) -> Any:
 def _processor(folder: Path, kind: str, transformers: Any) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_tokenizer(folder.parent / "tokenizer", QWEN_VL))
     config = json.loads((folder / "config.json").read_text())
-    config |= {"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"), "video_token_id": 410}
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end")}
+    config |= {"image_token_id": ids["image_pad"], "video_token_id": 410}
+    config |= {f"{name}_token_id": ids[name] for name in ("vision_start", "vision_end")}
     (folder / "config.json").write_text(json.dumps(config))
     sizes = {"patch_size": PATCH, **PIXELS}
     pictures, videos = transformers.Qwen2VLImageProcessor(**sizes), transformers.Qwen2VLVideoProcessor(patch_size=PATCH)
-    made = transformers.Qwen2_5_VLProcessor(pictures, tokenizer, videos, chat_template=tokenizer.chat_template)
-    made.save_pretrained(folder)
+    of_family = transformers.Qwen2_5_VLProcessor
+    if kind == "qwen3_vl":
+        halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        pictures = transformers.Qwen2VLImageProcessor(**sizes, **halves)
+        videos, of_family = transformers.Qwen3VLVideoProcessor(patch_size=PATCH), transformers.Qwen3VLProcessor
+    of_family(pictures, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(folder)
 
 
 def compute(model: Any, folder: Path) -> dict[str, Any]:

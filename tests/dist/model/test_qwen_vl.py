@@ -13,27 +13,41 @@ from tests.dist.steps import Steps, whole
 
 BOUND = 1e-5
 """Largest difference, of the largest value that is expected."""
+ONE = ("layout=one_process", "train.micro_batch_size=1")
+"""One sample in a microbatch, as where answers are decoded."""
+APART = "layout=two_processes"
 LAYOUTS = {
-    # One sample in a microbatch, as where answers are decoded.
-    "one process": ("layout=one_process", "train.micro_batch_size=1"),
-    "tp2": ("layout=one_process", *(f"modules.{name}.layout.tp=2" for name in ("images", "language"))),
-    "pp2": ("layout=one_process", "modules.language.layout.pp=2"),
-    "split": ("layout=two_processes", "modules.images.layout.pp=2", "modules.language.layout.cp=2"),
+    "qwen2_5_vl": {
+        "one process": ONE,
+        "tp2": ("layout=one_process", *(f"modules.{name}.layout.tp=2" for name in ("images", "language"))),
+        "pp2": ("layout=one_process", "modules.language.layout.pp=2"),
+        "split": (APART, "modules.images.layout.pp=2", "modules.language.layout.cp=2"),
+    },
+    "qwen3_vl": {
+        "one process": (*ONE, "train.recompute=full"),
+        "tp2": (
+            "layout=one_process",
+            *(f"modules.{name}.layout.{size}" for name in ("images", "language") for size in ("tp=2", "sp=true")),
+        ),
+        "pp2": (APART, "modules.language.layout.pp=2"),
+        "split": (APART, "modules.language.layout.cp=2"),
+    },
 }
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """Folder of the model and its samples, and what transformers makes of them."""
-    folder = tmp_path_factory.mktemp("qwen_vl")
-    (found,) = run_ranks(make, 1, folder, "qwen2_5_vl")
-    return folder, found
-
-
 @pytest.fixture(scope="module", params=LAYOUTS)
+def published(request, tmp_path_factory):
+    """Folder of the model and its samples, what transformers makes of them, and the model's kind."""
+    folder = tmp_path_factory.mktemp("qwen_vl")
+    (found,) = run_ranks(make, 1, folder, request.param)
+    return folder, found, request.param
+
+
+@pytest.fixture(scope="module", params=["one process", "tp2", "pp2", "split"])
 def trained(request, published, tmp_path_factory):
     """Name of a layout, and what each rank has found."""
-    cfg = composed(published[0], tmp_path_factory.mktemp("run"), *LAYOUTS[request.param])
+    folder, _, kind = published
+    cfg = composed(folder, tmp_path_factory.mktemp("run"), *LAYOUTS[kind][request.param])
     return request.param, run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg)
 
 
@@ -55,7 +69,9 @@ def train(cfg) -> dict:
     checkpoints before and behind it."""
     import torch
 
+    from mimo_train.model.names import modules_of
     from mimo_train.parallel.context import gather_sequence
+    from mimo_train.plan.parameters import embedding_rows, module_parameters
     from mimo_train.step.batches import StepIterator, open_loader
     from mimo_train.step.mimo_step import MODEL_INPUTS
 
@@ -63,6 +79,12 @@ def train(cfg) -> dict:
     pipeline, dataset = steps.pipeline, steps.session.data.dataset
     language = pipeline.groups.collections.get("language")
     found: dict = {"tp": language.tp.rank() if language else 0}
+    for name, chunks in modules_of(steps.model).items():
+        tp, pp = (getattr(pipeline.groups.collections[name], axis) for axis in ("tp", "pp"))
+        place = {"tp": tp.size(), "stage": pp.rank(), "stages": pp.size()}
+        counted = module_parameters(cfg, name, embedding_rows(cfg.llm, 0), **place)
+        own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+        assert own == sum(part.total for part in counted.values()), name
     if pipeline.layout.processes == (0,):
         found["answer"] = answer(cfg, steps)
 
@@ -145,7 +167,7 @@ def test_greedy_answers_are_those_of_transformers(published, trained):
 def test_what_comes_in_goes_out_bit_for_bit_and_what_was_learned_as_transformers_learns_it(
     published, trained, tmp_path
 ):
-    folder, expected = published
+    folder, expected, kind = published
     layout, ranks = trained
     if layout not in CHECKPOINTS:
         return
@@ -153,8 +175,8 @@ def test_what_comes_in_goes_out_bit_for_bit_and_what_was_learned_as_transformers
     assert found["keys"] == []
     if layout == "pp2":
         before, after = tensors(folder / "model"), tensors(tmp_path / "out")
-        assert after.keys() == {hub_name(name) for name in before}
-        assert all(value.tobytes() == after[hub_name(name)].tobytes() for name, value in before.items())
+        assert after.keys() == {hub_name(name, kind) for name in before}
+        assert all(value.tobytes() == after[hub_name(name, kind)].tobytes() for name, value in before.items())
         for ours, theirs in zip(found["logits"], expected["logits"], strict=True):
             assert (ours == theirs).all()
         return
@@ -172,8 +194,10 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def hub_name(name: str) -> str:
+def hub_name(name: str, kind: str) -> str:
     """As hubs have it, of a name in the memory of version 5."""
+    if kind == "qwen3_vl":
+        return name
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError
+from mimo_train.plan.run import config_faults
 
 LANGUAGE = {
     "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 80,
@@ -60,3 +61,40 @@ def test_placeholders_are_those_of_the_language_model(tmp_path):
 def test_what_the_directory_contradicts_is_a_fault(tmp_path):
     with pytest.raises(ConfigError, match=r"mrope_section: is \[2, 1, 1\], and .* makes it \[1, 2, 1\]"):
         composed(tmp_path, FLAT, "modules.language.llm.mrope_section=[2,1,1]")
+
+
+QWEN3 = {
+    "model_type": "qwen3_vl",
+    "text_config": {
+        **{key: value for key, value in LANGUAGE.items() if not key.startswith("rope")},
+        "head_dim": 8,
+        "rope_parameters": ROPE | {"mrope_interleaved": True},
+    },
+    "vision_config": {
+        "depth": 3, "hidden_size": 48, "num_heads": 4, "intermediate_size": 60, "patch_size": 6, "out_hidden_size": 48,
+        "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2],
+    },
+}  # fmt: skip
+
+
+def faults(cfg) -> list[str]:
+    return [fault.key for fault in config_faults(cfg)]
+
+
+def test_features_for_layers_need_these_layers_on_the_first_stage(tmp_path):
+    keys = ("modules.images.encoder.max_pixels=60000", "modules.images.encoder.min_pixels=100")
+    whole = composed(tmp_path, QWEN3, *keys)
+    encoder = whole.modules["images"].encoder
+    assert (encoder.deepstack, encoder.deepstack_width, encoder.position_grid) == ([0, 2], 48, (5, 5))
+    assert faults(whole) == []
+    assert faults(composed(tmp_path, QWEN3, *keys, "modules.language.layout.pp=3")) == ["modules.language.layout.pp"]
+    assert faults(composed(tmp_path, QWEN3, *keys, "modules.images.layout.pp=2")) == ["modules.images.layout.pp"]
+    assert "placement.bridge" in faults(composed(tmp_path, QWEN3, *keys, "placement.bridge=megatron"))
+    wider = QWEN3 | {"vision_config": QWEN3["vision_config"] | {"out_hidden_size": 64}}
+    assert faults(composed(tmp_path, wider, *keys)) == ["modules.images.encoder.deepstack_width"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl_moe"])
+def test_others_are_refused(kind, tmp_path):
+    with pytest.raises(ConfigError, match=f"'{kind}'"):
+        composed(tmp_path, QWEN3 | {"model_type": kind})
