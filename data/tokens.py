@@ -29,12 +29,18 @@ ROLES = ("user", "assistant", "system")
 
 
 class Tokenizer(Protocol):
-    """What the data path needs of a tokenizer. `vocab_size`: one more than the largest id, without any padding."""
+    """What the data path needs of a tokenizer.
+
+    Attributes:
+        vocab_size: one more than the largest id, without any padding.
+        text_size: the same of ids that text has: all but those of placeholders.
+    """
 
     pad_id: int
     begin_id: int | None
     end_of_turn_id: int
     vocab_size: int
+    text_size: int
     template: Template
 
     @property
@@ -111,7 +117,7 @@ class ByteTokenizer:
         self._roles = {role: 259 + at for at, role in enumerate(ROLES)}
         first = 259 + len(ROLES)
         self._placeholders = {item.name: first + at for at, item in enumerate(placeholders)}
-        self.vocab_size = first + len(placeholders)
+        self.vocab_size, self.text_size = first + len(placeholders), first
         around = {
             self._placeholders[item.name]: (self.encode(item.start), self.encode(item.end)) for item in placeholders
         }
@@ -190,6 +196,7 @@ class HuggingFaceTokenizer:
         self.pad_id: int = self.end_of_turn_id if pad is None else pad
         # Not their number: the ids of a vocabulary may have gaps.
         self.vocab_size = 1 + max(vocabulary.values())
+        self.text_size = 1 + max({*vocabulary.values()} - {*self._placeholders.values()})
         markers = {role: f"<|{role}|>" for role in ROLES}
         if all(marker in known for marker in markers.values()):
             self._roles = {role: [known[marker]] for role, marker in markers.items()}

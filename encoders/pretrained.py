@@ -90,6 +90,8 @@ def picture_values(
     preprocessor = preprocessor.get("image_processor") or preprocessor
     file = ConfigFile("preprocessor_config.json", preprocessor, defaults)
     file.require(do_resize=True, do_rescale=True, do_normalize=True)
+    if file.get("do_pad"):
+        raise EncoderError(f"{file.name}: do_pad is {file['do_pad']!r}, and pictures are not padded here")
     if abs(file["rescale_factor"] * 255 - 1) > 1e-6:
         raise EncoderError(f"{file.name}: rescale_factor is {file['rescale_factor']}, and only 1/255 can be built")
     if file["resample"] not in _RESAMPLE:

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 from encoders.projectors.spec import ProjectorSpec  # noqa: E402
 from encoders.registry import FAMILIES  # noqa: E402
+from mimo_train.config.compose import RECIPES  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import LlmSpec  # noqa: E402
 from mimo_train.config.schema import ConfigContainer  # noqa: E402
@@ -64,6 +65,7 @@ def parts() -> dict[str, str]:
     }
     return {
         "runs": "\n".join(_files(CONFIGS, "run")),
+        "recipes": "\n".join([*_files(CONFIGS / RECIPES, "recipe"), *_files(CONFIGS / RECIPES / "layout", "layout")]),
         "groups": "\n".join(_groups()),
         "modules": "\n".join(_module()),
         "encoders": "\n".join(_encoders()),
@@ -79,16 +81,28 @@ def current(page: str) -> str:
     Raises:
         Undescribed: a part has no markers in the page, markers name no part, or what a part is written from is missing.
     """
-    written = parts()
+    return filled(page, parts(), PAGE.name)
+
+
+def filled(page: str, written: dict[str, str], file: str) -> str:
+    """The text of a page with what is written between its markers.
+
+    Args:
+        written: by the names of the markers.
+        file: name of the page, for errors.
+
+    Raises:
+        Undescribed: a part has no markers in the page, or markers name no part.
+    """
     marked = re.findall(r"<!-- begin (\S+) -->", page)
     if sorted(marked) != sorted(written):
-        raise Undescribed(f"{PAGE.name} needs markers for {sorted(written)}, once each, and has {sorted(marked)}")
+        raise Undescribed(f"{file} needs markers for {sorted(written)}, once each, and has {sorted(marked)}")
     for name, text in written.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         before, _, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         if not closed:
-            raise Undescribed(f"{PAGE.name}: {begin} has no {end}")
+            raise Undescribed(f"{file}: {begin} has no {end}")
         page = f"{before}{begin}\n\n{text}\n{end}{after}"
     return page
 
@@ -218,7 +232,7 @@ def _files(folder: Path, head: str) -> Iterator[str]:
 
 
 def _groups() -> Iterator[str]:
-    folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()}
+    folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()} - {RECIPES}
     if folders != PLACES.keys():
         raise Undescribed(f"PLACES of {Path(__file__).name} must name the groups {sorted(folders)} of configs/")
     for group, place in PLACES.items():
@@ -227,16 +241,26 @@ def _groups() -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     """Check the page, or write it; returns the exit code."""
-    page = PAGE.read_text()
+    return check_or_write(PAGE, current, WRITE, arguments)
+
+
+def check_or_write(page: Path, current: Callable[[str], str], write: str, arguments: list[str]) -> int:
+    """Compare a page with what it should be, or make it so; returns the exit code.
+
+    Args:
+        current: its text -> what its text should be.
+        write: the command that makes it so.
+    """
+    text = page.read_text()
     try:
-        wanted = current(page)
+        wanted = current(text)
     except Undescribed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if "--write" in arguments:
-        PAGE.write_text(wanted)
-    elif page != wanted:
-        print(f"error: {PAGE.relative_to(ROOT)} is not current: run `{WRITE}`", file=sys.stderr)
+        page.write_text(wanted)
+    elif text != wanted:
+        print(f"error: {page.relative_to(ROOT)} is not current: run `{write}`", file=sys.stderr)
         return 1
     return 0
 

@@ -79,8 +79,32 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
             seen.training_samples = samples
             drawn = Batch.of(cfg).samples_of(cfg.train.iters)
             rows.append(("epochs", "", f"{drawn / samples:.2f} ({drawn:,} samples drawn from {samples:,})"))
+    _add_repeats(report, cfg)
     report.tables.append(Table("Data", (), rows))
     return seen
+
+
+def _add_repeats(report: Report, cfg: ConfigContainer) -> None:
+    """Warnings of shards that are named more than once, or both for training and for evaluation."""
+    from data.shards import find_shards
+
+    files: dict[str, Counter[Path]] = {}
+    for key in ("shards", "validation_shards"):
+        try:
+            files[key] = Counter(path.resolve() for path in find_shards(getattr(cfg.data, key)))
+        except (DataError, OSError):
+            continue  # none, or a fault of its own
+        twice = [path for path, times in files[key].items() if times > 1]
+        if twice:
+            report.warnings.append(
+                f"data.{key}: {plural(len(twice), 'shard')}, such as {twice[0]}, "
+                "named more than once: an epoch has their samples as often"
+            )
+    if both := sorted(files.get("shards", Counter()) & files.get("validation_shards", Counter())):
+        report.warnings.append(
+            f"data.validation_shards: {plural(len(both), 'shard')}, such as {both[0]}, also in data.shards: "
+            "the evaluation sees what was trained on"
+        )
 
 
 def _add_shards(

@@ -68,6 +68,8 @@ def main(run: "Run") -> int:
 
     exit_signal = ExitSignal().listen()  # before the slow imports
     rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
+    if rank == 0:
+        print(_first_line(run), flush=True)
     divert(run.dir / "logs" / f"rank_{rank}.log")
     if run.cfg.run.inprocess_restarts:
         # Its threads poll the other ranks every second, and torch would print a warning each time.
@@ -105,6 +107,16 @@ def main(run: "Run") -> int:
         dist.barrier()
     dist.destroy_process_group()
     return code
+
+
+def _first_line(run: "Run") -> str:
+    """What is about to run, while the libraries are imported."""
+    modules = ", ".join(f"{name} ({sizes})" for name, sizes in run.layout.modules.items())
+    ranks = f"{run.layout.world_size} processes" if run.layout.world_size > 1 else "one process"
+    return (
+        f"{run.dir}: {modules} on {ranks}; {run.cfg.train.iters} steps of "
+        f"{run.batch.global_batch_size} samples of {run.cfg.data.sequence_length} tokens; starting"
+    )
 
 
 def _is_lost_peer(error: BaseException) -> bool:

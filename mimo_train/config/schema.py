@@ -48,6 +48,8 @@ class RunConfig:
     def faults(self, resume: str) -> Iterator[Fault]:
         """Values that cannot be, alone and together with `checkpoint.resume`."""
         yield from value_faults(self, "run")
+        if not self.dir.strip():
+            yield Fault("run.dir", "is empty: give the folder that the run writes into")
         yield from library_faults(
             self, "run", {"inprocess_restarts": ("nvidia_resiliency_ext.inprocess", "'mimo-train[resiliency]'")}
         )
@@ -157,8 +159,8 @@ class DataConfig:
         elif not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
             yield Fault(
                 "data.tokenizer",
-                f"there is no tokenizer in {folder}, no tokenizer.json and no vocabulary: give the folder in which "
-                "AutoTokenizer.save_pretrained wrote one, or bytes",
+                f"there is no tokenizer in {self.tokenizer}, no tokenizer.json and no vocabulary: give the folder in "
+                "which AutoTokenizer.save_pretrained wrote one, or bytes",
             )
 
     def _demo_faults(self) -> Iterator[Fault]:

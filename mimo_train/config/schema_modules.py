@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import changed_fields, key, value_faults
+from mimo_train.config.keys import key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_train import DECAYS, RECOMPUTE, OptimConfig
@@ -98,7 +98,7 @@ class LoraConfig:
 
     rank: int = key(0, at_least=0, zero_means="no adapters")
     """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector that
-    has none."""
+    has none. Needed wherever another key of adapters is set."""
     alpha: float = 16.0
     """The adapters' output is multiplied by `alpha / rank` (see `rslora`). Above 0."""
     dropout: float = 0.0
@@ -124,9 +124,6 @@ class LoraConfig:
         """Values that cannot be."""
         yield from value_faults(self, prefix)
         if self.rank <= 0:
-            for name in changed_fields(self):
-                if name != "rank":
-                    yield Fault(f"{prefix}.{name}", f"there are no adapters, {prefix}.rank is {self.rank}: remove it")
             return
         if self.alpha <= 0:
             yield Fault(f"{prefix}.alpha", f"must be above 0, is {self.alpha:g}")

@@ -1,7 +1,7 @@
 """Slips of the pen in YAML and overrides, which would mean something else than was written, or nothing. Imports no
 torch."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mimo_train.config.fault import Fault
@@ -35,19 +35,27 @@ def override_slips(overrides: Sequence[str], groups: Collection[str], picked: Co
             yield Fault(key, f"needs its place in the config: {' or '.join(f'{form}={value}' for form in forms)}")
 
 
-def value_slips(plain: Any, key: str = "") -> Iterator[Fault]:
-    """Values of nested dicts and lists that stand for nothing."""
+def left_open(plain: Any, key: str = "") -> Iterator[Fault]:
+    """Values of nested dicts and lists that are still to be given."""
     if plain == UNSET:
         yield Fault(key, f"is {UNSET}, which stands for a value to be given: give one")
     elif isinstance(plain, list):
         for value in plain:
-            yield from value_slips(value, key)
+            yield from left_open(value, key)
     elif isinstance(plain, dict):
         for name, value in plain.items():
-            if value is None and ":" in str(name):
-                said = str(name).replace(":", ": ", 1)
-                yield Fault(key, f"{str(name)!r} has no value: write a space after the colon, {{{said}}}")
-            else:
-                yield from value_slips(value, f"{key}.{name}" if key else str(name))
-        if key.endswith(".encoder") and not isinstance(plain.get("family", ""), str):
-            yield Fault(f"{key}.family", f"must be the name of a family, is {plain['family']!r}")
+            yield from left_open(value, f"{key}.{name}" if key else str(name))
+
+
+def value_slips(plain: Mapping[Any, Any], key: str = "") -> Iterator[Fault]:
+    """Keys of nested dicts that mean nothing as they are written."""
+    for name, value in plain.items():
+        if value is None and ":" in str(name):
+            said = str(name).replace(":", ": ", 1)
+            yield Fault(key, f"{str(name)!r} has no value: write a space after the colon, {{{said}}}")
+        elif isinstance(value, dict):
+            yield from value_slips(value, f"{key}.{name}" if key else str(name))
+    if key.endswith(".lora") and plain and "rank" not in plain:
+        yield Fault(f"{key}.rank", f"missing beside {', '.join(map(str, plain))}: give a rank, or 0 for no adapters")
+    if key.endswith(".encoder") and not isinstance(plain.get("family", ""), str):
+        yield Fault(f"{key}.family", f"must be the name of a family, is {plain['family']!r}")

@@ -9,6 +9,7 @@ from mimo_train.checkpoint.hf.parts import pretrained_parts
 from mimo_train.checkpoint.integrity import verified_record
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites import COMPOSITES, Composite
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.generation.source import on_one_process
@@ -58,7 +59,10 @@ def export(checkpoint: Path, cfg: ConfigContainer, to: Path, *, dtype: str, larg
         kind = dtype or run.cfg.train.precision
         write_weights(of_source, chunk, checkpoint, place, dtype=DTYPES[kind], largest_file=largest_file)
         copy_files(source, place)
-        write_config(place, read_directory(str(source), of_source[0].key).config, kind)
+        config = read_directory(str(source), of_source[0].key).config
+        if LANGUAGE in [part.module for part in of_source]:
+            config = COMPOSITES.get(config["model_type"], Composite("")).with_vocabulary(config, run.cfg.llm.vocab_size)
+        write_config(place, config, kind)
         names = dict.fromkeys(part.module for part in of_source)
         written.append(Written(place, " and ".join(names)))
     return written

@@ -96,6 +96,8 @@ def test_two_modules_on_two_processes_leave_every_file(digits, tmp_path):
     assert len(samples) == 4 and all({"question", "answer", "truth", "correct"} <= set(sample) for sample in samples)
     assert "Warning" not in printed, "those of libraries are in the log of each rank"
     assert all("Warning" in (run_dir / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1))
+    first = f"{run_dir}: images (one rank), language (one rank) on 2 processes; 4 steps of 8 samples of 72 tokens"
+    assert printed.startswith(first), printed
     assert "held-out exact match" in printed and "report.html" in printed and "mimo-train generate" in printed
 
     picture = tmp_path / "picture.png"

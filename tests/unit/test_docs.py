@@ -14,6 +14,7 @@ import pytest
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
 from mimo_train import cli
+from mimo_train.check import check
 from mimo_train.config.compose import load
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
@@ -208,11 +209,23 @@ def shown_runs() -> list[str]:
 
 @pytest.mark.parametrize("run", shown_runs())
 def test_a_run_that_a_document_shows_has_no_faults(run, tmp_path):
-    vision_language = {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
-    found = vision_language if "-VL-" in run else {"model_type": "qwen2"}
-    (tmp_path / "config.json").write_text(json.dumps(found))
-    config, *overrides = shlex.split(re.sub(r"=/models/\S+", f"={tmp_path}", run))
-    resolve(load(config, overrides))
+    for name, kind in {"language": "qwen2", "images": "clip"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "language" / "tokenizer.json").write_text("{}")
+    (tmp_path / "all").mkdir()
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    (tmp_path / "all" / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "rope_scaling": rope}))
+    run = re.sub(r" pretrained=/models/\S+", f" pretrained={tmp_path}/all", run)
+    config, *overrides = shlex.split(
+        re.sub(r"modules\.(\w+)\.pretrained=/models/\S+", rf"modules.\1.pretrained={tmp_path}/\1", run)
+    )
+    options = [word for word in overrides if word.startswith("--")]
+    cfg = load(config, [word for word in overrides if word not in options])
+    if options:
+        assert options == ["--without-data"] and not check(cfg, without_data=True).faults
+        return
+    resolve(cfg)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from mimo_train.config.fault import UserError
+from mimo_train.config.pretrained.composites import COMPOSITES
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """As `transformers` names dtypes, by ours."""
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """Files of the directory that a run started from, which belong to a model besides its weights."""
+PROCESSOR = "processor_config.json"
+PROCESSORS = (PROCESSOR, "preprocessor_config.json")
+"""Of which a directory with a processor has one."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin.index.json")
 
 
@@ -33,6 +37,20 @@ def copy_files(source: Path, to: Path) -> None:
         for path in sorted(source.glob(pattern)):
             if path.name != "config.json" and not any(path.match(one) for one in WEIGHTS):
                 shutil.copy2(path, to / path.name)
+    _complete_processor(source, to)
+
+
+def _complete_processor(source: Path, to: Path) -> None:
+    """Add the keys that the processor of a copy lacks, and that follow from the model: directories that older versions
+    saved have none of them."""
+    config, file = json.loads((source / "config.json").read_text()), to / PROCESSOR
+    composite = COMPOSITES.get(config.get("model_type"))
+    if composite is None or composite.processor is None or not any((to / name).is_file() for name in PROCESSORS):
+        return
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    missing = {key: value for key, value in composite.processor(config).items() if found.get(key) is None}
+    if missing:
+        file.write_text(json.dumps(found | missing, indent=2) + "\n")
 
 
 def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:

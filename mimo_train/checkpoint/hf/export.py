@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from encoders.weight_map import Rule, WeightMap, spelt
+from mimo_train.checkpoint.frozen_base import own_tensors
 from mimo_train.checkpoint.hf.fill import Reader
 from mimo_train.checkpoint.hf.parts import Part
 from mimo_train.checkpoint.hf.slices import SliceReader
@@ -26,21 +27,22 @@ class Weights:
 
     Args:
         folder: of the checkpoint.
-        chunk: the whole model of the run on one process.
-        module: a module of it.
+        chunk: the run on one process.
+        module: name of the module whose parameters these are.
     """
 
-    def __init__(self, folder: Path, chunk: MegatronModule, module: MegatronModule):
+    def __init__(self, folder: Path, chunk: MegatronModule, module: str):
         self._reader = SliceReader(folder)
-        self.parameters = dict(unwrap_model(module).named_parameters())
-        state = unwrap_model(chunk).sharded_state_dict(metadata=dict(CONTENT))
-        # A checkpoint has the names of the whole model.
-        names = {id(value): name for name, value in unwrap_model(chunk).named_parameters()}
-        self._entries = {name: state[names[id(value)]] for name, value in self.parameters.items()}
+        ((model,),) = [of for name, of in modules_of([chunk]).items() if name == module]
+        self.parameters = dict(unwrap_model(model).named_parameters())
+        # By the names that they have in the whole model, as in the checkpoint.
+        state, names = unwrap_model(chunk).sharded_state_dict(metadata=dict(CONTENT)), own_tensors(chunk)
+        entries = {id(value): state[name] for name, value in names.items() if name in state}
+        self._state = {name: entries[id(value)] for name, value in own_tensors(model).items() if id(value) in entries}
 
     def load(self, name: str) -> torch.Tensor:
         """The value of a parameter."""
-        entry = self._entries[name]
+        entry = self._state[name]
         if not isinstance(entry, ShardedTensorFactory):
             return self._reader.read(entry)
         parts = entry.build()
@@ -135,29 +137,31 @@ def write_weights(
 
     Args:
         parts: of one directory.
-        chunk: the model of the run on one process; it lends names and shapes.
+        chunk: the run on one process, which lends names and shapes.
         checkpoint: folder that the values are read from.
         largest_file: in bytes.
     """
-    modules = {name: module for name, (module,) in modules_of([chunk]).items()}
-    sources = {part.module: Weights(checkpoint, chunk, modules[part.module]) for part in parts}
+    sources = {part.module: Weights(checkpoint, chunk, part.module) for part in parts}
     planned: list[Planned] = []
     for part in parts:
-        planned += planned_tensors(part.weights, sources[part.module].parameters, dtype)
+        planned += planned_tensors(part.written, sources[part.module].parameters, dtype)
     folder = TensorFolder(parts[0].folder, parts[0].key)
     carried = _carried(parts, folder, {tensor.name for tensor in planned})
-    planned += [Planned(name, folder.tensors[name].shape, folder.tensors[name].dtype) for name in carried]
+    planned += [Planned(carried[name], folder.tensors[name].shape, folder.tensors[name].dtype) for name in carried]
     values = chain(
-        *(tensors_of(part.weights, sources[part.module], dtype) for part in parts),
+        *(tensors_of(part.written, sources[part.module], dtype) for part in parts),
         (folder.whole(name) for name in carried),
     )
     write_tensors(to, planned, values, largest_file)
 
 
-def _carried(parts: Sequence[Part], folder: TensorFolder, written: set[str]) -> list[str]:
-    """Tensors of the directory that no part writes, by whatever name."""
-    made = set()
-    for part in parts:
-        reader = Reader(folder, part.weights, part.key)
-        made |= reader.read_names
-    return [name for name in folder.tensors if name not in made and name not in written]
+def _carried(parts: Sequence[Part], folder: TensorFolder, written: set[str]) -> dict[str, str]:
+    """Tensors of the directory that no part writes, by whatever name, and the names by which they are copied."""
+    readers = [Reader(folder, part.weights, part.key) for part in parts]
+    made = {name for reader in readers for name in reader.read_names}
+    carried = {}
+    for name in folder.tensors:
+        new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
+        if name not in made and new not in written:
+            carried[name] = new
+    return carried

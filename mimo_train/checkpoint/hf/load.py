@@ -34,7 +34,7 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
     with agreed():
         parts = pretrained_parts(cfg, rows)
         folders = {part.folder: TensorFolder(part.folder, part.key) for part in parts}
-        readers = [(part, Reader(folders[part.folder], part.weights, part.key)) for part in parts]
+        readers = [(part, Reader(folders[part.folder], part.weights, part.key, cfg.run.seed)) for part in parts]
         for part, reader in readers:
             if part.module in own:
                 parameters = dict(_parameters(own[part.module], part.begins))

@@ -148,7 +148,7 @@ TENSORS = {
     "modules.language.llm.num_layers=3": ("language", "has shape (2, ", "and (3, "),
     "modules.images.encoder.class_token=true": ("images", "class_token is not in it"),
     "modules.language.llm.tie_embeddings=true": ("language_model", "output_layer.weight has no place in this one"),
-    "modules.language.lora.rank=0": ("lora_a has no place in this one", "and 5 more", "modules.*.lora"),
+    "modules.language.lora.rank=0": ("lora_a has no place in this one", "and 13 more", "modules.*.lora"),
 }
 """Where the config is the same, and the tensors are not: a changed model (`pre_wrap_hook`), another version."""
 

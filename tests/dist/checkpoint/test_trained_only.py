@@ -87,7 +87,7 @@ def test_another_base_is_refused_with_both_fingerprints(tiny):
     ((_, small),) = run_ranks(_train, 1, tiny("small", only), 1, 1)
     was = folders.read_record(Path(small))["left_out"]
     with pytest.raises(RankFailure) as failure:
-        run_ranks(_train, 1, tiny("other", f"checkpoint.resume={small}", "run.seed=99"), 1)
+        run_ranks(_train, 1, tiny("other", f"checkpoint.weights={small}", "run.seed=99"), 1)
     message = str(failure.value)
     assert "the frozen ones here are not those of its run" in message and was in message
     assert message.count(was.split()[0]) >= 2 and "run.seed=1234" in message

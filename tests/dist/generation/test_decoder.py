@@ -22,6 +22,7 @@ CAPPED = (
     f"{LLM}.logit_softcap=10",
     f"{LLM}.scale_embeddings=true",
     f"{LLM}.post_norms=true",
+    f"{LLM}.tie_embeddings=false",  # tied to embeddings that are scaled up, a model repeats its last token for ever
 )
 OWN_SIZES = ("encoder@modules.images.encoder=vit_tiny_native",)
 CASES = {

@@ -218,6 +218,21 @@ def test_shards_that_are_not_there(key, capsys, tmp_path):
         assert said in faults[0] and place in faults[0]
 
 
+def test_shards_named_twice_and_those_of_training_in_the_evaluation_are_warnings(capsys):
+    for name in ("a.tar", "b.tar"):
+        shard(Path(name), *sound())
+    for held_out, said in (
+        ("./b.tar", ["data.shards: 1 shard, such as", "data.validation_shards: 1 shard, such as"]),
+        ("", ["data.shards: 1 shard, such as"]),
+    ):
+        _, out, _ = run(capsys, *on("a.tar,b.tar,a.tar", **{"data.validation_shards": held_out}))
+        found = [line for line in out.splitlines() if "such as" in line]
+        assert [line.partition(" such as")[0] + " such as" for line in found] == [f"warning: {text}" for text in said]
+        assert "a.tar, named more than once: an epoch has their samples as often" in found[0]
+    _, out, _ = run(capsys, *on("a.tar", **{"data.validation_shards": "b.tar"}))
+    assert "such as" not in out
+
+
 def test_no_shards_at_all(capsys):
     _, _, faults = run(capsys, *on(""))
     assert [fault.split(": ")[0] for fault in faults] == ["data.shards"]

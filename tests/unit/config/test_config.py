@@ -174,6 +174,7 @@ def test_wrong_types_are_faults_with_key_and_value(override, key, said):
         ("placement.first_rank={images:1,language:3}", "placement.first_rank", "after the colon, {language: 3}"),
         ("train.loss_weights={foo:2}", "train.loss_weights", "write a space after the colon, {foo: 2}"),
         ("modules.language.freeze_until={llm:2}", "modules.language.freeze_until", "{llm: 2}"),
+        ("modules.language.lora.alpha=32", "modules.language.lora.rank", "missing beside alpha: give a rank, or 0 for"),
         ("encoder=vit_small", "encoder", "its place in the config: encoder@modules.images.encoder=vit_small"),
         ("+encoder=vit_small", "encoder", "encoder@modules.images.encoder=vit_small"),
         ("data.shards=???", "data.shards", "??? is no value"),

@@ -154,3 +154,11 @@ def test_every_tensor_of_a_map_is_whole(name):
     family = FAMILIES[name]
     spec = family.spec(**({"key_bias": False} if name == "whisper" else {}))
     assert min(family.weight_map(spec).row_counts().values()) > 0
+
+
+@pytest.mark.parametrize("kind", [kind for family in FAMILIES.values() for kind in family.readers])
+def test_a_directory_without_a_preprocessor_is_read(kind):
+    family = next(family for family in FAMILIES.values() if kind in family.readers)
+    values = family.read({"model_type": kind}, {})
+    spec = family.spec(**{name: value for name, value in values.items() if name != "family"})
+    assert not spec.faults()

@@ -28,7 +28,7 @@ class QwenVl(Composite):
         if name != LANGUAGE:
             return {**config.get(self.encoder, {}), "model_type": f"{kind}_vision"}
         inner = config.get(self.language)
-        found = dict(config if inner is None else inner)
+        found = {key: value for key, value in config.items() if key != self.encoder} if inner is None else dict(inner)
         # Where either says so, `transformers` ties.
         found["tie_word_embeddings"] = any(part.get("tie_word_embeddings", False) for part in (config, found))
         return {**found, "model_type": f"{kind}_text"}
@@ -53,6 +53,10 @@ def _projector_weights(merger_map: Callable[[int, int], WeightMap]) -> Callable[
     return weights
 
 
+def _pad_id(config: Mapping[str, Any]) -> int:
+    return config.get("image_token_id", 151655)
+
+
 _PLACEHOLDER = {"pad": "<|image_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}
 
 QWEN2_5_VL = QwenVl(
@@ -62,6 +66,7 @@ QWEN2_5_VL = QwenVl(
     projector=_projector(3584),
     projector_weights=_projector_weights(qwen_vit.merger_map),
     placeholder=_PLACEHOLDER,
+    pad_id=_pad_id,
 )
 QWEN3_VL = QwenVl(
     "vision_config",
@@ -70,4 +75,5 @@ QWEN3_VL = QwenVl(
     projector=_projector(1152),
     projector_weights=_projector_weights(qwen3_vit.merger_map),
     placeholder=_PLACEHOLDER,
+    pad_id=_pad_id,
 )

@@ -1,0 +1,165 @@
+"""The tables of docs/models.md, written from the registries of what can be read from a directory of `transformers`.
+
+    python scripts/model_tables.py           # exit code 1 if the page is not current
+    python scripts/model_tables.py --write   # make it current
+
+For developers, as key_tables.py beside it. Which values a reader refuses is found by reading a config without keys.
+Imports no torch.
+"""
+
+import inspect
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # this checkout, whichever is installed
+
+from encoders.pretrained import ACTIVATION_NAMES, ConfigFile  # noqa: E402
+from encoders.registry import FAMILIES, Family  # noqa: E402
+from mimo_train.config.keys import rules_of  # noqa: E402
+from mimo_train.config.pretrained import language  # noqa: E402
+from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD  # noqa: E402
+from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES  # noqa: E402
+from mimo_train.config.rope_spec import RopeScaling  # noqa: E402
+from scripts.key_tables import check_or_write, filled  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+WRITE = "python scripts/model_tables.py --write"
+
+WINDOWS = {
+    "none": "none",
+    "all": "`sliding_window`, in all layers",
+    "switched": "`sliding_window`, in all layers, with `use_sliding_window`",
+    "layers": "`sliding_window`, in layers by `layer_types` or `max_window_layers`, with `use_sliding_window`",
+    "alternate": "`sliding_window`, in layers by `layer_types` or `sliding_window_pattern`",
+}
+"""In words, by `Family.windows` of a language family."""
+
+OPTIONS = {
+    "qkv_bias": "biases of queries, keys and values",
+    "qk_norm": "norms of queries and keys",
+    "zero_centered_norms": "norms that multiply by 1 + weight",
+    "post_norms": "norms behind attention and feed-forward block",
+    "scale_embeddings": "scaled embeddings",
+}
+"""In words, by a key of `LlmSpec` that every model of a family has."""
+
+
+def parts() -> dict[str, str]:
+    """What stands between the markers, by their name."""
+    return {
+        "version": "\n".join(_version()),
+        "language": "\n".join(_language()),
+        "language-refused": "\n".join(_language_refused()),
+        "encoders": "\n".join(_encoders()),
+        "composites": "\n".join(_composites()),
+    }
+
+
+def current(page: str) -> str:
+    """The text of the page with its parts as they should be. Raises Undescribed as `key_tables.current`."""
+    return filled(page, parts(), PAGE.name)
+
+
+def pinned_version() -> str:
+    """Of `transformers`, as pyproject.toml has it."""
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return next(need.partition("==")[2] for need in needs if need.startswith("transformers=="))
+
+
+def _version() -> Iterator[str]:
+    yield f"Everything below is tested against models that `transformers` {pinned_version()} makes."
+    yield ""
+
+
+def _language() -> Iterator[str]:
+    yield from ["| `model_type` | class | window | what it has besides |", "|---|---|---|---|"]
+    for kind, family in LANGUAGE_FAMILIES.items():
+        besides = [OPTIONS.get(name, f"`{name}`") for name, value in family.always.items() if value]
+        besides += [f"`{name}`" for name in family.biases]
+        besides += ["caps of scores and logits"] if family.gemma else []
+        besides += [f"experts (`{family.experts}`)"] if family.experts else []
+        window = WINDOWS.get(family.windows, f"`{family.windows}`")
+        yield f"| `{kind}` | `{family.architecture}` | {window} | {', '.join(besides) or '—'} |"
+    yield ""
+
+
+def _language_refused() -> Iterator[str]:
+    rope = next(rules_of(field).choices for field in RopeScaling.__dataclass_fields__.values() if field.name == "kind")
+    values = {name: [shown(value) for value in allowed] for name, allowed in language._NEVER.items()}
+    values |= {"hidden_act": list(language._ACTIVATIONS), "rope_type": list(rope)}
+    yield from ["| key of `config.json` | values that can be read |", "|---|---|"]
+    for name, allowed in values.items():
+        yield f"| `{name}` | {', '.join('absent' if value == 'None' else f'`{value}`' for value in allowed)} |"
+    yield ""
+
+
+def _encoders() -> Iterator[str]:
+    yield from [
+        "| `encoder.family` | `model_type` | parallel | what `config.json` must have | tensors carried along |",
+        "|---|---|---|---|---|",
+    ]
+    for name, family in FAMILIES.items():
+        if not family.readers:
+            continue
+        kinds = ", ".join(f"`{kind}`" for kind in family.readers)
+        required, carried = _required(family), _carried(family)
+        parallel = "`dp`" if family.is_plain else "`tp`, `pp`, `dp`, `sp`"
+        yield f"| [`{name}`](configuration.md#family-{name}) | {kinds} | {parallel} | {required} | {carried} |"
+    yield from ["", f"Activation functions: {', '.join(f'`{name}`' for name in ACTIVATION_NAMES)}.", ""]
+    plain = [name for name, family in FAMILIES.items() if family.is_plain]
+    for name in plain:
+        yield f"- `{name}`: {inspect.getdoc(FAMILIES[name].spec).split('. ')[0].rstrip('.').replace(chr(10), ' ')}."
+    yield ""
+
+
+def _required(family: Family) -> str:
+    """Keys of config.json that can have one value only."""
+    found: dict[str, str] = {}
+
+    def note(file: ConfigFile, **values: Any) -> None:
+        if file.name == "config.json":
+            found.update({key: shown(value) for key, value in values.items()})
+
+    with patch.object(ConfigFile, "require", note):
+        for kind in family.readers:
+            family.read({"model_type": kind}, {})
+    return ", ".join(f"`{key}` {value}" for key, value in found.items()) or "—"
+
+
+def _carried(family: Family) -> str:
+    kind = next(iter(family.readers))
+    values = {key: value for key, value in family.read({"model_type": kind}, {}).items() if key != "family"}
+    return ", ".join(f"`{pattern}`" for pattern in family.weight_map(family.spec(**values)).carried) or "—"
+
+
+def _composites() -> Iterator[str]:
+    yield from ["| `model_type` | encoder | language model | projector |", "|---|---|---|---|"]
+    for kind, composite in COMPOSITES.items():
+        language_part = f"`{composite.language}`" if composite.language else "—"
+        if composite.projector is not None and not composite.language:
+            language_part = "`config.json` itself"
+        projector = "yes" if composite.projector is not None else "—"
+        yield f"| `{kind}` | `{composite.encoder}` | {language_part} | {projector} |"
+    yield ""
+    if UNREAD:
+        yield from ["| refused | why |", "|---|---|", *(f"| `{kind}` | it {why} |" for kind, why in UNREAD.items()), ""]
+
+
+def shown(value: Any) -> str:
+    """A value as JSON has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def main(arguments: list[str]) -> int:
+    """Check the page, or write it; returns the exit code."""
+    return check_or_write(PAGE, current, WRITE, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
