@@ -23,6 +23,18 @@ def cfg():
     return load("vlm_digits", PICKED)
 
 
+def changed(cfg, **keys):
+    """The same run with other values of keys, which are written with `__` for dots."""
+    plain = to_dict(cfg)
+    for key, value in keys.items():
+        section, *inner = key.split("__")
+        at = plain["modules"]["images"]
+        for name in (section, *inner[:-1]):
+            at = at[name]
+        at[inner[-1]] = value
+    return from_dict(plain)
+
+
 def test_features_are_as_wide_as_both_together(cfg):
     spec: JoinedSpec = cfg.modules["images"].encoder
     assert (spec.first.family, spec.second.family) == ("clip", "dinov2")
@@ -47,47 +59,41 @@ def test_what_is_computed_and_kept_is_that_of_both(cfg):
         "encoders.images.second.layers.layers.23.mlp.linear_fc2.weight",
     } <= {one.name for one in found}
     one = stage_memory(resolve(cfg), "images", 384)[0].memory.activations
-    apart = [
-        load("vlm_digits", [f"encoder@{ENCODER}=clip_l14_336", PICKED[1]]),
-        load("vlm_digits", [f"encoder@{ENCODER}=dinov2_large", f"{ENCODER}.image_size=336", PICKED[1]]),
-    ]
+    apart = [from_dict(to_dict(cfg)) for _ in spec.parts]
+    for run, part in zip(apart, spec.parts.values(), strict=True):
+        run.modules["images"].encoder = part
     each = [stage_memory(resolve(run), "images", 384)[0].memory.activations for run in apart]
     assert max(each) < one < sum(each)
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "words"),
+    ("place", "value", "key", "words"),
     [
-        ("first.famly=clip", "first.famly", "unknown key"),
-        ("first.patch_size=x", "first.patch_size", "x"),
-        ("second.image_size=224", "second.image_size", "224, and that of the first is 336"),
-        ("first.resize=fixed", "second.resize", "fixed, bicubic, 0"),
-        ("second.resize=native", "second.resize", "fixed or crop"),
-        ("first.keep_class_token=true", "second.patch_size", "makes 576 tokens"),
-        ("first.patch_size=16", "second.patch_size", "441 of the first"),
-        ("second=null", "second", "there is none"),
-        ("second.layer_scale=0", "second.layer_scale", "above 0"),
-        ("second.layernorm_epsilon=nan", "second.layernorm_epsilon", "finite"),
+        ("first__famly", "clip", "first.famly", "unknown key"),
+        ("first__patch_size", "x", "first.patch_size", "x"),
+        ("second__image_size", 224, "second.image_size", "224, and that of the first is 336"),
+        ("first__resize", "fixed", "second.resize", "fixed, bicubic, 0"),
+        ("second__resize", "native", "second.resize", "fixed or crop"),
+        ("first__keep_class_token", True, "second.patch_size", "makes 576 tokens"),
+        ("first__patch_size", 16, "second.patch_size", "441 of the first"),
+        ("second", None, "second", "there is none"),
+        ("second", "clip", "second", "keys of a vision encoder"),
+        ("second__layer_scale", 0.0, "second.layer_scale", "above 0"),
+        ("second__layernorm_epsilon", float("nan"), "second.layernorm_epsilon", "finite"),
     ],
 )
-def test_what_cannot_be_joined_is_named(override, key, words):
+def test_what_cannot_be_joined_is_named(place, value, key, words, cfg):
     with pytest.raises(ConfigError) as error:
-        resolve(load("vlm_digits", [*PICKED, f"{ENCODER}.{override}"]))
+        resolve(changed(cfg, **{f"encoder__{place}": value}))
     lines = str(error.value).splitlines()
     assert any(line.startswith(f"{ENCODER}.{key}: ") and words in line for line in lines), lines
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("modules.images.layout.tp=5", "modules.images.layout.tp"),
-        ("modules.images.lora.rank=2", "modules.images.lora.rank"),
-        ("modules.images.layout.pp=30", "modules.images.layout.pp"),
-    ],
-)
-def test_layouts_must_be_those_of_both(override, key):
+@pytest.mark.parametrize(("place", "value"), [("layout__tp", 5), ("lora__rank", 2), ("layout__pp", 30)])
+def test_layouts_must_be_those_of_both(place, value, cfg):
     with pytest.raises(ConfigError) as error:
-        resolve(load("vlm_digits", [*PICKED, override]))
+        resolve(changed(cfg, **{place: value}))
+    key = f"modules.images.{place.replace('__', '.')}"
     assert any(line.startswith(f"{key}: ") for line in str(error.value).splitlines()), error.value
 
 
