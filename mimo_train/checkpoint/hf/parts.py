@@ -53,8 +53,10 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             parts.append(Part(name, "", weights, written, *place))
             continue
         encoder = FAMILIES[module.encoder.family].weight_map(module.encoder)
-        names = [before + own for before in composite.encoder_names for own in encoder.prefixes if isinstance(own, str)]
-        encoder = encoder.named(f"encoders.{name}.").under(*names)
+        own_names = [own for own in encoder.prefixes if isinstance(own, str)]
+        encoder = encoder.named(f"encoders.{name}.").under(
+            *(before + own for before in composite.encoder_names for own in own_names)
+        )
         parts.append(Part(name, "encoders.", encoder, encoder, *place))
         if has_projector(directory):
             assert composite.projector_weights is not None, directory.model_type
