@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 from encoders.clip.spec import ClipSpec
 from encoders.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.errors import EncoderError
+from encoders.joined.spec import JoinedSpec
 from encoders.plain.spec import PlainSpec
 from encoders.qwen3_vit.spec import Qwen3VitSpec
+from encoders.qwen_audio.spec import QwenAudioSpec
 from encoders.qwen_vit.spec import QwenVitSpec
 from encoders.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.spec import EncoderSpec
@@ -173,6 +175,13 @@ FAMILIES: dict[str, Family] = {
         readers={"whisper": "encoders.whisper.weights:read"},
         weights="encoders.whisper.weights:weight_map",
     ),
+    "qwen_audio": Family(
+        spec=QwenAudioSpec,
+        builder="encoders.qwen_audio.model:QwenAudioEncoder",
+        readers={"qwen2_audio_encoder": "encoders.qwen_audio.weights:read"},
+        weights="encoders.qwen_audio.weights:weight_map",
+    ),
+    "joined": Family(spec=JoinedSpec, builder="encoders.joined.model:JoinedEncoder"),
     "transformers": Family(spec=TransformersSpec, builder=TransformersSpec.builder),
     "transformers_audio": Family(spec=TransformersAudioSpec, builder=TransformersAudioSpec.builder),
 }

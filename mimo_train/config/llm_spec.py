@@ -214,6 +214,8 @@ class LlmSpec:
             if self.bias and getattr(self, name):
                 yield Fault(f"{prefix}.{name}", f"{prefix}.bias gives every linear layer a bias: set one of them only")
         if self.position != "rope":
+            if self.rope_base != LlmSpec.rope_base:
+                yield Fault(f"{prefix}.rope_base", f"is for rotary positions, and {prefix}.position is {self.position}")
             kind = "rope_scaling.kind" if self.rope_scaling.kind != "default" else ""
             for name in filter(None, (kind, "local_rope_base" if self.local_rope_base else "")):
                 yield Fault(f"{prefix}.{name}", f"is for rotary positions, and {prefix}.position is {self.position}")
