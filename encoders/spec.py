@@ -195,8 +195,8 @@ def most_tokens(encoder: EncoderSpec, projector: Merging) -> int:
 
 def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[int, int] | None:
     """(rows, columns) of the tokens that a picture takes in the sequence, row by row; None where they form no grid, as
-    those of a clip, of features in no order, or behind a class token. A spec without `token_grid` has none."""
-    if not hasattr(encoder, "token_grid"):
+    those of a clip, latents of a resampler, or those behind a class token. A spec without `token_grid` has none."""
+    if projector.latents or not hasattr(encoder, "token_grid"):
         return None
     rows, columns = encoder.token_grid(*extent, merge=projector.merge)
     return (rows, columns) if rows * columns == num_tokens(encoder, projector, *extent) else None

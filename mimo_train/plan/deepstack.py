@@ -36,11 +36,11 @@ def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:
                 f"features of encoder.deepstack {module.encoder.deepstack} come from layers of all stages, and one "
                 f"sends its last states alone: set pp to 1 (is {module.layout.pp})",
             )
-        if module.projector.resampler.latents:
+        if module.projector.latents:
             yield Fault(
-                f"{key}.projector.resampler.latents",
-                f"features of encoder.deepstack {module.encoder.deepstack} are those of tokens, and a resampler makes "
-                f"other ones: set it to 0 (is {module.projector.resampler.latents})",
+                f"{key}.projector.kind",
+                f"makes {module.projector.latents} tokens of each {module.encoder.medium}, and features of encoder."
+                "deepstack belong to those of patches: use mlp or linear, or set encoder.deepstack to []",
             )
         if cfg.placement.bridge != "native":
             yield Fault("placement.bridge", f"{key} gives features to layers, which native alone carries: use it")

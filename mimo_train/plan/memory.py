@@ -15,15 +15,7 @@ import math
 from dataclasses import dataclass
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import (
-    GATED,
-    EncoderSpec,
-    built_layers,
-    deepstack_layers,
-    encoders_in,
-    joined_width,
-    layer_options,
-)
+from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, joined_width, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
