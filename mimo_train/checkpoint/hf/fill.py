@@ -67,6 +67,11 @@ class Reader:
         self._require_tensors()
 
     @property
+    def spelling(self) -> Spelling:
+        """How the directory spells the names of the map."""
+        return self._found
+
+    @property
     def read_names(self) -> set[str]:
         """Tensors of the directory that parameters are made of."""
         return set(self._theirs.values())

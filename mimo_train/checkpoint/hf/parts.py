@@ -47,14 +47,16 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
         composite = COMPOSITES.get(directory.model_type, Composite(""))
         if name == LANGUAGE:
             config = composite.part(directory.config, name)
-            kind, names = config["model_type"], composite.language_names or ("",)
+            kind, spellings = config["model_type"], composite.language_names or ("",)
             stored = language_keys(config)["vocab_size"]
-            weights, written = (language_map(cfg.llm, rows, kind, there).under(*names) for there in (stored, 0))
+            weights, written = (language_map(cfg.llm, rows, kind, there).under(*spellings) for there in (stored, 0))
             parts.append(Part(name, "", weights, written, *place))
             continue
         encoder = FAMILIES[module.encoder.family].weight_map(module.encoder)
-        names = [before + own for before in composite.encoder_names for own in encoder.prefixes if isinstance(own, str)]
-        encoder = encoder.named(f"encoders.{name}.").under(*names)
+        own_names = [own for own in encoder.prefixes if isinstance(own, str)]
+        encoder = encoder.named(f"encoders.{name}.").under(
+            *(before + own for before in composite.encoder_names for own in own_names)
+        )
         parts.append(Part(name, "encoders.", encoder, encoder, *place))
         if has_projector(directory):
             assert composite.projector_weights is not None, directory.model_type

@@ -8,6 +8,7 @@ from encoders.errors import EncoderError
 from encoders.registry import FAMILIES
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.adapter import adapter_keys
 from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.language import language_keys
@@ -101,11 +102,32 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
             )
             faults += _contradictions(f"modules.{name}.placeholder", "placeholder", given, keys, directory)
             module["placeholder"] = {**keys, **given}
+        faults += _fill_in_adapter(name, module, directory)
     if faults:
         raise ConfigError(faults)
     language = found.get(LANGUAGE)
     if language is not None and language.has_tokenizer and not tokenizer_is_given:
         plain["data"] = {**(plain.get("data") or {}), "tokenizer": str(language.folder)}
+
+
+def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) -> list[Fault]:
+    """Set the keys of `lora` that follow from the adapter that a module starts with."""
+    given = dict(module.get("lora") or {})
+    folder = given.get("adapter")
+    if not folder:
+        return []
+    key = f"modules.{name}.lora.adapter"
+    part = module["llm" if name == LANGUAGE else "encoder"]
+    # Behind the layer that is read, none are built.
+    layers = part["num_layers"] + 1 + part.get("feature_layer", -1)
+    keys = adapter_keys(str(folder), name, layers, key)
+    module["lora"] = {**keys, **given}
+    # Of dropout no weight depends.
+    return [
+        Fault(f"modules.{name}.lora.{one}", f"is {given[one]!r}, and the adapter in {folder} has {value!r}: remove it")
+        for one, value in keys.items()
+        if one in given and one != "dropout" and given[one] != value
+    ]
 
 
 def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
