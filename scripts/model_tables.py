@@ -117,6 +117,8 @@ def _encoders() -> Iterator[str]:
         parallel = "`dp`" if family.is_plain else f"`tp`, {stages}`dp`, `sp`"
         yield f"| [`{name}`](configuration.md#family-{name}) | {kinds} | {parallel} | {required} | {carried} |"
     yield from ["", f"Activation functions: {', '.join(f'`{name}`' for name in ACTIVATION_NAMES)}.", ""]
+    written = [f"`{name}`" for name, family in FAMILIES.items() if family.writer]
+    yield from [f"Made here, without a directory, these can be exported: {', '.join(written)}.", ""]
     plain = [name for name, family in FAMILIES.items() if family.is_plain]
     for name in plain:
         yield f"- `{name}`: {inspect.getdoc(FAMILIES[name].spec).split('. ')[0].rstrip('.').replace(chr(10), ' ')}."
