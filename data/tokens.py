@@ -158,6 +158,10 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `transformers` tokenizer. Placeholders that it lacks are added as special tokens; pad falls back to EOS.
 
+    Attributes:
+        template_is_its_own: whether conversations take the template of its files, if these have one.
+        template_variables: `data.template_variables`.
+
     Raises DataError (names `data.tokenizer`) if it cannot be loaded or has no EOS token.
     """
 
@@ -183,6 +187,9 @@ class HuggingFaceTokenizer:
                 f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn; set eos_token in its config"
             )
         renderer = _renderer(self._tokenizer, path, chat_template, template_variables or {})
+        self._renderer = renderer
+        self.template_is_its_own = chat_template == "auto"
+        self.template_variables = dict(template_variables or {})
         placeholders = resolved(placeholders, renderer.written if renderer else _unwritten)
         known = self._tokenizer.get_vocab()
         # Also those that the vocabulary has: only as special tokens are they kept apart from text.
@@ -238,6 +245,15 @@ class HuggingFaceTokenizer:
 
     def as_text(self, token: int) -> int:
         return self.pad_id if token in self._placeholders.values() else token
+
+    @property
+    def template_sources(self) -> Mapping[str, str]:
+        """name -> Jinja template of conversations; empty with our own."""
+        return self._renderer.sources if self._renderer else {}
+
+    def writes(self, kind: str) -> str | None:
+        """What the Jinja template writes for a picture or a clip; None if it knows none."""
+        return self._renderer.written(kind) if self._renderer else None
 
     def _special(self, text: str) -> list[int]:
         """Ids of text in which special tokens are what they are."""

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 from encoders.clip.spec import ClipSpec
 from encoders.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.errors import EncoderError
+from encoders.joined.spec import JoinedSpec
 from encoders.plain.spec import PlainSpec
+from encoders.qwen3_vit.spec import Qwen3VitSpec
+from encoders.qwen_audio.spec import QwenAudioSpec
 from encoders.qwen_vit.spec import QwenVitSpec
 from encoders.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.spec import EncoderSpec
@@ -24,6 +27,7 @@ from encoders.whisper.spec import WhisperSpec
 
 if TYPE_CHECKING:
     from encoders.plain.model import PlainEncoder
+    from encoders.pretrained import Published
     from encoders.staged import StagedEncoder
     from encoders.weight_map import WeightMap
 
@@ -49,6 +53,10 @@ class Family:
     (config, preprocessor's config) -> values of the spec's fields. Imports no torch."""
     weights: str = ""
     """`module:function` of a spec -> its `WeightMap`, with our names as in the builder's class. Imports no torch."""
+
+    writer: str = ""
+    """`module:function` of a spec -> how `transformers` has an encoder that was made here (`Published`). Imports no
+    torch."""
 
     @property
     def is_plain(self) -> bool:
@@ -92,6 +100,16 @@ class Family:
         """How the parameters of a pretrained encoder are made of the tensors of its directory."""
         return _named(self.weights)(spec)
 
+    def published(self, spec: EncoderSpec) -> "Published":
+        """How `transformers` has an encoder that was made here; its weights are those of `weight_map`.
+
+        Raises:
+            EncoderError: it has no class for it; with the reason.
+        """
+        if not self.writer:
+            raise EncoderError(f"transformers has no class for an encoder of family {spec.family} alone")
+        return _named(self.writer)(spec)
+
 
 def _named(place: str) -> Any:
     module, attribute = place.split(":")
@@ -101,18 +119,25 @@ def _named(place: str) -> Any:
 _PATCHES = "encoders.vit.model:VisionTransformer"
 
 FAMILIES: dict[str, Family] = {
-    "vit": Family(spec=VisionSpec, builder=_PATCHES),
+    "vit": Family(
+        spec=VisionSpec,
+        builder=_PATCHES,
+        weights="encoders.siglip.weights:weight_map",
+        writer="encoders.siglip.weights:published",
+    ),
     "clip": Family(
         spec=ClipSpec,
         builder=_PATCHES,
         readers=dict.fromkeys(("clip", "clip_vision_model"), "encoders.clip.weights:read"),
         weights="encoders.clip.weights:weight_map",
+        writer="encoders.clip.weights:published",
     ),
     "siglip": Family(
         spec=SiglipSpec,
         builder=_PATCHES,
         readers=dict.fromkeys(("siglip", "siglip_vision_model"), "encoders.siglip.weights:read"),
         weights="encoders.siglip.weights:weight_map",
+        writer="encoders.siglip.weights:published",
     ),
     "siglip2": Family(
         spec=Siglip2Spec,
@@ -138,12 +163,25 @@ FAMILIES: dict[str, Family] = {
         readers=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), "encoders.qwen_vit.weights:read"),
         weights="encoders.qwen_vit.weights:weight_map",
     ),
+    "qwen3_vit": Family(
+        spec=Qwen3VitSpec,
+        builder="encoders.qwen3_vit.model:Qwen3VisionTransformer",
+        readers=dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), "encoders.qwen3_vit.weights:read"),
+        weights="encoders.qwen3_vit.weights:weight_map",
+    ),
     "whisper": Family(
         spec=WhisperSpec,
         builder="encoders.whisper.model:WhisperEncoder",
         readers={"whisper": "encoders.whisper.weights:read"},
         weights="encoders.whisper.weights:weight_map",
     ),
+    "qwen_audio": Family(
+        spec=QwenAudioSpec,
+        builder="encoders.qwen_audio.model:QwenAudioEncoder",
+        readers={"qwen2_audio_encoder": "encoders.qwen_audio.weights:read"},
+        weights="encoders.qwen_audio.weights:weight_map",
+    ),
+    "joined": Family(spec=JoinedSpec, builder="encoders.joined.model:JoinedEncoder"),
     "transformers": Family(spec=TransformersSpec, builder=TransformersSpec.builder),
     "transformers_audio": Family(spec=TransformersAudioSpec, builder=TransformersAudioSpec.builder),
 }

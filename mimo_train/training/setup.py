@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
-from mimo_train.checkpoint.hf.load import load_pretrained
+from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
 from mimo_train.config.compose import to_yaml
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.pretrained.fill_in import parts_there
@@ -163,7 +163,8 @@ def _build(
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
     fingerprints = Fingerprints(dataset.fingerprint, dataset.text_fingerprint, parts.tokenizer.vocabulary_fingerprint)
-    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained)
+    read_adapters = partial(load_start_adapters, cfg, pipeline.model, rows)
+    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters)
     resumed_from = checkpointer.resume()
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)

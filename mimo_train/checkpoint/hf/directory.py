@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.tokenizer_directory import write_tokenizer
+from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
 from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.inputs import placeholders_of
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """As `transformers` names dtypes, by ours."""
@@ -53,6 +57,19 @@ def _complete_processor(source: Path, to: Path) -> None:
         file.write_text(json.dumps(found | missing, indent=2) + "\n")
 
 
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write one file."""
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_run_tokenizer(cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:
+    """Write the tokenizer of a run, with its chat template and the placeholders of its media."""
+    media: dict[str, list[int]] = {}
+    for module, name in placeholders_of(cfg).items():
+        media.setdefault(cfg.modules[module].encoder.kind, []).append(tokenizer.placeholder_id(name))
+    write_tokenizer(tokenizer, cfg.data.tokenizer, to, media)
+
+
 def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:
     """Write config.json, so that version 4 of `transformers` reads the same model from it as version 5.
 
@@ -60,7 +77,7 @@ def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:
         config: of the directory that the run started from, or made for the model.
         dtype: of the weights: fp32, bf16 or fp16.
     """
-    (to / "config.json").write_text(json.dumps(readable_by_both(config, DTYPE_NAMES[dtype]), indent=2) + "\n")
+    write_json(to / "config.json", readable_by_both(config, DTYPE_NAMES[dtype]))
 
 
 def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -90,7 +90,5 @@ def test_damaged_checkpoint_is_refused(digits, tmp_path):
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 0xFF
     shard.write_bytes(damaged)
-    with pytest.raises(
-        RankFailure, match=r"rank_00000\.safetensors is damaged between bytes \d+ and \d+: "
-    ):
+    with pytest.raises(RankFailure, match=r"rank_00000\.safetensors is damaged between bytes \d+ and \d+: "):
         train_on_ranks(run_config(digits, tmp_path, "layout=one_process"))
