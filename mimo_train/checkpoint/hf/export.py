@@ -13,7 +13,6 @@ from megatron.core.utils import unwrap_model
 
 from encoders.weight_map import Rule, WeightMap, spelt
 from mimo_train.checkpoint.format.read import Reader, Wanted
-from mimo_train.checkpoint.frozen_base import own_tensors
 from mimo_train.checkpoint.held import held_tensors
 from mimo_train.checkpoint.hf.directory import write_config, write_json
 from mimo_train.checkpoint.hf.documents import Document, Whole
@@ -73,7 +72,8 @@ class Weights:
         self._stored, model = stored, stored.modules[module]
         layers = adapted_layers(model) if merge else ()
         self._adapted: dict[str, Any] = {f"{path}.weight": layer for path, layer in layers}
-        self.tensors = {name: value for name, value in own_tensors(model).items() if stored.has(value)}
+        own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.tensors = {name: value for name, value in own if stored.has(value)}
 
     def load(self, name: str) -> torch.Tensor:
         """The value of a tensor."""
