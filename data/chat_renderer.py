@@ -37,7 +37,7 @@ class ChatRenderer:
         Raises:
             DataError: a template is no Jinja, there is no default, or it does not render a question and an answer.
         """
-        self.origin, self._variables = origin, dict(variables)
+        self.origin, self._variables, self.sources = origin, dict(variables), dict(sources)
         if "default" not in sources:
             raise DataError(
                 f"data.chat_template: {origin} has templates named {', '.join(sorted(sources))} and none named "

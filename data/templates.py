@@ -103,6 +103,10 @@ class OwnTemplate:
         self.stop_ids = frozenset([vocabulary.end_of_turn_id])
         self.identity = f"own {list(placeholders)}"
 
+    def around(self, pad: int) -> tuple[list[int], list[int]]:
+        """Ids before and behind the places that `pad` fills."""
+        return self._around.get(pad, _NOTHING)
+
     def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
         """See `Template.encode`. Tools, calls of tools and reasoning have no place in it."""
         plain = encode_plain(conversation, self._vocabulary)
@@ -110,7 +114,7 @@ class OwnTemplate:
             return plain
         if conversation.tools:
             raise RecordError(f"the record has tools, {_NO_PLACE}")
-        vocabulary, around, found = self._vocabulary, self._around, Encoded([], [])
+        vocabulary, found = self._vocabulary, Encoded([], [])
         remaining = {kind: iter(members) for kind, members in media.items()}
         found.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
         for turn in conversation.turns:
@@ -123,7 +127,7 @@ class OwnTemplate:
                     found.add(vocabulary.encode(part.text), learns)
                     continue
                 for pad, count in next(remaining[part.kind]):
-                    start, end = around.get(pad, _NOTHING)
+                    start, end = self.around(pad)
                     if start:
                         found.add(start, False)
                     found.add([pad] * count, False)

@@ -29,12 +29,18 @@ ROLES = ("user", "assistant", "system")
 
 
 class Tokenizer(Protocol):
-    """What the data path needs of a tokenizer. `vocab_size`: one more than the largest id, without any padding."""
+    """What the data path needs of a tokenizer.
+
+    Attributes:
+        vocab_size: one more than the largest id, without any padding.
+        text_size: the same of ids that text has: all but those of placeholders.
+    """
 
     pad_id: int
     begin_id: int | None
     end_of_turn_id: int
     vocab_size: int
+    text_size: int
     template: Template
 
     @property
@@ -111,7 +117,7 @@ class ByteTokenizer:
         self._roles = {role: 259 + at for at, role in enumerate(ROLES)}
         first = 259 + len(ROLES)
         self._placeholders = {item.name: first + at for at, item in enumerate(placeholders)}
-        self.vocab_size = first + len(placeholders)
+        self.vocab_size, self.text_size = first + len(placeholders), first
         around = {
             self._placeholders[item.name]: (self.encode(item.start), self.encode(item.end)) for item in placeholders
         }
@@ -152,6 +158,10 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `transformers` tokenizer. Placeholders that it lacks are added as special tokens; pad falls back to EOS.
 
+    Attributes:
+        template_is_its_own: whether conversations take the template of its files, if these have one.
+        template_variables: `data.template_variables`.
+
     Raises DataError (names `data.tokenizer`) if it cannot be loaded or has no EOS token.
     """
 
@@ -177,6 +187,9 @@ class HuggingFaceTokenizer:
                 f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn; set eos_token in its config"
             )
         renderer = _renderer(self._tokenizer, path, chat_template, template_variables or {})
+        self._renderer = renderer
+        self.template_is_its_own = chat_template == "auto"
+        self.template_variables = dict(template_variables or {})
         placeholders = resolved(placeholders, renderer.written if renderer else _unwritten)
         known = self._tokenizer.get_vocab()
         # Also those that the vocabulary has: only as special tokens are they kept apart from text.
@@ -190,6 +203,7 @@ class HuggingFaceTokenizer:
         self.pad_id: int = self.end_of_turn_id if pad is None else pad
         # Not their number: the ids of a vocabulary may have gaps.
         self.vocab_size = 1 + max(vocabulary.values())
+        self.text_size = 1 + max({*vocabulary.values()} - {*self._placeholders.values()})
         markers = {role: f"<|{role}|>" for role in ROLES}
         if all(marker in known for marker in markers.values()):
             self._roles = {role: [known[marker]] for role, marker in markers.items()}
@@ -231,6 +245,15 @@ class HuggingFaceTokenizer:
 
     def as_text(self, token: int) -> int:
         return self.pad_id if token in self._placeholders.values() else token
+
+    @property
+    def template_sources(self) -> Mapping[str, str]:
+        """name -> Jinja template of conversations; empty with our own."""
+        return self._renderer.sources if self._renderer else {}
+
+    def writes(self, kind: str) -> str | None:
+        """What the Jinja template writes for a picture or a clip; None if it knows none."""
+        return self._renderer.written(kind) if self._renderer else None
 
     def _special(self, text: str) -> list[int]:
         """Ids of text in which special tokens are what they are."""

@@ -1,9 +1,12 @@
 """What the readers of pretrained encoders share: values of `transformers`' config files. Imports no torch."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from encoders.errors import EncoderError
+from encoders.spec import EncoderSpec, built_layers, has_final_norm
+from encoders.vit.picture import PictureSpec
 
 ACTIVATION_NAMES = {
     "gelu": "gelu",
@@ -14,6 +17,20 @@ ACTIVATION_NAMES = {
     "swish": "silu",
 }
 """Ours by theirs."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """An encoder that was made here, as `transformers` has it."""
+
+    config: dict[str, Any]
+    """config.json, without the dtype."""
+    preprocessor: dict[str, Any]
+    """preprocessor_config.json."""
+    unread: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Tensors that its class has and ours has not, because nothing reads them: name in the encoder's weight map ->
+    (length, value of every entry)."""
+
 
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """`resample`, as Pillow numbers it."""
@@ -90,6 +107,8 @@ def picture_values(
     preprocessor = preprocessor.get("image_processor") or preprocessor
     file = ConfigFile("preprocessor_config.json", preprocessor, defaults)
     file.require(do_resize=True, do_rescale=True, do_normalize=True)
+    if file.get("do_pad"):
+        raise EncoderError(f"{file.name}: do_pad is {file['do_pad']!r}, and pictures are not padded here")
     if abs(file["rescale_factor"] * 255 - 1) > 1e-6:
         raise EncoderError(f"{file.name}: rescale_factor is {file['rescale_factor']}, and only 1/255 can be built")
     if file["resample"] not in _RESAMPLE:
@@ -125,3 +144,62 @@ def picture_values(
             f"{file.name}: pictures of {square[0]} x {square[0]} pixels, and config.json has image_size {image_size}"
         )
     return values | {"image_size": square[0]}
+
+
+def tower_config(spec: EncoderSpec, **own: Any) -> dict[str, Any]:
+    """Keys of config.json that towers over patches have alike, of the layers that are built.
+
+    Raises:
+        EncoderError: an activation function for which `transformers` has no name.
+    """
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
+    if spec.activation not in names:
+        raise EncoderError(f"activation is {spec.activation}, and transformers' class has {', '.join(names)}")
+    return {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_hidden_size,
+        "num_hidden_layers": built_layers(spec),
+        "num_attention_heads": spec.num_attention_heads,
+        "num_channels": 3,
+        "hidden_act": names[spec.activation],
+        "layer_norm_eps": spec.layernorm_epsilon,
+        "attention_dropout": 0.0,
+        "initializer_range": spec.init_std,
+        **own,
+    }
+
+
+def unread_norm(spec: EncoderSpec, name: str) -> dict[str, tuple[int, float]]:
+    """The norm behind the layers where it is not built, as one that changes nothing but the scale."""
+    return (
+        {}
+        if has_final_norm(spec)
+        else {f"{name}.weight": (spec.hidden_size, 1.0), f"{name}.bias": (spec.hidden_size, 0.0)}
+    )
+
+
+def preprocessor_config(spec: PictureSpec) -> dict[str, Any]:
+    """preprocessor_config.json with which `transformers` makes of a picture what our data path makes of it, bit for
+    bit: its classes on torchvision, which versions 4 and 5 both know by these names.
+
+    Raises:
+        EncoderError: pictures keep their aspect ratio.
+    """
+    if spec.resize == "native":
+        raise EncoderError("resize is native, and transformers' class has pictures of one size")
+    side = {"height": spec.image_size, "width": spec.image_size}
+    is_cut = spec.resize == "crop"
+    resample = {ours: theirs for theirs, ours in _RESAMPLE.items()}[spec.interpolation]
+    return {
+        "image_processor_type": "CLIPImageProcessorFast" if is_cut else "SiglipImageProcessorFast",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": spec.shortest_edge or spec.image_size} if is_cut else side,
+        "resample": resample,
+        **({"do_center_crop": True, "crop_size": side} if is_cut else {}),
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(spec.pixel_mean),
+        "image_std": list(spec.pixel_std),
+    }

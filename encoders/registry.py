@@ -26,6 +26,7 @@ from encoders.whisper.spec import WhisperSpec
 
 if TYPE_CHECKING:
     from encoders.plain.model import PlainEncoder
+    from encoders.pretrained import Published
     from encoders.staged import StagedEncoder
     from encoders.weight_map import WeightMap
 
@@ -51,6 +52,10 @@ class Family:
     (config, preprocessor's config) -> values of the spec's fields. Imports no torch."""
     weights: str = ""
     """`module:function` of a spec -> its `WeightMap`, with our names as in the builder's class. Imports no torch."""
+
+    writer: str = ""
+    """`module:function` of a spec -> how `transformers` has an encoder that was made here (`Published`). Imports no
+    torch."""
 
     @property
     def is_plain(self) -> bool:
@@ -94,6 +99,16 @@ class Family:
         """How the parameters of a pretrained encoder are made of the tensors of its directory."""
         return _named(self.weights)(spec)
 
+    def published(self, spec: EncoderSpec) -> "Published":
+        """How `transformers` has an encoder that was made here; its weights are those of `weight_map`.
+
+        Raises:
+            EncoderError: it has no class for it; with the reason.
+        """
+        if not self.writer:
+            raise EncoderError(f"transformers has no class for an encoder of family {spec.family} alone")
+        return _named(self.writer)(spec)
+
 
 def _named(place: str) -> Any:
     module, attribute = place.split(":")
@@ -103,18 +118,25 @@ def _named(place: str) -> Any:
 _PATCHES = "encoders.vit.model:VisionTransformer"
 
 FAMILIES: dict[str, Family] = {
-    "vit": Family(spec=VisionSpec, builder=_PATCHES),
+    "vit": Family(
+        spec=VisionSpec,
+        builder=_PATCHES,
+        weights="encoders.siglip.weights:weight_map",
+        writer="encoders.siglip.weights:published",
+    ),
     "clip": Family(
         spec=ClipSpec,
         builder=_PATCHES,
         readers=dict.fromkeys(("clip", "clip_vision_model"), "encoders.clip.weights:read"),
         weights="encoders.clip.weights:weight_map",
+        writer="encoders.clip.weights:published",
     ),
     "siglip": Family(
         spec=SiglipSpec,
         builder=_PATCHES,
         readers=dict.fromkeys(("siglip", "siglip_vision_model"), "encoders.siglip.weights:read"),
         weights="encoders.siglip.weights:weight_map",
+        writer="encoders.siglip.weights:published",
     ),
     "siglip2": Family(
         spec=Siglip2Spec,

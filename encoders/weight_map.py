@@ -20,11 +20,13 @@ class Rows:
     """Rows of a tensor of the directory."""
 
     name: str
-    """Of the tensor; empty: zeros, which the directory does not have."""
+    """Of the tensor; empty: the directory does not have them, they are zeros or drawn."""
     count: int
     first: int = 0
     tail: tuple[int, ...] = ()
     """Other dimensions of the tensor, where ours has their product: of the kernel of a convolution over patches."""
+    std: float = 0.0
+    """Standard deviation of rows that the directory does not have; 0: zeros."""
 
 
 @dataclass(frozen=True)

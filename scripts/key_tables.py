@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 from encoders.projectors.spec import ProjectorSpec  # noqa: E402
 from encoders.registry import FAMILIES  # noqa: E402
+from mimo_train.config.compose import RECIPES  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.llm_spec import LlmSpec  # noqa: E402
 from mimo_train.config.schema import ConfigContainer  # noqa: E402
@@ -64,6 +65,7 @@ def parts() -> dict[str, str]:
     }
     return {
         "runs": "\n".join(_files(CONFIGS, "run")),
+        "recipes": "\n".join([*_files(CONFIGS / RECIPES, "recipe"), *_files(CONFIGS / RECIPES / "layout", "layout")]),
         "groups": "\n".join(_groups()),
         "modules": "\n".join(_module()),
         "encoders": "\n".join(_encoders()),
@@ -230,7 +232,7 @@ def _files(folder: Path, head: str) -> Iterator[str]:
 
 
 def _groups() -> Iterator[str]:
-    folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()}
+    folders = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()} - {RECIPES}
     if folders != PLACES.keys():
         raise Undescribed(f"PLACES of {Path(__file__).name} must name the groups {sorted(folders)} of configs/")
     for group, place in PLACES.items():

@@ -23,7 +23,7 @@ from encoders.pretrained import ACTIVATION_NAMES, ConfigFile  # noqa: E402
 from encoders.registry import FAMILIES, Family  # noqa: E402
 from mimo_train.config.keys import rules_of  # noqa: E402
 from mimo_train.config.pretrained import language  # noqa: E402
-from mimo_train.config.pretrained.composites import COMPOSITES  # noqa: E402
+from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD  # noqa: E402
 from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES  # noqa: E402
 from mimo_train.config.rope_spec import RopeScaling  # noqa: E402
 from scripts.key_tables import check_or_write, filled  # noqa: E402
@@ -147,6 +147,8 @@ def _composites() -> Iterator[str]:
         projector = "yes" if composite.projector is not None else "—"
         yield f"| `{kind}` | `{composite.encoder}` | {language_part} | {projector} |"
     yield ""
+    if UNREAD:
+        yield from ["| refused | why |", "|---|---|", *(f"| `{kind}` | it {why} |" for kind, why in UNREAD.items()), ""]
 
 
 def shown(value: Any) -> str:

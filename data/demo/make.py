@@ -9,12 +9,10 @@ give equal bytes. Only a demo's own shards are ever replaced.
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import re
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
 from data.storage.replace import replacing
-from data.storage.tar import forget_members
+from data.storage.write import write_shard
 
 if TYPE_CHECKING:
     from data.demo.digits import DemoSample
@@ -105,8 +103,8 @@ def make_text_demo(out_dir: str | os.PathLike[str], *, shards: int = 1) -> Path:
         train, held_out = _passages()
         for number in range(shards):
             part = train[number::shards]
-            _write_shard(folder / "train" / f"train-{number:06d}.tar", ([("txt", text.encode())] for text in part))
-        _write_shard(folder / "held_out" / "held_out-000000.tar", ([("txt", text.encode())] for text in held_out))
+            write_shard(folder / "train" / f"train-{number:06d}.tar", ([("txt", text.encode())] for text in part))
+        write_shard(folder / "held_out" / "held_out-000000.tar", ([("txt", text.encode())] for text in held_out))
     return Path(out_dir)
 
 
@@ -232,7 +230,7 @@ def _write_part(folder: Path, samples: int, shards: int, seed: int, sample_of: C
                 record["sources"] = sample.sources
                 yield [*sample.members, ("json", json.dumps(record).encode())]
 
-        _write_shard(folder / f"{folder.name}-{shard:06d}.tar", members())
+        write_shard(folder / f"{folder.name}-{shard:06d}.tar", members())
 
 
 def _conversations(turns: list[tuple[str, str]]) -> dict[str, Any]:
@@ -249,18 +247,6 @@ def _messages(turns: list[tuple[str, str]]) -> dict[str, Any]:
             parts += [{"type": kind}, {"type": "text", "text": "\n"}]
         messages.append({"role": role, "content": [*parts, {"type": "text", "text": rest}] if parts else text})
     return {"messages": messages}
-
-
-def _write_shard(path: Path, samples: Iterator[list[tuple[str, bytes]]]) -> None:
-    """A tar with fixed times and owners, so that equal content gives equal bytes. Keys are row numbers."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for row, members in enumerate(samples):
-            for extension, raw in members:
-                info = tarfile.TarInfo(f"{row:06d}.{extension}")
-                info.size, info.mode = len(raw), 0o644
-                tar.addfile(info, io.BytesIO(raw))
-            forget_members(tar)
 
 
 def _passages() -> tuple[list[str], list[str]]:

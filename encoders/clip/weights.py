@@ -5,7 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from encoders.clip.spec import ClipSpec
-from encoders.pretrained import CLIP_MEAN, CLIP_STD, ConfigFile, part_of, picture_values
+from encoders.pretrained import (
+    CLIP_MEAN,
+    CLIP_STD,
+    ConfigFile,
+    Published,
+    part_of,
+    picture_values,
+    preprocessor_config,
+    tower_config,
+    unread_norm,
+)
 from encoders.vit.weights import LayerNames, layer_rules, norm_rules, patch_rules, unread
 from encoders.weight_map import WeightMap, same
 
@@ -76,6 +86,13 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
     file = ConfigFile("config.json", part_of(config, "vision_config"), _DEFAULTS)
     pictures = picture_values(preprocessor, _PREPROCESSING, file.side("image_size"))
     return {"family": "clip", **tower_values(file), **pictures}
+
+
+def published(spec: ClipSpec) -> Published:
+    """See `encoders.registry.Family.published`."""
+    sizes = {"image_size": spec.image_size, "patch_size": spec.patch_size}
+    config = tower_config(spec, **sizes, model_type="clip_vision_model", architectures=["CLIPVisionModel"])
+    return Published(config, preprocessor_config(spec), unread_norm(spec, "post_layernorm"))
 
 
 def weight_map(spec: ClipSpec) -> WeightMap:

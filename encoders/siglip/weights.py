@@ -7,8 +7,17 @@ from typing import Any
 
 from encoders.clip.weights import LAYERS, OTHER_TENSORS, tower_values
 from encoders.errors import EncoderError
-from encoders.pretrained import ConfigFile, part_of, picture_values
+from encoders.pretrained import (
+    ConfigFile,
+    Published,
+    part_of,
+    picture_values,
+    preprocessor_config,
+    tower_config,
+    unread_norm,
+)
 from encoders.siglip.spec import Siglip2Spec, SiglipSpec
+from encoders.vit.spec import VisionSpec
 from encoders.vit.weights import layer_rules, norm_rules, patch_rules, unread
 from encoders.weight_map import WeightMap, same, with_biases
 
@@ -62,7 +71,16 @@ def read_native(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> d
     return {"family": "siglip2", **values, **sizes, **picked}
 
 
-def weight_map(spec: SiglipSpec | Siglip2Spec) -> WeightMap:
+def published(spec: SiglipSpec | VisionSpec) -> Published:
+    """See `encoders.registry.Family.published`; of `siglip`, and of those of `vit` that compute the same."""
+    if spec.class_token or spec.normalization != "LayerNorm":
+        raise EncoderError("it has a class token without a position, or RMSNorm: no vision tower of transformers does")
+    sizes = {"image_size": spec.image_size, "patch_size": spec.patch_size, "vision_use_head": False}
+    config = tower_config(spec, **sizes, model_type="siglip_vision_model", architectures=["SiglipVisionModel"])
+    return Published(config, preprocessor_config(spec), unread_norm(spec, "post_layernorm"))
+
+
+def weight_map(spec: SiglipSpec | Siglip2Spec | VisionSpec) -> WeightMap:
     """See `encoders.registry.Family.weight_map`."""
     # NaFlex cuts pictures into patches before it embeds them: its weight is that of a linear layer.
     linear = same("patch_embedding.weight", "embeddings.patch_embedding.weight", spec.hidden_size)

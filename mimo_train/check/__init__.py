@@ -25,36 +25,56 @@ BATCH_KEYS = ("train", "data.sequence_length")
 """With faults below these keys, batch and memory cannot be computed."""
 
 
-def main(config: str, overrides: Sequence[str] = ()) -> int:
-    """Check one run, print what was found, and return 1 if it cannot start, else 0."""
+INPUT_KEYS = ("data.tokenizer", "data.chat_template", "data.shards", "data.validation_shards")
+"""Keys of files that a check without data does not look for."""
+
+
+def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = False) -> int:
+    """Check one run, print what was found, and return 1 if it cannot start, else 0.
+
+    Args:
+        without_data: leave out tokenizer and shards, which need not be there.
+    """
     try:
         cfg = compose.load(config, overrides)
     except ConfigError as error:
         show(Report(faults=error.faults), "", sys.stdout, sys.stderr)
         return 1
-    report = check(cfg)
+    report = check(cfg, without_data=without_data)
     script = "train_vlm.sh" if cfg.encoders else "train_gpt.sh"
     command = shlex.join([f"scripts/{script}", config, *overrides])
-    show(report, f"no faults; start it with: {command}", sys.stdout, sys.stderr)
+    last = (
+        "no faults, without a look at tokenizer and shards" if without_data else f"no faults; start it with: {command}"
+    )
+    show(report, last, sys.stdout, sys.stderr)
     return 1 if report.faults else 0
 
 
-def check(cfg: ConfigContainer) -> Report:
-    """All checks of a run that are possible before it starts."""
+def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
+    """All checks of a run that are possible before it starts.
+
+    Args:
+        without_data: leave out tokenizer and shards. The vocabulary is that of the language model's config.
+    """
     report = Report(faults=config_faults(cfg))
+    if without_data:
+        report.faults = [fault for fault in report.faults if fault.key not in INPUT_KEYS]
     layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
     specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)
     run = Run(cfg, layout, Batch.of(cfg)) if layout and not _any_below(report.faults, BATCH_KEYS) else None
     seen, tokenizer = samples.Seen(), None
     if specs_are_sound:
-        tokenizer = samples.build_tokenizer(report, cfg)
+        tokenizer = None if without_data else samples.build_tokenizer(report, cfg)
         vocab = embedding_rows(cfg.llm, tokenizer.vocab_size) if tokenizer else None
-        report.faults += vocabulary_faults(cfg.llm, tokenizer.vocab_size) if tokenizer else ()
+        if without_data and cfg.llm.vocab_size:
+            vocab = embedding_rows(cfg.llm, cfg.llm.vocab_size)
+        report.faults += vocabulary_faults(cfg.llm, tokenizer.text_size) if tokenizer else ()
         arithmetic.add_modules(report, cfg, layout, vocab)
         if layout:
             ranks.add_ranks(report, cfg, layout)
         arithmetic.add_media(report, cfg)
-        seen = samples.add_data(report, cfg, tokenizer)
+        if not without_data:
+            seen = samples.add_data(report, cfg, tokenizer)
         if run:
             arithmetic.add_batch(report, run)
             arithmetic.add_memory(report, run, vocab, seen.media_per_sample)

@@ -21,7 +21,7 @@ IMBALANCE = 2.0
 
 
 def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, vocab: int | None) -> None:
-    """Parameters of each module, and its place if the layout is sound. `vocab`: None if the tokenizer is at fault."""
+    """Parameters of each module, and its place if the layout is sound. `vocab`: None if it is not known."""
     rows, notes, totals = [], [], ParameterCount(0, 0)
     for name, module in cfg.modules.items():
         counts = module_parameters(cfg, name, vocab or 0)
@@ -36,7 +36,7 @@ def add_modules(report: Report, cfg: ConfigContainer, layout: RunLayout | None, 
     if len(rows) > 1:
         rows.append(("all", "", "", "", f"{totals.total:,}", f"{totals.trainable:,}"))
     if vocab is None:
-        notes.append("without token embeddings: the tokenizer is at fault")
+        notes.append("without token embeddings: the size of the vocabulary is not known")
     header = ("module", "what it is", "layout", "ranks", "parameters", "trained")
     report.tables.append(Table("Modules", header, rows, notes, left=4))
 

@@ -69,13 +69,16 @@ class Checkpointer:
         rerun: Repeatable,
         fingerprints: Fingerprints,
         read_pretrained: Callable[[], bool] = lambda: False,
+        read_adapters: Callable[[], bool] = lambda: False,
     ):
         """
         Args:
             read_pretrained: fills the model of a new run from the directories of its modules; returns whether there
                 are any. Collective.
+            read_adapters: fills the adapters of a new run from those that its modules start with; returns whether there
+                are any. Collective.
         """
-        self._read_pretrained = read_pretrained
+        self._read_pretrained, self._read_adapters = read_pretrained, read_adapters
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
         self._train_state, self._rerun, self._fingerprints = train_state, rerun, fingerprints
 
@@ -134,6 +137,7 @@ class Checkpointer:
             # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
         elif self._read_initial_weights():
+            self._read_adapters()
             self._optimizer.reload_model_params()
         return folder
 

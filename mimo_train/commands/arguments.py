@@ -26,11 +26,14 @@ def add_command(commands: Any, name: str, handler: Handler, summary: str, descri
     return command
 
 
-def add_config_command(commands: Any, name: str, handler: Handler, summary: str, description: str) -> None:
+def add_config_command(
+    commands: Any, name: str, handler: Handler, summary: str, description: str
+) -> argparse.ArgumentParser:
     """Add a command that takes a config and changes to it."""
     command = add_command(commands, name, handler, summary, description)
     command.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     command.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDE_HELP)
+    return command
 
 
 def positive(text: str) -> int:

@@ -23,20 +23,23 @@ def add(commands: Any) -> None:
     command.add_argument("--to", required=True, type=Path, metavar="DIR", help="new folder to write")
     command.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the checkpoint)")
     command.add_argument(
+        "--merge", action="store_true", help="put adapters into the weights (default: write them for peft)"
+    )
+    command.add_argument(
         "--file-gigabytes", type=positive, default=5, metavar="N", help="largest file, in 10^9 bytes (default: 5)"
     )
 
 
 def _export(args: argparse.Namespace) -> int:
-    return main(args.checkpoint, args.to, dtype=args.dtype or "", file_gigabytes=args.file_gigabytes)
+    return main(args.checkpoint, args.to, dtype=args.dtype or "", file_gigabytes=args.file_gigabytes, merge=args.merge)
 
 
-def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: int) -> int:
+def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: int, merge: bool) -> int:
     """Write the model of a checkpoint to `to`. Returns the exit code.
 
     Raises:
-        UserError: no complete checkpoint or a damaged one, `to` is not empty, or a module did not come from a
-            directory of `transformers`.
+        UserError: no complete checkpoint or a damaged one, `to` is not empty, the directory of a module has gone, or
+            PEFT has no place for an adapter.
     """
     from mimo_train.checkpoint import folders
     from mimo_train.checkpoint.hf.directory import new_directory
@@ -56,7 +59,10 @@ def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: int) -> int:
     adopt_torch()
     from mimo_train.training.exporting import export
 
-    for written in export(folder, cfg, to, dtype=dtype, largest_file=file_gigabytes * 10**9):
-        print(f"{written.what}: {written.folder}")
+    written, why = export(folder, cfg, to, dtype=dtype, largest_file=file_gigabytes * 10**9, merge=merge)
+    if why:
+        print(f"each part by itself, for no model of transformers has them all: {why}")
+    for one in written:
+        print(f"{one.what}: {one.folder}")
     dist.destroy_process_group()
     return 0

@@ -11,9 +11,9 @@ from mimo_train.config.fault import UserError
 from mimo_train.generation.options import Sampling
 
 if TYPE_CHECKING:
-    from mimo_train.config.schema import ConfigContainer
     from mimo_train.generation.answers import Answer
     from mimo_train.generation.chat import Chat
+    from mimo_train.generation.source import Source
     from mimo_train.training.setup import Parts
 
 KINDS = ("image", "audio")
@@ -41,7 +41,11 @@ def add(commands: Any) -> None:
     command = add_command(commands, "generate", _generate, "ask a checkpoint, or chat with it", DESCRIPTION)
     command.set_defaults(usage_error=command.error)
     option = command.add_argument
-    option("checkpoint", metavar="CHECKPOINT", help="folder of a run, or of one of its checkpoints")
+    option(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="folder of a run, of one of its checkpoints, or of a model of transformers",
+    )
     option("--prompt", metavar="TEXT", help="what to ask; with --chat the first message")
     option("--chat", action="store_true", help="go on with messages from the input, line by line")
     option("--system", default="", metavar="TEXT", help="what stands before the conversation")
@@ -147,9 +151,9 @@ def main(
     from mimo_train.generation.prompts import Prompts
     from mimo_train.generation.sampling import Sampler
 
-    parts = _build(source.cfg)
+    parts = _build(source)
     try:
-        source.load(parts.pipeline.layout, parts.pipeline.model)
+        source.load(parts.pipeline, parts.tokenizer)
         prompts = Prompts(source.cfg, parts.tokenizer)
         answers = Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(sampling), max_new_tokens)
         has_template = not isinstance(parts.tokenizer.template, OwnTemplate)
@@ -174,12 +178,12 @@ def _parts_of_conversation(media: list[tuple[str, Path]], chat: bool, system: st
     return [name for name, is_given in (("--chat", chat), ("--system", system), ("media", media)) if is_given]
 
 
-def _build(cfg: "ConfigContainer") -> "Parts":
+def _build(source: "Source") -> "Parts":
     from mimo_train.plan.run import resolve
     from mimo_train.training.setup import build_parts, start_processes
 
-    run = resolve(cfg)
-    return build_parts(run, *start_processes(run.cfg))
+    run = resolve(source.cfg)
+    return build_parts(run, *start_processes(run.cfg), undrawn=source.undrawn)
 
 
 def _write(text: str) -> None:

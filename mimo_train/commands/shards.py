@@ -1,4 +1,4 @@
-"""`mimo-train shards ...`: index, inspect and verify shards, and make the demos. Imports argparse only, until a
+"""`mimo-train shards ...`: build, index, inspect and verify shards, and make the demos. Imports argparse only, until a
 command runs."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from mimo_train.commands.arguments import positive, whole
@@ -14,7 +15,9 @@ from mimo_train.config.fault import UserError
 
 def add(subparsers: Any) -> None:
     """Add the command and its own commands."""
-    shards = subparsers.add_parser("shards", help="index, inspect and verify WebDataset shards; make the demo data")
+    shards = subparsers.add_parser(
+        "shards", help="build, index, inspect and verify WebDataset shards; make the demo data"
+    )
     commands = shards.add_subparsers(dest="shards_command", required=True, metavar="COMMAND")
     pattern_help = "a folder, a glob, a range such as 'x-{000000..000003}.tar', or several separated by commas"
 
@@ -38,6 +41,17 @@ def add(subparsers: Any) -> None:
     verify.add_argument("--workers", type=positive, default=2, help="threads (default: 2)")
     verify.set_defaults(handler=_about_files(_verify))
 
+    build = commands.add_parser("build", help="make shards of a JSON file, such as LLaVA's, and a folder of media")
+    build.add_argument("records", metavar="RECORDS", help="a JSON list of records, or a JSON object a line")
+    build.add_argument(
+        "--media", metavar="FOLDER", required=True, help="where the files are that `image` and `audio` name"
+    )
+    build.add_argument("--to", metavar="FOLDER", required=True, help="folder to write: train/ and held_out/ in it")
+    build.add_argument("--held-out", type=whole, default=0, help="records to set aside for evaluation (default: 0)")
+    build.add_argument("--samples-per-shard", type=positive, default=1000, help="default: 1000")
+    build.add_argument("--skip-bad", action="store_true", help="leave out records that cannot be used, and name them")
+    build.set_defaults(handler=_about_files(_build))
+
     demo = commands.add_parser("make-demo", help="make a small data set to try things on, without a download")
     demo.add_argument("out", metavar="OUT", help="folder to write")
     demo.add_argument("--kind", choices=["digits", "mixed", "text"], default="digits", help="default: digits")
@@ -57,6 +71,25 @@ def _about_files(handler: Any) -> Any:
             raise UserError(str(error)) from error
 
     return run
+
+
+def _build(args: argparse.Namespace) -> int:
+    from data.build import build_shards
+
+    to = Path(args.to)
+    built = build_shards(
+        Path(args.records),
+        Path(args.media),
+        to,
+        held_out=args.held_out,
+        per_shard=args.samples_per_shard,
+        skip_bad=args.skip_bad,
+    )
+    for reason in built.left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    for part, samples in built.samples.items():
+        print(f"{to / part}: {samples} samples in {-(-samples // args.samples_per_shard)} shards")
+    return 0
 
 
 def _index(args: argparse.Namespace) -> int:

@@ -27,6 +27,10 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.slips import left_open, override_slips, value_slips
 
+RECIPES = "recipes"
+"""Folder in that of the shipped configs, with whole runs of models that people use and a `layout/` group of their own;
+these are named with it, `recipes/NAME`."""
+
 
 def shipped_configs() -> Path:
     """Folder of the shipped configs: beside the packages in a checkout, inside the package in a wheel."""
@@ -35,7 +39,8 @@ def shipped_configs() -> Path:
 
 
 def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
-    """Compose `config` (a shipped name such as `vlm_digits`, or a path to a YAML file) with `key=value` overrides.
+    """Compose `config` (a shipped name such as `vlm_digits` or `recipes/siglip2_qwen3`, or a path to a YAML file) with
+    `key=value` overrides.
 
     An override with dots sets a value (`train.iters=10`); one that names a group picks a file of it
     (`layout=two_processes`, `encoder@modules.images.encoder=vit_tiny`).
@@ -148,7 +153,9 @@ def _find(config: str) -> Path:
         if path.is_file():
             return path.resolve()
         raise ConfigError([Fault("CONFIG", f"no file {config}: give an existing YAML file or a shipped name")])
-    shipped = {file.stem: file for file in sorted(shipped_configs().glob("*.yaml"))}
+    folder = shipped_configs()
+    files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob(f"{RECIPES}/*.yaml"))]
+    shipped = {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
     if config in shipped:
         return shipped[config]
     raise ConfigError([Fault("CONFIG", f"no shipped config named {config!r}{nearest(config, shipped)}")])
@@ -164,7 +171,8 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
 
 def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], list[str]]:
     """Hydra's overrides (group choices, and what begins with + or ~), and values to set as they are written."""
-    groups = {folder.name for root in {path.parent, shipped_configs()} for folder in root.iterdir() if folder.is_dir()}
+    roots = {path.parent, shipped_configs()}
+    groups = {folder.name for root in roots for folder in root.iterdir() if folder.is_dir()} - {RECIPES}
     picked = {key.replace(" ", "") for key in _defaults_keys(path)}
     named = picked | {key.partition("@")[0] for key in picked}
     slips = list(override_slips(overrides, groups, picked))

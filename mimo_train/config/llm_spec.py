@@ -30,8 +30,9 @@ class LlmSpec:
     ffn_hidden_size: int = key(3072, at_least=1)
     """Width of the feed-forward block, of each of its two halves with a gate."""
     vocab_size: int = key(0, at_least=0, zero_means="as many as the tokenizer has tokens")
-    """Rows of the embedding, which may be more than the tokenizer has tokens; 0: as many. The table is padded to a
-    multiple of 128; padding has no part in the softmax."""
+    """Rows of the embedding, which may be more than the tokenizer has tokens, and more than a `pretrained` directory
+    has: new ones are drawn; 0: as many as tokens. The table is padded to a multiple of 128; padding has no part in the
+    softmax."""
     max_positions: int = key(0, at_least=0, zero_means="not known")
     """Longest sequence that the model was made for; 0: not known. It bounds `data.sequence_length` only with
     `rope_scaling.kind: dynamic`."""

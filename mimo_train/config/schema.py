@@ -264,6 +264,12 @@ class ConfigContainer:
         yield from self.run.faults(self.checkpoint.resume)
         for name, module in self.modules.items():
             yield from module.faults(name, self.optim, self.placement.bridge)
+            if module.lora.adapter and self.checkpoint.weights:
+                yield Fault(
+                    f"modules.{name}.lora.adapter",
+                    f"is {module.lora.adapter}, and checkpoint.weights {self.checkpoint.weights}: a run begins with "
+                    "the weights of one of them; remove the other",
+                )
         yield from self.placement.faults()
         yield from self._nothing_to_train()
         yield from self.data.faults()

@@ -114,6 +114,9 @@ class LoraConfig:
     dora: bool = False
     """Train the length of every row of the adapted weight too, apart from its direction (DoRA, arXiv 2402.09353). Needs
     `dropout` 0."""
+    adapter: str = ""
+    """Folder of an adapter of PEFT that a new run starts with, for the model of `pretrained`: the other keys come from
+    it. Empty: none. See docs/frozen.md#peft."""
 
     @property
     def scale(self) -> float:
@@ -226,6 +229,11 @@ class ModuleConfig:
         yield from self.optim.faults(name, optim)
         yield from self._freeze_faults(name)
         yield from self.lora.faults(f"{prefix}.lora")
+        if self.lora.adapter and not self.pretrained:
+            yield Fault(
+                f"{prefix}.lora.adapter",
+                f"is for a model of transformers, and {prefix}.pretrained is empty: give that model's directory",
+            )
         yield from value_faults(self.feature_cache, f"{prefix}.feature_cache")
         unfixed = self._why_features_change(name)
         if self.feature_cache.dir and unfixed:

@@ -55,7 +55,7 @@ def value_slips(plain: Mapping[Any, Any], key: str = "") -> Iterator[Fault]:
             yield Fault(key, f"{str(name)!r} has no value: write a space after the colon, {{{said}}}")
         elif isinstance(value, dict):
             yield from value_slips(value, f"{key}.{name}" if key else str(name))
-    if key.endswith(".lora") and plain and "rank" not in plain:
+    if key.endswith(".lora") and plain and not {"rank", "adapter"} & plain.keys():
         yield Fault(f"{key}.rank", f"missing beside {', '.join(map(str, plain))}: give a rank, or 0 for no adapters")
     if key.endswith(".encoder") and not isinstance(plain.get("family", ""), str):
         yield Fault(f"{key}.family", f"must be the name of a family, is {plain['family']!r}")

@@ -1,6 +1,7 @@
-"""Where a model comes from: a run, or one of its checkpoints. Imports torch only to load weights."""
+"""Where a model comes from: a run, one of its checkpoints, or a directory of `transformers`. Imports torch only to load
+weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -8,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from mimo_train.checkpoint import folders
 from mimo_train.config.compose import from_dict
+from mimo_train.config.pretrained.alone import config_of_directory, is_directory_of_a_model
+from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer, PlacementConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, ModuleConfig
-from mimo_train.plan.layout import RunLayout
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.module import MegatronModule
+    from data.tokens import Tokenizer
+    from mimo_train.step.schedule import Pipeline
 
 
 @dataclass(frozen=True)
@@ -23,29 +26,58 @@ class Source:
 
     cfg: ConfigContainer
     """What to build, on one process."""
-    load: Callable[[RunLayout, list["MegatronModule"]], None]
-    """Reads the weights into the chunks of a model built from `cfg`, and merges its adapters."""
+    load: Callable[["Pipeline", "Tokenizer"], None]
+    """Reads the weights into a model built from `cfg`, and merges its adapters."""
     run_dir: Path | None
     """The run that wrote the weights, where libraries' warnings go; None if they were moved out of it."""
+    undrawn: Set[tuple[str, str]] = frozenset()
+    """Parts whose initial weights need not be drawn, see `model.build.build_model`."""
 
 
 def open_source(path: Path) -> Source:
-    """The model in the folder of a run, whose newest checkpoint it is, or of a checkpoint.
+    """The model in the folder of a run, whose newest checkpoint it is, of a checkpoint, or of a model of
+    `transformers`.
 
     Raises:
-        UserError: there is no complete checkpoint, or it is damaged.
+        UserError: there is no complete checkpoint, it is damaged, or the directory's model cannot be built.
     """
+    if is_directory_of_a_model(path):
+        alone = on_one_process(config_of_directory(path))
+        return Source(alone, partial(_load_directory, alone), None, parts_there(alone))
     folder = folders.in_folder(path, "CHECKPOINT")
     cfg = from_dict(folders.read_record(folder, "config")["config"])
-    return Source(on_one_process(cfg), partial(_load, folder), folders.run_of(folder))
+    alone = on_one_process(cfg)
+    return Source(alone, partial(_load, folder, alone), folders.run_of(folder))
 
 
-def _load(folder: Path, layout: RunLayout, model: list["MegatronModule"]) -> None:
+def load_model(folder: Path, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+    """Read the weights of a checkpoint into a model whose weights are initial. Collective; errors as of
+    `store.load_checkpoint`."""
+    from mimo_train.checkpoint.frozen_base import LEFT_OUT
+    from mimo_train.checkpoint.hf.load import load_pretrained
     from mimo_train.checkpoint.store import load_weights
+    from mimo_train.model.start_weights import load_start_weights
+    from mimo_train.plan.parameters import embedding_rows
+
+    if LEFT_OUT in folders.read_record(folder, "config"):
+        # As the run began: the checkpoint has what was trained alone.
+        load_pretrained(cfg, pipeline.model, pipeline.groups, embedding_rows(cfg.llm, tokenizer.vocab_size))
+        load_start_weights(pipeline.model)
+    load_weights(folder, pipeline.layout, pipeline.model)
+
+
+def _load(folder: Path, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     from mimo_train.model.lora import merge_lora
 
-    load_weights(folder, layout, model)
-    merge_lora(model)
+    load_model(folder, cfg, pipeline, tokenizer)
+    merge_lora(pipeline.model)
+
+
+def _load_directory(cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+    from mimo_train.checkpoint.hf.load import load_pretrained
+    from mimo_train.plan.parameters import embedding_rows
+
+    load_pretrained(cfg, pipeline.model, pipeline.groups, embedding_rows(cfg.llm, tokenizer.vocab_size))
 
 
 def on_one_process(cfg: ConfigContainer) -> ConfigContainer:

@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from encoders.registry import family_of
 from encoders.spec import encoders_in, joined_width
-from mimo_train.config.fault import ConfigError
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
@@ -35,7 +34,7 @@ from mimo_train.model.transformer_config import encoder_config, language_config,
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.plan.adapters import adapted_linears, adapts_projector
 from mimo_train.plan.layout import RunLayout
-from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
+from mimo_train.plan.parameters import embedding_rows
 
 _LAYERS_OF_CHUNK = (get_transformer_layer_offset, get_num_layers_to_build)
 """Number of a model chunk's first layer, and of its layers, from (config, chunk, stage)."""
@@ -144,8 +143,6 @@ def _language_specs(
     if pgs is None:
         return [ModuleSpec(module=SeededGPTModel, params=params)]
     stage, last, chunks = pgs.pp.rank(), pgs.pp.size() - 1, layout.language.vpp
-    if faults := list(vocabulary_faults(llm, vocab_size)):
-        raise ConfigError(faults)
     layers = language_layers(llm, config, te)
     params |= {
         "vocab_size": embedding_rows(llm, vocab_size),

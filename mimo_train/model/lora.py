@@ -216,14 +216,18 @@ class _Adaptable:
         return state
 
     @torch.no_grad()
+    def merged_weight(self) -> torch.Tensor:
+        """The weight with its adapters, this rank's part of it, in fp32. Collective as `_norms` is."""
+        assert self.lora is not None
+        adapted = self._adapted_weight()
+        return self._gain()[:, None] * adapted if self.lora.dora else adapted
+
+    @torch.no_grad()
     def merge(self) -> None:
         """Put the adapters into the weight, and reset them so that they change nothing. Collective as `_norms` is."""
         if self.lora is None:
             return
-        adapted = self._adapted_weight()
-        if self.lora.dora:
-            adapted = self._gain()[:, None] * adapted
-        self.weight.copy_(adapted)
+        self.weight.copy_(self.merged_weight())
         for holder in self._adapters.values():
             holder.lora_b.zero_()
         if self.lora.dora:

@@ -77,12 +77,17 @@ class PlacedMimoModel(MimoModel):
     def get_text_embeddings(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, special_token_ids: dict[str, int]
     ) -> torch.Tensor:
-        """Embeddings [sequence, batch, hidden] of all tokens, placeholders included.
+        """Embeddings [sequence, batch, hidden] of all tokens, placeholders included: features will replace theirs. A
+        placeholder that the table has no row for gets the first one.
 
         Megatron-Core's (mimo/model/base.py:346-397) selects the tokens of the text, and the host waits for their
         number.
         """
-        return unwrap_model(self.language_model).embedding(input_ids=input_ids, position_ids=position_ids)
+        embedding = unwrap_model(self.language_model).embedding
+        for token in special_token_ids.values():
+            if token >= embedding.word_embeddings.num_embeddings:
+                input_ids = input_ids.masked_fill(input_ids == token, 0)
+        return embedding(input_ids=input_ids, position_ids=position_ids)
 
     def align_embeddings_by_token_positions(
         self,

@@ -92,7 +92,7 @@ def _adapter_changes(was: Mapping[str, Any], module: ModuleConfig, prefix: str, 
         yield f"{prefix}.rank was {before}, is 0, so that its adapters would be lost"
         return
     more = new_run and set(was.get("targets", ())) <= set(module.lora.targets)
-    yield from _key_changes(was, module.lora, prefix, MAY_CHANGE | ({"targets"} if more else set()))
+    yield from _key_changes(was, module.lora, prefix, MAY_CHANGE | {"adapter"} | ({"targets"} if more else set()))
 
 
 def _key_changes(was: Mapping[str, Any], section: Any, prefix: str, free: Set[str]) -> Iterator[str]:

@@ -39,12 +39,13 @@ def embedding_rows(llm: LlmSpec, tokens: int) -> int:
 
 
 def vocabulary_faults(llm: LlmSpec, tokens: int) -> Iterator[Fault]:
-    """A tokenizer of `tokens` tokens that the model's embedding has no row for."""
+    """A tokenizer whose texts have `tokens` tokens that the model's embedding has no row for. Placeholders of media
+    need none: features take their places."""
     if 0 < llm.vocab_size < tokens:
         yield Fault(
             f"modules.{LANGUAGE}.llm.vocab_size",
-            f"the embedding has {llm.vocab_size} rows and the tokenizer {tokens} tokens, placeholders of media "
-            f"included: set it to at least {tokens}, or change data.tokenizer",
+            f"the embedding has {llm.vocab_size} rows and the tokenizer {tokens} tokens of text: set it to at least "
+            f"{tokens}, or change data.tokenizer",
         )
 
 

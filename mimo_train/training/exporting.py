@@ -1,26 +1,32 @@
-"""A checkpoint as directories of `transformers`: one, where its modules came from one, else one for each."""
+"""A checkpoint as directories of `transformers`, and its adapters as PEFT keeps them."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from mimo_train.checkpoint.hf.directory import copy_files, write_config
-from mimo_train.checkpoint.hf.export import write_weights
-from mimo_train.checkpoint.hf.parts import pretrained_parts
+from data.tokens import Tokenizer
+from mimo_train.checkpoint.frozen_base import LEFT_OUT
+from mimo_train.checkpoint.hf.adapters import ModuleAdapters, is_base, module_adapters
+from mimo_train.checkpoint.hf.documents import Document, separate
+from mimo_train.checkpoint.hf.export import Stored, write_document
+from mimo_train.checkpoint.hf.joined import NoLlava, llava
+from mimo_train.checkpoint.hf.peft import write_adapters
 from mimo_train.checkpoint.integrity import verified_record
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.directory import read_directory
+from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.generation.source import on_one_process
-from mimo_train.model.names import modules_of
-from mimo_train.model.transformer_config import DTYPES
+from mimo_train.generation.source import load_model, on_one_process
 from mimo_train.plan.parameters import embedding_rows
 from mimo_train.plan.run import resolve
 from mimo_train.training.setup import build_parts, start_processes
 
+BASE = "base"
+"""Folder of the model that adapters are for, beside them, where it is no directory that was there already."""
+
 
 @dataclass(frozen=True)
-class Written:
+class Exported:
     """A directory that was written."""
 
     folder: Path
@@ -28,7 +34,9 @@ class Written:
     """Modules and parts that are in it."""
 
 
-def export(checkpoint: Path, cfg: ConfigContainer, to: Path, *, dtype: str, largest_file: int) -> list[Written]:
+def export(
+    checkpoint: Path, cfg: ConfigContainer, to: Path, *, dtype: str, largest_file: int, merge: bool
+) -> tuple[list[Exported], str]:
     """Write the model of a checkpoint. On one process.
 
     Args:
@@ -37,43 +45,85 @@ def export(checkpoint: Path, cfg: ConfigContainer, to: Path, *, dtype: str, larg
         to: an empty folder.
         dtype: of the weights: fp32, bf16 or fp16; empty: as in the checkpoint.
         largest_file: in bytes.
+        merge: put adapters into the weights, instead of writing them by themselves.
+
+    Returns:
+        What was written, and why parts that `transformers` could have as one model are several; empty if they are not.
 
     Raises:
-        UserError: the checkpoint is damaged.
-        ConfigError: a module did not come from a directory, or its directory has gone.
+        UserError: the checkpoint is damaged, or PEFT has no place for its adapters.
+        ConfigError: the directory of a module has gone.
     """
-    verified_record(checkpoint)
+    record = verified_record(checkpoint)
     alone = on_one_process(cfg)
     # Without the distributed optimizer's copy of the weights: here a model only lends names and shapes.
     run = resolve(replace(alone, optim=replace(alone.optim, distributed_optimizer=False)))
-    _require_directories(run.cfg)
     undrawn = {(name, part) for name in run.cfg.modules for part in ("llm", "encoder", "projector")}
+    if LEFT_OUT in record:
+        undrawn = parts_there(run.cfg)
     built = build_parts(run, *start_processes(run.cfg), undrawn=undrawn)
-    modules = {name: module for name, (module,) in modules_of(built.pipeline.model).items()}
-    parts = pretrained_parts(run.cfg, embedding_rows(run.cfg.llm, built.tokenizer.vocab_size))
-    sources = {part.folder: [other for other in parts if other.folder == part.folder] for part in parts}
+    if LEFT_OUT in record:
+        load_model(checkpoint, run.cfg, built.pipeline, built.tokenizer)
+    (chunk,) = built.pipeline.model
+    stored = Stored(chunk, None if LEFT_OUT in record else checkpoint)
+    documents, why = _documents(run.cfg, built.tokenizer)
+    adapters = {} if merge else _adapters(run.cfg, documents, stored)
+    kind = dtype or run.cfg.train.precision
+    write = partial(write_document, stored=stored, dtype=kind, largest_file=largest_file, merge=merge)
     written = []
-    for source, of_source in sources.items():
-        place = to if len(sources) == 1 else to / of_source[0].module
-        place.mkdir(exist_ok=True)
-        kind = dtype or run.cfg.train.precision
-        write_weights(of_source, modules, checkpoint, place, dtype=DTYPES[kind], largest_file=largest_file)
-        copy_files(source, place)
-        write_config(place, read_directory(str(source), of_source[0].key).config, kind)
-        names = dict.fromkeys(part.module for part in of_source)
-        written.append(Written(place, " and ".join(names)))
-    return written
+    for document in documents:
+        place = to if len(documents) == 1 else to / document.name
+        place.mkdir(parents=True, exist_ok=True)
+        own = adapters.get(document.name)
+        if own is None:
+            write(document, to=place)
+            written.append(Exported(place, document.what))
+            continue
+        base = document.source if is_base(document, stored) else None
+        if base is None:
+            base = place / BASE
+            base.mkdir()
+            write(document, to=base)
+            written.append(Exported(base, document.what))
+        task = "CAUSAL_LM" if LANGUAGE in document.modules else "FEATURE_EXTRACTION"
+        write_adapters(place, own, base_model=str(base.resolve()), task_type=task)
+        names = " and ".join(one.module for one in own)
+        written.append(Exported(place, f"adapters of {names} for peft, beside {base}"))
+    return written, why
 
 
-def _require_directories(cfg: ConfigContainer) -> None:
-    missing = [name for name, module in cfg.modules.items() if not module.pretrained]
-    if missing:
-        what = "llm" if missing[0] == LANGUAGE else "encoder"
-        raise ConfigError(
-            [
-                Fault(
-                    f"modules.{missing[0]}.pretrained",
-                    f"is empty: the {what} of this run was made here, and is of no family that transformers has",
-                )
-            ]
-        )
+def _documents(cfg: ConfigContainer, tokenizer: Tokenizer) -> tuple[list[Document], str]:
+    """What to write, and why it is more than one directory."""
+    rows = embedding_rows(cfg.llm, tokenizer.vocab_size)
+    apart = separate(cfg, tokenizer, rows)
+    if len(apart) == 1:
+        return apart, ""
+    try:
+        return [llava(cfg, tokenizer, rows)], ""
+    except NoLlava as reason:
+        return apart, str(reason)
+
+
+def _adapters(cfg: ConfigContainer, documents: list[Document], stored: Stored) -> dict[str, list[ModuleAdapters]]:
+    """The adapters of each directory, by its name.
+
+    Raises:
+        UserError: there is no model of `transformers` to put them beside.
+    """
+    found: dict[str, list[ModuleAdapters]] = {}
+    for name, module in cfg.modules.items():
+        if not module.lora.rank:
+            continue
+        holders = [document for document in documents if name in document.modules]
+        own = [module_adapters(cfg, name, stored, holder) for holder in holders]
+        placed = {adapter for one in own for adapter in one.adapters}
+        left = [one for one in module_adapters(cfg, name, stored, None).adapters if one not in placed]
+        if left:
+            raise UserError(
+                f"{left[0]} of {name} is an adapter beside a layer that no model of transformers has here: give "
+                "--merge, which puts adapters into the weights"
+            )
+        for holder, one in zip(holders, own, strict=True):
+            if one.adapters:
+                found.setdefault(holder.name, []).append(one)
+    return found

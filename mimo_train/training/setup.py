@@ -16,8 +16,9 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
-from mimo_train.checkpoint.hf.load import load_pretrained
+from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
 from mimo_train.config.compose import to_yaml
+from mimo_train.config.fault import ConfigError
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.profiling import StepProfiler
@@ -44,7 +45,7 @@ from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
-from mimo_train.plan.parameters import embedding_rows
+from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
 from mimo_train.plan.run import Run
 from mimo_train.plan.run_dir import make_folder
 from mimo_train.step.batches import StepIterator, open_loader
@@ -162,7 +163,8 @@ def _build(
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
     fingerprints = Fingerprints(dataset.fingerprint, dataset.text_fingerprint, parts.tokenizer.vocabulary_fingerprint)
-    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained)
+    read_adapters = partial(load_start_adapters, cfg, pipeline.model, rows)
+    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters)
     resumed_from = checkpointer.resume()
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
@@ -243,6 +245,8 @@ def build_parts(
     """Groups, model and pipeline of a run; weights are initial, but for those of `undrawn` (see `build_model`).
     Collective over all ranks."""
     cfg, groups, tokenizer = run.cfg, build_groups(run.layout), tokenizer_of(run.cfg)
+    if faults := list(vocabulary_faults(cfg.llm, tokenizer.text_size)):
+        raise ConfigError(faults)
     profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
     _seed(cfg, groups)
     model = build_model(

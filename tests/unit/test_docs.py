@@ -14,6 +14,7 @@ import pytest
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
 from mimo_train import cli
+from mimo_train.check import check
 from mimo_train.config.compose import load
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
@@ -208,9 +209,19 @@ def shown_runs() -> list[str]:
 
 @pytest.mark.parametrize("run", shown_runs())
 def test_a_run_that_a_document_shows_has_no_faults(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    config, *overrides = shlex.split(re.sub(r"=/models/\S+", f"={tmp_path}", run))
-    resolve(load(config, overrides))
+    for name, kind in {"language": "qwen2", "images": "clip", "all": "llava"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
+        image = [{"id": 32000, "content": "<image>"}]
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"added_tokens": image}))
+    placed = re.sub(r"modules\.(\w+)\.pretrained=/models/\S+", rf"modules.\1.pretrained={tmp_path}/\1", run)
+    config, *overrides = shlex.split(re.sub(r"(?<=\s)pretrained=/models/\S+", f"pretrained={tmp_path}/all", placed))
+    options = [word for word in overrides if word.startswith("--")]
+    cfg = load(config, [word for word in overrides if word not in options])
+    if options:
+        assert options == ["--without-data"] and not check(cfg, without_data=True).faults
+        return
+    resolve(cfg)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.tokenizer_directory import write_tokenizer
+from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
+from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.inputs import placeholders_of
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """As `transformers` names dtypes, by ours."""
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """Files of the directory that a run started from, which belong to a model besides its weights."""
+PROCESSOR = "processor_config.json"
+PROCESSORS = (PROCESSOR, "preprocessor_config.json")
+"""Of which a directory with a processor has one."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin.index.json")
 
 
@@ -33,6 +41,33 @@ def copy_files(source: Path, to: Path) -> None:
         for path in sorted(source.glob(pattern)):
             if path.name != "config.json" and not any(path.match(one) for one in WEIGHTS):
                 shutil.copy2(path, to / path.name)
+    _complete_processor(source, to)
+
+
+def _complete_processor(source: Path, to: Path) -> None:
+    """Add the keys that the processor of a copy lacks, and that follow from the model: directories that older versions
+    saved have none of them."""
+    config, file = json.loads((source / "config.json").read_text()), to / PROCESSOR
+    composite = COMPOSITES.get(config.get("model_type"))
+    if composite is None or composite.processor is None or not any((to / name).is_file() for name in PROCESSORS):
+        return
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    missing = {key: value for key, value in composite.processor(config).items() if found.get(key) is None}
+    if missing:
+        file.write_text(json.dumps(found | missing, indent=2) + "\n")
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write one file."""
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_run_tokenizer(cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:
+    """Write the tokenizer of a run, with its chat template and the placeholders of its media."""
+    media: dict[str, list[int]] = {}
+    for module, name in placeholders_of(cfg).items():
+        media.setdefault(cfg.modules[module].encoder.kind, []).append(tokenizer.placeholder_id(name))
+    write_tokenizer(tokenizer, cfg.data.tokenizer, to, media)
 
 
 def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:
@@ -42,7 +77,7 @@ def write_config(to: Path, config: Mapping[str, Any], dtype: str) -> None:
         config: of the directory that the run started from, or made for the model.
         dtype: of the weights: fp32, bf16 or fp16.
     """
-    (to / "config.json").write_text(json.dumps(readable_by_both(config, DTYPE_NAMES[dtype]), indent=2) + "\n")
+    write_json(to / "config.json", readable_by_both(config, DTYPE_NAMES[dtype]))
 
 
 def readable_by_both(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -1,46 +1,105 @@
 """A checkpoint -> a directory as `transformers` saves it, on one process, a few tensors at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from encoders.weight_map import Rule, WeightMap, spelt
-from mimo_train.checkpoint.hf.fill import Reader
-from mimo_train.checkpoint.hf.parts import Part
+from mimo_train.checkpoint.frozen_base import own_tensors
+from mimo_train.checkpoint.hf.directory import write_config, write_json
+from mimo_train.checkpoint.hf.documents import Document, Whole
 from mimo_train.checkpoint.hf.slices import SliceReader
-from mimo_train.checkpoint.hf.tensors import Planned, TensorFolder, write_tensors
+from mimo_train.checkpoint.hf.tensors import Planned, write_tensors
 from mimo_train.checkpoint.store import CONTENT
+from mimo_train.config.parts import is_adapter
+from mimo_train.model.lora import adapted_layers
+from mimo_train.model.names import modules_of
+from mimo_train.model.transformer_config import DTYPES
 
 
-class Weights:
-    """The parameters of a model in a checkpoint, one at a time. The model lends names and shapes; its own values are
-    neither read nor written.
+class Stored:
+    """The tensors of a checkpoint, one at a time, by those of a model on one process.
 
-    Args:
-        folder: of the checkpoint.
-        model: a module of the run on one process.
+    Attributes:
+        modules: of the model, by name.
     """
 
-    def __init__(self, folder: Path, model: MegatronModule):
-        self._reader = SliceReader(folder)
-        self._state = unwrap_model(model).sharded_state_dict(metadata=dict(CONTENT))
-        self.parameters = dict(unwrap_model(model).named_parameters())
+    def __init__(self, chunk: MegatronModule, folder: Path | None):
+        """
+        Args:
+            chunk: the model; its tensors lend names and shapes.
+            folder: of the checkpoint; its tensors are read, the model's own values are not. None: the model holds the
+                values of the checkpoint.
+        """
+        self.modules = {name: unwrap_model(module) for name, (module,) in modules_of([chunk]).items()}
+        self._reader = SliceReader(folder) if folder is not None else None
+        state = unwrap_model(chunk).sharded_state_dict(metadata=dict(CONTENT))
+        own = own_tensors(chunk)
+        self._entries = {id(own[name]): entry for name, entry in state.items() if isinstance(entry, _STORED)}
 
-    def load(self, name: str) -> torch.Tensor:
-        """The value of a parameter."""
-        entry = self._state[name]
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the model is one of those that checkpoints have."""
+        return id(tensor) in self._entries
+
+    def load(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value that a tensor of the model has in the checkpoint."""
+        if self._reader is None:
+            return tensor.detach().cpu()
+        entry = self._entries[id(tensor)]
         if not isinstance(entry, ShardedTensorFactory):
             return self._reader.read(entry)
         parts = entry.build()
         dict_list_map_inplace(self._reader.read, parts)
         return entry.merge_fn(parts)
+
+
+class Weights:
+    """The tensors of one module in a checkpoint.
+
+    Attributes:
+        tensors: parameters and stored buffers of the module by name. They lend names and shapes.
+    """
+
+    def __init__(self, stored: Stored, module: str, *, merge: bool = False):
+        """
+        Args:
+            module: its name.
+            merge: put adapters into the weights that they are beside.
+        """
+        self._stored, model = stored, stored.modules[module]
+        layers = adapted_layers(model) if merge else ()
+        self._adapted: dict[str, Any] = {f"{path}.weight": layer for path, layer in layers}
+        self.tensors = {name: value for name, value in own_tensors(model).items() if stored.has(value)}
+
+    def load(self, name: str) -> torch.Tensor:
+        """The value of a tensor."""
+        base = self._stored.load(self.tensors[name])
+        return self._merged(name, base) if name in self._adapted else base
+
+    @torch.no_grad()
+    def _merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        """A weight with its adapters. The layer computes it, and holds the weight for as long."""
+        layer = self._adapted[name]
+        own, device = layer.weight.data, layer.weight.device
+        for _, _, parameter, _ in layer.named_adapters():
+            parameter.copy_(self._stored.load(parameter))
+        layer.weight.data = base.to(device)
+        try:
+            return layer.merged_weight().to(base.dtype).cpu()
+        finally:
+            layer.weight.data = own
+
+
+_STORED = (ShardedTensor, ShardedTensorFactory)
 
 
 @dataclass(frozen=True)
@@ -116,42 +175,47 @@ def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: d
     assert at == len(value), rule.ours
 
 
-def write_weights(
-    parts: Sequence[Part],
-    modules: dict[str, MegatronModule],
-    checkpoint: Path,
+def write_document(
+    document: Document,
+    stored: Stored,
     to: Path,
     *,
-    dtype: torch.dtype,
+    dtype: str,
     largest_file: int,
+    merge: bool = False,
 ) -> None:
-    """Write parts of a model that make one directory. Tensors of the directory that they came from that take no part in
-    training are copied.
+    """Write a directory: weights, config.json and the files beside them.
 
     Args:
-        parts: of one directory.
-        modules: of the run on one process, by name; they lend names and shapes.
-        checkpoint: folder that the values are read from.
+        merge: see `Weights`.
+        dtype: of the weights: fp32, bf16 or fp16.
         largest_file: in bytes.
     """
-    sources = {part.module: Weights(checkpoint, modules[part.module]) for part in parts}
+    sources = {name: Weights(stored, name, merge=merge) for name in document.modules}
+    kind = DTYPES[dtype]
     planned: list[Planned] = []
-    for part in parts:
-        planned += planned_tensors(part.weights, sources[part.module].parameters, dtype)
-    folder = TensorFolder(parts[0].folder, parts[0].key)
-    carried = _carried(parts, folder, {tensor.name for tensor in planned})
-    planned += [Planned(name, folder.tensors[name].shape, folder.tensors[name].dtype) for name in carried]
+    for part in document.parts:
+        planned += planned_tensors(part.weights, sources[part.module].tensors, kind)
+    own = [pair for whole in document.whole for pair in _whole(whole, sources[whole.module], kind)]
+    planned += [one for one, _ in own]
+    planned += [Planned(extra.name, extra.shape, extra.dtype or kind) for extra in document.extras]
     values = chain(
-        *(tensors_of(part.weights, sources[part.module], dtype) for part in parts),
-        (folder.whole(name) for name in carried),
+        *(tensors_of(part.weights, sources[part.module], kind) for part in document.parts),
+        (load() for _, load in own),
+        (extra.load().to(extra.dtype or kind) for extra in document.extras),
     )
+    document.write_files(to)
     write_tensors(to, planned, values, largest_file)
+    if document.is_plain:
+        write_json(to / "config.json", document.config)
+    else:
+        write_config(to, document.config, dtype)
 
 
-def _carried(parts: Sequence[Part], folder: TensorFolder, written: set[str]) -> list[str]:
-    """Tensors of the directory that no part writes, by whatever name."""
-    made = set()
-    for part in parts:
-        reader = Reader(folder, part.weights, part.key)
-        made |= reader.read_names
-    return [name for name in folder.tensors if name not in made and name not in written]
+def _whole(part: Whole, source: Weights, dtype: torch.dtype) -> Iterator[tuple[Planned, Callable[[], torch.Tensor]]]:
+    """What is written for tensors by our own names."""
+    for name, value in source.tensors.items():
+        if name.startswith(part.begins) and not is_adapter(name):
+            kind = dtype if value.is_floating_point() else value.dtype
+            load = partial(lambda name, kind: source.load(name).to(kind), name, kind)
+            yield Planned(name.removeprefix(part.begins), tuple(value.shape), kind), load

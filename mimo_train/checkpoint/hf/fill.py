@@ -1,7 +1,7 @@
 """Parameters of this rank from the tensors of a directory: only the ranges that the rank holds are read."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -11,6 +11,7 @@ from encoders.weight_map import Rows, Rule, Spelling, WeightMap, spelt
 from encoders.whisper.positions import sinusoids
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.fault import UserError
+from mimo_train.model.seeds import seed_for
 
 SINUSOID_ERROR = 0.01
 """Largest difference of positions that were saved in bf16, and more."""
@@ -51,15 +52,17 @@ class Reader:
         UserError: the directory lacks tensors, has others than the part has, or of other shapes.
     """
 
-    def __init__(self, folder: TensorFolder, of: WeightMap, key: str):
+    def __init__(self, folder: TensorFolder, of: WeightMap, key: str, seed: int = 0):
         """
         Args:
             key: config key of the part, for errors.
+            seed: of rows that the directory does not have.
         """
-        self._folder, self._key = folder, key
+        self._folder, self._key, self._seed = folder, key, seed
         self._rules = {rule.ours: rule for rule in of.rules}
         self._counts = of.row_counts()
-        spelling = self._spelling(of)
+        self._written, self._found = of.prefixes[0], self._spelling(of)
+        spelling = self._found
         self._theirs = {name: spelt(name, spelling) for name in self._counts}
         self._carried = [*of.carried]
         if isinstance(spelling, str):
@@ -69,6 +72,11 @@ class Reader:
             self._require_sinusoids(spelt(name, spelling))
 
     @property
+    def spelling(self) -> Spelling:
+        """How the directory spells the names of the map."""
+        return self._found
+
+    @property
     def read_names(self) -> set[str]:
         """Tensors of the directory that parameters are made of."""
         return set(self._theirs.values())
@@ -76,6 +84,13 @@ class Reader:
     def uses(self, name: str) -> bool:
         """Whether a tensor of the directory belongs to this part: a parameter is made of it, or it is carried along."""
         return name in self.read_names or any(fnmatchcase(name, pattern) for pattern in self._carried)
+
+    def written_name(self, name: str) -> str:
+        """The name by which a tensor that is carried along is written: spelt as the others are."""
+        found, written = self._found, self._written
+        if not isinstance(found, str) or not isinstance(written, str):
+            return name
+        return written + name.removeprefix(found) if name.startswith(found) and self.uses(name) else name
 
     def fill(self, parameters: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> None:
         """Write the values of parameters of this rank, by their names in the map, in place.
@@ -105,13 +120,21 @@ class Reader:
         whole = local.size(1) * (cut.ranks if cut.dim == 1 else 1)
         at = 0
         for rows in _pieces(rule, cut):
-            parts: Iterator[torch.Tensor] = iter([torch.zeros(rows.count, 1)])
+            parts: Iterator[torch.Tensor] = iter([self._new_rows(rule, rows, whole, cut)])
             if rows.name:
                 parts = self._folder.rows(self._theirs[rows.name], rows.first, rows.count, cut.columns(whole))
             for part in parts:
                 local[at : at + len(part)] = part.to(device=local.device, dtype=local.dtype)
                 at += len(part)
         assert at == len(local), rule.ours
+
+    def _new_rows(self, rule: Rule, rows: Rows, width: int, cut: Cut) -> torch.Tensor:
+        """Rows that the directory does not have: the same at every layout."""
+        if not rows.std or rows.name:
+            return torch.zeros(rows.count, 1)
+        generator = torch.Generator().manual_seed(seed_for(self._seed, "new rows", rule.ours))
+        drawn = torch.randn(rows.first + rows.count, width, generator=generator)[rows.first :] * rows.std
+        return drawn if (columns := cut.columns(width)) is None else drawn[:, columns[0] : columns[1]]
 
     def _mismatch(self, name: str, parameter: torch.Tensor, cut: Cut) -> str:
         """What is wrong with the shape of a parameter; empty if nothing is."""
@@ -192,7 +215,7 @@ def _pieces(rule: Rule, cut: Cut) -> Iterator[Rows]:
         for rows in rule.rows:
             begin, end = max(first, at), min(last, at + rows.count)
             if begin < end:
-                yield Rows(rows.name, end - begin, rows.first + begin - at, rows.tail)
+                yield replace(rows, count=end - begin, first=rows.first + begin - at)
             at += rows.count
 
 

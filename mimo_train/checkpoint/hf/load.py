@@ -1,6 +1,7 @@
 """The weights of `modules.NAME.pretrained` into the model of a new run. Each rank reads what it holds."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -8,10 +9,11 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint.hf.fill import Cut, Reader, require_all_used
 from mimo_train.checkpoint.hf.parts import pretrained_parts
+from mimo_train.checkpoint.hf.places import start_adapter, start_places
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.model.lora import start_magnitudes
+from mimo_train.model.lora import load_adapters, start_magnitudes
 from mimo_train.model.names import global_names, modules_of
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.groups import RunGroups
@@ -34,7 +36,7 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
     with agreed():
         parts = pretrained_parts(cfg, rows)
         folders = {part.folder: TensorFolder(part.folder, part.key) for part in parts}
-        readers = [(part, Reader(folders[part.folder], part.weights, part.key)) for part in parts]
+        readers = [(part, Reader(folders[part.folder], part.weights, part.key, cfg.run.seed)) for part in parts]
         for part, reader in readers:
             if part.module in own:
                 parameters = dict(_parameters(own[part.module], part.begins))
@@ -48,6 +50,33 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
         for chunk in own[name]:
             start_magnitudes(unwrap_model(chunk))
     return bool(parts)
+
+
+def load_start_adapters(cfg: ConfigContainer, model: list[MegatronModule], rows: int) -> bool:
+    """Give the adapters of this rank the values of the adapters of PEFT that their modules start with. Collective over
+    all ranks. Arguments as of `load_pretrained`.
+
+    Returns:
+        Whether any module starts with one.
+
+    Raises:
+        UserError: an adapter cannot be read, is of another model, or has layers that the run's adapters have not.
+    """
+    folders = {name: Path(module.lora.adapter) for name, module in cfg.modules.items() if module.lora.adapter}
+    with agreed():
+        own = modules_of(model)
+        places = start_places(cfg, rows) if folders else {}
+        for name, folder in folders.items():
+            others = {
+                path
+                for other, same in folders.items()
+                if other != name and same == folder
+                for path in places[other].paths
+            }
+            adapters = start_adapter(cfg, name, folder, places[name], others)
+            if name in own:
+                load_adapters([unwrap_model(chunk) for chunk in own[name]], adapters)
+    return bool(folders)
 
 
 def _parameters(chunks: list[MegatronModule], begins: str) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -10,6 +10,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES, Composite
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.fill_in import has_projector
+from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.llm.weights import language_map
 
@@ -23,6 +24,8 @@ class Part:
     """What the names of its parameters begin with; empty: all of the module's."""
     weights: WeightMap
     """With names as in the module."""
+    written: WeightMap
+    """What an export writes: the same, but for rows that the directory does not have."""
     folder: Path
     key: str
     """Config key that names the directory."""
@@ -50,14 +53,16 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
         composite = COMPOSITES.get(directory.model_type, Composite(""))
         if name == LANGUAGE:
             config = composite.part(directory.config, name)
-            weights = language_map(cfg.llm, rows, config["model_type"])
-            parts.append(Part(name, "", weights.under(*composite.language_names or weights.prefixes), *place))
+            kind, spellings = config["model_type"], composite.language_names or ("",)
+            stored = language_keys(config)["vocab_size"]
+            weights, written = (language_map(cfg.llm, rows, kind, there).under(*spellings) for there in (stored, 0))
+            parts.append(Part(name, "", weights, written, *place))
             continue
         parts.append(_encoder_part(name, module.encoder, f"encoders.{name}.", directory))
         if has_projector(directory):
             assert composite.projector_weights is not None, directory.model_type
-            projector = composite.projector_weights(module, cfg.llm.hidden_size)
-            parts.append(Part(name, "input_projections.", projector.named("input_projections.0."), *place))
+            projector = composite.projector_weights(module, cfg.llm.hidden_size).named("input_projections.0.")
+            parts.append(Part(name, "input_projections.", projector, projector, *place))
     return parts
 
 
@@ -72,4 +77,5 @@ def _encoder_part(name: str, spec: EncoderSpec, begins: str, directory: Director
     weights = FAMILIES[spec.family].weight_map(spec)
     names = [before + own for before in composite.encoder_names for own in weights.prefixes if isinstance(own, str)]
     is_whole = directory.model_type not in COMPOSITES
-    return Part(name, begins, weights.named(begins).under(*names), directory.folder, directory.key, is_whole)
+    weights = weights.named(begins).under(*names)
+    return Part(name, begins, weights, weights, directory.folder, directory.key, is_whole)

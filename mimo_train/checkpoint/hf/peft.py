@@ -7,7 +7,8 @@ of the magnitudes; PEFT's adapters become ours of each projection.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,35 +17,23 @@ from safetensors.torch import load_file, save_file
 
 from mimo_train.config.fault import UserError, nearest
 from mimo_train.config.parts import ADAPTERS
+from mimo_train.config.pretrained.adapter import (
+    CONFIG,
+    PREFIX,
+    TENSOR,
+    WEIGHTS,
+    adapted_paths,
+    read_config,
+)
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.model.fused_rows import FusedRows
 from mimo_train.plan.adapters import WHOLE, Linear
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 Places = Mapping[str, Mapping[str, str]]
 """Where PEFT has our linear layers: name of the layer in its module -> projection (`Linear.projections`) -> path of the
 module in the Hugging Face model, such as `model.layers.0.self_attn.q_proj`."""
 
-_PREFIX = "base_model.model."
 _NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
-_TENSOR = re.compile(re.escape(_PREFIX) + r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
-
-_READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights"}
-_WITHOUT_EFFECT = {
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-    # Which layers have adapters is read from the tensors.
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    # Settings of what another key switches on.
-    *("megatron_core", "qalora_group_size"),
-}
-"""Keys that do not change what the tensors mean."""
-_NEUTRAL: dict[str, tuple] = {"bias": ("none",)}
-"""Values that mean nothing, of keys where these are not empty."""
-_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base model as it is."""
-
-_MERGE = "merge the adapter with peft (merge_and_unload) and start from the merged model"
 
 
 def write_adapter(
@@ -67,29 +56,57 @@ def write_adapter(
     Raises:
         UserError: a layer with adapters has no place in the Hugging Face model.
     """
+    one = Adapted(adapters, lora, linears, places)
+    write_adapters(folder, [one], base_model=base_model, task_type=task_type)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The adapters of one module; see `write_adapter`."""
+
+    adapters: Mapping[str, torch.Tensor]
+    lora: LoraConfig
+    linears: Sequence[Linear]
+    places: Places
+
+
+def write_adapters(folder: Path, modules: Sequence[Adapted], *, base_model: str = "", task_type: str) -> None:
+    """Write the adapters of modules that are one Hugging Face model into `folder`. Rank and alpha may differ.
+
+    Raises:
+        UserError: as `write_adapter`; or PEFT has one value for what differs between the modules.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    for linear in linears:
-        for projection, adapter in _by_projection(linear, adapters).items():
-            path = places.get(linear.name, {}).get(projection)
-            if path is None:
+    ranks, alphas = {}, {}
+    first = modules[0].lora
+    for one in modules:
+        for name in ("dropout", "rslora", "dora"):
+            if getattr(one.lora, name) != getattr(first, name):
                 raise UserError(
-                    f"{linear.name} has an adapter of {projection}, and the Hugging Face model has no layer for it: "
-                    "leave it out of lora.targets"
+                    f"lora.{name} is {getattr(first, name)} of one module and {getattr(one.lora, name)} of another: an "
+                    "adapter of PEFT has one for the whole model: make them equal, or give --merge"
                 )
-            tensors |= {f"{_PREFIX}{path}.{_NAMES[name]}": tensor for name, tensor in adapter.items()}
-    modules = sorted({key.removeprefix(_PREFIX).partition(".lora_")[0] for key in tensors})
+        own = _tensors_of(one)
+        tensors |= own
+        for path in {key.removeprefix(PREFIX).partition(".lora_")[0] for key in own}:
+            if one.lora.rank != first.rank:
+                ranks[re.escape(path)] = one.lora.rank
+            if one.lora.alpha != first.alpha:
+                alphas[re.escape(path)] = _number(one.lora.alpha)
     config = {
         "peft_type": "LORA",
         "task_type": task_type,
         "base_model_name_or_path": base_model or None,
         "inference_mode": True,
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "lora_dropout": lora.dropout,
+        "r": first.rank,
+        "lora_alpha": _number(first.alpha),
+        "lora_dropout": first.dropout,
         # Whole paths: their last parts may also be names of layers without adapters, of a vision tower for example.
-        "target_modules": modules,
-        "use_rslora": lora.rslora,
-        "use_dora": lora.dora,
+        "target_modules": sorted({key.removeprefix(PREFIX).partition(".lora_")[0] for key in tensors}),
+        "rank_pattern": dict(sorted(ranks.items())),
+        "alpha_pattern": dict(sorted(alphas.items())),
+        "use_rslora": first.rslora,
+        "use_dora": first.dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -100,16 +117,41 @@ def write_adapter(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def read_adapter(folder: Path, linears: Sequence[Linear], places: Places) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+def _tensors_of(module: Adapted) -> dict[str, torch.Tensor]:
+    """The adapters of a module by PEFT's names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for linear in module.linears:
+        for projection, adapter in _by_projection(linear, module.adapters).items():
+            path = module.places.get(linear.name, {}).get(projection)
+            if path is None:
+                raise UserError(
+                    f"{linear.name} has an adapter of {projection}, and the Hugging Face model has no layer for it: "
+                    "leave it out of lora.targets"
+                )
+            tensors |= {f"{PREFIX}{path}.{_NAMES[name]}": tensor for name, tensor in adapter.items()}
+    return tensors
+
+
+def _number(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
+def read_adapter(
+    folder: Path, linears: Sequence[Linear], places: Places, others: Collection[str] = ()
+) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """The adapter in `folder`: the config of a module that has it, and whole tensors by their names in the module, for
     `lora.load_adapters`. Arguments as of `write_adapter`.
+
+    Args:
+        others: layers of the Hugging Face model that are other modules', and are passed over.
 
     Raises:
         UserError: files are missing or cannot be read, a tensor is of no layer of this module or of another shape, or
             the adapter does what ours cannot; by name.
     """
-    lora = _read_config(folder)
-    found = _read_tensors(folder)
+    read_config(folder, ())  # says what is wrong with it before the tensors are looked at
+    found = {path: parts for path, parts in _read_tensors(folder).items() if path not in others}
+    lora = read_config(folder, found)
     of_path = {path: (linear, name) for linear in linears for name, path in places.get(linear.name, {}).items()}
     adapters, targets = {}, set()
     for path, parts in found.items():
@@ -160,50 +202,19 @@ def _shapes(linear: Linear, projection: str, lora: LoraConfig) -> dict[str, tupl
     return shapes | ({"lora_magnitude": (rows,)} if lora.dora else {})
 
 
-def _read_config(folder: Path) -> LoraConfig:
-    file = folder / CONFIG
-    try:
-        config = json.loads(file.read_text())
-        rank, alpha, dropout = int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0)
-        rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{file} cannot be read as a LoRA adapter of PEFT ({error!r}): give the folder of one"
-        ) from error
-    if config.get("peft_type") != "LORA":
-        raise UserError(f"{file}: peft_type is {config.get('peft_type')!r}, adapters here are LORA: {_MERGE}")
-    for key, value in config.items():
-        if key in _READ | _WITHOUT_EFFECT or value in _NEUTRAL.get(key, (None, False, "", [], {})):
-            continue
-        raise UserError(f"{file}: {key} is {value!r}, which adapters here cannot represent: {_MERGE}")
-    start = config.get("init_lora_weights", True)
-    if start not in _STARTS:
-        raise UserError(f"{file}: init_lora_weights {start!r} changes the weights of the base model: {_MERGE}")
-    lora = LoraConfig(rank=rank, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora)
-    fault = next(lora.faults("lora"), None)
-    if fault is not None or rank < 1:
-        raise UserError(f"{file}: {fault or f'r is {rank}, and must be at least 1'}")
-    return lora
-
-
 def _read_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Path of a module -> its adapter's tensors by our names."""
+    adapted_paths(folder)  # says what is wrong with the file
     file, names = folder / WEIGHTS, {theirs: ours for ours, theirs in _NAMES.items()}
-    if not file.is_file():
-        pickled = ": adapter_model.bin is a pickle, which is not read; save it with peft as safetensors"
-        raise UserError(f"no file {file}{pickled if (folder / 'adapter_model.bin').is_file() else ''}")
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        match = _TENSOR.fullmatch(key)
-        if match is None:
-            raise UserError(f"{file}: {key} is no tensor of a linear layer's adapter: {_MERGE}")
+        match = TENSOR.fullmatch(key)
+        assert match is not None, key
         found.setdefault(match[1], {})[names[match[2]]] = tensor
-    if not found:
-        raise UserError(f"{file} holds no adapter")
     return found
 
 

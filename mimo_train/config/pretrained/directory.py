@@ -28,6 +28,24 @@ class Directory:
         """Family of the model, by the name that `transformers` has for it."""
         return self.config["model_type"]
 
+    def token(self, number: int) -> str | None:
+        """The token with this id in its tokenizer; None if there is none.
+
+        Raises:
+            ConfigError: a file of the tokenizer is damaged.
+        """
+        whole = _read(self.folder / "tokenizer.json", self.key)
+        listed = {entry["id"]: entry["content"] for entry in whole.get("added_tokens") or ()}
+        settings = _read(self.folder / "tokenizer_config.json", self.key).get("added_tokens_decoder") or {}
+        listed |= {int(at): entry["content"] for at, entry in settings.items()}
+        listed |= {at: token for token, at in _read(self.folder / "added_tokens.json", self.key).items()}
+        if number in listed:
+            return listed[number]
+        vocabulary = (whole.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, dict):
+            return next((token for token, at in vocabulary.items() if at == number), None)
+        return vocabulary[number][0] if number < len(vocabulary) else None  # with a probability each
+
     @property
     def has_tokenizer(self) -> bool:
         """Whether a tokenizer is in it."""

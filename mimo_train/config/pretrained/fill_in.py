@@ -9,7 +9,8 @@ from encoders.joined.spec import PARTS as JOINED
 from encoders.registry import FAMILIES
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.pretrained.adapter import adapter_keys
+from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.schema import ConfigContainer
@@ -22,9 +23,10 @@ CHOICES = {
         *("max_seconds", "pad_clips"),
     },
     "projector": {"name"},
+    "placeholder": {"start", "end", "mark"},
 }
 """Keys by part that a user may set to something else than the directory says: no weight depends on them."""
-PROJECTOR = {"norm": "", "bias": True, "resampler": {"latents": 0}}
+PROJECTOR: dict[str, Any] = {"norm": "", "bias": True, "resampler": {"latents": 0}}
 """Keys of the projector of a directory, where its family has no others."""
 ANY_SIZE = ("dinov2", "dinov3")
 """Families of encoders for which `image_size` is one of these keys too."""
@@ -46,6 +48,10 @@ def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
         if own or of_all:
             key = f"modules.{name}.pretrained" if own else "pretrained"
             found[name] = read_directory(own or of_all, key)
+    alike = [name for name, directory in found.items() if directory.key == "pretrained" and name != LANGUAGE]
+    if len(alike) > 1:
+        text = f"{of_all} has one encoder, and modules {', '.join(alike)} would all get it: give them their own"
+        raise ConfigError([Fault("pretrained", f"{text}, modules.{alike[0]}.pretrained")])
     return found
 
 
@@ -97,6 +103,14 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
             given = dict(module.get(part) or {})
             faults += _contradictions(f"modules.{name}.{part}", part, given, keys, directory)
             module[part] = {**keys, **given}
+        if name != LANGUAGE and LANGUAGE in found and found[LANGUAGE].folder == directory.folder:
+            keys, given = (
+                _placeholder(directory),
+                {name: text for name, text in (module.get("placeholder") or {}).items() if text},
+            )
+            faults += _contradictions(f"modules.{name}.placeholder", "placeholder", given, keys, directory)
+            module["placeholder"] = {**keys, **given}
+        faults += _fill_in_adapter(name, module, directory)
     if faults:
         raise ConfigError(faults)
     language = found.get(LANGUAGE)
@@ -128,8 +142,31 @@ def fill_in_joined(plain: dict[str, Any]) -> None:
         raise ConfigError(faults)
 
 
+def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) -> list[Fault]:
+    """Set the keys of `lora` that follow from the adapter that a module starts with."""
+    given = dict(module.get("lora") or {})
+    folder = given.get("adapter")
+    if not folder:
+        return []
+    key = f"modules.{name}.lora.adapter"
+    part = module["llm" if name == LANGUAGE else "encoder"]
+    # Behind the layer that is read, none are built.
+    layers = part["num_layers"] + 1 + part.get("feature_layer", -1)
+    keys = adapter_keys(str(folder), name, layers, key)
+    module["lora"] = {**keys, **given}
+    # Of dropout no weight depends.
+    return [
+        Fault(f"modules.{name}.lora.{one}", f"is {given[one]!r}, and the adapter in {folder} has {value!r}: remove it")
+        for one, value in keys.items()
+        if one in given and one != "dropout" and given[one] != value
+    ]
+
+
 def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     """Keys by part of a module, from its directory."""
+    if directory.model_type in UNREAD:
+        text = f"{directory.folder} is of family {directory.model_type}, which {UNREAD[directory.model_type]}"
+        raise ConfigError([Fault(directory.key, text)])
     composite = COMPOSITES.get(directory.model_type)
     config = composite.part(directory.config, name) if composite else directory.config
     if name == LANGUAGE:
@@ -147,13 +184,29 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
             ]
         )
     try:
-        keys = FAMILIES[family].read(config, directory.preprocessor)
+        keys = {"name": directory.folder.name, "family": family}
+        keys |= FAMILIES[family].read(config, directory.preprocessor)
+        if composite is not None and composite.encoder_keys is not None:
+            keys |= composite.encoder_keys(directory.config, FAMILIES[family].spec, keys)
+        parts = {"encoder": keys}
+        if composite is not None and composite.projector is not None:
+            parts["projector"] = {"name": directory.folder.name, **PROJECTOR, **composite.projector(directory.config)}
     except EncoderError as error:
         raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
-    parts = {"encoder": {"name": directory.folder.name, "family": family, **keys}}
-    if composite is not None and composite.projector is not None:
-        parts["projector"] = {"name": directory.folder.name, **PROJECTOR, **composite.projector(directory.config)}
     return parts
+
+
+def _placeholder(directory: Directory) -> dict[str, str]:
+    """The placeholder of media in a directory's tokenizer, as far as its config.json says it."""
+    composite = COMPOSITES.get(directory.model_type)
+    if composite is None or composite.pad_id is None or not directory.has_tokenizer:
+        return {}
+    number = composite.pad_id(directory.config)
+    token = directory.token(number)
+    if token is None:
+        text = f"{directory.folder}: config.json has {number} as the id of a picture's tokens, and its tokenizer none"
+        raise ConfigError([Fault(directory.key, f"{text} of this id: copy the directory again")])
+    return {"pad": token}
 
 
 def _contradictions(
@@ -166,6 +219,11 @@ def _contradictions(
             f"{directory.key}",
         )
         for key, value in keys.items()
-        if key in given and key not in CHOICES[part] and given[key] != value
+        if key in given and key not in CHOICES[part] and given[key] != value and not _enlarges(part, key, given, keys)
         if key != "image_size" or keys.get("family") not in ANY_SIZE
     ]
+
+
+def _enlarges(part: str, key: str, given: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
+    """Whether a vocabulary is given more rows than the directory has."""
+    return (part, key) == ("llm", "vocab_size") and isinstance(given[key], int) and given[key] > keys[key]

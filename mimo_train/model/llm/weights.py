@@ -15,27 +15,33 @@ _TABLE = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
-def language_map(spec: LlmSpec, padded_vocab: int, model_type: str) -> WeightMap:
+def language_map(spec: LlmSpec, padded_vocab: int, model_type: str, stored: int = 0) -> WeightMap:
     """All weights of a language model.
 
     Args:
         spec: as config.json of the family has it (`mimo_train.config.pretrained.language`).
         padded_vocab: rows of our embedding; those that the directory's has not are zeros.
         model_type: family, as config.json names it.
+        stored: rows of the directory's vocabulary, where it has fewer than `spec`: the others are drawn; 0: as many.
     """
-    rules = [_vocabulary("embedding.word_embeddings.weight", _TABLE, spec, padded_vocab)]
+    rules = [_vocabulary("embedding.word_embeddings.weight", _TABLE, spec, padded_vocab, stored)]
     for number in range(spec.num_layers):
         rules += _layer(spec, number, model_type)
     rules.append(same("decoder.final_layernorm.weight", "model.norm.weight", spec.hidden_size))
     if not spec.tie_embeddings:
-        rules.append(_vocabulary("output_layer.weight", _HEAD, spec, padded_vocab))
+        rules.append(_vocabulary("output_layer.weight", _HEAD, spec, padded_vocab, stored))
     # Buffers of old versions, which are numbers of the config.
     return WeightMap(tuple(rules), carried=("model.layers.*.self_attn.rotary_emb.inv_freq",))
 
 
-def _vocabulary(ours: str, theirs: str, spec: LlmSpec, padded_vocab: int) -> Rule:
-    padding = padded_vocab - spec.vocab_size
-    return Rule(ours, (Rows(theirs, spec.vocab_size), *([Rows("", padding)] if padding else [])))
+def _vocabulary(ours: str, theirs: str, spec: LlmSpec, padded_vocab: int, stored: int) -> Rule:
+    stored = stored or spec.vocab_size
+    rows = [
+        Rows(theirs, stored),
+        Rows("", spec.vocab_size - stored, std=spec.init_std),
+        Rows("", padded_vocab - spec.vocab_size),
+    ]
+    return Rule(ours, tuple(part for part in rows if part.count))
 
 
 def _layer(spec: LlmSpec, number: int, model_type: str) -> Iterator[Rule]:

@@ -60,7 +60,7 @@ def _answered(folder: str, questions: list) -> list[list[int]]:
     source = open_source(Path(folder))
     run = resolve(source.cfg)
     parts = build_parts(run, *start_processes(run.cfg))
-    source.load(run.layout, parts.pipeline.model)
+    source.load(parts.pipeline, parts.tokenizer)
     tokenizer = parts.tokenizer
     answers = Answers(run.cfg, Decoder(parts.pipeline), tokenizer, Sampler(Sampling()), MOST)
     (taker,) = media_of(run.cfg)

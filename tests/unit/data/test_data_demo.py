@@ -151,7 +151,7 @@ def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
         ensure_demo(out, **small)
         assert shard.read_bytes() == whole
     with monkeypatch.context() as patch:
-        patch.setattr(demo, "_write_shard", lambda path, samples: 1 / 0)
+        patch.setattr(demo, "write_shard", lambda path, samples: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_demo(out, **small)
     assert ensure_demo(out, **small) and shard.read_bytes() == whole

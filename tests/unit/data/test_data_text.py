@@ -42,7 +42,7 @@ def one_image(tokens=3):
 def test_byte_tokenizer_ids():
     assert BYTES.encode("aé") == [97, 0xC3, 0xA9] and BYTES.decode([97, 0xC3, 0xA9, END, PAD, IMAGE]) == "aé"
     specials = [PAD, BEGIN, END, USER, ASSISTANT, SYSTEM, IMAGE, DINO]
-    assert specials == list(range(256, 264)) and BYTES.vocab_size == 264
+    assert specials == list(range(256, 264)) and (BYTES.vocab_size, BYTES.text_size) == (264, 262)
     assert build_tokenizer("bytes", [f"<{n}>" for n in range(59)]).vocab_size == 262 + 59
     assert BYTES.encode("\ud800") == [ord("?")]
     with pytest.raises(DataError, match="<audio>"):
@@ -94,6 +94,7 @@ def test_hugging_face_tokenizer_without_markers(saved_tokenizer):
     assert tokenizer.begin_id is None and tokenizer.pad_id == tokenizer.end_of_turn_id
     assert tokenizer.decode(tokenizer.role_ids("assistant")) == "assistant:\n"
     assert tokenizer.vocab_size == tokenizer.placeholder_id("<image>") + 1, "the placeholder is the last id"
+    assert tokenizer.text_size == tokenizer.vocab_size - 1, "which no text has"
 
 
 def test_hugging_face_tokenizer_with_markers(saved_tokenizer):

@@ -67,6 +67,7 @@ def patches_of(pixels: torch.Tensor, spec: PictureSpec) -> torch.Tensor:
     [
         ("CLIPImageProcessor", CROP, "clip_vision_model", CLIP),
         ("CLIPImageProcessor", {**CROP, "size": {"shortest_edge": 71}, "resample": 2}, "clip_vision_model", CLIP),
+        ("LlavaImageProcessor", {**CROP, "size": {"shortest_edge": 61}}, "clip_vision_model", CLIP),
         ("SiglipImageProcessor", {"size": {"height": 60, "width": 60}}, "siglip", CLIP | {"image_size": 60}),
         ("BitImageProcessor", {**CROP, "size": {"shortest_edge": 65}}, "dinov2", {**CLIP, "image_size": 70}),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from mimo_train.check import check
 from mimo_train.plan.inputs import media_of, placeholders_of, tokenizer_of
-from mimo_train.plan.parameters import padded_vocab_size
+from mimo_train.plan.parameters import padded_vocab_size, vocabulary_faults
 from mimo_train.plan.run import config_faults
 from tests.unit.configs import load
 
@@ -56,3 +56,13 @@ def test_check_takes_two_encoders_of_one_kind(two_encoders, capsys, tmp_path, mo
     assert report.faults == []
     tokens = next(table for table in report.tables if table.title == "One picture")
     assert {row[0]: row[-1] for row in tokens.rows} == {"images": "16 of 128", "details": "36 of 128"}
+
+
+def test_placeholders_need_no_row_and_text_does():
+    cfg = load("vlm_digits", "modules.language.llm.vocab_size=262")
+    tokenizer = tokenizer_of(cfg)
+    assert (tokenizer.vocab_size, tokenizer.text_size) == (263, 262)
+    assert list(vocabulary_faults(cfg.llm, tokenizer.text_size)) == []
+    (fault,) = vocabulary_faults(load("vlm_digits", "modules.language.llm.vocab_size=261").llm, tokenizer.text_size)
+    assert fault.key == "modules.language.llm.vocab_size"
+    assert "has 261 rows and the tokenizer 262 tokens of text: set it to at least 262" in fault.message

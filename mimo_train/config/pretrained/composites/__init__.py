@@ -13,3 +13,7 @@ COMPOSITES: dict[str, Composite] = {
     "siglip": Composite("vision_config"),
 }
 """By `model_type` of config.json."""
+
+_TILES = "cuts pictures into tiles, whose features it joins with a learned row behind every line: this cannot be built"
+UNREAD = dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _TILES)
+"""Why a model of several parts cannot be read, by `model_type`."""

@@ -1,7 +1,7 @@
 """What is known of a model of several parts. Imports no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from encoders.weight_map import Spelling, WeightMap
@@ -21,6 +21,14 @@ class Composite:
     """What may be in front of the encoder's names."""
     language_names: tuple[Spelling, ...] = ()
     """How the language model's names may be spelt; empty: as alone."""
+    absent: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Parts that config.json may lack, and what they are then; a part without a family is of the same."""
+    encoder_keys: Callable[[Mapping[str, Any], type, Mapping[str, Any]], dict[str, Any]] | None = None
+    """(config.json, class of the encoder's spec, keys that its own part gives) -> keys of what is read of it."""
+    pad_id: Callable[[Mapping[str, Any]], int] | None = None
+    """config.json -> id of the token that is repeated for each token of a medium."""
+    processor: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    """config.json -> keys that its processor needs, and that processor_config.json may lack."""
     projector: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     """config.json -> keys of the projector; None: the directory has none."""
     projector_weights: Callable[[ModuleConfig, int], WeightMap] | None = None
@@ -29,4 +37,18 @@ class Composite:
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """The part of config.json that is about `language` or an encoder."""
         key = self.language if name == LANGUAGE else self.encoder
-        return dict(config[key]) if key in config else dict(config)
+        default = self.absent.get(key)
+        if config.get(key) is None:
+            part = dict(default or config)
+        else:
+            part = {**({"model_type": default["model_type"]} if default else {}), **config[key]}
+        if name == LANGUAGE and key and config.get("tie_word_embeddings"):
+            part["tie_word_embeddings"] = True  # the output layer is the whole model's
+        return part
+
+    def with_vocabulary(self, config: Mapping[str, Any], rows: int) -> dict[str, Any]:
+        """config.json of a model whose embedding has so many rows."""
+        if self.part(config, LANGUAGE).get("vocab_size") == rows:
+            return dict(config)
+        inner = {self.language: self.part(config, LANGUAGE) | {"vocab_size": rows}} if self.language else {}
+        return {**config, **inner, **({"vocab_size": rows} if "vocab_size" in config or not inner else {})}

@@ -4,24 +4,76 @@ the tests need not import it."""
 from pathlib import Path
 
 TOKENS = 300
+SPREAD = {"LlamaForCausalLM": 0.05, "LlavaForConditionalGeneration": 0.2}
+"""Of the weights."""
 
 
 def make_llama(folder: Path, **changes) -> None:
     """A language model of odd sizes in several files, with a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    from transformers import LlamaConfig
 
     sizes = {
         "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": TOKENS,
         "intermediate_size": 100, "num_hidden_layers": 3, "max_position_embeddings": 512, "tie_word_embeddings": False,
     }  # fmt: skip
     _save("LlamaForCausalLM", LlamaConfig(**sizes | changes), folder)
+    tokenizer_of_bytes().save_pretrained(folder)
+
+
+def make_llava(folder: Path) -> None:
+    """A LLaVA of odd sizes in several files, by the names that version 5 gives a new model, with a tokenizer of bytes
+    and its processor."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, LlamaConfig
+
+    side = TOWER["image_size"]
+    pictures = CLIPImageProcessor(size={"shortest_edge": side + 5}, crop_size={"height": side, "width": side})
+    own = {"vision_feature_layer": -2, "projector_hidden_act": "quick_gelu"}
+    _save_llava(CLIPVisionConfig(**TOWER), LlamaConfig(**LANGUAGE), pictures, 1, folder, **own)
+
+
+def make_llava_of_siglip(folder: Path) -> None:
+    """Another: of its tower the last layer is read, and all patches; the embedding is the output layer too."""
+    from transformers import Qwen2Config, SiglipImageProcessor, SiglipVisionConfig
+
+    side = TOWER["image_size"] + 2
+    pictures, tower = SiglipImageProcessor(size={"height": side, "width": side}), TOWER | {"image_size": side}
+    own = {"vision_feature_layer": [-1], "vision_feature_select_strategy": "full"}
+    text = {name: value for name, value in LANGUAGE.items() if name != "head_dim"} | {"tie_word_embeddings": True}
+    _save_llava(SiglipVisionConfig(**tower), Qwen2Config(**text), pictures, 0, folder, **own)
+
+
+def _save_llava(tower, text, pictures, class_tokens: int, folder: Path, **own) -> None:
+    from transformers import LlavaConfig, LlavaProcessor
+
+    tokenizer = tokenizer_of_bytes("<image>")
+    parts = {"vision_config": tower, "text_config": text, "image_seq_length": 36}
+    config = LlavaConfig(**parts, **own, image_token_index=tokenizer.convert_tokens_to_ids("<image>"))
+    _save("LlavaForConditionalGeneration", config, folder)
+    kind = {"patch_size": tower.patch_size, "vision_feature_select_strategy": config.vision_feature_select_strategy}
+    LlavaProcessor(pictures, tokenizer, num_additional_image_tokens=class_tokens, **kind).save_pretrained(folder)
+
+
+TOWER = {
+    "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "image_size": 42,
+    "patch_size": 7,
+}  # fmt: skip
+LANGUAGE = {
+    "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 301,
+    "intermediate_size": 100, "num_hidden_layers": 3, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def tokenizer_of_bytes(*special: str):
+    """Of `transformers`: bytes, marks of a text, and more special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks, additional_special_tokens=list(special))
 
 
 def _save(kind: str, config, folder: Path) -> None:
@@ -30,6 +82,7 @@ def _save(kind: str, config, folder: Path) -> None:
 
     torch.manual_seed(1)
     model = getattr(transformers, kind)(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
+    for name, parameter in model.named_parameters():
+        mean = 1.0 if kind != "LlamaForCausalLM" and "norm" in name and name.endswith("weight") else 0.0
+        torch.nn.init.normal_(parameter, mean, std=SPREAD[kind])
     model.save_pretrained(folder, max_shard_size="100KB")

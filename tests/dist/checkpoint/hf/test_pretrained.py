@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mimo_train.config.compose import load
-from tests.dist.checkpoint.hf.models import make_llama
+from tests.dist.checkpoint.hf.models import TOKENS, make_llama
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TINY, TINY_ENCODER, TOLERANCE, curve, largest_difference, train_on_ranks, train_rank
 
@@ -75,6 +75,22 @@ CUT = (
     "modules.images.layout.dp=2",
     "train.micro_batch_size=4",
 )
+
+
+def test_a_vocabulary_with_more_rows_than_the_directory_s(llama, prose, tmp_path):
+    """Old rows are read, new ones are drawn, both are exported."""
+    more = ("modules.language.llm.vocab_size=390", "modules.language.layout.tp=2")  # the padding grows too
+    train_on_ranks(pretrained("gpt_tiny", tmp_path / "run", prose, llama, *UNCHANGED, *more))
+    export(tmp_path / "run", tmp_path / "out")
+    came, went = tensors(llama), tensors(tmp_path / "out")
+    tables = ["model.embed_tokens.weight", "lm_head.weight"]
+    for name, value in came.items():
+        assert torch.equal(value, went[name][: len(value)]) and len(went[name]) == (
+            390 if name in tables else len(value)
+        )
+    new = [went[name][TOKENS:] for name in tables]
+    assert all(0.01 < rows.std() < 0.04 for rows in new) and not torch.equal(*new)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 390
 
 
 def test_every_layout_begins_with_the_same_weights(llama, digits, tmp_path):

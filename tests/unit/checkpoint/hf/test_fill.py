@@ -1,5 +1,7 @@
 """Parameters of a rank from a directory: which ranges they consist of, and what does not fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -96,6 +98,17 @@ def test_every_rank_has_its_part_of_the_whole(tmp_path, values):
         sections = value.chunk(stride, dim)
         for rank, part in enumerate(parts):
             assert torch.equal(part[name], torch.cat([section.chunk(2, dim)[rank] for section in sections], dim)), name
+
+
+def test_new_rows_are_drawn_alike_on_every_rank(tmp_path, values):
+    rows = (Rows("embed.weight", VOCAB), Rows("", 2, std=0.1), Rows("", 1))
+    found = reader(tmp_path, values, of=replace(MAP, rules=tuple(
+        Rule("embedding", rows) if rule.ours == "embedding" else rule for rule in MAP.rules
+    )))  # fmt: skip
+    whole, parts = filled(found, 0, 1)["embedding"], [filled(found, rank, 4)["embedding"] for rank in range(4)]
+    assert torch.equal(torch.cat(parts), whole) and torch.equal(whole[:VOCAB], values["embed.weight"])
+    new, padding = whole[VOCAB : VOCAB + 2], whole[VOCAB + 2 :]
+    assert 0.03 < new.std() < 0.3 and not torch.equal(new[0], new[1]) and not padding.any()
 
 
 def test_values_take_the_parameter_s_dtype(tmp_path, values):

@@ -1,0 +1,57 @@
+"""Adapters of a run, and where `transformers` has the layers that they are beside."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mimo_train.checkpoint.hf.documents import Document
+from mimo_train.checkpoint.hf.export import Stored, Weights
+from mimo_train.checkpoint.hf.fill import Cut, Reader
+from mimo_train.checkpoint.hf.peft import Adapted
+from mimo_train.checkpoint.hf.places import places_of
+from mimo_train.checkpoint.hf.tensors import TensorFolder
+from mimo_train.config.parts import is_adapter
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.adapters import linears
+
+
+@dataclass(frozen=True)
+class ModuleAdapters(Adapted):
+    """The adapters of one module."""
+
+    module: str
+
+
+def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: Document | None) -> ModuleAdapters:
+    """The adapters of a module beside the layers that a directory has of it; of all layers without one."""
+    config, source = cfg.modules[name], Weights(stored, name)
+    layers = linears(name, config, cfg.llm.hidden_size)
+    places: dict[str, dict[str, str]] = {}
+    for part in document.parts if document is not None else ():
+        if part.module == name:
+            places |= places_of(part.weights, part.loaded, layers)
+    own = [
+        one
+        for one in source.tensors
+        if is_adapter(one) and (document is None or any(one.startswith(f"{linear}.") for linear in places))
+    ]
+    adapters = {one: source.load(one) for one in own}
+    return ModuleAdapters(adapters, config.lora, layers, places, name)
+
+
+def is_base(document: Document, stored: Stored) -> bool:
+    """Whether the weights beside which adapters were trained are those of the directory that they came from."""
+    if document.source is None:
+        return False
+    if any(part.written != part.weights for part in document.sources):
+        return False  # with rows that the directory has not
+    for part in document.sources:
+        folder, source = TensorFolder(part.folder, part.key), Weights(stored, part.module)
+        reader = Reader(folder, part.weights, part.key)
+        for rule in part.weights.rules:
+            trained = source.load(rule.ours)
+            there = torch.empty_like(trained)
+            reader.fill({rule.ours: there}, {rule.ours: Cut()})
+            if not torch.equal(trained, there):
+                return False
+    return True

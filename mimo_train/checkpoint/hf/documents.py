@@ -1,0 +1,248 @@
+"""What a run is exported as: directories, each with parts of the run and the files beside their weights.
+
+One directory, where all modules came from one or make one LLaVA; else one for each part: as `transformers` has it, or,
+where it has no class for it, as our own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.tokens import Tokenizer
+from encoders.errors import EncoderError
+from encoders.registry import FAMILIES
+from encoders.weight_map import WeightMap
+from mimo_train.checkpoint.hf.directory import copy_files, write_json, write_run_tokenizer
+from mimo_train.checkpoint.hf.fill import Reader
+from mimo_train.checkpoint.hf.parts import Part, pretrained_parts
+from mimo_train.checkpoint.hf.tensors import TensorFolder
+from mimo_train.config.fault import ConfigError
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites import COMPOSITES, Composite
+from mimo_train.config.pretrained.directory import read_directory
+from mimo_train.config.pretrained.language import language_config_json, model_types
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.model.llm.weights import language_map
+
+OWN = "mimo_train"
+"""Key of config.json of a part for which `transformers` has no class."""
+ENCODER, PROJECTOR = "encoders.", "input_projections."
+"""What the names of an encoder module's parameters begin with."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A tensor of a directory that no parameter of the run becomes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None: that of the directory."""
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A part of a module as it is written."""
+
+    module: str
+    weights: WeightMap
+    """From our parameters; the first spelling is the one that is written."""
+    loaded: Any = ""
+    """How `transformers` 5 spells the names in memory, which is how PEFT names layers."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All parameters of a module that begin so, by their own names."""
+
+    module: str
+    begins: str
+
+
+@dataclass
+class Document:
+    """One directory."""
+
+    name: str
+    """Of its folder, where there are several."""
+    what: str
+    """For people: what is in it."""
+    config: dict[str, Any]
+    """config.json, without the dtype."""
+    parts: list[Written] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
+    whole: list[Whole] = field(default_factory=list)
+    write_files: Callable[[Path], None] = lambda to: None
+    """Writes what is beside weights and config.json."""
+    source: Path | None = None
+    """The directory that all of it came from; None if it was put together here."""
+    sources: list[Part] = field(default_factory=list)
+    """How its parts are in that directory."""
+    is_plain: bool = False
+    """Whether `transformers` has no class for it."""
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules that it has parts of."""
+        return list(dict.fromkeys([*(part.module for part in self.parts), *(part.module for part in self.whole)]))
+
+
+def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Document]:
+    """A directory for each part of a run; parts that came from one directory go back to one.
+
+    Args:
+        rows: of the language model's embedding, with padding.
+    """
+    parts = pretrained_parts(cfg, rows)
+    by_folder: dict[Path, list[Part]] = {}
+    for part in parts:
+        by_folder.setdefault(part.folder, []).append(part)
+    found = [as_it_came(own, cfg) for own in by_folder.values()]
+    from_folders = {(part.module, part.begins) for part in parts}
+    for name, module in cfg.modules.items():
+        if name == LANGUAGE:
+            if not module.pretrained:
+                found.append(_language(cfg, tokenizer, rows))
+            continue
+        if (name, ENCODER) not in from_folders:
+            found.append(_encoder(name, module.encoder))
+        if (name, PROJECTOR) not in from_folders:
+            found.append(_own(f"{name}.projector", f"projector of {name}", name, PROJECTOR, module.projector))
+    return found
+
+
+def as_it_came(parts: list[Part], cfg: ConfigContainer) -> Document:
+    """Parts of one directory, which becomes what it was."""
+    source = parts[0].folder
+    folder = TensorFolder(source, parts[0].key)
+    readers = [Reader(folder, part.weights, part.key) for part in parts]
+    spelt = {name for part in parts for name in _names(part.written)}
+    made = {name for reader in readers for name in reader.read_names}
+    carried = {}
+    for name in folder.tensors:
+        new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
+        if name not in made and new not in spelt:
+            carried[name] = new
+    config = read_directory(str(source), parts[0].key).config
+    names = list(dict.fromkeys(part.module for part in parts))
+    if LANGUAGE in names:
+        config = COMPOSITES.get(config["model_type"], Composite("")).with_vocabulary(config, cfg.llm.vocab_size)
+    return Document(
+        names[0],
+        f"{' and '.join(names)} ({config['model_type']})",
+        config,
+        [Written(part.module, part.written, loaded_spelling(part.weights)) for part in parts],
+        [carried_tensor(folder, name, new) for name, new in carried.items()],
+        write_files=lambda to: copy_files(source, to),
+        source=source,
+        sources=parts,
+    )
+
+
+def carried_tensor(folder: TensorFolder, name: str, to: str) -> Extra:
+    """A tensor of a directory as it is, by another name."""
+    stored = folder.tensors[name]
+    return Extra(to, stored.shape, stored.dtype, lambda: folder.whole(name))
+
+
+def constant(name: str, length: int, value: float) -> Extra:
+    """A vector of equal numbers."""
+    return Extra(name, (length,), None, lambda: torch.full((length,), value))
+
+
+def with_sizes(cfg: ConfigContainer, tokenizer: Tokenizer) -> LlmSpec:
+    """The language model with the sizes that its run gives it."""
+    return replace(
+        cfg.llm,
+        vocab_size=cfg.llm.vocab_size or tokenizer.vocab_size,
+        max_positions=cfg.llm.max_positions or cfg.data.sequence_length,
+    )
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Keys of config.json and generation_config.json."""
+    ids = {"bos_token_id": tokenizer.begin_id, "pad_token_id": tokenizer.pad_id}
+    return ids | {"eos_token_id": tokenizer.end_of_turn_id}
+
+
+def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """generation_config.json of a model that was made here: it ends where `mimo-train generate` does."""
+    stops = sorted(tokenizer.template.stop_ids)
+    return special_ids(tokenizer) | {"eos_token_id": stops[0] if len(stops) == 1 else stops, "do_sample": False}
+
+
+def loaded_spelling(weights: WeightMap) -> Any:
+    """How transformers 5 spells names in memory: the last of the spellings that a map knows."""
+    return weights.prefixes[-1]
+
+
+def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
+    spec = with_sizes(cfg, tokenizer)
+    kinds = model_types(spec)
+    if not kinds:
+        document = _own(LANGUAGE, LANGUAGE, LANGUAGE, "", cfg.llm, why=why_no_family(spec))
+    else:
+        config = language_config_json(spec, kinds[0]) | special_ids(tokenizer)
+        weights = language_map(spec, rows, kinds[0])
+        document = Document(LANGUAGE, f"{LANGUAGE} ({kinds[0]})", config, [Written(LANGUAGE, weights)])
+
+    def write_files(to: Path) -> None:
+        write_run_tokenizer(cfg, tokenizer, to)
+        if kinds:
+            write_json(to / "generation_config.json", generation_config(tokenizer))
+
+    document.write_files = write_files
+    return document
+
+
+def why_no_family(spec: LlmSpec) -> str:
+    """Why no family of `transformers` has such a language model: what the first of them lacks."""
+    try:
+        language_config_json(spec, "llama")
+    except ConfigError as error:
+        fault = error.faults[0]
+        return f"{fault.key} {fault.message}"
+    return ""
+
+
+def _encoder(name: str, spec: Any) -> Document:
+    try:
+        family = FAMILIES.get(spec.family)
+        if family is None:
+            raise EncoderError("the encoder is of your own package")
+        published = family.published(spec)
+    except EncoderError as error:
+        return _own(name, f"encoder of {name}", name, ENCODER, spec, why=str(error))
+    before = "vision_model."
+    weights = family.weight_map(spec).named(f"{ENCODER}{name}.").under(before, "")
+    return Document(
+        name,
+        f"encoder of {name} ({published.config['model_type']})",
+        published.config,
+        [Written(name, weights, "")],
+        [constant(before + other, *value) for other, value in published.unread.items()],
+        write_files=lambda to: write_json(to / "preprocessor_config.json", published.preprocessor),
+    )
+
+
+def _own(place: str, what: str, module: str, begins: str, spec: Any, why: str = "") -> Document:
+    """A part for which `transformers` has no class."""
+    because = f": {why}" if why else ""
+    return Document(
+        place,
+        f"{what} (safetensors by our names, transformers has no class for it{because})",
+        {OWN: asdict(spec)},
+        whole=[Whole(module, begins)],
+        is_plain=True,
+    )
+
+
+def _names(weights: WeightMap) -> Mapping[str, None]:
+    from encoders.weight_map import spelt
+
+    return {spelt(name, weights.prefixes[0]): None for name in weights.row_counts()}

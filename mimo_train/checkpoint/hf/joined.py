@@ -1,0 +1,205 @@
+"""A run whose parts come from several places as one LLaVA of `transformers`: a vision tower, an MLP of two layers, a
+language model."""
+
+from pathlib import Path
+from typing import Any
+
+from data.tokens import Tokenizer
+from encoders.errors import EncoderError
+from encoders.pretrained import ACTIVATION_NAMES, preprocessor_config
+from encoders.registry import FAMILIES
+from encoders.weight_map import WeightMap
+from mimo_train.checkpoint.hf.directory import write_json, write_run_tokenizer
+from mimo_train.checkpoint.hf.documents import (
+    ENCODER,
+    PROJECTOR,
+    Document,
+    Extra,
+    Written,
+    carried_tensor,
+    constant,
+    generation_config,
+    special_ids,
+    why_no_family,
+    with_sizes,
+)
+from mimo_train.checkpoint.hf.fill import Reader
+from mimo_train.checkpoint.hf.parts import Part, pretrained_parts
+from mimo_train.checkpoint.hf.tensors import TensorFolder
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES, LLAVA
+from mimo_train.config.pretrained.directory import read_directory
+from mimo_train.config.pretrained.language import language_config_json, model_types
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.model.llm.weights import language_map
+from mimo_train.plan.inputs import placeholders_of
+
+TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "vit": "siglip_vision_model"}
+"""`model_type` of the vision tower, by the family of the encoder."""
+TOWER = "vision_tower.vision_model."
+"""In front of a tower's names, as hubs have it: version 4 reads no other."""
+_SCALES_FEATURES = ("gemma2",)
+"""Language models that multiply features by sqrt(hidden size) too, where they are part of LLaVA; ours do not."""
+
+
+class NoLlava(Exception):
+    """Why the parts of a run make no LLaVA: a sentence."""
+
+
+def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
+    """The run as one LLaVA.
+
+    Args:
+        rows: of the language model's embedding, with padding.
+
+    Raises:
+        NoLlava: it is none.
+    """
+    if len(cfg.encoders) != 1:
+        raise NoLlava(f"it has {len(cfg.encoders)} encoders, and LLaVA one")
+    ((name, module),) = cfg.encoders.items()
+    encoder = module.encoder
+    _require_llava(name, module, cfg.llm.hidden_size)
+    place = placeholders_of(cfg)[name]
+    pad = tokenizer.placeholder_id(place)
+    _require_mark(tokenizer, pad, name)
+    parts = {(part.module, part.begins): part for part in pretrained_parts(cfg, rows)}
+    vision, tower, extras = _tower(name, module, parts.get((name, ENCODER)))
+    text, language = _language(cfg, tokenizer, rows, parts.get((LANGUAGE, "")))
+    assert LLAVA.projector_weights is not None
+    projector = LLAVA.projector_weights(module, cfg.llm.hidden_size).named(f"{PROJECTOR}0.")
+    strategy = "full" if encoder.keep_class_token or not encoder.class_token else "default"
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "vision_config": vision,
+        "text_config": text,
+        "image_token_index": pad,
+        "image_seq_length": encoder.most_tokens(1),
+        "projector_hidden_act": _activations()[module.projector.activation],
+        "multimodal_projector_bias": True,
+        "vision_feature_layer": encoder.feature_layer if module.pretrained else -1,
+        "vision_feature_select_strategy": strategy,
+        "tie_word_embeddings": bool(text.get("tie_word_embeddings", cfg.llm.tie_embeddings)),
+    }
+    preprocessor = preprocessor_config(encoder)
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_token": tokenizer.shown([pad]),
+        "patch_size": encoder.patch_size,
+        "num_additional_image_tokens": int(encoder.class_token),
+        "vision_feature_select_strategy": strategy,
+    }
+
+    def write_files(to: Path) -> None:
+        write_run_tokenizer(cfg, tokenizer, to)
+        write_json(to / "preprocessor_config.json", preprocessor | {"processor_class": "LlavaProcessor"})
+        write_json(to / "processor_config.json", processor)
+        write_json(to / "generation_config.json", generation_config(tokenizer))
+
+    return Document(
+        LANGUAGE,
+        f"{name} and {LANGUAGE} as one LLaVA ({vision['model_type']}, {text['model_type']})",
+        config,
+        [
+            Written(name, tower, "model.vision_tower."),
+            Written(name, projector, projector.prefixes[-1]),
+            Written(LANGUAGE, language, LANGUAGE_NAMES[-1]),
+        ],
+        extras,
+        write_files=write_files,
+    )
+
+
+def _require_llava(name: str, module: ModuleConfig, width: int) -> None:
+    """Raises NoLlava for parts that LLaVA has not."""
+    encoder, projector, prefix = module.encoder, module.projector, f"modules.{name}"
+    if getattr(encoder, "kind", "") != "image":
+        raise NoLlava(f"{name} reads no pictures")
+    if encoder.family not in TOWERS:
+        raise NoLlava(f"{prefix}.encoder.family is {encoder.family}, and towers of {', '.join(TOWERS)} are written")
+    if encoder.final_norm:
+        raise NoLlava(
+            f"{prefix}.encoder.final_norm is true, and LLaVA reads its tower without the norm behind the layers: "
+            "train with false"
+        )
+    wrong = {
+        "projector.kind": (projector.kind, "mlp"),
+        "projector.merge": (projector.merge, 1),
+        "projector.ffn_hidden_size": (projector.ffn_hidden_size or width, width),
+    }
+    for key, (value, needed) in wrong.items():
+        if value != needed:
+            raise NoLlava(f"{prefix}.{key} is {value}, and LLaVA's projector has {needed}")
+    if projector.activation not in _activations():
+        raise NoLlava(f"{prefix}.projector.activation is {projector.activation}, which transformers has not")
+
+
+def _require_mark(tokenizer: Tokenizer, pad: int, name: str) -> None:
+    """Raises NoLlava where LLaVA's processor would write a picture's place in another way."""
+    text = tokenizer.shown([pad])
+    written = getattr(tokenizer, "writes", lambda kind: None)("image")
+    if written is not None and written.strip() != text:
+        raise NoLlava(
+            f"the chat template writes {written!r} for a picture, and LLaVA's processor knows {text!r} alone, which "
+            f"modules.{name}.placeholder.pad is"
+        )
+
+
+def _activations() -> dict[str, str]:
+    return {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
+
+
+def _tower(name: str, module: ModuleConfig, part: Part | None) -> tuple[dict[str, Any], WeightMap, list[Extra]]:
+    """The vision tower's part of config.json, its weights, and the tensors of it that ours has not."""
+    encoder, family = module.encoder, FAMILIES[module.encoder.family]
+    weights = family.weight_map(encoder).named(f"{ENCODER}{name}.").under(TOWER)
+    try:
+        published = family.published(encoder)
+    except EncoderError as error:
+        raise NoLlava(f"modules.{name}.encoder: {error}") from error
+    if part is None:
+        return published.config, weights, [constant(TOWER + one, *value) for one, value in published.unread.items()]
+    directory = read_directory(str(part.folder), part.key)
+    composite = COMPOSITES.get(directory.model_type)
+    config = composite.part(directory.config, name) if composite else dict(directory.config)
+    config["model_type"] = TOWERS[encoder.family]
+    folder = TensorFolder(part.folder, part.key)
+    reader = Reader(folder, part.weights, part.key)
+    before = reader.spelling
+    assert isinstance(before, str), before
+    rest = [one for one in folder.tensors if one.startswith(before) and one not in reader.read_names]
+    rest = [one for one in rest if not one.endswith("position_ids") and (before or not _of_others(one))]
+    return config, weights, [carried_tensor(folder, one, TOWER + one.removeprefix(before)) for one in rest]
+
+
+def _of_others(tensor: str) -> bool:
+    """Whether a tensor is of what CLIP and SigLIP have besides the tower."""
+    return tensor.startswith(("text_", "visual_projection", "logit_"))
+
+
+def _language(
+    cfg: ConfigContainer, tokenizer: Tokenizer, rows: int, part: Part | None
+) -> tuple[dict[str, Any], WeightMap]:
+    """The language model's part of config.json, and its weights."""
+    if part is not None:
+        directory = read_directory(str(part.folder), part.key)
+        composite = COMPOSITES.get(directory.model_type)
+        config = composite.part(directory.config, LANGUAGE) if composite else dict(directory.config)
+        config["vocab_size"] = cfg.llm.vocab_size
+        kind, weights = config["model_type"], part.written
+    else:
+        spec = with_sizes(cfg, tokenizer)
+        kinds = [kind for kind in model_types(spec) if kind not in _SCALES_FEATURES]
+        if not kinds:
+            raise NoLlava(f"transformers has no such language model: {why_no_family(spec)}")
+        kind = kinds[0]
+        config = language_config_json(spec, kind) | special_ids(tokenizer)
+        weights = language_map(spec, rows, kind)
+    if kind in _SCALES_FEATURES:
+        raise NoLlava(
+            f"a language model of family {kind} scales the features of pictures in LLaVA, and here it does not"
+        )
+    return config, weights.under(LANGUAGE_NAMES[0])

@@ -1,0 +1,115 @@
+"""Where models of `transformers` have the linear layers beside which ours have adapters; adapters to start with."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from encoders.weight_map import Spelling, WeightMap, spelt
+from mimo_train.checkpoint.hf.parts import Part, pretrained_parts
+from mimo_train.checkpoint.hf.peft import Places, read_adapter
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.adapter import adapted_paths, paths_of
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.adapters import Linear, adapted_linears, linears
+
+
+def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> dict[str, dict[str, str]]:
+    """Where a model of `transformers` has linear layers: name of ours -> projection -> name of theirs in memory. Those
+    that are fused there in another order are left out.
+
+    Args:
+        spelling: of names in memory.
+    """
+    rules, found = {rule.ours: rule for rule in weights.rules}, {}
+    for linear in layers:
+        rule = rules.get(f"{linear.name}.weight")
+        if rule is None:
+            continue
+        names = list(dict.fromkeys(rows.name for rows in rule.rows if rows.name))
+        if len(names) == len(linear.projections):
+            paths = [spelt(name, spelling).removesuffix(".weight") for name in names]
+            found[linear.name] = dict(zip((one for one, _ in linear.projections), paths, strict=True))
+    return found
+
+
+@dataclass(frozen=True)
+class ModulePlaces:
+    """The linear layers of a module that starts with an adapter."""
+
+    linears: list[Linear]
+    places: Places
+    """By the names that the adapter has for them."""
+
+    @property
+    def paths(self) -> set[str]:
+        """The names that the adapter has for them."""
+        return {path for places in self.places.values() for path in places.values()}
+
+
+def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
+    """The linear layers of every module that starts with an adapter.
+
+    Args:
+        rows: of the language model's embedding, with padding.
+
+    Raises:
+        UserError: an adapter cannot be read.
+    """
+    parts, found = pretrained_parts(cfg, rows), {}
+    for name, module in cfg.modules.items():
+        if module.lora.adapter:
+            layers = linears(name, module, cfg.llm.hidden_size)
+            paths = set(adapted_paths(Path(module.lora.adapter)))
+            places: dict[str, dict[str, str]] = {}
+            for part in parts:
+                if part.module == name:
+                    places |= _as_spelt(part, layers, paths)
+            found[name] = ModulePlaces(layers, places)
+    return found
+
+
+def start_adapter(
+    cfg: ConfigContainer, name: str, folder: Path, places: ModulePlaces, others: Collection[str]
+) -> Mapping[str, torch.Tensor]:
+    """Whole tensors of the adapter that a module starts with, by their names in the module.
+
+    Args:
+        others: layers that the adapter has of other modules, which start with it too.
+
+    Raises:
+        UserError: it is of another model, or of layers that the run's adapters are not beside.
+    """
+    key = f"modules.{name}.lora.adapter"
+    there = adapted_paths(folder)
+    apart = sorted({*there} - {*paths_of(there, name), *others})
+    if apart:
+        other = LANGUAGE if name != LANGUAGE else "its encoder"
+        raise UserError(
+            f"{key}: {folder} has an adapter of {apart[0]} too, which is not of {name}: start {other} with it too, by "
+            "its lora.adapter"
+        )
+    try:
+        _, adapters = read_adapter(folder, places.linears, places.places, others)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    adapted = adapted_linears(name, cfg.modules[name], cfg.llm.hidden_size).values()
+    built = {".".join(filter(None, (one.linear.name, own))) for one in adapted for own in one.projections}
+    read = {tensor.rpartition(".")[0] for tensor in adapters}
+    if built != read:
+        first = sorted(built ^ read)[0]
+        where = "the adapter has it" if first in read else "the run has it"
+        raise UserError(
+            f"{key}: the adapters of the run and those in {folder} differ in {first}, {where} alone: remove "
+            "lora.targets"
+        )
+    return adapters
+
+
+def _as_spelt(part: Part, layers: list[Linear], paths: Collection[str]) -> dict[str, dict[str, str]]:
+    """The places of a part in the spelling in which an adapter has most of its names: versions of `transformers`
+    differ in it."""
+    choices = [places_of(part.weights, spelling, layers) for spelling in part.weights.prefixes]
+    return max(choices, key=lambda one: sum(path in paths for own in one.values() for path in own.values()))

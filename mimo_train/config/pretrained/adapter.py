@@ -1,0 +1,176 @@
+"""Adapters of PEFT: `adapter_config.json` -> the keys of `modules.NAME.lora`. Imports no torch (checked with peft
+0.21.2)."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema_modules import LoraConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""In front of all names of PEFT."""
+MERGE = "merge the adapter with peft (merge_and_unload) and start from the merged model"
+"""What to do about an adapter that ours cannot be."""
+
+TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
+"""A tensor of a linear layer's adapter: path of the layer, and which one it is."""
+
+_READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights"}
+_READ |= {"rank_pattern", "alpha_pattern"}
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+    # Which layers have adapters is read from the tensors.
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    # Settings of what another key switches on.
+    *("megatron_core", "qalora_group_size"),
+}
+"""Keys that do not change what the tensors mean."""
+_NEUTRAL: dict[str, tuple] = {"bias": ("none",)}
+"""Values that mean nothing, of keys where these are not empty."""
+_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base model as it is."""
+
+_OTHER_PARTS = re.compile(r"(^|\.)(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\.")
+"""What names of layers that are not the language model's have in them."""
+_IN_LAYERS = re.compile(r"(?:^|\.)(?:layers|layer|blocks)\.(\d+)\.")
+_LAST = {"out_proj": "o_proj", "fc1": "up_proj", "fc2": "down_proj"}
+_OURS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_OF_PROJECTOR = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
+
+
+def adapter_keys(folder: str, module: str, layers: int, key: str) -> dict[str, Any]:
+    """The keys of `LoraConfig` of the module that has an adapter.
+
+    Args:
+        module: its name.
+        layers: transformer layers of it.
+        key: config key that names the folder.
+
+    Raises:
+        ConfigError: it cannot be read, does what adapters here cannot, or has nothing of this module.
+    """
+    try:
+        paths = paths_of(adapted_paths(Path(folder)), module)
+        if not paths:
+            raise UserError(f"{folder} has no adapter of a layer of {module}")
+        lora = read_config(Path(folder), paths)
+        targets = _targets(paths, layers)
+    except UserError as error:
+        raise ConfigError([Fault(key, str(error))]) from error
+    names = ("rank", "alpha", "dropout", "rslora", "dora")
+    return {name: getattr(lora, name) for name in names} | {"targets": targets}
+
+
+def paths_of(paths: Iterable[str], module: str) -> list[str]:
+    """Those of the layers of an adapter that are the language model's, or an encoder's and its projector's: all, where
+    the model that PEFT had is none of several parts."""
+    paths = list(paths)
+    others = [path for path in paths if _OTHER_PARTS.search(path)]
+    if not others:
+        return paths
+    return [path for path in paths if path not in others] if module == LANGUAGE else others
+
+
+def adapted_paths(folder: Path) -> list[str]:
+    """The layers that have adapters, by their names in the model that PEFT had.
+
+    Raises:
+        UserError: the file is missing or damaged, or holds something else.
+    """
+    file = folder / WEIGHTS
+    if not file.is_file():
+        pickled = ": adapter_model.bin is a pickle, which is not read; save it with peft as safetensors"
+        raise UserError(f"no file {file}{pickled if (folder / 'adapter_model.bin').is_file() else ''}")
+    try:
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    except (OSError, ValueError, OverflowError, MemoryError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    found: dict[str, None] = {}
+    for name in header:
+        match = TENSOR.fullmatch(name)
+        if match is not None:
+            found[match[1]] = None
+        elif name != "__metadata__":
+            raise UserError(f"{file}: {name} is no tensor of a linear layer's adapter: {MERGE}")
+    if not found:
+        raise UserError(f"{file} holds no adapter")
+    return list(found)
+
+
+def read_config(folder: Path, paths: Iterable[str]) -> LoraConfig:
+    """The config of the adapters of some layers, but for their targets.
+
+    Args:
+        paths: of the layers, by their names in the model that PEFT had.
+
+    Raises:
+        UserError: it cannot be read, or does what adapters here cannot, by its key; or ranks differ among the layers.
+    """
+    file = folder / CONFIG
+    try:
+        config = json.loads(file.read_text())
+        dropout = float(config.get("lora_dropout") or 0.0)
+        rank = int(_one(file, config, "r", "rank_pattern", paths))
+        alpha = float(_one(file, config, "lora_alpha", "alpha_pattern", paths))
+        rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{file} cannot be read as a LoRA adapter of PEFT ({error!r}): give the folder of one"
+        ) from error
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{file}: peft_type is {config.get('peft_type')!r}, adapters here are LORA: {MERGE}")
+    for key, value in config.items():
+        if key in _READ | _WITHOUT_EFFECT or value in _NEUTRAL.get(key, (None, False, "", [], {})):
+            continue
+        raise UserError(f"{file}: {key} is {value!r}, which adapters here cannot represent: {MERGE}")
+    start = config.get("init_lora_weights", True)
+    if start not in _STARTS:
+        raise UserError(f"{file}: init_lora_weights {start!r} changes the weights of the base model: {MERGE}")
+    lora = LoraConfig(rank=rank, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora)
+    fault = next(lora.faults("lora"), None)
+    if fault is not None or rank < 1:
+        raise UserError(f"{file}: {fault or f'r is {rank}, and must be at least 1'}")
+    return lora
+
+
+def _one(file: Path, config: Mapping[str, Any], key: str, pattern: str, paths: Iterable[str]) -> Any:
+    """The one value that all these layers have: that of the first pattern that fits, else that of `key`."""
+    others = config.get(pattern) or {}
+    values = {
+        path: next((value for one, value in others.items() if re.match(rf"(.*\.)?({one})$", path)), config[key])
+        for path in paths
+    } or {"": config[key]}
+    if len(set(values.values())) > 1:
+        first, *_, last = sorted(values, key=lambda path: values[path])
+        raise UserError(
+            f"{file}: {pattern} gives {first} {values[first]} and {last} {values[last]}, and adapters of a module here "
+            f"have one value: {MERGE}"
+        )
+    return next(iter(values.values()))
+
+
+def _targets(paths: Iterable[str], layers: int) -> list[str]:
+    """`lora.targets` that name these layers and no others."""
+    found: dict[str, set[int]] = {}
+    targets = []
+    for path in paths:
+        last, number = path.rpartition(".")[2], _IN_LAYERS.search(path)
+        if number is None and last in _OF_PROJECTOR:
+            targets.append(f"input_projections.0.encoder.{_OF_PROJECTOR[last]}")
+            continue
+        name = _LAST.get(last, last)
+        if number is None or name not in _OURS:
+            raise UserError(f"{path} is no layer that can have adapters here: {MERGE}")
+        found.setdefault(name, set()).add(int(number[1]))
+    for name, numbers in found.items():
+        whole = numbers == set(range(layers))
+        targets += [name] if whole else [f"*.layers.{number}.*{name}" for number in sorted(numbers)]
+    return sorted(targets)

@@ -1,0 +1,42 @@
+"""The config of a model that is nothing but a directory of `transformers`, to generate with. Imports no torch."""
+
+from pathlib import Path
+from typing import Any
+
+from mimo_train.config.compose import from_dict
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.pretrained.directory import read_directory
+from mimo_train.config.pretrained.fill_in import directories, fill_in
+from mimo_train.config.schema import ConfigContainer
+
+LONGEST = 4096
+"""Tokens of a sequence, where the directory does not say how many the model was made for."""
+
+_MODULES = {"vision_config": "images", "audio_config": "audio"}
+"""Name of an encoder's module, by its part of config.json."""
+_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def config_of_directory(folder: Path) -> ConfigContainer:
+    """A run of the model of a directory, with no data.
+
+    Raises:
+        ConfigError: it is no directory of a language model, or of one with encoders, that can be built.
+    """
+    directory = read_directory(str(folder), "CHECKPOINT")
+    composite = COMPOSITES.get(directory.model_type)
+    encoder = _MODULES.get(composite.encoder) if composite is not None and composite.projector is not None else None
+    names = [*([encoder] if encoder else []), LANGUAGE]
+    plain: dict[str, Any] = {"modules": {name: {"pretrained": str(folder)} for name in names}, "data": {}}
+    fill_in(plain, directories(plain), tokenizer_is_given=False)
+    length = plain["modules"][LANGUAGE]["llm"].get("max_positions") or LONGEST
+    plain["data"] |= {"shards": str(folder), "sequence_length": length}
+    dtype = directory.config.get("dtype") or directory.config.get("torch_dtype") or "float32"
+    plain["train"] = {"precision": _PRECISION.get(dtype, "fp32")}
+    return from_dict(plain)
+
+
+def is_directory_of_a_model(folder: Path) -> bool:
+    """Whether a folder is a directory of `transformers`, and not that of a run or of a checkpoint."""
+    return (folder / "config.json").is_file()

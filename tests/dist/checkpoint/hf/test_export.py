@@ -1,0 +1,217 @@
+"""Runs that were made here as directories of `transformers`: they answer as the evaluation in the loop does."""
+
+import contextlib
+import io
+import json
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mimo_train.config.compose import load
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import TINY, config
+
+MOST = 8
+"""Longest answer in tokens."""
+
+
+def command(arguments: list[str]) -> tuple[int, str]:
+    """Exit code and output of `mimo-train`."""
+    from mimo_train.cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        code = main(arguments)
+    return code, said.getvalue()
+
+
+def _trained(cfg) -> tuple[str, dict[int, list[int]], dict[int, list[int]]]:
+    """A checkpoint, and prompts and greedy answers of held-out samples in the loop, by number."""
+    from mimo_train.evaluation.greedy import _prompt_length, greedy_answers
+    from mimo_train.evaluation.held_out import _evaluating
+    from tests.dist.steps import Steps
+
+    run = Steps(cfg)
+    run.train(cfg.train.iters)
+    folder, iterator = run.save(), run.session.held_out()
+    iterator.advance()
+    prompts = {}
+    for microbatch in iterator.current.microbatches:
+        if "input_ids" not in microbatch:  # the encoder's rank
+            continue
+        rows = zip(microbatch["sample_numbers"].tolist(), microbatch["input_ids"], microbatch["loss_mask"], strict=True)
+        prompts |= {number: row[: _prompt_length(mask)].tolist() for number, row, mask in rows}
+    with _evaluating(run.model):
+        answers = dict(greedy_answers(run.pipeline, run.session.parts.tokenizer, iterator, MOST))
+    iterator.close()
+    return str(folder), prompts, answers
+
+
+def questions(shards: Path, count: int, turn: int = 0) -> list[tuple[str, list[bytes]]]:
+    """(text of a turn, with <image> at the places of pictures; files of the pictures) of the first records."""
+    members: dict[str, dict[str, bytes]] = {}
+    for shard in sorted(shards.glob("*.tar")):
+        with tarfile.open(shard) as archive:
+            for entry in archive:
+                key, _, name = entry.name.partition(".")
+                members.setdefault(key, {})[name] = archive.extractfile(entry).read()
+    found = []
+    for record in list(members.values())[:count]:
+        text = json.loads(record["json"])["conversations"][turn]["value"]
+        found.append((text, [record[name] for name in sorted(record) if name != "json"]))
+    return found
+
+
+def answers_here(model: Path, asked: list, most: int = MOST) -> list[tuple[list[int], str]]:
+    """(tokens, text) of the answers of `mimo-train generate`, from a run or a directory."""
+    from mimo_train.commands.generate import _build
+    from mimo_train.generation.answers import Answers
+    from mimo_train.generation.chat import Chat
+    from mimo_train.generation.decoder import Decoder
+    from mimo_train.generation.options import Sampling
+    from mimo_train.generation.prompts import Prompts
+    from mimo_train.generation.sampling import Sampler
+    from mimo_train.generation.source import open_source
+
+    source = open_source(model)
+    parts = _build(source)
+    source.load(parts.pipeline, parts.tokenizer)
+    prompts, found = Prompts(source.cfg, parts.tokenizer), []
+    chat = Chat(prompts, Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(Sampling()), most))
+    for text, files in asked:
+        chat.reset()
+        with tempfile.TemporaryDirectory() as folder:
+            for number, file in enumerate(files):
+                Path(folder, str(number)).write_bytes(file)
+                chat.attached.append(prompts.medium("image", Path(folder, str(number))))
+        answer = chat.say(text)
+        found.append((answer.tokens, answer.text))
+    return found
+
+
+def _transformers_answers(
+    base: Path, adapter: Path | None, asked: list
+) -> tuple[dict, list[list[int]], list[list[int]]]:
+    """(what was wrong with the weights, prompts, answers) of transformers, with the adapter of peft."""
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model, found = AutoModelForImageTextToText.from_pretrained(base, output_loading_info=True)
+    processor = AutoProcessor.from_pretrained(base)
+    if adapter is not None:
+        from peft import PeftModel, get_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        model = PeftModel.from_pretrained(model, adapter)
+        stored = load_file(adapter / "adapter_model.safetensors")
+        found["adapter"] = stored.keys() ^ get_peft_model_state_dict(model).keys()
+    prompts, answers = [], []
+    for text, files in asked:
+        pictures = iter(Image.open(io.BytesIO(file)).convert("RGB") for file in files)
+        parts = text.split("<image>")
+        content = [{"type": "text", "text": parts[0]}] if parts[0] else []
+        for part in parts[1:]:
+            content += [{"type": "image", "image": next(pictures)}, {"type": "text", "text": part}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+        )  # fmt: skip
+        with torch.no_grad():
+            output = model.generate(**inputs, max_new_tokens=MOST, do_sample=False)
+        (prompt,), (whole,) = inputs["input_ids"].tolist(), output.tolist()
+        prompts.append(prompt)
+        answers.append([token for token in whole[len(prompt) :] if token != processor.tokenizer.eos_token_id])
+    return {name: sorted(wrong) for name, wrong in found.items() if wrong}, prompts, answers
+
+
+@pytest.fixture(scope="module")
+def adapted(digits, tmp_path_factory):
+    """A run with adapters in both modules and a trained projector, of sizes and weights of its own: (checkpoint,
+    prompts, answers)."""
+    cfg = config(
+        "vlm_digits",
+        tmp_path_factory.mktemp("run"),
+        digits,
+        "layout=two_processes",
+        "modules.language.lora.rank=4",
+        "modules.images.lora.rank=2",
+        "modules.language.llm.init_std=0.3",  # so that answers differ
+        "train.iters=2",
+        "train.eval_samples=40",
+        "train.global_batch_size=40",
+        f"data.validation_shards={digits}/held_out",
+        "data.sequence_length=120",
+    )
+    (folder, _, _), (_, prompts, answers) = run_ranks(_trained, 2, cfg)
+    numbers = sorted(answers)
+    return folder, [prompts[number] for number in numbers], [answers[number] for number in numbers]
+
+
+def test_the_demo_leaves_as_llava_and_answers_alike(adapted, digits, tmp_path):
+    """Merged, and as a base with an adapter for peft: all held-out questions."""
+    folder, prompts, answers = adapted
+    asked = questions(digits / "held_out", len(prompts))
+    assert len(prompts) == 40 and len({tuple(answer) for answer in answers}) > 10
+    ((code, said),) = run_ranks(command, 1, ["export", folder, "--to", str(tmp_path / "merged"), "--merge"])
+    assert code == 0 and "images and language as one LLaVA (siglip_vision_model, llama)" in said
+    ((code, said),) = run_ranks(command, 1, ["export", folder, "--to", str(tmp_path / "apart")])
+    assert code == 0 and "adapters of images and language for peft" in said
+    ((wrong, seen, found),) = run_ranks(_transformers_answers, 1, tmp_path / "merged", None, asked)
+    assert (wrong, seen) == ({}, prompts) and found == answers
+    (here,) = run_ranks(answers_here, 1, tmp_path / "merged", asked)
+    assert [tokens for tokens, _ in here] == answers, "from the directory, by our own code"
+    adapter = json.loads((tmp_path / "apart" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "apart" / "base")
+    ((wrong, _, bare),) = run_ranks(_transformers_answers, 1, tmp_path / "apart" / "base", None, asked)
+    ((also, _, found),) = run_ranks(_transformers_answers, 1, tmp_path / "apart" / "base", tmp_path / "apart", asked)
+    assert (wrong, also) == ({}, {}) and bare != answers and found == answers
+
+
+def _make_tower(kind: str, folder: Path) -> None:
+    """A vision tower of transformers with random weights, a layer more than LLaVA reads, and what it has behind it."""
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
+    own = {"image_size": 28, "patch_size": 14}
+    config = getattr(transformers, f"{kind}VisionConfig")(**sizes, **own)
+    torch.manual_seed(4)
+    model = getattr(transformers, f"{kind}VisionModel")(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_a_tower_and_a_language_model_of_two_directories_leave_as_one_llava(kind, digits, tmp_path):
+    """With a projector that was made here: it answers alike, and what it does not read of the tower is in it."""
+    from safetensors.torch import load_file
+
+    from tests.dist.checkpoint.hf.models import make_llama
+    from tests.dist.checkpoint.hf.test_pretrained import tensors
+
+    tower, llama = tmp_path / "tower", tmp_path / "llama"
+    run_ranks(_make_tower, 1, kind, tower)
+    run_ranks(make_llama, 1, llama)
+    tiny = [key for key in TINY if not key.startswith("modules.")]
+    places = (f"run.dir={tmp_path / 'run'}", f"data.shards={digits}/train", "data.demo=")
+    held_out = (f"data.validation_shards={digits}/held_out", "train.eval_samples=16", "data.sequence_length=120")
+    read = ("modules.images.encoder.feature_layer=-2", "modules.images.encoder.final_norm=false")
+    both = (f"modules.images.pretrained={tower}", f"modules.language.pretrained={llama}")
+    cfg = load("vlm_digits", (*tiny, *places, *held_out, *read, *both, "layout=one_process", "train.iters=1"))
+    ((folder, prompts, answers),) = run_ranks(_trained, 1, cfg)
+    ((code, said),) = run_ranks(command, 1, ["export", folder, "--to", str(tmp_path / "out")])
+    assert code == 0 and f"as one LLaVA ({kind.lower()}_vision_model, llama)" in said, said
+    asked = questions(digits / "held_out", len(answers))
+    ((wrong, seen, found),) = run_ranks(_transformers_answers, 1, tmp_path / "out", None, asked)
+    numbers = sorted(answers)
+    assert (wrong, seen) == ({}, [prompts[number] for number in numbers])
+    assert found == [answers[number] for number in numbers]
+    out, came = tensors(tmp_path / "out"), load_file(tower / "model.safetensors")
+    before = "vision_tower.vision_model."
+    whole = {name.removeprefix(before): value for name, value in out.items() if name.startswith(before)}
+    assert whole.keys() == {name.removeprefix("vision_model.") for name in came}
+    last = [name for name in came if ".layers.2." in name or "post_layernorm" in name or "head." in name]
+    assert len(last) > 10 and all(came[name].equal(whole[name.removeprefix("vision_model.")]) for name in last)

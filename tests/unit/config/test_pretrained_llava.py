@@ -1,0 +1,128 @@
+"""`pretrained=DIR` of a LLaVA: what of its config.json decides tower, projector, language model and placeholder."""
+
+import json
+
+import pytest
+
+from mimo_train.config.compose import load
+from mimo_train.config.fault import ConfigError
+from tests.unit.config.test_pretrained import LLAMA
+
+TOWER = {
+    "model_type": "clip_vision_model", "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "image_size": 42, "patch_size": 7,
+}  # fmt: skip
+LLAVA = {"model_type": "llava", "vision_config": TOWER, "text_config": LLAMA, "image_token_index": 259}
+SIGLIP = {"vision_config": TOWER | {"model_type": "siglip_vision_model"}}
+FULL = {"vision_feature_select_strategy": "full"}
+TOKENS = {"added_tokens": [{"id": 259, "content": "<picture>"}], "model": {"vocab": {"a": 0}}}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Writes a LLaVA with changes; a key that is None is left out."""
+
+    def write(changes=(), tokenizer=TOKENS, **files):
+        folder = tmp_path / "my-llava"
+        folder.mkdir(exist_ok=True)
+        config = {key: value for key, value in {**LLAVA, **dict(changes)}.items() if value is not None}
+        for name, content in {"config": config, "tokenizer": tokenizer, **files}.items():
+            (folder / f"{name}.json").write_text(json.dumps(content))
+        return folder
+
+    return write
+
+
+def said(folder, *overrides) -> str:
+    with pytest.raises(ConfigError) as error:
+        load("vlm_digits", [f"pretrained={folder}", *overrides])
+    return str(error.value)
+
+
+def test_one_key_fills_all_modules(directory):
+    folder = directory({"projector_hidden_act": "silu"})
+    cfg = load("vlm_digits", [f"pretrained={folder}"])
+    encoder, projector = cfg.modules["images"].encoder, cfg.modules["images"].projector
+    assert (encoder.family, encoder.feature_layer, encoder.keep_class_token, encoder.final_norm) == (
+        *("clip", -2, False, False),
+    )
+    assert (projector.kind, projector.activation, projector.ffn_hidden_size) == ("mlp", "silu", 0)
+    assert (cfg.llm.hidden_size, cfg.llm.vocab_size, cfg.llm.tie_embeddings) == (48, 300, False)
+    assert cfg.modules["images"].placeholder.pad == "<picture>"
+    assert cfg.data.tokenizer == str(folder)
+    assert {module.pretrained for module in cfg.modules.values()} == {str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer", "class_token"),
+    [
+        ({"vision_feature_layer": -1}, -1, False),
+        ({"vision_feature_layer": [-3]}, -3, False),
+        ({"vision_feature_layer": 4}, -1, False),
+        ({"vision_feature_layer": 1, **FULL}, -4, True),
+        ({**SIGLIP, **FULL}, -2, False),
+    ],
+)
+def test_layer_and_class_token(directory, changes, layer, class_token):
+    encoder = load("vlm_digits", [f"pretrained={directory(changes)}"]).modules["images"].encoder
+    assert (encoder.feature_layer, encoder.keep_class_token, encoder.final_norm) == (layer, class_token, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer is [-2, -1], and only one layer can be read"),
+        ({"vision_feature_layer": 0}, "vision_feature_layer is 0, and the tower has 4 layers"),
+        ({"vision_feature_layer": -5}, "vision_feature_layer is -5, and the tower has 4 layers"),
+        ({"vision_feature_select_strategy": "cls"}, "is 'cls', must be default or full"),
+        (SIGLIP, "has no class token: it would drop a patch"),
+        ({"multimodal_projector_bias": False}, "multimodal_projector_bias is False"),
+        ({"projector_hidden_act": "gelu_fast"}, "projector_hidden_act is 'gelu_fast'"),
+        ({"image_token_index": 7}, "has 7 as the id of a picture's tokens, and its tokenizer none"),
+        ({"model_type": "llava_next"}, "is of family llava_next, which cuts pictures into tiles"),
+        ({"model_type": "llava_onevision"}, "is of family llava_onevision, which cuts pictures into tiles"),
+    ],
+)
+def test_what_cannot_be_built_is_named(directory, changes, words):
+    fault = said(directory(changes))
+    assert fault.startswith("pretrained: ") and words in fault
+
+
+def test_pictures_that_are_padded_are_refused(directory):
+    square = {"size": {"shortest_edge": 42}, "crop_size": {"height": 42, "width": 42}}
+    folder = directory(preprocessor_config=square | {"do_pad": True})
+    assert "preprocessor_config.json: do_pad is True, and pictures are not padded here" in said(folder)
+    folder = directory(preprocessor_config=square | {"do_pad": False})
+    assert load("vlm_digits", [f"pretrained={folder}"]).modules["images"].encoder.image_size == 42
+
+
+def test_what_config_json_lacks_is_as_in_its_class(directory):
+    cfg = load("vlm_digits", [f"pretrained={directory({'vision_config': None, 'text_config': None})}"])
+    encoder = cfg.modules["images"].encoder
+    assert (encoder.num_layers, encoder.hidden_size, encoder.image_size, encoder.patch_size) == (24, 1024, 336, 14)
+    assert (cfg.llm.num_layers, cfg.llm.hidden_size, cfg.llm.vocab_size) == (32, 4096, 32000)
+    unnamed = {key: value for key, value in TOWER.items() if key != "model_type"}
+    cfg = load("vlm_digits", [f"pretrained={directory({'vision_config': unnamed, 'tie_word_embeddings': True})}"])
+    assert (cfg.modules["images"].encoder.num_layers, cfg.llm.tie_embeddings) == (4, True)
+
+
+def test_the_placeholder_is_the_token_of_the_id(directory):
+    added = {"added_tokens_decoder": {"259": {"content": "<here>"}}}
+    folder = directory(tokenizer={"model": {"vocab": {"a": 0}}}, tokenizer_config=added)
+    assert load("vlm_digits", [f"pretrained={folder}"]).modules["images"].placeholder.pad == "<here>"
+    folder = directory({"image_token_index": None, "image_token_id": 1}, tokenizer={"model": {"vocab": {"<a>": 1}}})
+    (folder / "tokenizer_config.json").unlink()
+    assert load("vlm_digits", [f"pretrained={folder}"]).modules["images"].placeholder.pad == "<a>"
+    fault = said(folder, "modules.images.placeholder.pad=<b>")
+    assert fault.startswith("modules.images.placeholder.pad: is '<b>', and ") and "makes it '<a>'" in fault
+
+
+def test_one_directory_for_two_encoders_is_refused(directory):
+    second = ("encoder@modules.details.encoder=vit_tiny", "projector@modules.details.projector=mlp")
+    assert "has one encoder, and modules images, details would all get it" in said(directory(), *second)
+
+
+def test_the_vocabulary_may_get_more_rows_and_not_fewer(directory):
+    folder = directory()
+    assert load("vlm_digits", [f"pretrained={folder}", "modules.language.llm.vocab_size=310"]).llm.vocab_size == 310
+    assert "vocab_size: is 290, and " in said(folder, "modules.language.llm.vocab_size=290")
