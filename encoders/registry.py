@@ -16,6 +16,7 @@ from encoders.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.errors import EncoderError
 from encoders.joined.spec import JoinedSpec
 from encoders.plain.spec import PlainSpec
+from encoders.qwen3_vit.spec import Qwen3VitSpec
 from encoders.qwen_audio.spec import QwenAudioSpec
 from encoders.qwen_vit.spec import QwenVitSpec
 from encoders.siglip.spec import Siglip2Spec, SiglipSpec
@@ -161,6 +162,12 @@ FAMILIES: dict[str, Family] = {
         builder="encoders.qwen_vit.model:QwenVisionTransformer",
         readers=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), "encoders.qwen_vit.weights:read"),
         weights="encoders.qwen_vit.weights:weight_map",
+    ),
+    "qwen3_vit": Family(
+        spec=Qwen3VitSpec,
+        builder="encoders.qwen3_vit.model:Qwen3VisionTransformer",
+        readers=dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), "encoders.qwen3_vit.weights:read"),
+        weights="encoders.qwen3_vit.weights:weight_map",
     ),
     "whisper": Family(
         spec=WhisperSpec,

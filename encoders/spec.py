@@ -193,6 +193,21 @@ def most_tokens(encoder: EncoderSpec, projector: Merging) -> int:
     return projector.latents or encoder.most_tokens(projector.merge)
 
 
+def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[int, int] | None:
+    """(rows, columns) of the tokens that a picture takes in the sequence, row by row; None where they form no grid, as
+    those of a clip, latents of a resampler, or those behind a class token. A spec without `token_grid` has none."""
+    if projector.latents or not hasattr(encoder, "token_grid"):
+        return None
+    rows, columns = encoder.token_grid(*extent, merge=projector.merge)
+    return (rows, columns) if rows * columns == num_tokens(encoder, projector, *extent) else None
+
+
+def deepstack_layers(encoder: EncoderSpec) -> int:
+    """Layers of the language model, the first ones, that get features of their own of this encoder. A spec without
+    `deepstack` gives features to its input alone."""
+    return len(getattr(encoder, "deepstack", ()))
+
+
 def inner_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
     """Tokens that a medium takes inside the encoder. Raises EncoderError as `EncoderSpec.input_size`."""
     return encoder.inner_tokens(*extent, merge=projector.merge)

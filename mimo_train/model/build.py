@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from encoders.registry import family_of
 from encoders.spec import encoders_in, joined_width
+from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
@@ -148,7 +149,7 @@ def _language_specs(
         "vocab_size": embedding_rows(llm, vocab_size),
         "tokens": llm.vocab_size or vocab_size,
         "share_embeddings_and_output_weights": llm.tie_embeddings,
-        "position_embedding_type": {"rope": "rope", "learned": "learned_absolute"}[llm.position],
+        "position_embedding_type": _positions(llm, has_media=bool(cfg.encoders)),
         "rotary_base": llm.rope_base,
         # MimoModel joins text and media first and splits along the sequence afterwards.
         "scatter_embedding_sequence_parallel": not cfg.encoders,
@@ -166,6 +167,14 @@ def _language_specs(
         }
         specs.append(ModuleSpec(module=SeededGPTModel, params=params | own))
     return specs
+
+
+def _positions(llm: LlmSpec, *, has_media: bool) -> str:
+    """Name of the kind of positions in Megatron-Core. Text alone is at the same place on all axes, which is what one
+    axis gives."""
+    if llm.mrope_section and has_media:
+        return "mrope"
+    return {"rope": "rope", "learned": "learned_absolute"}[llm.position]
 
 
 def _encoder_spec(

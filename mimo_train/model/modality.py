@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.spec import deepstack_layers
 from mimo_train.parallel import device
 
 
@@ -41,6 +42,19 @@ class StagedModality(VisionModalitySubmodules):
         if getattr(projector, "resampler", None) is None:
             return self.project_embeddings(outputs)
         return projector(self.combine_embeddings(outputs), _features_of_each(encoder, encoder_inputs[name]))
+
+    def project_embeddings(self, embeddings: list[torch.Tensor], is_input: bool = True) -> torch.Tensor | None:
+        """The projector's output, with the features for layers of the language model, if the encoder has these, behind
+        it in each row: they are as wide as it already."""
+        (encoder,) = self.encoders.values()
+        layers = deepstack_layers(encoder.spec) if hasattr(encoder, "spec") else 0
+        if not layers:
+            return super().project_embeddings(embeddings, is_input)
+        (rows,) = embeddings
+        width = layers * encoder.spec.deepstack_width
+        projected = super().project_embeddings([rows[:, :-width]], is_input)
+        assert projected is not None, "every encoder has a projector"
+        return torch.cat([projected, rows[:, -width:].to(projected.dtype)], dim=1)
 
 
 def _features_of_each(encoder: Any, inputs: dict[str, Any]) -> list[int]:

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import GATED, EncoderSpec, built_layers, encoders_in, layer_options
+from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.seeds import seed_for
@@ -52,6 +52,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         add_bias_linear=llm.bias,
         add_qkv_bias=llm.bias or llm.qkv_bias,
         softmax_scale=llm.attention_scale_size**-0.5 if llm.attention_scale_size else None,
+        mrope_section=llm.mrope_section or None,
         **_windows(llm),
         qk_layernorm=llm.qk_norm,
         hidden_dropout=llm.dropout,
@@ -65,6 +66,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         **_expert_sizes(llm, layout.language),
     )
     config.llm, config.attention_softcap = llm, llm.attention_softcap
+    config.deepstack = max((deepstack_layers(module.encoder) for module in cfg.encoders.values()), default=0)
     return config
 
 

@@ -299,7 +299,8 @@ def _media_of_parts(name: str, spec: EncoderSpec, media: Media) -> Iterator[tupl
 def _layered_products(name: str, spec: EncoderSpec, media: Media) -> list[Product]:
     hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
     products = [
-        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=False)
+        # Mergers of states are behind layers.
+        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=parameter.startswith("deepstack."))
         for parameter, each in spec.embedding_products().items()
     ]
     up = 2 * spec.ffn_hidden_size if spec.activation == GATED else spec.ffn_hidden_size

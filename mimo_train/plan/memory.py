@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import GATED, EncoderSpec, built_layers, encoders_in, joined_width, layer_options
+from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, joined_width, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -286,6 +286,8 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
     per_token = joined + width + (joined if projector.norm else 0)
     if projector.kind == "mlp":
         per_token += (5 if projector.gated else 2) * (projector.ffn_hidden_size or width) // tp
+    # Mergers of states keep their input, and what is behind norm, first linear layer and activation.
+    per_token += deepstack_layers(encoder) * (4 * joined + width)
     kept = encoder.most_tokens(projector.merge) * per_token * size
     if resampler.latents:
         head = resampler.head_width(width)

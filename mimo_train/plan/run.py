@@ -16,6 +16,7 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.adapters import adapter_faults
 from mimo_train.plan.batch import Batch, batch_faults
 from mimo_train.plan.bridge_limits import bridge_faults
+from mimo_train.plan.deepstack import deepstack_faults
 from mimo_train.plan.divisibility import encoder_faults, language_faults, projector_faults
 from mimo_train.plan.layout import RunLayout, lay_out
 from mimo_train.plan.placement import placement_faults
@@ -100,6 +101,7 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     width = cfg.llm.hidden_size
     yield from (fault for name, module in cfg.modules.items() for fault in adapter_faults(name, module, width))
     yield from (fault for name, module in cfg.encoders.items() for fault in projector_faults(module, width, name))
+    yield from deepstack_faults(cfg)
     misplaced = list(placement_faults(cfg))
     yield from misplaced
     if not misplaced:

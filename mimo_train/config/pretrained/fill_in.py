@@ -10,7 +10,7 @@ from encoders.registry import FAMILIES
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys
-from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD
+from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD, Composite
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.schema import ConfigContainer
@@ -184,7 +184,7 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
             ]
         )
     try:
-        keys = {"name": directory.folder.name, "family": family}
+        keys: dict[str, Any] = {"name": directory.folder.name, "family": family}
         keys |= FAMILIES[family].read(config, directory.preprocessor)
         if composite is not None and composite.encoder_keys is not None:
             keys |= composite.encoder_keys(directory.config, FAMILIES[family].spec, keys)
@@ -198,15 +198,15 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
 
 def _placeholder(directory: Directory) -> dict[str, str]:
     """The placeholder of media in a directory's tokenizer, as far as its config.json says it."""
-    composite = COMPOSITES.get(directory.model_type)
-    if composite is None or composite.pad_id is None or not directory.has_tokenizer:
-        return {}
+    composite = COMPOSITES.get(directory.model_type, Composite(""))
+    if composite.pad_id is None or not directory.has_tokenizer:
+        return dict(composite.placeholder)
     number = composite.pad_id(directory.config)
     token = directory.token(number)
     if token is None:
         text = f"{directory.folder}: config.json has {number} as the id of a picture's tokens, and its tokenizer none"
         raise ConfigError([Fault(directory.key, f"{text} of this id: copy the directory again")])
-    return {"pad": token}
+    return {**composite.placeholder, "pad": token}
 
 
 def _contradictions(
