@@ -128,6 +128,9 @@ def _require_llava(name: str, module: ModuleConfig, width: int) -> None:
     wrong = {
         "projector.kind": (projector.kind, "mlp"),
         "projector.merge": (projector.merge, 1),
+        "projector.norm": (projector.norm, ""),
+        "projector.bias": (projector.bias, True),
+        "projector.resampler.latents": (projector.latents, 0),
         "projector.ffn_hidden_size": (projector.ffn_hidden_size or width, width),
     }
     for key, (value, needed) in wrong.items():
