@@ -14,7 +14,6 @@ import torch
 from data.tokens import Tokenizer
 from encoders.errors import EncoderError
 from encoders.registry import FAMILIES
-from encoders.spec import encoders_in
 from encoders.weight_map import WeightMap
 from mimo_train.checkpoint.hf.directory import copy_files, write_json, write_run_tokenizer
 from mimo_train.checkpoint.hf.fill import Reader
@@ -111,8 +110,7 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
             if not module.pretrained:
                 found.append(_language(cfg, tokenizer, rows))
             continue
-        encoders = [f"{ENCODER}{name}.{part}." if part else f"{ENCODER}{name}." for part in encoders_in(module.encoder)]
-        if not all((name, encoder) in from_folders for encoder in encoders):
+        if (name, ENCODER) not in from_folders:
             found.append(_encoder(name, module.encoder))
         if (name, PROJECTOR) not in from_folders:
             found.append(_own(f"{name}.projector", f"projector of {name}", name, PROJECTOR, module.projector))

@@ -66,7 +66,7 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
     pad = tokenizer.placeholder_id(place)
     _require_mark(tokenizer, pad, name)
     parts = {(part.module, part.begins): part for part in pretrained_parts(cfg, rows)}
-    vision, tower, extras = _tower(name, module, parts.get((name, f"{ENCODER}{name}.")))
+    vision, tower, extras = _tower(name, module, parts.get((name, ENCODER)))
     text, language = _language(cfg, tokenizer, rows, parts.get((LANGUAGE, "")))
     assert LLAVA.projector_weights is not None
     projector = LLAVA.projector_weights(module, cfg.llm.hidden_size).named(f"{PROJECTOR}0.")
