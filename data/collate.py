@@ -29,6 +29,7 @@ class TextSample:
     labels: np.ndarray  # int64 [S]
     loss_mask: np.ndarray  # float32 [S]
     length: int
+    positions: np.ndarray | None = None  # int64 [3, S]; None: 0, 1, 2, ...
     question_and_truth: tuple[str, str] | None = None
 
     def without_loss(self) -> TextSample:
@@ -82,13 +83,18 @@ def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, num
 
 
 def collate(samples: Sequence[TextSample]) -> dict[str, torch.Tensor]:
-    """input_ids, labels, position_ids: int64 [B, S]; loss_mask: float32 [B, S]."""
+    """input_ids, labels, position_ids: int64 [B, S]; loss_mask: float32 [B, S]. Of samples with positions on three
+    axes position_ids are [3, B, S]."""
     input_ids = torch.from_numpy(np.stack([sample.input_ids for sample in samples]))
+    on_axes = [sample.positions for sample in samples if sample.positions is not None]
+    assert len(on_axes) in (0, len(samples)), "one tokenizer and model for all samples"
     return {
         "input_ids": input_ids,
         "labels": torch.from_numpy(np.stack([sample.labels for sample in samples])),
         "loss_mask": torch.from_numpy(np.stack([sample.loss_mask for sample in samples])),
-        "position_ids": torch.arange(input_ids.shape[1]).expand(len(samples), -1).contiguous(),
+        "position_ids": torch.from_numpy(np.stack(on_axes, axis=1))
+        if on_axes
+        else torch.arange(input_ids.shape[1]).expand(len(samples), -1).contiguous(),
     }
 
 

@@ -34,6 +34,7 @@ from data.index import Member, ShardIndex, open_index
 from data.media.decode import decode_media
 from data.order import GlobalOrder
 from data.outline import Media, MediaSize, SampleOutline, count_tokens
+from data.positions import axis_positions
 from data.records import Conversation, parse_record
 from data.shards import find_shards
 from data.storage.local import ShardReader
@@ -184,12 +185,12 @@ class Dataset:
             sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, outline.key)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=_question_and_truth(conversation))
-            return sample, None
+            return self._positioned(sample, outline), None
         except SampleError as error:
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=("", ""))
-            return sample, self._bad(outline, str(error))
+            return self._positioned(sample, outline), self._bad(outline, str(error))
 
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
         """`media`, but a bad sample is returned instead of counted."""
@@ -209,6 +210,13 @@ class Dataset:
     def close(self) -> None:
         """Closes the shard files."""
         self.reader.close()
+
+    def _positioned(self, sample: collate.TextSample, outline: SampleOutline) -> collate.TextSample:
+        """The sample with positions on three axes, if the language model has them."""
+        if not any(spec.grid for spec in self.modules):
+            return sample
+        places = {self._placeholders[spec.module]: outline.places(spec) for spec in self.modules}
+        return replace(sample, positions=axis_positions(sample.input_ids, places))
 
     def _decode(self, spec: Media, outline: SampleOutline, member: Member, size: tuple[int, int]) -> torch.Tensor:
         raw = self._read(outline, member)

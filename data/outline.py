@@ -10,6 +10,7 @@ from typing import NamedTuple
 from data.errors import DataError
 from data.index import AUDIO, IMAGES, UNREADABLE, Member
 from data.media.resize import STRETCHED, Resize
+from data.positions import Grid, Place
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Media:
     """Pairs of tokens of one picture or clip that attend to each other, in a layer on average; None: all."""
     resize: Resize = STRETCHED
     """How a picture becomes one of `size`."""
+    grid: Callable[[int, int], Grid | None] | None = None
+    """Rows and columns of the tokens of one picture, for a language model with positions on three axes; None for any
+    other language model. It gives None where the tokens form no grid."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):
@@ -72,6 +76,12 @@ class SampleOutline:
     def input_sizes(self, media: Media) -> list[tuple[int, int]]:
         """`Media.size` of each of the module's pictures or clips."""
         return [media.size(*member.extent) for member in self.members[media.kind]]
+
+    def places(self, media: Media) -> list[Place]:
+        """Tokens in the sequence, and their grid, of each of the module's pictures or clips."""
+        extents = [member.extent for member in self.members[media.kind]]
+        grids = [media.grid(*extent) if media.grid else None for extent in extents]
+        return list(zip(self.tokens[media.module], grids, strict=True))
 
     def media_size(self, media: Media) -> MediaSize:
         """What all of the module's pictures or clips take."""

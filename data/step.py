@@ -61,13 +61,14 @@ class Reader:
 class StepBatch:
     """One optimizer step of one rank.
 
-    microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S], loss_mask
-    float32 [B, S], and `texts` (list of (question, truth)) if the dataset keeps text. With media modules:
-    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of
-    tensors if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N,
-    samples]; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these `media` (`MicrobatchMedia`)
-    for modules whose features the dataset looks up, and then N are the pictures of the samples without features only.
-    Always: `sample_numbers` int64 [B], of the language slice, else of the first media module's.
+    microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S] (on three axes
+    [3, B, S], see `data.positions`), loss_mask float32 [B, S], and `texts` (list of (question, truth)) if the dataset
+    keeps text. With media modules: `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in
+    sample order, a list of tensors if sizes differ, None in place of the inner dict if there are none; audio has
+    "waveforms": float32 [N, samples]; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these
+    `media` (`MicrobatchMedia`) for modules whose features the dataset looks up, and then N are the pictures of the
+    samples without features only. Always: `sample_numbers` int64 [B], of the language slice, else of the first media
+    module's.
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
     in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.
     bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads).

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 from encoders.clip.spec import ClipSpec
 from encoders.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.errors import EncoderError
+from encoders.joined.spec import JoinedSpec
 from encoders.plain.spec import PlainSpec
+from encoders.qwen3_vit.spec import Qwen3VitSpec
+from encoders.qwen_audio.spec import QwenAudioSpec
 from encoders.qwen_vit.spec import QwenVitSpec
 from encoders.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.spec import EncoderSpec
@@ -160,12 +163,25 @@ FAMILIES: dict[str, Family] = {
         readers=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), "encoders.qwen_vit.weights:read"),
         weights="encoders.qwen_vit.weights:weight_map",
     ),
+    "qwen3_vit": Family(
+        spec=Qwen3VitSpec,
+        builder="encoders.qwen3_vit.model:Qwen3VisionTransformer",
+        readers=dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), "encoders.qwen3_vit.weights:read"),
+        weights="encoders.qwen3_vit.weights:weight_map",
+    ),
     "whisper": Family(
         spec=WhisperSpec,
         builder="encoders.whisper.model:WhisperEncoder",
         readers={"whisper": "encoders.whisper.weights:read"},
         weights="encoders.whisper.weights:weight_map",
     ),
+    "qwen_audio": Family(
+        spec=QwenAudioSpec,
+        builder="encoders.qwen_audio.model:QwenAudioEncoder",
+        readers={"qwen2_audio_encoder": "encoders.qwen_audio.weights:read"},
+        weights="encoders.qwen_audio.weights:weight_map",
+    ),
+    "joined": Family(spec=JoinedSpec, builder="encoders.joined.model:JoinedEncoder"),
     "transformers": Family(spec=TransformersSpec, builder=TransformersSpec.builder),
     "transformers_audio": Family(spec=TransformersAudioSpec, builder=TransformersAudioSpec.builder),
 }

@@ -1,5 +1,6 @@
 """The interface of the specs of all encoder families, and the arithmetic of layers. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,10 @@ class Merging(Protocol):
 
     merge: int
     """See `encoders.projectors.spec.ProjectorSpec`."""
+
+    @property
+    def latents(self) -> int:
+        """See `encoders.projectors.spec.ProjectorSpec.latents`."""
 
 
 class Joining(Protocol):
@@ -112,6 +117,12 @@ class EncoderSpec(Protocol):
         """Number of trainable parameters, biases and norms included."""
 
 
+def encoders_in(encoder: Any) -> Mapping[str, Any]:
+    """The encoders with layers of their own that an encoder consists of, by their names in it; of one, itself without a
+    name."""
+    return getattr(encoder, "parts", None) or {"": encoder}
+
+
 def built_layers(spec: EncoderSpec) -> int:
     """Layers that are there: those up to the one that is read. A spec without `feature_layer` reads the last."""
     return spec.num_layers + 1 + getattr(spec, "feature_layer", -1)
@@ -173,7 +184,28 @@ def split_parameters(spec: EncoderSpec) -> int:
 
 def num_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
     """Tokens that a medium takes in the language model's sequence. Raises EncoderError as `EncoderSpec.input_size`."""
-    return encoder.num_tokens(*extent, merge=projector.merge)
+    tokens = encoder.num_tokens(*extent, merge=projector.merge)
+    return projector.latents or tokens
+
+
+def most_tokens(encoder: EncoderSpec, projector: Merging) -> int:
+    """Tokens that the largest medium takes in the language model's sequence."""
+    return projector.latents or encoder.most_tokens(projector.merge)
+
+
+def token_grid(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[int, int] | None:
+    """(rows, columns) of the tokens that a picture takes in the sequence, row by row; None where they form no grid, as
+    those of a clip, latents of a resampler, or those behind a class token. A spec without `token_grid` has none."""
+    if projector.latents or not hasattr(encoder, "token_grid"):
+        return None
+    rows, columns = encoder.token_grid(*extent, merge=projector.merge)
+    return (rows, columns) if rows * columns == num_tokens(encoder, projector, *extent) else None
+
+
+def deepstack_layers(encoder: EncoderSpec) -> int:
+    """Layers of the language model, the first ones, that get features of their own of this encoder. A spec without
+    `deepstack` gives features to its input alone."""
+    return len(getattr(encoder, "deepstack", ()))
 
 
 def inner_tokens(encoder: EncoderSpec, projector: Merging, *extent: int) -> int:
@@ -213,7 +245,10 @@ def joint_faults(encoder: EncoderSpec, projector: Merging) -> list[tuple[str, st
 
 
 def joined_width(encoder: Joining, projector: Merging) -> int:
-    """Width of the features that the projector reads."""
+    """Width of the features that the projector reads. A spec without `joined_width` puts all that makes a token side by
+    side."""
+    if hasattr(encoder, "joined_width"):
+        return encoder.joined_width(projector.merge)
     return encoder.hidden_size * encoder.joined(projector.merge)
 
 

@@ -47,6 +47,8 @@ class WeightMap:
     carried: tuple[str, ...] = ()
     """Shell patterns of tensors that no parameter is made of, and that an export copies from the directory; of names as
     in the map, or as in the directory."""
+    sinusoids: tuple[str, ...] = ()
+    """Of these, positions that are computed here as Whisper has them: a directory with others is refused."""
     prefixes: tuple[Spelling, ...] = ("",)
     """How a directory may spell the names: it depends on the class and the version of `transformers` that saved it. The
     first is the one that is written."""
@@ -66,7 +68,12 @@ class WeightMap:
     def __add__(self, other: "WeightMap") -> "WeightMap":
         """Both, of parts under the same prefixes."""
         assert self.prefixes == other.prefixes
-        return replace(self, rules=self.rules + other.rules, carried=self.carried + other.carried)
+        return replace(
+            self,
+            rules=self.rules + other.rules,
+            carried=self.carried + other.carried,
+            sinusoids=self.sinusoids + other.sinusoids,
+        )
 
     def row_counts(self) -> dict[str, int]:
         """Rows of every tensor of the directory that the rules name.

@@ -7,6 +7,7 @@ For developers, as key_tables.py beside it. Which values a reader refuses is fou
 Imports no torch.
 """
 
+import dataclasses
 import inspect
 import sys
 import tomllib
@@ -81,11 +82,13 @@ def _language() -> Iterator[str]:
     yield from ["| `model_type` | class | window | what it has besides |", "|---|---|---|---|"]
     for kind, family in LANGUAGE_FAMILIES.items():
         besides = [OPTIONS.get(name, f"`{name}`") for name, value in family.always.items() if value]
+        besides += ["positions in time, row and column"] if family.mrope is not None else []
         besides += [f"`{name}`" for name in family.biases]
         besides += ["caps of scores and logits"] if family.gemma else []
         besides += [f"experts (`{family.experts}`)"] if family.experts else []
         window = WINDOWS.get(family.windows, f"`{family.windows}`")
-        yield f"| `{kind}` | `{family.architecture}` | {window} | {', '.join(besides) or '—'} |"
+        architecture = f"`{family.architecture}`" if family.architecture else "a part of larger models"
+        yield f"| `{kind}` | {architecture} | {window} | {', '.join(besides) or '—'} |"
     yield ""
 
 
@@ -109,9 +112,13 @@ def _encoders() -> Iterator[str]:
             continue
         kinds = ", ".join(f"`{kind}`" for kind in family.readers)
         required, carried = _required(family), _carried(family)
-        parallel = "`dp`" if family.is_plain else "`tp`, `pp`, `dp`, `sp`"
+        # States of all layers are needed on one stage where some of them go to the language model.
+        stages = "" if "deepstack" in {field.name for field in dataclasses.fields(family.spec)} else "`pp`, "
+        parallel = "`dp`" if family.is_plain else f"`tp`, {stages}`dp`, `sp`"
         yield f"| [`{name}`](configuration.md#family-{name}) | {kinds} | {parallel} | {required} | {carried} |"
     yield from ["", f"Activation functions: {', '.join(f'`{name}`' for name in ACTIVATION_NAMES)}.", ""]
+    written = [f"`{name}`" for name, family in FAMILIES.items() if family.writer]
+    yield from [f"Made here, without a directory, these can be exported: {', '.join(written)}.", ""]
     plain = [name for name, family in FAMILIES.items() if family.is_plain]
     for name in plain:
         yield f"- `{name}`: {inspect.getdoc(FAMILIES[name].spec).split('. ')[0].rstrip('.').replace(chr(10), ' ')}."

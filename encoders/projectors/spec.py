@@ -1,8 +1,100 @@
 """Sizes of a projector, and the arithmetic derived from them. Imports no torch."""
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 
-from encoders.spec import ACTIVATIONS
+from encoders.spec import ACTIVATIONS, GATED
+
+NORMS = ("LayerNorm", "RMSNorm")
+
+
+@dataclass
+class ResamplerSpec:
+    """A perceiver resampler behind the projection (Jaegle et al. 2021, arXiv 2103.03206; as Idefics2 has it, Laurençon
+    et al. 2024, arXiv 2405.02246): learned latents attend to all features of a picture or clip and to each other, layer
+    by layer. Its linear layers have no bias; it is as wide as the language model."""
+
+    latents: int = 0
+    """Rows that every picture or clip takes in the sequence, whatever its size; 0: there is no resampler."""
+    num_layers: int = 3
+    """Layers, each an attention and a feed-forward block."""
+    num_attention_heads: int = 16
+    """Query heads. Must be divisible by the module's `tp`."""
+    num_query_groups: int = 0
+    """Key heads, which must divide `num_attention_heads` and be divisible by the module's `tp`; 0: as many."""
+    head_size: int = 0
+    """Width of a head; 0: the language model's hidden size divided by `num_attention_heads`."""
+    ffn_hidden_size: int = 0
+    """Width of the feed-forward block; 0: four times the language model's hidden size. Must be divisible by the
+    module's `tp`."""
+    activation: str = "swiglu"
+    """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
+    normalization: str = "RMSNorm"
+    """`RMSNorm` or `LayerNorm`: in front of latents, features and feed-forward block, and behind the last layer."""
+    layernorm_epsilon: float = 1e-6
+    """Epsilon of every norm."""
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    def head_width(self, width: int) -> int:
+        """Width of a head in a language model of `width`."""
+        return self.head_size or width // self.num_attention_heads
+
+    def ffn_width(self, width: int) -> int:
+        """Width of the feed-forward block in a language model of `width`."""
+        return self.ffn_hidden_size or 4 * width
+
+    def matrices(self, width: int) -> dict[str, int]:
+        """Weights of the linear layers of one layer in a language model of `width`, by their names."""
+        query, key = (heads * self.head_width(width) for heads in (self.num_attention_heads, self.key_heads))
+        up = (2 if self.activation == GATED else 1) * self.ffn_width(width)
+        products = {"linear_q": width * query, "linear_k": width * key, "linear_v": width * key}
+        products |= {"linear_proj": query * width, "mlp.linear_fc1": width * up}
+        return products | {"mlp.linear_fc2": self.ffn_width(width) * width}
+
+    def split_parameters(self, width: int) -> int:
+        """Parameters that tensor parallelism divides."""
+        return self.num_layers * sum(self.matrices(width).values()) if self.latents else 0
+
+    def num_parameters(self, width: int) -> int:
+        """Number of trainable parameters in a language model of `width`."""
+        norm = width * (2 if self.normalization == "LayerNorm" else 1)
+        whole = self.latents * width + (3 * self.num_layers + 1) * norm
+        return self.split_parameters(width) + whole if self.latents else 0
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        if self.latents == 0:
+            # Nothing else is looked at, so nothing else may be set.
+            return [
+                (
+                    one.name,
+                    f"is {getattr(self, one.name)!r}, and latents 0 makes no resampler: remove it, or set latents",
+                )
+                for one in dataclasses.fields(self)
+                if getattr(self, one.name) != one.default
+            ]
+        least = {"latents": 1, "num_layers": 1, "num_attention_heads": 1}
+        least |= {"num_query_groups": 0, "head_size": 0, "ffn_hidden_size": 0}
+        found = [
+            (name, f"must be at least {bound}, is {getattr(self, name)}")
+            for name, bound in least.items()
+            if getattr(self, name) < bound
+        ]
+        if not found and self.num_attention_heads % self.key_heads:
+            text = f"{self.key_heads} does not divide num_attention_heads {self.num_attention_heads}: change one"
+            found.append(("num_query_groups", text))
+        if self.activation not in (*ACTIVATIONS, GATED):
+            text = f"must be one of {', '.join((*ACTIVATIONS, GATED))}, is {self.activation!r}"
+            found.append(("activation", text))
+        if self.normalization not in NORMS:
+            found.append(("normalization", f"must be {' or '.join(NORMS)}, is {self.normalization!r}"))
+        if self.layernorm_epsilon <= 0:
+            found.append(("layernorm_epsilon", f"must be above 0, is {self.layernorm_epsilon:g}"))
+        return found
 
 
 @dataclass
@@ -16,28 +108,79 @@ class ProjectorSpec:
     ffn_hidden_size: int = 0
     """Hidden width of the mlp, at least 0; 0: the language model's hidden size."""
     activation: str = "gelu"
-    """`gelu`, `gelu_tanh`, `quick_gelu`, `relu` or `silu`."""
+    """Of the mlp: `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     merge: int = 1
     """What is joined into one token before the projection: of a picture the square of neighbouring patches with this
-    side (pixel shuffle; 2 makes a quarter of the tokens, each four times as wide), of a clip so many neighbouring
-    frames. At least 1. Must divide the patch grid of `resize: fixed`."""
+    side (pixel shuffle; 2 makes a quarter of the tokens, each four times as wide), row by row, as Idefics3, SmolVLM,
+    InternVL and Qwen-VL join them; of a clip so many neighbouring frames. At least 1. Must divide the patch grid of
+    `resize: fixed`."""
+    norm: str = ""
+    """`LayerNorm` or `RMSNorm` of the joined features in front of the projection, as InternVL has it; empty: none."""
+    norm_epsilon: float = 1e-5
+    """Epsilon of that norm."""
+    bias: bool = True
+    """Whether the linear layers have biases. Those of Idefics3 and SmolVLM have none."""
+    resampler: ResamplerSpec = field(default_factory=ResamplerSpec)
+    """Latents that attend to what is projected."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the mlp is gated."""
+        return self.activation == GATED
+
+    @property
+    def latents(self) -> int:
+        """Rows that every picture or clip takes in the sequence; 0: as many as it has joined features."""
+        return self.resampler.latents
 
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""
         found = []
+        choices = (*ACTIVATIONS, GATED)
         if self.kind not in ("mlp", "linear"):
             found.append(("kind", f"must be mlp or linear, is {self.kind!r}"))
-        if self.activation not in ACTIVATIONS:
-            found.append(("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {self.activation!r}"))
+        if self.activation not in choices:
+            found.append(("activation", f"must be one of {', '.join(choices)}, is {self.activation!r}"))
         if self.merge < 1:
             found.append(("merge", f"must be at least 1, is {self.merge}"))
         if self.ffn_hidden_size < 0:
             found.append(("ffn_hidden_size", f"must be at least 0, is {self.ffn_hidden_size}"))
-        return found
+        if self.norm not in ("", *NORMS):
+            found.append(("norm", f"must be {' or '.join(NORMS)} or empty, is {self.norm!r}"))
+        if self.norm_epsilon <= 0:
+            found.append(("norm_epsilon", f"must be above 0, is {self.norm_epsilon:g}"))
+        default = ProjectorSpec()
+        unread = [] if self.kind != "linear" else ["ffn_hidden_size", "activation"]
+        for name in [*unread, *([] if self.norm else ["norm_epsilon"])]:
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                why = "kind linear has no hidden layer" if name in unread else "there is no norm"
+                found.append((name, f"is {value!r}, and {why}: remove it"))
+        return found + [(f"resampler.{name}", text) for name, text in self.resampler.faults()]
+
+    def matrices(self, width: int, language_width: int) -> dict[str, int]:
+        """Weights of the linear layers of the projection between joined features of `width` and embeddings of
+        `language_width`, by their names."""
+        if self.kind == "linear":
+            return {"encoder": width * language_width}
+        hidden = self.ffn_hidden_size or language_width
+        up = 2 * hidden if self.gated else hidden
+        return {"encoder.linear_fc1": width * up, "encoder.linear_fc2": hidden * language_width}
 
     def num_parameters(self, width: int, language_width: int) -> int:
         """Number of trainable parameters between joined features of `width` and `language_width` embeddings."""
-        if self.kind == "linear":
-            return width * language_width + language_width
-        hidden = self.ffn_hidden_size or language_width
-        return width * hidden + hidden + hidden * language_width + language_width
+        return sum(self.parameters(width, language_width))
+
+    def parameters(self, width: int, language_width: int) -> tuple[int, int]:
+        """Trainable parameters that tensor parallelism divides, and those that every rank has: the last bias of an mlp,
+        norms, latents."""
+        split, whole = sum(self.matrices(width, language_width).values()), 0
+        if self.norm:
+            whole += width * (2 if self.norm == "LayerNorm" else 1)
+        if self.bias and self.kind == "linear":
+            split += language_width
+        elif self.bias:
+            split += (2 if self.gated else 1) * (self.ffn_hidden_size or language_width)
+            whole += language_width
+        resampled = self.resampler.split_parameters(language_width)
+        return split + resampled, whole + self.resampler.num_parameters(language_width) - resampled

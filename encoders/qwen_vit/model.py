@@ -14,6 +14,7 @@ import torch
 from encoders.qwen_vit.spec import QwenVitSpec
 from encoders.staged import Size
 from encoders.vit.model import VisionTransformer
+from encoders.vit.rotary import axial_angles
 
 
 class QwenVisionTransformer(VisionTransformer):
@@ -38,7 +39,7 @@ class QwenVisionTransformer(VisionTransformer):
     def _layer_inputs(self, size: Size) -> dict[str, torch.Tensor | None]:
         rows, columns = self._grid(size)
         head = self.spec.hidden_size // self.spec.num_attention_heads
-        angles = _angles(head, self.spec.rotary_base, rows, columns)[self._order(size)]
+        angles = axial_angles(head, self.spec.rotary_base, rows, columns)[self._order(size)]
         return {
             "attention_mask": torch.tensor(self.spec.window_tokens(rows, columns, self.merge)),
             "rotary_pos_emb": angles[:, None, None].to(next(self.parameters()).device, non_blocking=True),
@@ -66,12 +67,3 @@ def _patch_order(rows: int, columns: int, merge: int, window: int) -> torch.Tens
     places = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
     squares = places.transpose(1, 2).flatten(2).flatten(0, 1)  # tokens, patches of each
     return squares[_token_order(rows // merge, columns // merge, window)].flatten()
-
-
-@lru_cache(maxsize=1024)
-def _angles(head: int, base: float, rows: int, columns: int) -> torch.Tensor:
-    """Angles of patches, row by row, [P, head]: with d a head's size, base^(-4i / d) times the row, then times the
-    column, d / 4 of each, for both halves of the head."""
-    frequencies = 1 / base ** (torch.arange(0, head // 2, 2) / (head // 2))
-    grid_P2 = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-    return (grid_P2[:, :, None] * frequencies).flatten(1).tile(2)

@@ -60,29 +60,8 @@ class QwenVitSpec(PictureSpec):
     rotary_positions = True
 
     def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
-        """(height, width) in pixels that a picture of `height` x `width` is resized to: the nearest multiples of
-        patch_size * merge; outside of the bounds both are scaled alike first.
-
-        Raises:
-            EncoderError: it is too long for its width, or does not fit the largest area with a token at its side.
-        """
-        unit, largest = self.patch_size * merge, self.largest_area
-        if max(height, width) > LONGEST * min(height, width):
-            raise EncoderError(f"a picture of {height} x {width} pixels is more than {LONGEST} times longer than wide")
-        # Halves go to the even number, as in the published preprocessing.
-        rows, columns = round(height / unit), round(width / unit)
-        if rows * columns * unit**2 > largest:
-            scale = math.sqrt(height * width / largest)
-            rows, columns = (max(1, math.floor(side / scale / unit)) for side in (height, width))
-        elif rows * columns * unit**2 < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (height * width))
-            rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
-        if not rows * columns or rows * columns * unit**2 > largest:
-            raise EncoderError(
-                f"a picture of {height} x {width} pixels becomes {rows * unit} x {columns * unit}, and encoder."
-                f"max_pixels is {largest}: raise it, or leave the picture out"
-            )
-        return rows * unit, columns * unit
+        """See `nearest_size`."""
+        return nearest_size(height, width, self.patch_size * merge, self.min_pixels, self.largest_area)
 
     def window_tokens(self, rows: int, columns: int, merge: int) -> list[int]:
         """Tokens in each window of a picture of `rows` x `columns` patches, row by row."""
@@ -127,3 +106,31 @@ class QwenVitSpec(PictureSpec):
             text = f"a window of {self.window_size} pixels holds no token of {merge} x {merge} patches: raise it"
             found.append(("encoder.window_size", text))
         return found
+
+
+def nearest_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """(height, width) in pixels that a picture of `height` x `width` is resized to: the nearest multiples of `unit`;
+    outside of the bounds both are scaled alike first.
+
+    Args:
+        least, most: bounds of the area in pixels.
+
+    Raises:
+        EncoderError: it is too long for its width, or does not fit the largest area with a token at its side.
+    """
+    if max(height, width) > LONGEST * min(height, width):
+        raise EncoderError(f"a picture of {height} x {width} pixels is more than {LONGEST} times longer than wide")
+    # Halves go to the even number, as in the published preprocessing.
+    rows, columns = round(height / unit), round(width / unit)
+    if rows * columns * unit**2 > most:
+        scale = math.sqrt(height * width / most)
+        rows, columns = (max(1, math.floor(side / scale / unit)) for side in (height, width))
+    elif rows * columns * unit**2 < least:
+        scale = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
+    if not rows * columns or rows * columns * unit**2 > most:
+        raise EncoderError(
+            f"a picture of {height} x {width} pixels becomes {rows * unit} x {columns * unit}, and encoder."
+            f"max_pixels is {most}: raise it, or leave the picture out"
+        )
+    return rows * unit, columns * unit

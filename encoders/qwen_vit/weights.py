@@ -57,22 +57,9 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
     file.require(in_channels=3, temporal_patch_size=2)
     if file.activation() != "silu":
         raise EncoderError(f"config.json: hidden_act is {file['hidden_act']!r}, and only silu can be built")
-    preprocessor = preprocessor.get("image_processor") or preprocessor
-    defaults = _PREPROCESSING
-    if not preprocessor:
-        defaults = defaults | {"patch_size": file.side("patch_size"), "merge_size": file["spatial_merge_size"]}
-    own = ConfigFile("preprocessor_config.json", preprocessor, defaults)
-    own.require(patch_size=file.side("patch_size"), temporal_patch_size=2)
-    own.require(merge_size=file["spatial_merge_size"])
-    size = own["size"]
-    pixels = {name: value for name, value in preprocessor.items() if name not in ("size", "do_center_crop")}
-    cut = {"do_center_crop": True, "crop_size": {"height": 14, "width": 14}}
-    pictures = picture_values(pixels, _PREPROCESSING | cut, 0, any_size=True)
     rope = file["rope_parameters"]
     return {
         "family": "qwen_vit",
-        "min_pixels": own.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"],
-        "max_pixels": own.get("max_pixels") or size.get("longest_edge") or size["max_pixels"],
         "patch_size": file.side("patch_size"),
         "window_size": file["window_size"],
         "full_attention": list(file["fullatt_block_indexes"]),
@@ -82,6 +69,32 @@ def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str
         "ffn_hidden_size": file["intermediate_size"],
         "activation": GATED,
         "rotary_base": float(rope.get("rope_theta", 10000.0)),
+        **preprocessing(preprocessor, file.side("patch_size"), file["spatial_merge_size"]),
+    }
+
+
+def preprocessing(preprocessor: Mapping[str, Any], patch: int, merge: int) -> dict[str, Any]:
+    """Fields of the spec that a preprocessor's config gives.
+
+    Args:
+        preprocessor: as for `encoders.registry.Family.read`.
+        patch: side of the encoder's patches.
+        merge: side of the squares of them that make a token.
+
+    Raises:
+        EncoderError: it does something that our data path does not, or is of another encoder.
+    """
+    preprocessor = preprocessor.get("image_processor") or preprocessor
+    defaults = _PREPROCESSING if preprocessor else _PREPROCESSING | {"patch_size": patch, "merge_size": merge}
+    own = ConfigFile("preprocessor_config.json", preprocessor, defaults)
+    own.require(patch_size=patch, temporal_patch_size=2, merge_size=merge)
+    size = own["size"]
+    pixels = {name: value for name, value in preprocessor.items() if name not in ("size", "do_center_crop")}
+    square = {"do_center_crop": True, "crop_size": {"height": 14, "width": 14}}  # of no effect
+    pictures = picture_values(pixels, _PREPROCESSING | square, 0, any_size=True)
+    return {
+        "min_pixels": own.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"],
+        "max_pixels": own.get("max_pixels") or size.get("longest_edge") or size["max_pixels"],
         **{name: pictures[name] for name in ("interpolation", "pixel_mean", "pixel_std")},
     }
 

@@ -109,7 +109,7 @@ class VisionTransformer(StagedEncoder):
         if grid != spec.position_grid:
             positions_RCH = positions_PH.unflatten(0, spec.position_grid)
             positions_PH = interpolate_positions(
-                positions_RCH, *grid, spec.position_resize, spec.position_antialias
+                positions_RCH, *grid, spec.position_resize, spec.position_antialias, spec.position_corners
             ).flatten(0, 1)
         return class_position, positions_PH
 

@@ -83,6 +83,8 @@ class PictureSpec:
     """How positions are read at another grid: `bicubic` or `bilinear`."""
     position_antialias = False
     """Whether positions of a finer grid are averaged on their way to a coarser one."""
+    position_corners = False
+    """Whether the corners of another grid are those of the learned one, instead of their patches' outer edges."""
     rotary_positions = False
     rotary_base = 100.0
     layer_scale = 0.0
@@ -171,6 +173,11 @@ class PictureSpec:
         """Tokens that a picture takes in the sequence: patches / merge^2, and the class token where it is kept."""
         rows, columns = self.grid(height, width, merge)
         return (rows // merge) * (columns // merge) + self.kept_tokens
+
+    def token_grid(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """(rows, columns) of the tokens in the sequence that come of the patches of a picture."""
+        rows, columns = self.grid(height, width, merge)
+        return rows // merge, columns // merge
 
     def joined(self, merge: int) -> int:
         """Patches that make one token of the sequence."""

@@ -6,7 +6,12 @@ import torch
 
 
 def interpolate_positions(
-    positions_RCH: torch.Tensor, rows: int, columns: int, method: str = "bicubic", antialias: bool = False
+    positions_RCH: torch.Tensor,
+    rows: int,
+    columns: int,
+    method: str = "bicubic",
+    antialias: bool = False,
+    corners: bool = False,
 ) -> torch.Tensor:
     """Positions of a picture of `rows` x `columns` patches, each at its place in the grid that was learned.
 
@@ -18,22 +23,23 @@ def interpolate_positions(
         positions_RCH: learned positions, R x C of them.
         method: `bicubic` or `bilinear`.
         antialias: whether positions of a finer grid are averaged.
+        corners: whether the corners of both grids are at the same places.
 
     Returns:
         [rows, columns, H]; the same values, to rounding, if the grid is the same.
     """
     down, across = (
-        _weights(before, after, method, antialias).to(positions_RCH, non_blocking=True)
+        _weights(before, after, method, antialias, corners).to(positions_RCH, non_blocking=True)
         for before, after in zip(positions_RCH.shape[:2], (rows, columns), strict=True)
     )
     return torch.einsum("rR,cC,RCH->rcH", down, across, positions_RCH)
 
 
 @lru_cache(maxsize=1024)
-def _weights(before: int, after: int, method: str, antialias: bool) -> torch.Tensor:
+def _weights(before: int, after: int, method: str, antialias: bool, corners: bool) -> torch.Tensor:
     """[after, before]: how much of each value on a line of `before` there is at each place of a line of `after`."""
     lines = torch.eye(before, dtype=torch.float64)[None, None]
     resized = torch.nn.functional.interpolate(
-        lines, size=(before, after), mode=method, align_corners=False, antialias=antialias
+        lines, size=(before, after), mode=method, align_corners=corners, antialias=antialias
     )
     return resized[0, 0].T

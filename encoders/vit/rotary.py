@@ -26,3 +26,12 @@ def _angles(head: int, base: float, leading: int, rows: int, columns: int) -> to
     grid_P2 = torch.cartesian_prod(*places)
     angles = (2 * math.pi * grid_P2[:, :, None] * frequencies).flatten(1).tile(2)
     return torch.nn.functional.pad(angles, (0, 0, leading, 0))[:, None, None]
+
+
+@lru_cache(maxsize=1024)
+def axial_angles(head: int, base: float, rows: int, columns: int) -> torch.Tensor:
+    """Angles of patches, row by row, [P, head]: with d a head's size, base^(-4i / d) times the row, then times the
+    column, d / 4 of each, for both halves of the head."""
+    frequencies = 1 / base ** (torch.arange(0, head // 2, 2) / (head // 2))
+    grid_P2 = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    return (grid_P2[:, :, None] * frequencies).flatten(1).tile(2)

@@ -7,7 +7,6 @@ Shape suffixes: N clips, W samples, B frequency or mel bands, F windows, T frame
 rows: frames of all clips.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torchaudio.functional import melscale_fbanks
 
 from encoders.staged import Size, StagedEncoder
+from encoders.whisper.positions import sinusoids
 from encoders.whisper.spec import WhisperSpec
 
 LEAST_POWER = 1e-10
@@ -107,12 +107,3 @@ def log_mel_spectrogram(waves_NW: torch.Tensor, window: torch.Tensor, filters: t
     mels_NBF = (filters.T @ power_NBF).clamp(min=LEAST_POWER).log10()
     mels_NBF = torch.maximum(mels_NBF, mels_NBF.amax(dim=(1, 2), keepdim=True) - DYNAMIC_RANGE)
     return (mels_NBF + 4) / 4
-
-
-def sinusoids(length: int, width: int, device: torch.device) -> torch.Tensor:
-    """Positions [length, width] in float32: sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi (Whisper's
-    `sinusoids`)."""
-    half = width // 2
-    rates = torch.exp(-math.log(10000) / max(half - 1, 1) * torch.arange(half, device=device))
-    angles = torch.arange(length, device=device)[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -20,7 +20,7 @@ _LAYERS = LayerNames(
     norms=("self_attn_layer_norm", "final_layer_norm"),
     key_bias=False,
 )
-_DEFAULTS = {
+DEFAULTS = {
     "num_mel_bins": 80,
     "d_model": 384,
     "encoder_layers": 4,
@@ -34,12 +34,19 @@ _DEFAULTS = {
     "encoder_layerdrop": 0.0,
     "apply_spec_augment": False,
 }
+"""Of `WhisperConfig`."""
 _PREPROCESSING = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400, "dither": 0.0}
 
 
-def read(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-    """See `encoders.registry.Family.read`."""
-    file = ConfigFile("config.json", config, _DEFAULTS)
+def read(
+    config: Mapping[str, Any], preprocessor: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS
+) -> dict[str, Any]:
+    """See `encoders.registry.Family.read`.
+
+    Args:
+        defaults: of keys that config.json may lack.
+    """
+    file = ConfigFile("config.json", config, defaults)
     file.require(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0)
     file.require(apply_spec_augment=False)
     preprocessor = preprocessor.get("feature_extractor") or preprocessor
@@ -79,6 +86,7 @@ def weight_map(spec: WhisperSpec) -> WeightMap:
         *layer_rules(spec, _LAYERS),
         *norm_rules("layers.final_layernorm", "layer_norm", hidden),
     ]
-    # Positions are sinusoids, which are computed here.
-    carried = ("embed_positions.weight", "model.decoder.*", "decoder.*", "proj_out.weight")
-    return WeightMap(tuple(rules), carried=carried, prefixes=("model.encoder.", "encoder.", ""))
+    positions = "embed_positions.weight"
+    carried = (positions, "model.decoder.*", "decoder.*", "proj_out.weight")
+    prefixes = ("model.encoder.", "encoder.", "")
+    return WeightMap(tuple(rules), carried=carried, sinusoids=(positions,), prefixes=prefixes)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import built_layers
+from encoders.spec import built_layers, encoders_in
 from mimo_train.check.findings import Report, Table, plural
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -126,6 +126,7 @@ def add_media(report: Report, cfg: ConfigContainer) -> None:
         for name, module in cfg.encoders.items():
             if module.encoder.medium == medium:
                 read_as, patches, tokens = module.encoder.describe_input(module.projector.merge)
+                tokens = str(module.projector.latents or tokens)
                 rows.append(
                     (name, read_as, patches, f"{module.projector.merge}", f"{tokens} of {cfg.data.sequence_length}")
                 )
@@ -152,7 +153,10 @@ def _describe(module: ModuleConfig) -> str:
     sizes = (
         f"features of {encoder.hidden_size}"
         if isinstance(encoder, PlainSpec)
-        else f"{built_layers(encoder)} layers x {encoder.hidden_size}, {encoder.num_attention_heads} heads"
+        else " and ".join(
+            f"{built_layers(part)} layers x {part.hidden_size}, {part.num_attention_heads} heads"
+            for part in encoders_in(encoder).values()
+        )
     )
     return f"{encoder.name}: {sizes}; {projector.name}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
 

@@ -14,13 +14,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from encoders.errors import EncoderError
+from encoders.joined.spec import PARTS as JOINED
+from encoders.joined.spec import JoinedSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import Family, family_of
 from mimo_train.config.fault import ConfigError, Fault, nearest
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.own_code import search_working_directory
 from mimo_train.config.pretrained.directory import Directory
-from mimo_train.config.pretrained.fill_in import directories, fill_in, replaced_parts
+from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.slips import left_open, override_slips, value_slips
@@ -57,6 +59,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
         picked = [key for key in _defaults_keys(path) if key.partition("@")[2].strip() in replaced]
         plain = _composed(path, [*choices, *(f"~{key.replace(' ', '')}" for key in picked)], values)
         fill_in(plain, found, tokenizer_is_given=_tokenizer_is_given(path, values))
+    fill_in_joined(plain)
     return from_dict(plain)
 
 
@@ -123,8 +126,7 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
     cfg = _structured(ConfigContainer, {**plain, "modules": modules}, "")
     for name, parts in specs.items():
         if parts["encoder"] is not None:
-            family = _family(parts["encoder"])
-            cfg.modules[name].encoder = _structured(family.spec, parts["encoder"], f"modules.{name}.encoder")
+            cfg.modules[name].encoder = _encoder(parts["encoder"], f"modules.{name}.encoder")
         if parts["projector"] is not None:
             cfg.modules[name].projector = _structured(ProjectorSpec, parts["projector"], f"modules.{name}.projector")
     return cfg
@@ -247,6 +249,10 @@ def _unknown_spec_keys(value: Any, part: str, full: str) -> Iterable[Fault]:
             yield Fault(f"{full}.family", str(error))
             return
     yield from _unknown_keys(value, spec or LlmSpec, full)
+    if spec is JoinedSpec:
+        for name in JOINED:
+            if isinstance(value.get(name), dict):
+                yield from _unknown_spec_keys(value[name], "encoder", f"{full}.{name}")
 
 
 def _family(encoder: dict[str, Any]) -> Family:
@@ -255,6 +261,16 @@ def _family(encoder: dict[str, Any]) -> Family:
     if "." in name or ":" in name:
         search_working_directory()
     return family_of(name)
+
+
+def _encoder(plain: dict[str, Any], prefix: str) -> Any:
+    """The spec of an encoder, with those of the encoders that are joined in it."""
+    spec = _structured(_family(plain).spec, plain, prefix)
+    if isinstance(spec, JoinedSpec):
+        for part, keys in spec.parts.items():
+            if isinstance(keys, dict):
+                setattr(spec, part, _encoder(keys, f"{prefix}.{part}"))
+    return spec
 
 
 def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:

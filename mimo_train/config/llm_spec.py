@@ -58,6 +58,13 @@ class LlmSpec:
     """Base period of rotary position embeddings."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How frequencies are changed for longer sequences."""
+    mrope_section: list[int] = field(default_factory=list)
+    """Frequencies of a head that turn by a token's time, row and column (M-RoPE, arXiv 2409.12191): three numbers that
+    make half of its width together. Tokens of text have the same on all axes, those of a picture their row and column
+    in it. Empty: all turn by the place in the sequence."""
+    mrope_interleaved: bool = False
+    """With `mrope_section`: axes take turns, frequency by frequency, as in Qwen3-VL; otherwise one is behind the
+    other, as in Qwen2.5-VL."""
     local_rope_base: float = key(0.0, at_least=0, zero_means="as in the other layers")
     """Base period in the layers with a `window`, whose frequencies are then not scaled; 0: as in the other layers."""
     window: int = key(0, at_least=0, zero_means="all")
@@ -207,11 +214,34 @@ class LlmSpec:
             if self.bias and getattr(self, name):
                 yield Fault(f"{prefix}.{name}", f"{prefix}.bias gives every linear layer a bias: set one of them only")
         if self.position != "rope":
+            if self.rope_base != LlmSpec.rope_base:
+                yield Fault(f"{prefix}.rope_base", f"is for rotary positions, and {prefix}.position is {self.position}")
             kind = "rope_scaling.kind" if self.rope_scaling.kind != "default" else ""
             for name in filter(None, (kind, "local_rope_base" if self.local_rope_base else "")):
                 yield Fault(f"{prefix}.{name}", f"is for rotary positions, and {prefix}.position is {self.position}")
+        yield from self._axis_faults(prefix)
         if self.local_rope_base and not self.window:
             yield Fault(f"{prefix}.local_rope_base", f"is of the layers with a window, and {prefix}.window is 0")
+
+    def _axis_faults(self, prefix: str) -> Iterator[Fault]:
+        section = self.mrope_section
+        if not section:
+            if self.mrope_interleaved:
+                yield Fault(f"{prefix}.mrope_interleaved", f"is about {prefix}.mrope_section, which is empty")
+            return
+        if len(section) != 3 or min(section) < 0 or 2 * sum(section) != self.head_width:
+            yield Fault(
+                f"{prefix}.mrope_section",
+                f"must be 3 numbers of at least 0 that make {self.head_width // 2} together, half the width "
+                f"{self.head_width} of a head, is {section}",
+            )
+        elif self.position != "rope":
+            yield Fault(f"{prefix}.mrope_section", f"is for rotary positions, and {prefix}.position is {self.position}")
+        elif self.local_rope_base:
+            yield Fault(
+                f"{prefix}.mrope_section",
+                f"turns all layers alike, and {prefix}.local_rope_base is {self.local_rope_base:g}: set one of them",
+            )
 
     def _layer_faults(self, prefix: str) -> Iterator[Fault]:
         """Lists of layers that are none, or differ from nothing."""

@@ -32,6 +32,7 @@ class Decoder:
         (language,) = modules_of(pipeline.model)[LANGUAGE]
         self._language = unwrap_model(language)
         self._cache: StaticInferenceContext | None = None
+        self._positions = torch.empty(0)
 
     @torch.no_grad()
     def begin(self, prompt: Prompt, length: int) -> torch.Tensor:
@@ -41,8 +42,9 @@ class Decoder:
             length: positions to keep, the prompt's among them.
         """
         self._cache = StaticInferenceContext(max_batch_size=1, max_sequence_length=length)
-        ids_BS, positions_BS = torch.tensor([prompt.ids]), torch.arange(len(prompt.ids))[None]
-        batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": positions_BS}
+        self._positions = _positions(prompt, length).to(self._pipeline.device)
+        ids_BS, own = torch.tensor([prompt.ids]), self._positions[..., : len(prompt.ids)]
+        batch: dict[str, Any] = {"input_ids": ids_BS, "position_ids": own}
         if prompt.inputs:
             batch |= {"modality_inputs": prompt.inputs}
         # One microbatch of one sample; on one rank loads are not needed.
@@ -61,9 +63,10 @@ class Decoder:
         """Add a token; logits [V] behind it."""
         assert self._cache is not None, "begin comes first"
         at = self._cache.sequence_len_offset
-        positions = torch.arange(at + 1, device=self._pipeline.device)[None]
+        # All of them: keys that are kept have been turned, and Megatron-Core looks up the last.
+        positions = self._positions[..., : at + 1]
         id_BS = torch.tensor([[token]], device=self._pipeline.device)
-        embedding_SBH = self._language.embedding(input_ids=id_BS, position_ids=positions[:, at:])
+        embedding_SBH = self._language.embedding(input_ids=id_BS, position_ids=positions[..., at:])
         arguments = {"input_ids": None, "position_ids": positions, "attention_mask": None}
         output = self._language(**arguments, decoder_input=embedding_SBH, **self._cache_arguments())
         return self._behind(1, output)
@@ -78,6 +81,14 @@ class Decoder:
 
     def _cache_arguments(self) -> dict[str, Any]:
         return {"inference_context": self._cache, "output_processor": _last_logits}
+
+
+def _positions(prompt: Prompt, length: int) -> torch.Tensor:
+    """Positions of a prompt and of what follows it, which is text: [1, length], or [3, 1, length] on three axes."""
+    if prompt.positions is None:
+        return torch.arange(length)[None]
+    rest = prompt.positions.max() + 1 + torch.arange(length - len(prompt.ids))
+    return torch.cat([prompt.positions, rest.expand(3, -1)], dim=1)[:, None]
 
 
 def _last_logits(

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from data.collate import collate_media, encode_prompt
 from data.media.decode import decode_media
 from data.media.headers import parse_extent
+from data.positions import Place, axis_positions
 from data.records import MARKERS, Part, Turn, split_markers
 from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
@@ -29,6 +31,8 @@ class Medium:
     """(placeholder id, number of tokens) of each module."""
     inputs: dict[str, torch.Tensor]
     """By module: uint8 [3, height, width] or float32 [samples]."""
+    places: dict[str, Place]
+    """By module: its tokens, and their grid for positions on three axes."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Prompt:
     """Arguments of the encoder of every encoder module; None where there is nothing for it."""
     rows: dict[str, int]
     """Rows of features of every encoder module: its placeholders in `ids`."""
+    positions: torch.Tensor | None = None
+    """Of `ids` on three axes, int64 [3, S], for a model that has these; None: 0, 1, 2, ..."""
 
 
 class Prompts:
@@ -70,6 +76,7 @@ class Prompts:
             kind,
             [(self._places[item.module], item.num_tokens(*extent)) for item in readers],
             {item.module: decode_media(kind, raw, item.size(*extent), item.resize) for item in readers},
+            {item.module: (item.num_tokens(*extent), item.grid(*extent) if item.grid else None) for item in readers},
         )
 
     def of_conversation(self, turns: Sequence[Turn], media: Sequence[Medium]) -> Prompt:
@@ -92,7 +99,17 @@ class Prompts:
         for item in self._modules:
             own = collate_media([one.inputs[item.module] for one in media if item.module in one.inputs], item.field)
             inputs[item.module] = None if own is None else {item.module: own}
-        return Prompt(ids, inputs, {name: ids.count(place) for name, place in self._places.items()})
+        rows = {name: ids.count(place) for name, place in self._places.items()}
+        return Prompt(ids, inputs, rows, self._positions(ids, media))
+
+    def _positions(self, ids: list[int], media: Sequence[Medium]) -> torch.Tensor | None:
+        if not any(item.grid for item in self._modules):
+            return None
+        places = {
+            self._places[item.module]: [one.places[item.module] for one in media if item.module in one.places]
+            for item in self._modules
+        }
+        return torch.from_numpy(axis_positions(np.array(ids, dtype=np.int64), places))
 
 
 def user_turn(text: str, media: Sequence[Medium]) -> Turn:

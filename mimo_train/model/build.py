@@ -2,13 +2,13 @@
 
 import warnings
 from collections.abc import Set
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
-from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,7 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from encoders.registry import family_of
-from encoders.spec import joined_width
+from encoders.spec import encoders_in, joined_width
+from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
@@ -26,10 +27,11 @@ from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import layer_spec, norm_class, projector_submodules
 from mimo_train.model.llm.gpt import SeededGPTModel
 from mimo_train.model.llm.layers import language_layers
-from mimo_train.model.lora import add_adapters, freeze_base, start_magnitudes
+from mimo_train.model.lora import freeze_base, start_magnitudes
 from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
 from mimo_train.model.names import modules_of
-from mimo_train.model.transformer_config import encoder_config, language_config, projector_config
+from mimo_train.model.projector import Projector
+from mimo_train.model.transformer_config import encoder_config, language_config, projector_config, resampler_config
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.plan.adapters import adapted_linears, adapts_projector
 from mimo_train.plan.layout import RunLayout
@@ -37,15 +39,6 @@ from mimo_train.plan.parameters import embedding_rows
 
 _LAYERS_OF_CHUNK = (get_transformer_layer_offset, get_num_layers_to_build)
 """Number of a model chunk's first layer, and of its layers, from (config, chunk, stage)."""
-
-
-class SeededProjector(MultimodalProjector):
-    """`MultimodalProjector` seeded by `config.init_seed`, with the adapters that `config.adapters` has for it."""
-
-    def __init__(self, config: TransformerConfig, **kwargs: Any):
-        torch.manual_seed(config.init_seed + 1)
-        super().__init__(config, **kwargs)
-        add_adapters(self, PARTS["projector"].replace("*", "0"), config, config.init_seed + 1)
 
 
 def build_model(
@@ -156,7 +149,7 @@ def _language_specs(
         "vocab_size": embedding_rows(llm, vocab_size),
         "tokens": llm.vocab_size or vocab_size,
         "share_embeddings_and_output_weights": llm.tie_embeddings,
-        "position_embedding_type": {"rope": "rope", "learned": "learned_absolute"}[llm.position],
+        "position_embedding_type": _positions(llm, has_media=bool(cfg.encoders)),
         "rotary_base": llm.rope_base,
         # MimoModel joins text and media first and splits along the sequence afterwards.
         "scatter_embedding_sequence_parallel": not cfg.encoders,
@@ -176,6 +169,14 @@ def _language_specs(
     return specs
 
 
+def _positions(llm: LlmSpec, *, has_media: bool) -> str:
+    """Name of the kind of positions in Megatron-Core. Text alone is at the same place on all axes, which is what one
+    axis gives."""
+    if llm.mrope_section and has_media:
+        return "mrope"
+    return {"rope": "rope", "learned": "learned_absolute"}[llm.position]
+
+
 def _encoder_spec(
     cfg: ConfigContainer, layout: RunLayout, groups: RunGroups, name: str, te: bool, undrawn: Set[tuple[str, str]]
 ) -> ModuleSpec:
@@ -186,22 +187,34 @@ def _encoder_spec(
     config = encoder_config(cfg, module_layout)
     projection = projector_config(cfg, module_layout)
     config.perform_initialization = (name, "encoder") not in undrawn
-    projection.perform_initialization = (name, "projector") not in undrawn
+    resampler = resampler_config(cfg, module_layout)
+    projection.perform_initialization = resampler.perform_initialization = (name, "projector") not in undrawn
     encoder = ModuleSpec(
         module=family_of(module.encoder.family).load(),
-        params={
-            "config": config,
-            "spec": module.encoder,
-            "layer_spec": layer_spec(config, AttnMaskType.no_mask, te),
-            "norm": norm_class(te),
-            "merge": module.projector.merge,
-            "pg_collection": pgs,
-        },
+        params={"config": config, "spec": module.encoder, "merge": module.projector.merge, "pg_collection": pgs},
     )
+
+    def layers(config: TransformerConfig) -> dict[str, Any]:
+        return {"layer_spec": layer_spec(config, AttnMaskType.no_mask, te), "norm": norm_class(te)}
+
+    parts = encoders_in(module.encoder)
+    if len(parts) == 1:
+        encoder.params |= layers(config)
+    else:
+        builders = {}
+        for part, spec in parts.items():
+            own = encoder_config(cfg, module_layout, part)
+            own.perform_initialization = config.perform_initialization
+            params = encoder.params | {"config": own, "spec": spec} | layers(own)
+            builders[part] = partial(family_of(spec.family).load(), **params)
+        encoder.params["parts"] = builders
     projector = ModuleSpec(
-        module=SeededProjector,
+        module=Projector,
         params={
             "config": projection,
+            "spec": module.projector,
+            "resampler_config": resampler,
+            "norm": norm_class(te),
             "submodules": projector_submodules(
                 module.projector.kind, te, adapted=adapts_projector(projection.adapters)
             ),

@@ -9,6 +9,7 @@ from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
+from encoders.spec import EncoderSpec, deepstack_layers
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.model.marks import mark
 from mimo_train.parallel.bridge.exchange import SharedBridge
@@ -70,6 +71,8 @@ class PlacedMimoModel(MimoModel):
         # the backward pass.
         received |= {name: self._to_language(name, rows) for name, rows in features.items()}
         received = {name: rows if name == LANGUAGE else self._joined(name, rows) for name, rows in received.items()}
+        if self.role.is_first_stage(LANGUAGE):
+            received = self._without_deepstack(received, input_ids)
         return self._forward_language_module(
             input_ids, position_ids, attention_mask, loss_mask, labels, received, packing_kwargs
         )
@@ -110,6 +113,35 @@ class PlacedMimoModel(MimoModel):
             place = torch.nonzero_static(mask, size=len(rows)).squeeze(1)
             joined = joined.index_copy(0, place % sequence * batch + place // sequence, rows)
         return joined.view(sequence, batch, hidden)
+
+    def _without_deepstack(
+        self, features: dict[str, torch.Tensor], input_ids: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """The features for the input of the language model; those for its layers are handed to it for this pass."""
+        language = unwrap_model(self.language_model)
+        hidden, layers = language.config.hidden_size, language.config.deepstack
+        if not layers:
+            return features
+        assert input_ids is not None, "the first stage has the text"
+        nothing_SBH = features[next(iter(features))].new_zeros(*input_ids.T.shape, hidden)
+        levels = []
+        for layer in range(layers):
+            first, last = hidden * (1 + layer), hidden * (2 + layer)
+            rows = {name: found[:, first:last] for name, found in features.items() if found.size(1) >= last}
+            places = self.align_embeddings_by_token_positions(
+                {"text": nothing_SBH, **rows}, input_ids, self.special_token_ids
+            )
+            levels.append(self._shard_language_inputs(places, None, None)[0])
+        language.deepstack_LSBH = torch.stack(levels)
+        return {name: rows[:, :hidden] for name, rows in features.items()}
+
+    def _empty_encoder_output(self, encoder_name: str) -> torch.Tensor:
+        """Features of a microbatch without media, which are not sent: [0, width]."""
+        output, spec = super()._empty_encoder_output(encoder_name), self._spec(encoder_name)
+        return output.new_empty(0, output.size(1) * (1 + deepstack_layers(spec)), requires_grad=True)
+
+    def _spec(self, name: str) -> EncoderSpec:
+        return unwrap_model(self.modality_submodules[name]).encoders[name].spec
 
     def _encode(self, inputs: dict[str, Any], received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Outputs of the encoder stages of this rank; [0, hidden size] without media.

@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.spec import deepstack_layers
 from mimo_train.parallel import device
 
 
@@ -35,7 +36,35 @@ class StagedModality(VisionModalitySubmodules):
         if not self.is_first_stage:
             encoder_inputs = {name: encoder_inputs[name] | {"hidden_states": hidden_states}}
         outputs = self.encode(encoder_inputs)
-        return self.project_embeddings(outputs) if self.is_last_stage else outputs[0]
+        if not self.is_last_stage:
+            return outputs[0]
+        (projector,) = self.input_projections
+        if getattr(projector, "resampler", None) is None:
+            return self.project_embeddings(outputs)
+        return projector(self.combine_embeddings(outputs), _features_of_each(encoder, encoder_inputs[name]))
+
+    def project_embeddings(self, embeddings: list[torch.Tensor], is_input: bool = True) -> torch.Tensor | None:
+        """The projector's output, with the features for layers of the language model, if the encoder has these, behind
+        it in each row: they are as wide as it already."""
+        (encoder,) = self.encoders.values()
+        layers = deepstack_layers(encoder.spec) if hasattr(encoder, "spec") else 0
+        if not layers:
+            return super().project_embeddings(embeddings, is_input)
+        (rows,) = embeddings
+        width = layers * encoder.spec.deepstack_width
+        projected = super().project_embeddings([rows[:, :-width]], is_input)
+        assert projected is not None, "every encoder has a projector"
+        return torch.cat([projected, rows[:, -width:].to(projected.dtype)], dim=1)
+
+
+def _features_of_each(encoder: Any, inputs: dict[str, Any]) -> list[int]:
+    """Features of every medium, from the arguments of an encoder's `forward`: media on the first stage, else sizes."""
+    spec, (media, *_) = encoder.spec, inputs.values()
+    sizes = inputs.get("sizes")
+    if sizes is None:
+        image = spec.kind == "image"
+        sizes = [tuple(one.shape[-2:]) if image else (len(one), spec.sample_rate) for one in media]
+    return [spec.num_tokens(*size, merge=encoder.merge) for size in sizes]
 
 
 def _no_rows(config: TransformerConfig) -> torch.Tensor:

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import GATED, EncoderSpec, built_layers, layer_options
+from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.seeds import seed_for
@@ -52,6 +52,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         add_bias_linear=llm.bias,
         add_qkv_bias=llm.bias or llm.qkv_bias,
         softmax_scale=llm.attention_scale_size**-0.5 if llm.attention_scale_size else None,
+        mrope_section=llm.mrope_section or None,
         **_windows(llm),
         qk_layernorm=llm.qk_norm,
         hidden_dropout=llm.dropout,
@@ -65,6 +66,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         **_expert_sizes(llm, layout.language),
     )
     config.llm, config.attention_softcap = llm, llm.attention_softcap
+    config.deepstack = max((deepstack_layers(module.encoder) for module in cfg.encoders.values()), default=0)
     return config
 
 
@@ -117,11 +119,16 @@ def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
     }
 
 
-def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
-    """The config of one encoder's transformer layers."""
-    if isinstance(cfg.modules[layout.name].encoder, PlainSpec):
-        return _plain_encoder_config(cfg, layout)
-    encoder: EncoderSpec = cfg.modules[layout.name].encoder
+def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -> TransformerConfig:
+    """The config of one encoder's transformer layers.
+
+    Args:
+        part: of the encoders that are joined in it (`encoders.spec.encoders_in`); empty: itself.
+    """
+    whole = cfg.modules[layout.name].encoder
+    if isinstance(whole, PlainSpec) or (not part and len(encoders_in(whole)) > 1):
+        return _without_layers(cfg, layout)
+    encoder: EncoderSpec = encoders_in(whole)[part]
     layers = built_layers(encoder)
     config = _config(
         cfg,
@@ -143,14 +150,17 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerCon
     )
     for name, value in layer_options(encoder).items():
         setattr(config, name, value)
+    if part:
+        config.init_seed = seed_for(cfg.run.seed, layout.name, part)
     return config
 
 
-def _plain_encoder_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
-    """The config of an encoder of plain torch, which has no transformer layers: what of it counts is type, seed and
-    recomputation."""
+def _without_layers(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
+    """The config of an encoder without transformer layers of its own, of plain torch or of several that are joined:
+    what of it counts is width, type, seed and recomputation."""
     width = cfg.modules[layout.name].encoder.hidden_size
-    return _config(cfg, layout, num_layers=1, hidden_size=width, num_attention_heads=1, ffn_hidden_size=width)
+    sizes = {"num_layers": layout.pp, "hidden_size": width, "ffn_hidden_size": width * layout.tp}
+    return _config(cfg, layout, **sizes, num_attention_heads=layout.tp, kv_channels=1)
 
 
 def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
@@ -167,9 +177,34 @@ def projector_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
         num_attention_heads=layout.tp,  # a projector has no attention; the config requires heads that tp divides
         kv_channels=1,
         ffn_hidden_size=projector.ffn_hidden_size or llm.hidden_size,
+        gated_linear_unit=projector.gated,
         activation_func=_ACTIVATIONS[projector.activation],
-        add_bias_linear=True,
+        add_bias_linear=projector.bias,
+        normalization=projector.norm or "LayerNorm",
         init_method_std=llm.init_std,
+    )
+
+
+def resampler_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerConfig:
+    """The config of the layers of a projector's resampler, as wide as the language model."""
+    resampler, width = cfg.modules[layout.name].projector.resampler, cfg.llm.hidden_size
+    if not resampler.latents:
+        return projector_config(cfg, layout)
+    return _config(
+        cfg,
+        replace(layout, pp=1, sp=False),
+        num_layers=resampler.num_layers,
+        hidden_size=width,
+        num_attention_heads=resampler.num_attention_heads,
+        num_query_groups=resampler.key_heads,
+        kv_channels=resampler.head_width(width),
+        ffn_hidden_size=resampler.ffn_width(width),
+        normalization=resampler.normalization,
+        layernorm_epsilon=resampler.layernorm_epsilon,
+        gated_linear_unit=resampler.activation == GATED,
+        activation_func=_ACTIVATIONS[resampler.activation],
+        add_bias_linear=False,
+        init_method_std=cfg.llm.init_std,
     )
 
 

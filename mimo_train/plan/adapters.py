@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import GATED, built_layers, joined_width
+from encoders.spec import GATED, built_layers, encoders_in, joined_width
 from mimo_train.config.fault import Fault, nearest
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
@@ -96,6 +96,8 @@ def linears(name: str, module: ModuleConfig, language_width: int) -> list[Linear
     """
     if isinstance(module.encoder, PlainSpec):
         return []  # adapters are refused for the whole module
+    if len(encoders_in(module.encoder)) > 1:
+        return _projector_linears(module, language_width)  # and here for the encoders
     spec: Any = module.llm or module.encoder
     hidden, heads, ffn = spec.hidden_size, spec.num_attention_heads, spec.ffn_hidden_size
     groups, head, gated, layers = heads, hidden // heads, spec.activation == GATED, _layers(module)
@@ -124,8 +126,9 @@ def _projector_linears(module: ModuleConfig, language_width: int) -> list[Linear
     if module.projector.kind == "linear":
         return [Linear(name, width, (("encoder", language_width),))]
     middle = module.projector.ffn_hidden_size or language_width
+    up = (("gate_proj", middle), ("up_proj", middle)) if module.projector.gated else (("linear_fc1", middle),)
     return [
-        Linear(f"{name}.linear_fc1", width, (("linear_fc1", middle),)),
+        Linear(f"{name}.linear_fc1", width, up),
         Linear(f"{name}.linear_fc2", middle, (("linear_fc2", language_width),), column=False),
     ]
 

@@ -1,11 +1,13 @@
 """What tensor, pipeline and expert parallelism cannot divide: sizes of models over parallel sizes. Imports no torch."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import built_layers
+from encoders.spec import built_layers, encoders_in
 from mimo_train.config.fault import Fault
 from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema_modules import LayoutConfig, ModuleConfig
 
 
@@ -45,6 +47,10 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     if isinstance(encoder, PlainSpec):
         yield from _plain_encoder_faults(layout, encoder, key)
         return
+    if len(parts := encoders_in(encoder)) > 1:
+        of_parts = [fault for part in parts.values() for fault in encoder_faults(replace(module, encoder=part), key)]
+        yield from (fault for at, fault in enumerate(of_parts) if fault not in of_parts[:at])
+        return
     yield from _tp_faults(
         layout.tp, key, num_attention_heads=encoder.num_attention_heads, ffn_hidden_size=encoder.ffn_hidden_size
     )
@@ -64,6 +70,45 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
             f"{have} {tokens} tokens inside the encoder, which tp {layout.tp} does not divide into equal parts: set sp "
             f"to false, or change tp, or {key}.{', '.join(encoder.token_unit_fields)}",
         )
+
+
+def projector_faults(module: ModuleConfig, width: int, name: str) -> Iterator[Fault]:
+    """What is wrong with the widths of a projector whose own sizes are right.
+
+    Args:
+        width: of the language model.
+        name: of its module.
+    """
+    projector, tp, key = module.projector, module.layout.tp, f"modules.{name}"
+    resampler, place = projector.resampler, f"{key}.projector"
+    if projector.kind == "linear":
+        sizes = {f"modules.{LANGUAGE}.llm.hidden_size": width}
+    else:
+        sizes = {f"{place}.ffn_hidden_size": projector.ffn_hidden_size or width}
+    if resampler.latents:
+        sizes[f"{place}.resampler.num_attention_heads"] = resampler.num_attention_heads
+        sizes[f"{place}.resampler.num_query_groups"] = resampler.key_heads
+        sizes[f"{place}.resampler.ffn_hidden_size"] = resampler.ffn_width(width)
+        if not resampler.head_size and width % resampler.num_attention_heads:
+            yield Fault(
+                f"{place}.resampler.num_attention_heads",
+                f"{resampler.num_attention_heads} does not divide the language model's hidden size {width}: change it, "
+                f"or set {place}.resampler.head_size",
+            )
+        for kept in [name for name, on in _features_kept(module).items() if on]:
+            yield Fault(
+                f"{key}.{kept}",
+                "keeps features by their rows in the sequence, and a resampler makes "
+                f"{resampler.latents} of however many: leave it out, or set {place}.resampler.latents to 0",
+            )
+    yield from _tp_faults(tp, key, **sizes)
+
+
+def _features_kept(module: ModuleConfig) -> dict[str, bool]:
+    return {
+        "feature_cache.dir": bool(module.feature_cache.dir),
+        "prefetch_microbatches": module.prefetch_microbatches > 0,
+    }
 
 
 def _plain_encoder_faults(layout: LayoutConfig, encoder: PlainSpec, key: str) -> Iterator[Fault]:

@@ -12,12 +12,12 @@ however many tensor-parallel ranks share or repeat it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import GATED, EncoderSpec, built_layers, joined_width, patches_of
+from encoders.spec import GATED, EncoderSpec, built_layers, encoders_in, joined_width, patches_of
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
@@ -97,14 +97,16 @@ def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Pr
 class Media:
     """Numbers of pictures or clips through an encoder, on which the FLOPs depend linearly."""
 
-    patches: int = 0
+    patches: float = 0
     """Patches of pictures, frames of clips."""
-    tokens: int = 0
+    tokens: float = 0
     """Inside the encoder: patches and class tokens."""
-    pairs: int = 0
+    pairs: float = 0
     """Pairs of tokens of the same picture or clip that attend to each other, in a layer on average."""
-    kept: int = 0
-    """Tokens in the sequence that are not made of patches or frames: class tokens."""
+    kept: float = 0
+    """Features in front of the projector that are not made of patches or frames: class tokens."""
+    latents: float = 0
+    """Rows of a resampler."""
 
 
 def encoder_products(
@@ -126,17 +128,34 @@ def encoder_products(
 
     Of an encoder of plain torch only its number of weights is known: 2T for each, as if every weight met every token
     once (Kaplan et al. 2020), and 4A times the width of its attention, if its spec says that.
+
+    A resampler of n latents for each of R / n media reads the N features: each of its layers takes 2R * (2dq + du + fd)
+    + 2(N + R) * 2dk + 4n(N + R) * q, with q and k the widths of its query and key heads.
     """
-    products = (
-        _plain_products(name, spec, media) if isinstance(spec, PlainSpec) else _layered_products(name, spec, media)
-    )
-    width, projection = joined_width(spec, projector), "input_projections.0.encoder"
+    if isinstance(spec, PlainSpec):
+        products = _plain_products(name, spec, media)
+    else:
+        products = [one for part in _media_of_parts(name, spec, media) for one in _layered_products(*part)]
+    width, projection = joined_width(spec, projector), "input_projections.0"
     projected = media.patches / spec.joined(projector.merge) + media.kept
-    if projector.kind == "linear":
-        return [*products, Product(f"{projection}.weight", 2 * projected * width * language_width)]
-    middle = projector.ffn_hidden_size or language_width
-    products.append(Product(f"{projection}.linear_fc1.weight", 2 * projected * width * middle))
-    products.append(Product(f"{projection}.linear_fc2.weight", 2 * projected * middle * language_width))
+    for name, weights in projector.matrices(width, language_width).items():
+        products.append(Product(f"{projection}.{name}.weight", 2 * projected * weights))
+    return products + _resampler_products(
+        f"{projection}.resampler", projector, language_width, projected, media.latents
+    )
+
+
+def _resampler_products(
+    place: str, projector: ProjectorSpec, width: int, projected: float, latents: float
+) -> list[Product]:
+    resampler, products = projector.resampler, [Product(f"{place}.latents")] if projector.latents else []
+    query = resampler.num_attention_heads * resampler.head_width(width) if resampler.latents else 0
+    core = 4 * resampler.latents * (projected + latents) * query
+    for layer in range(resampler.num_layers if resampler.latents else 0):
+        for name, weights in resampler.matrices(width).items():
+            rows = projected + latents if name in ("linear_k", "linear_v") else latents
+            attention = core if name == "linear_v" else 0.0
+            products.append(Product(f"{place}.layers.{layer}.{name}.weight", 2 * rows * weights, attention))
     return products
 
 
@@ -194,15 +213,14 @@ class StepFlops:
         adapters = {name: adapted_linears(name, module, width) for name, module in cfg.modules.items()}
         self._adapted = {name: {f"{linear}.weight" for linear in adapters[name]} for name in adapters}
         self._adapted_projectors = {name for name in adapters if adapts_projector(adapters[name])}
-        one_of_each = (Media(patches=1), Media(tokens=1), Media(pairs=1), Media(kept=1))
+        one_of_each = [Media(**{field.name: 1}) for field in fields(Media)]
         self._products = {
             name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
             for name, module in cfg.encoders.items()
         }
         self._products[LANGUAGE] = [language_products(cfg.llm, cfg.data.sequence_length, vocab)]
         self._unit: dict[tuple, dict[str, list[Flops]]] = {}
-        """For what is frozen: FLOPs of one sample (language), or of a patch, a token, a pair and a token that is kept
-        beside the patches (encoders)."""
+        """For what is frozen: FLOPs of one sample (language), or of one of everything in `Media` (encoders)."""
 
     def __call__(self, *, samples: int, counts: Numbers, loads: Numbers, pairs: Numbers, step: int) -> dict[str, Flops]:
         """FLOPs of each module.
@@ -218,8 +236,14 @@ class StepFlops:
             if name != LANGUAGE:
                 rows, tokens, squares = (sum(map(sum, numbers[name])) for numbers in (counts, loads, pairs))
                 encoder, projector = self._modules[name].encoder, self._modules[name].projector
-                patches = patches_of(encoder, projector, rows)
-                amounts = [patches, tokens, squares, rows - patches / encoder.joined(projector.merge)]
+                if projector.latents:
+                    pictures = rows / projector.latents
+                    kept = pictures * getattr(encoder, "kept_tokens", 0)
+                    patches = tokens - pictures * getattr(encoder, "leading_tokens", 0)
+                else:
+                    patches = patches_of(encoder, projector, rows)
+                    kept = rows - patches / encoder.joined(projector.merge)
+                amounts = [patches, tokens, squares, kept, rows if projector.latents else 0]
             flops[name] = sum((unit * amount for unit, amount in zip(units, amounts, strict=True)), Flops())
         return flops
 
@@ -260,10 +284,23 @@ def _plain_products(name: str, spec: PlainSpec, media: Media) -> list[Product]:
     return [Product(f"encoders.{name}.model", 2 * media.tokens * spec.num_parameters(), core, in_layer=True)]
 
 
+def _media_of_parts(name: str, spec: EncoderSpec, media: Media) -> Iterator[tuple[str, EncoderSpec, Media]]:
+    """(name, encoder, its media) of each encoder that an encoder consists of: all have the same pictures, and one size
+    of these."""
+    parts = encoders_in(spec)
+    for part, own in parts.items():
+        if len(parts) == 1:
+            yield name, own, media
+            continue
+        share = own.most_inner_tokens() / spec.most_inner_tokens()
+        yield f"{name}.{part}", own, replace(media, tokens=media.tokens * share, pairs=media.pairs * share**2)
+
+
 def _layered_products(name: str, spec: EncoderSpec, media: Media) -> list[Product]:
     hidden, encoder, tokens = spec.hidden_size, f"encoders.{name}", media.tokens
     products = [
-        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=False)
+        # Mergers of states are behind layers.
+        Product(f"{encoder}.{parameter}", 2 * media.patches * each, input_gradient=parameter.startswith("deepstack."))
         for parameter, each in spec.embedding_products().items()
     ]
     up = 2 * spec.ffn_hidden_size if spec.activation == GATED else spec.ffn_hidden_size
@@ -274,7 +311,7 @@ def _layered_products(name: str, spec: EncoderSpec, media: Media) -> list[Produc
     return products
 
 
-def _attention(layer: str, tokens: int, hidden: int, query: int, key: int, core: float) -> Iterator[Product]:
+def _attention(layer: str, tokens: float, hidden: int, query: int, key: int, core: float) -> Iterator[Product]:
     yield Product(f"{layer}.self_attention.linear_qkv.weight", 2 * tokens * hidden * (query + 2 * key), core, True)
     yield Product(f"{layer}.self_attention.linear_proj.weight", 2 * tokens * query * hidden, in_layer=True)
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from encoders.spec import attention_pairs, inner_tokens, input_size, num_tokens, picture_transform
+from encoders.spec import attention_pairs, inner_tokens, input_size, num_tokens, picture_transform, token_grid
 from mimo_train.config.schema import ConfigContainer
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             inner_tokens=partial(inner_tokens, module.encoder, module.projector),
             pairs=partial(attention_pairs, module.encoder, module.projector),
             resize=Resize(**asdict(picture_transform(module.encoder))),
+            grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
         )
         for name, module in cfg.encoders.items()
     ]

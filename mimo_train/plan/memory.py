@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import GATED, built_layers, joined_width, layer_options
+from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, joined_width, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -243,12 +243,21 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
     module, train = cfg.modules[name], cfg.train
     encoder, projector, size = module.encoder, module.projector, BYTES[train.precision]
     media = math.ceil(run.batch.microbatch_samples / sizes.dp * media_per_sample)
-    tokens = media * encoder.most_inner_tokens(projector.merge)
     flying = in_flight(run, name, stage)
     if isinstance(encoder, PlainSpec):
         module_kept = media * encoder.activations() * size
         kept = 0 if "encoder" in module.freeze else module_kept * (1 if cfg.recompute_of(name) == "full" else flying)
         return kept + _projector_activations(cfg, name, media, sizes.tp) * flying
+    kept = sum(
+        _layers_activations(run, name, stage, part, media * part.most_inner_tokens(projector.merge))
+        for part in encoders_in(encoder).values()
+    )
+    return kept if stage < sizes.pp - 1 else kept + _projector_activations(cfg, name, media, sizes.tp) * flying
+
+
+def _layers_activations(run: Run, name: str, stage: int, encoder: EncoderSpec, tokens: int) -> int:
+    """Bytes that the layers of an encoder on one rank of a stage keep of `tokens` in each microbatch."""
+    module, train, sizes = run.cfg.modules[name], run.cfg.train, run.layout.modules[name]
     layer = layer_activations(
         tokens,
         encoder.hidden_size,
@@ -263,18 +272,36 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
     )
     layers = layers_of_stage(built_layers(encoder), stage, sizes.pp)
     if "encoder" in module.freeze:
-        kept = layer if layers else 0
-    else:
-        boundary = tokens * encoder.hidden_size * size // (sizes.tp if sizes.sp else 1)
-        kept = stack_activations(layers, layer, boundary, flying, cfg.recompute_of(name))
-    return kept if stage < sizes.pp - 1 else kept + _projector_activations(cfg, name, media, sizes.tp) * flying
+        return layer if layers else 0
+    boundary = tokens * encoder.hidden_size * BYTES[train.precision] // (sizes.tp if sizes.sp else 1)
+    return stack_activations(layers, layer, boundary, in_flight(run, name, stage), run.cfg.recompute_of(name))
 
 
 def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int) -> int:
-    """Bytes that the projector of module `name` keeps of one microbatch: its input and output, and inside an mlp."""
-    module, width = cfg.modules[name], cfg.llm.hidden_size
-    encoder, projector = module.encoder, module.projector
-    per_token = joined_width(encoder, projector) + width
+    """Bytes that the projector of module `name` keeps of one microbatch: its input and output, and inside an mlp; of
+    each layer of a resampler its normalised features, keys and values, and what a layer keeps of the latents."""
+    module, width, size = cfg.modules[name], cfg.llm.hidden_size, BYTES[cfg.train.precision]
+    encoder, projector, resampler = module.encoder, module.projector, module.projector.resampler
+    joined = joined_width(encoder, projector)
+    per_token = joined + width + (joined if projector.norm else 0)
     if projector.kind == "mlp":
-        per_token += 2 * (projector.ffn_hidden_size or width) // tp
-    return media * encoder.most_tokens(projector.merge) * per_token * BYTES[cfg.train.precision]
+        per_token += (5 if projector.gated else 2) * (projector.ffn_hidden_size or width) // tp
+    # Mergers of states keep their input, and what is behind norm, first linear layer and activation.
+    per_token += deepstack_layers(encoder) * (4 * joined + width)
+    kept = encoder.most_tokens(projector.merge) * per_token * size
+    if resampler.latents:
+        head = resampler.head_width(width)
+        keys = resampler.key_heads * head
+        layer = layer_activations(
+            resampler.latents,
+            width,
+            resampler.ffn_width(width),
+            cfg.train.precision,
+            key_width=keys,
+            query_width=resampler.num_attention_heads * head,
+            gated=resampler.activation == GATED,
+            tp=tp,
+        )
+        features = encoder.most_tokens(projector.merge) * (2 * width + 2 * keys // tp) * size
+        kept += resampler.num_layers * (layer + features)
+    return media * kept

@@ -9,6 +9,7 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import (
     EncoderSpec,
     built_layers,
+    encoders_in,
     has_final_norm,
     joined_width,
     layer_parameters,
@@ -114,6 +115,8 @@ def encoder_parameters(encoder: EncoderSpec | PlainSpec, *, tp: int = 1, stage: 
     """
     if isinstance(encoder, PlainSpec):
         return encoder.num_parameters()
+    if len(parts := encoders_in(encoder)) > 1:
+        return sum(encoder_parameters(part, tp=tp, stage=stage, stages=stages) for part in parts.values())
     (layer, norm), split, layers = layer_parameters(encoder), split_parameters(encoder), built_layers(encoder)
     last = norm if has_final_norm(encoder) else 0
     count = layers_of_stage(layers, stage, stages) * (layer - split + split // tp)
@@ -123,11 +126,9 @@ def encoder_parameters(encoder: EncoderSpec | PlainSpec, *, tp: int = 1, stage: 
 
 
 def projector_parameters(projector: ProjectorSpec, width: int, language_width: int, *, tp: int = 1) -> int:
-    """Parameters on one rank of a projector of features of `width`: all but the last bias of an mlp are divided over
-    tp."""
-    total = projector.num_parameters(width, language_width)
-    whole = language_width if projector.kind == "mlp" else 0
-    return whole + (total - whole) // tp
+    """Parameters on one rank of a projector of features of `width`."""
+    split, whole = projector.parameters(width, language_width)
+    return whole + split // tp
 
 
 def freeze_patterns(module: ModuleConfig) -> list[str]:

@@ -3,11 +3,11 @@
 import dataclasses
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import joint_faults, number_faults
+from encoders.spec import encoders_in, joint_faults, most_tokens, number_faults
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE
@@ -16,7 +16,8 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.adapters import adapter_faults
 from mimo_train.plan.batch import Batch, batch_faults
 from mimo_train.plan.bridge_limits import bridge_faults
-from mimo_train.plan.divisibility import encoder_faults, language_faults
+from mimo_train.plan.deepstack import deepstack_faults
+from mimo_train.plan.divisibility import encoder_faults, language_faults, projector_faults
 from mimo_train.plan.layout import RunLayout, lay_out
 from mimo_train.plan.placement import placement_faults
 
@@ -99,6 +100,8 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         return
     width = cfg.llm.hidden_size
     yield from (fault for name, module in cfg.modules.items() for fault in adapter_faults(name, module, width))
+    yield from (fault for name, module in cfg.encoders.items() for fault in projector_faults(module, width, name))
+    yield from deepstack_faults(cfg)
     misplaced = list(placement_faults(cfg))
     yield from misplaced
     if not misplaced:
@@ -151,6 +154,9 @@ def _spec_faults(module: ModuleConfig, prefix: str) -> list[Fault]:
     encoder, projector = module.encoder, module.projector
     # Arithmetic with what is not finite raises.
     found = [*value_faults(encoder, f"{prefix}.encoder"), *value_faults(projector, f"{prefix}.projector")]
+    found += value_faults(projector.resampler, f"{prefix}.projector.resampler")
+    for name, part in encoders_in(encoder).items():
+        found += value_faults(part, f"{prefix}.encoder.{name}") if name and is_dataclass(part) else []
     if found:
         return found
     own = [(f"encoder.{field}", text) for field, text in [*encoder.faults(), *number_faults(encoder)]]
@@ -162,6 +168,12 @@ def _plain_encoder_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """What needs the transformer layers that an encoder of plain torch does not have."""
     for name, module in cfg.encoders.items():
         if not isinstance(module.encoder, PlainSpec):
+            if module.lora.rank > 0 and len(encoders_in(module.encoder)) > 1:
+                yield Fault(
+                    f"modules.{name}.lora.rank",
+                    f"is {module.lora.rank}, and encoders that are joined have no adapters: set it to 0, and "
+                    "freeze=[encoder] if they should stay as they are",
+                )
             continue
         prefix, own = f"modules.{name}", f"encoder.family {module.encoder.family} is a plain torch module"
         if module.lora.rank > 0:
@@ -216,7 +228,7 @@ def _media_faults(cfg: ConfigContainer, found: list[Fault]) -> Iterator[Fault]:
         if any(fault.key.startswith((f"{prefix}.encoder", f"{prefix}.projector")) for fault in found):
             continue
         encoder, merge = module.encoder, module.projector.merge
-        tokens = encoder.most_tokens(merge)
+        tokens = most_tokens(encoder, module.projector)
         if tokens > cfg.data.sequence_length > 0:
             read_as, patches, _ = encoder.describe_input(merge)
             yield Fault(

@@ -26,7 +26,7 @@ from mimo_train.model.names import modules_of
 from mimo_train.parallel.bridge.communicator import MegatronCommunicator, ModuleCommunicator, TimedP2PCommunicator
 from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed
 from mimo_train.parallel.bridge.megatron import MegatronSizes
-from mimo_train.parallel.bridge.shapes import StepShapes
+from mimo_train.parallel.bridge.shapes import StepShapes, features_width
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.run import Run
@@ -158,7 +158,13 @@ class Pipeline:
         model.shapes = self.shapes
         model.shared_bridges = {
             edge.giver: SharedBridge(
-                edge, self._run, self.shapes, widths[edge.taker], config.pipeline_dtype, self.device, self.stopwatch
+                edge,
+                self._run,
+                self.shapes,
+                features_width(self._run, edge.giver, widths[edge.taker]),
+                config.pipeline_dtype,
+                self.device,
+                self.stopwatch,
             )
             for edge in self.layout.shared_edges
             if edge.giver in self._modules

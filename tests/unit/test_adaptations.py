@@ -49,6 +49,11 @@ REASONS = [
         "yarn_mscale",
     ),
     (
+        "model/llm/rotary.py",
+        "models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
+        "emb = torch.cat([m[i % 3] for i, m in enumerate(emb.split(mrope_section, dim=-1))], dim=-1)",
+    ),
+    (
         "model/llm/layers.py",
         "transformer.attention:Attention.__init__",
         "init_method=not_none(self.config.output_layer_init_method), bias=self.config.add_bias_linear,",

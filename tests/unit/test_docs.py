@@ -209,13 +209,13 @@ def shown_runs() -> list[str]:
 
 @pytest.mark.parametrize("run", shown_runs())
 def test_a_run_that_a_document_shows_has_no_faults(run, tmp_path):
-    for name, kind in {"language": "qwen2", "images": "clip"}.items():
+    for name, kind in {"language": "qwen2", "images": "clip", "all": "llava"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
-    (tmp_path / "language" / "tokenizer.json").write_text("{}")
-    config, *overrides = shlex.split(
-        re.sub(r"modules\.(\w+)\.pretrained=/models/\S+", rf"modules.\1.pretrained={tmp_path}/\1", run)
-    )
+        image = [{"id": 32000, "content": "<image>"}]
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"added_tokens": image}))
+    placed = re.sub(r"modules\.(\w+)\.pretrained=/models/\S+", rf"modules.\1.pretrained={tmp_path}/\1", run)
+    config, *overrides = shlex.split(re.sub(r"(?<=\s)pretrained=/models/\S+", f"pretrained={tmp_path}/all", placed))
     options = [word for word in overrides if word.startswith("--")]
     cfg = load(config, [word for word in overrides if word not in options])
     if options:

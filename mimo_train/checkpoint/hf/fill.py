@@ -8,10 +8,13 @@ from math import prod
 import torch
 
 from encoders.weight_map import Rows, Rule, Spelling, WeightMap, spelt
+from encoders.whisper.positions import sinusoids
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.fault import UserError
 from mimo_train.model.seeds import seed_for
 
+SINUSOID_ERROR = 0.01
+"""Largest difference of positions that were saved in bf16, and more."""
 SHOWN = 5
 """Most tensors that a message names."""
 
@@ -65,6 +68,8 @@ class Reader:
         if isinstance(spelling, str):
             self._carried += [spelt(pattern, spelling) for pattern in of.carried]
         self._require_tensors()
+        for name in of.sinusoids:
+            self._require_sinusoids(spelt(name, spelling))
 
     @property
     def spelling(self) -> Spelling:
@@ -166,6 +171,17 @@ class Reader:
             found.insert(0, f"it lacks {_listed(missing)}")
         if found:
             raise UserError(f"{self._key}: {self._folder.folder} does not fit the model: {'; '.join(found)}")
+
+    def _require_sinusoids(self, name: str) -> None:
+        if name not in self._folder.tensors:
+            return
+        there = self._folder.whole(name).float()
+        length, width = there.shape
+        if float((there - sinusoids(length, width, there.device)).abs().max()) > SINUSOID_ERROR:
+            raise UserError(
+                f"{self._key}: {name} of {self._folder.folder} are no sinusoids, and positions are computed here: no "
+                "encoder of this family"
+            )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self._folder.tensors[self._theirs[name]].shape

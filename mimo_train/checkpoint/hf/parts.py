@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from encoders.registry import FAMILIES
+from encoders.spec import EncoderSpec, encoders_in
 from encoders.weight_map import WeightMap
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES, Composite
-from mimo_train.config.pretrained.directory import read_directory
+from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.fill_in import has_projector
 from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.schema import ConfigContainer
@@ -40,6 +41,11 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
     """
     parts = []
     for name, module in cfg.modules.items():
+        for part, spec in encoders_in(module.encoder).items():
+            folder = getattr(module.encoder, f"{part}_pretrained", "")
+            if folder:
+                directory = read_directory(folder, f"modules.{name}.encoder.{part}_pretrained")
+                parts.append(_encoder_part(name, spec, f"encoders.{name}.{part}.", directory))
         if not module.pretrained:
             continue
         directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
@@ -52,12 +58,24 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             weights, written = (language_map(cfg.llm, rows, kind, there).under(*spellings) for there in (stored, 0))
             parts.append(Part(name, "", weights, written, *place))
             continue
-        encoder = FAMILIES[module.encoder.family].weight_map(module.encoder)
-        names = [before + own for before in composite.encoder_names for own in encoder.prefixes if isinstance(own, str)]
-        encoder = encoder.named(f"encoders.{name}.").under(*names)
-        parts.append(Part(name, "encoders.", encoder, encoder, *place))
+        parts.append(_encoder_part(name, module.encoder, f"encoders.{name}.", directory))
         if has_projector(directory):
             assert composite.projector_weights is not None, directory.model_type
             projector = composite.projector_weights(module, cfg.llm.hidden_size).named("input_projections.0.")
             parts.append(Part(name, "input_projections.", projector, projector, *place))
     return parts
+
+
+def _encoder_part(name: str, spec: EncoderSpec, begins: str, directory: Directory) -> Part:
+    """An encoder from a directory.
+
+    Args:
+        name: of its module.
+        begins: what the names of its parameters begin with.
+    """
+    composite = COMPOSITES.get(directory.model_type, Composite(""))
+    weights = FAMILIES[spec.family].weight_map(spec)
+    own_names = [own for own in weights.prefixes if isinstance(own, str)]
+    weights = weights.named(begins).under(*(before + own for before in composite.encoder_names for own in own_names))
+    is_whole = directory.model_type not in COMPOSITES
+    return Part(name, begins, weights, weights, directory.folder, directory.key, is_whole)

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from encoders.errors import EncoderError
+from encoders.joined.spec import PARTS as JOINED
 from encoders.registry import FAMILIES
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys
-from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD
+from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD, Composite
 from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.schema import ConfigContainer
@@ -25,6 +26,10 @@ CHOICES = {
     "placeholder": {"start", "end", "mark"},
 }
 """Keys by part that a user may set to something else than the directory says: no weight depends on them."""
+PROJECTOR: dict[str, Any] = {"norm": "", "bias": True, "resampler": {"latents": 0}}
+"""Keys of the projector of a directory, where its family has no others."""
+ANY_SIZE = ("dinov2", "dinov3")
+"""Families of encoders for which `image_size` is one of these keys too."""
 
 
 def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
@@ -68,6 +73,9 @@ def parts_there(cfg: ConfigContainer) -> set[tuple[str, str]]:
     directory that is not there, as where a run is only continued."""
     found = set()
     for name, module in cfg.modules.items():
+        joined = [getattr(module.encoder, f"{part}_pretrained", "") for part in JOINED]
+        if all(folder and Path(folder).is_dir() for folder in joined):
+            found.add((name, "encoder"))
         if not module.pretrained or not Path(module.pretrained).is_dir():
             continue
         found.add((name, "llm" if name == LANGUAGE else "encoder"))
@@ -130,6 +138,30 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
     ]
 
 
+def fill_in_joined(plain: dict[str, Any]) -> None:
+    """Set the keys of encoders that are joined and have directories of their own.
+
+    Raises:
+        ConfigError: as `fill_in`.
+    """
+    faults: list[Fault] = []
+    for name, module in (plain.get("modules") or {}).items():
+        encoder = (module or {}).get("encoder")
+        if not isinstance(encoder, dict) or encoder.get("family") != "joined":
+            continue
+        for part in JOINED:
+            place = f"modules.{name}.encoder.{part}"
+            folder = encoder.get(f"{part}_pretrained") or ""
+            given = encoder.get(part) or {}
+            if folder and isinstance(given, dict):
+                directory = read_directory(folder, f"{place}_pretrained")
+                keys = _parts(name, directory)["encoder"]
+                faults += _contradictions(place, "encoder", given, keys, directory)
+                encoder[part] = {**keys, **given}
+    if faults:
+        raise ConfigError(faults)
+
+
 def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     """Keys by part of a module, from its directory."""
     if directory.model_type in UNREAD:
@@ -152,13 +184,13 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
             ]
         )
     try:
-        keys = {"name": directory.folder.name, "family": family}
+        keys: dict[str, Any] = {"name": directory.folder.name, "family": family}
         keys |= FAMILIES[family].read(config, directory.preprocessor)
         if composite is not None and composite.encoder_keys is not None:
             keys |= composite.encoder_keys(directory.config, FAMILIES[family].spec, keys)
         parts = {"encoder": keys}
         if composite is not None and composite.projector is not None:
-            parts["projector"] = {"name": directory.folder.name, **composite.projector(directory.config)}
+            parts["projector"] = {"name": directory.folder.name, **PROJECTOR, **composite.projector(directory.config)}
     except EncoderError as error:
         raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
     return parts
@@ -166,15 +198,15 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
 
 def _placeholder(directory: Directory) -> dict[str, str]:
     """The placeholder of media in a directory's tokenizer, as far as its config.json says it."""
-    composite = COMPOSITES.get(directory.model_type)
-    if composite is None or composite.pad_id is None or not directory.has_tokenizer:
-        return {}
+    composite = COMPOSITES.get(directory.model_type, Composite(""))
+    if composite.pad_id is None or not directory.has_tokenizer:
+        return dict(composite.placeholder)
     number = composite.pad_id(directory.config)
     token = directory.token(number)
     if token is None:
         text = f"{directory.folder}: config.json has {number} as the id of a picture's tokens, and its tokenizer none"
         raise ConfigError([Fault(directory.key, f"{text} of this id: copy the directory again")])
-    return {"pad": token}
+    return {**composite.placeholder, "pad": token}
 
 
 def _contradictions(
@@ -188,6 +220,7 @@ def _contradictions(
         )
         for key, value in keys.items()
         if key in given and key not in CHOICES[part] and given[key] != value and not _enlarges(part, key, given, keys)
+        if key != "image_size" or keys.get("family") not in ANY_SIZE
     ]
 
 

@@ -87,7 +87,9 @@ def language_keys(config: Config) -> dict[str, Any]:
         "scale_embeddings": False,
         "tie_embeddings": config["tie_word_embeddings"],
         "init_std": config["initializer_range"],
-        **read_rope(config, theta=family.theta, two_bases=kind == "gemma3_text", windows=bool(windowed)),
+        **read_rope(
+            config, theta=family.theta, two_bases=kind == "gemma3_text", windows=bool(windowed), axes=family.mrope
+        ),
         **_expert_keys(family, config),
         **family.always,
     }
@@ -116,6 +118,8 @@ def language_config_json(spec: LlmSpec, model_type: str, dtype: str = "float32")
     if unknown:
         raise ConfigError([Fault(f"modules.{LANGUAGE}.llm.{name}", "is 0: a config.json needs it") for name in unknown])
     family = FAMILIES[model_type]
+    if not family.architecture:
+        raise ConfigError([_fault("model_type", model_type, "it is a part, and is written with the whole model only")])
     activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     config = {
         "architectures": [family.architecture],

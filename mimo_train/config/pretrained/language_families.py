@@ -11,7 +11,7 @@ class Family:
     """What the models of a family have in common."""
 
     architecture: str
-    """Class of `transformers` with the output layer."""
+    """Class of `transformers` with the output layer; empty: none of its own, a part of larger models."""
     defaults: Mapping[str, Any]
     """Of keys that config.json may lack."""
     theta: float = 10000.0
@@ -25,6 +25,8 @@ class Family:
     by `layer_types` too, `alternate` by `layer_types` alone."""
     gemma: bool = False
     """Whether it scales and caps scores, and may have two rotary bases."""
+    mrope: tuple[int, ...] | None = None
+    """Of a family whose tokens have positions on three axes, `mrope_section` by default; empty: there is none."""
     experts: str = ""
     """Key of the number of experts; empty: a dense model."""
 
@@ -49,6 +51,10 @@ _QWEN |= {"max_window_layers": 28}
 _QWEN_MOE = _QWEN | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4}
 _QWEN_MOE |= {"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _QWEN_MOE |= {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
+_QWEN_VL = _QWEN | {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
+_QWEN_VL |= {"num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+_QWEN3_VL = _COMMON | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128}
+_QWEN3_VL |= {"max_position_embeddings": 128000, "sliding_window": None}
 _GEMMA2: _Defaults = {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}
 _GEMMA2 |= {"intermediate_size": 9216, "head_dim": 256, "vocab_size": 256000, "max_position_embeddings": 8192}
 _GEMMA2 |= {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "query_pre_attn_scalar": 256}
@@ -78,6 +84,15 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias",),
         windows="switched",
         experts="num_local_experts",
+    ),
+    "qwen2_5_vl_text": Family("", _QWEN_VL, 1e6, always={"qkv_bias": True}, windows="layers", mrope=()),
+    "qwen3_vl_text": Family(
+        "",
+        _QWEN3_VL,
+        5e5,
+        always={"qk_norm": True, "mrope_interleaved": True},
+        biases=("attention_bias",),
+        mrope=(24, 20, 20),
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM", _GEMMA2, always=_GEMMA, biases=("attention_bias",), windows="alternate", gemma=True

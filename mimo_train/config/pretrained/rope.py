@@ -23,17 +23,23 @@ _NAMES = {
 }
 """In config.json, by our names."""
 
+_AXES = ("mrope_section", "mrope_interleaved")
+"""Keys about positions on three axes."""
+
 _LOCAL_THETA = 10000.0
 """Base period of layers with a window by default, where they have their own."""
 
 
-def read_rope(config: Mapping[str, Any], *, theta: float, two_bases: bool, windows: bool) -> dict[str, Any]:
+def read_rope(
+    config: Mapping[str, Any], *, theta: float, two_bases: bool, windows: bool, axes: tuple[int, ...] | None = None
+) -> dict[str, Any]:
     """Keys of `LlmSpec`.
 
     Args:
         theta: base period by default.
         two_bases: whether layers with a window have frequencies of their own.
         windows: whether there are such layers.
+        axes: where tokens have positions on three axes, `mrope_section` by default; empty: there is none.
 
     Raises:
         ConfigError: a kind that cannot be built, or two values for one thing.
@@ -51,10 +57,14 @@ def read_rope(config: Mapping[str, Any], *, theta: float, two_bases: bool, windo
         new, base = old or new, 0.0
     if any(isinstance(value, Mapping) for value in new.values()):
         raise _refused("rope_parameters", new, "this family has the same rotary positions in all layers")
+    on_axes: dict[str, Any] = {"mrope_section": [], "mrope_interleaved": False}
+    if axes is not None:
+        new, on_axes = _without_axes({"mrope_section": list(axes), **new})
     return {
         "rope_base": float(_one(new, "rope_theta", config, "rope_theta", theta)),
         "rope_scaling": _scaling(new, config),
         "local_rope_base": float(base) if windows else 0.0,
+        **on_axes,
     }
 
 
@@ -79,6 +89,19 @@ def written_rope(spec: LlmSpec, *, two_bases: bool, kinds: tuple[str, str]) -> d
         keys["rope_local_base_freq"] = local
         keys["rope_parameters"] = {kinds[0]: whole, kinds[1]: {"rope_type": "default", "rope_theta": local}}
     return keys
+
+
+def _without_axes(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of config.json that are not about the three axes of positions, and those of `LlmSpec` that are."""
+    if not found.get("mrope_section"):
+        raise _refused("mrope_section", found.get("mrope_section"), "this family has positions on three axes")
+    on_axes = {
+        "mrope_section": list(found["mrope_section"]),
+        "mrope_interleaved": bool(found.get("mrope_interleaved")),
+    }
+    rest = {name: value for name, value in found.items() if name not in _AXES}
+    # What version 4 calls frequencies that are as they are.
+    return {name: "default" if value == "mrope" else value for name, value in rest.items()}, on_axes
 
 
 def _scaling(found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The language model: Megatron-Core's GPT with what families have beside its layers.
 
 Shape suffixes: B batch, S sequence, V vocabulary part of this tensor-parallel rank (the whole one where it is
-gathered).
+gathered), L layers that get features of their own (DeepStack).
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo_train.config.fault import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.llm.rotary import AxisRotaryEmbedding
 from mimo_train.model.rope import inverse_frequencies
 
 
@@ -32,10 +33,14 @@ class SeededGPTModel(GPTModel):
         """
         torch.manual_seed(config.init_seed)
         super().__init__(config, **kwargs)
+        self.deepstack_LSBH: torch.Tensor | None = None
+        """What the first layers add behind them; for the next pass alone."""
         llm: LlmSpec = config.llm
         self._tokens = tokens or self.vocab_size
         if self.position_embedding_type == "rope":
             self.rotary_pos_emb.inv_freq = inverse_frequencies(llm)
+        elif self.position_embedding_type == "mrope":
+            self.add_module("rotary_pos_emb", AxisRotaryEmbedding(llm, self.pg_collection.cp))
         if self.pre_process and llm.scale_embeddings:
             self.embedding.word_embeddings.register_forward_hook(_scale_embeddings)
         if self.post_process and llm.logit_softcap:
@@ -54,6 +59,10 @@ class SeededGPTModel(GPTModel):
                 f"cp {cp} ranks, and data.sequence_length {length} is {length // cp} for each: cut the microbatch by "
                 "mimo_train.parallel.context.own_part"
             )
+        added, self.deepstack_LSBH = self.deepstack_LSBH, None
+        if added is not None:
+            # An argument of the layers: they run again in the backward pass, when other microbatches have gone through.
+            kwargs["extra_block_kwargs"] = {"context": added}
         return super().forward(input_ids, *args, **kwargs)
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

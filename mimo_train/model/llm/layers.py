@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.model.layers import layer_spec, norm_class
+from mimo_train.model.layers import SeededTransformerLayer, layer_spec, norm_class
 from mimo_train.model.llm.attention import RotaryAttention
 from mimo_train.model.llm.norms import NormedAdd
 
@@ -25,7 +25,7 @@ def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[M
     te = te and _transformer_engine_can(llm, config)
 
     @cache
-    def spec(experts: bool) -> ModuleSpec:
+    def spec(experts: bool, takes_features: bool) -> ModuleSpec:
         layer = layer_spec(config, AttnMaskType.causal, te, dense=not experts)
         attention = replace(layer.submodules.self_attention, module=RotaryAttention)
         if llm.proj_bias:
@@ -35,9 +35,20 @@ def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[M
         if llm.post_norms:
             add = ModuleSpec(NormedAdd, params={"config": config, "norm": norm_class(te)})
             parts = replace(parts, self_attn_bda=add, mlp_bda=add)
-        return replace(layer, submodules=parts)
+        return replace(layer, submodules=parts, **({"module": DeepStackLayer} if takes_features else {}))
 
-    return [spec(llm.has_experts(number)) for number in range(llm.num_layers)]
+    return [spec(llm.has_experts(number), number < config.deepstack) for number in range(llm.num_layers)]
+
+
+class DeepStackLayer(SeededTransformerLayer):
+    """One of the first layers, that adds an encoder's features behind it (DeepStack, arXiv 2406.04334)."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, *arguments: Any, context: torch.Tensor | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron-Core's. `context`: [layers that add, S, B, H], zero where there is no picture."""
+        output, _ = super().forward(hidden_states, *arguments, context=None, **options)
+        return output if context is None else output + context[self.layer_number - 1], context
 
 
 def _transformer_engine_can(llm: LlmSpec, config: TransformerConfig) -> bool:

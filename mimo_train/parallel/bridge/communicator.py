@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel import device
 from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
-from mimo_train.parallel.bridge.shapes import StepShapes, Turns
+from mimo_train.parallel.bridge.shapes import StepShapes, Turns, features_width
 from mimo_train.plan.layout import ModuleLayout, RunLayout
 from mimo_train.plan.run import Run
 from mimo_train.plan.stages import stages_to_end
@@ -170,7 +170,7 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
                 self.module_to_grid_map,
                 self._run,
                 self._shapes,
-                self._hidden_sizes[edge.taker],
+                features_width(self._run, edge.giver, self._hidden_sizes[edge.taker]),
                 self.config.pipeline_dtype,
                 self._device,
                 self._watch,

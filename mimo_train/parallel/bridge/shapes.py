@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from data.divide import Span, balanced_parts, equal_parts
+from encoders.spec import deepstack_layers
 from mimo_train.plan.layout import ModuleLayout
+from mimo_train.plan.run import Run
 
 Counts = dict[str, list[list[int]]]
 """module -> microbatch -> sample of the whole microbatch -> number."""
@@ -107,6 +109,12 @@ def parts_of(counts: Sequence[int], own: Span, others: Sequence[tuple[int, int, 
         if first < last and ends[first] < ends[last]:
             parts.append(Part(peer, ends[first] - offset, ends[last] - offset))
     return ends[own[1]] - offset, parts
+
+
+def features_width(run: Run, giver: str, width: int) -> int:
+    """Numbers in a row of an encoder's features: those for the input of the language model, which is `width` wide, and
+    those for its layers."""
+    return width * (1 + deepstack_layers(run.cfg.modules[giver].encoder))
 
 
 def giving_replicas(module: ModuleLayout) -> list[range]:

@@ -1,6 +1,8 @@
 """`pretrained=DIR` of a LLaVA: what of its config.json decides tower, projector, language model and placeholder."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -126,3 +128,21 @@ def test_the_vocabulary_may_get_more_rows_and_not_fewer(directory):
     folder = directory()
     assert load("vlm_digits", [f"pretrained={folder}", "modules.language.llm.vocab_size=310"]).llm.vocab_size == 310
     assert "vocab_size: is 290, and " in said(folder, "modules.language.llm.vocab_size=290")
+
+
+def test_check_needs_no_torch(directory, tmp_path):
+    folder = directory()
+    (folder / "tokenizer.json").unlink()
+    keys = [
+        f"pretrained={folder}",
+        f"data.shards={tmp_path}/digits/train",
+        "data.validation_shards=",
+        f"run.dir={tmp_path}/run",
+    ]
+    program = (
+        "import sys\nsys.modules['torch'] = None\nfrom mimo_train.cli import main\n"
+        f"sys.exit(main({['check', 'vlm_digits', *keys]}))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "36 of" in result.stdout, "tokens of a picture"

@@ -94,12 +94,20 @@ def test_siglip2(size):
 
 
 @pytest.mark.parametrize("size", [*SIZES, (20, 700), (6, 6)])
-def test_qwen(size):
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("qwen2_5_vl_vision", {}),
+        ("qwen3_vl_vision", {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}),
+    ],
+)
+def test_qwen(model_type, options, size):
     import transformers
 
-    processor, raw = transformers.Qwen2VLImageProcessor(min_pixels=4000, max_pixels=40000), picture(*size)
+    processor = transformers.Qwen2VLImageProcessor(min_pixels=4000, max_pixels=40000, **options)
+    raw = picture(*size)
     found = processor(Image.open(io.BytesIO(raw)), return_tensors="pt")
-    spec = spec_of("qwen2_5_vl_vision", {}, processor.to_dict())
+    spec = spec_of(model_type, {}, processor.to_dict())
     rows, columns = spec.grid(*size, merge=2)
     assert [1, rows, columns] == found.image_grid_thw[0].tolist()
     # Theirs are in the order of squares of four.

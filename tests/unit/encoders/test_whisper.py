@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from encoders.errors import EncoderError
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import inner_tokens, input_size, num_tokens
-from encoders.whisper.model import WhisperEncoder, log_mel_spectrogram, mel_filters, sinusoids
+from encoders.whisper.model import WhisperEncoder, log_mel_spectrogram, mel_filters
+from encoders.whisper.positions import sinusoids
 from encoders.whisper.spec import WhisperSpec
 
 SPEC = WhisperSpec(sample_rate=16000, max_seconds=4, hidden_size=6, num_mels=20, num_attention_heads=2)

@@ -3,9 +3,14 @@ Imports no torch."""
 
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.composites.llava import LLAVA
+from mimo_train.config.pretrained.composites.qwen2_audio import QWEN2_AUDIO
+from mimo_train.config.pretrained.composites.qwen_vl import QWEN2_5_VL, QWEN3_VL
 
 COMPOSITES: dict[str, Composite] = {
     "llava": LLAVA,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen3_vl": QWEN3_VL,
+    "qwen2_audio": QWEN2_AUDIO,
     # Of these the encoder alone is read.
     "clip": Composite("vision_config"),
     "siglip": Composite("vision_config"),

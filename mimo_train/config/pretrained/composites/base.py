@@ -34,6 +34,9 @@ class Composite:
     projector_weights: Callable[[ModuleConfig, int], WeightMap] | None = None
     """(encoder module, width of the language model) -> the projector's weights."""
 
+    placeholder: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the encoder module's `placeholder` that its tokenizer has tokens for."""
+
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """The part of config.json that is about `language` or an encoder."""
         key = self.language if name == LANGUAGE else self.encoder

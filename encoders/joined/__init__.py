@@ -1,0 +1,1 @@
+"""Two vision encoders whose features are joined patch by patch."""

@@ -1,0 +1,148 @@
+"""Two encoders of the same pictures, and the arithmetic derived from them. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from encoders.spec import PictureTransform, number_faults
+from encoders.vit.picture import PictureSpec
+
+PARTS = ("first", "second")
+"""Keys of the encoders that are joined."""
+
+
+@dataclass
+class JoinedSpec:
+    """Two vision encoders that read the same picture, side by side on the same ranks; behind them the features of a
+    patch are joined, those of the first encoder in front (Tong et al. 2024, arXiv 2401.06209, section 4; Karamcheti et
+    al. 2024, arXiv 2402.07865). Both need pictures of one size, resized alike, and equally many tokens."""
+
+    name: str = "joined"
+    """Free name, shown in tables."""
+    family: str = "joined"
+    """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
+    first: Any = None
+    """Keys of the first encoder, as of an encoder by itself, its `family` among them: one of `vit`, `clip`, `siglip`,
+    `dinov2` and `dinov3`."""
+    second: Any = None
+    """Keys of the second encoder."""
+    first_pretrained: str = ""
+    """Directory of the first encoder as `transformers` saves it, for its keys and initial weights; empty: none. See
+    docs/pretrained.md."""
+    second_pretrained: str = ""
+    """Directory of the second encoder; empty: none."""
+
+    kind = "image"
+    medium = "picture"
+    placeholder = "<image>"
+    sizes_vary = False
+    token_unit_fields = ("encoder.first", "encoder.second")
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The encoders, by their keys."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the joined features, and of what goes from one pipeline stage to the next."""
+        return sum(part.hidden_size for part in self.parts.values())
+
+    @property
+    def dropout(self) -> float:
+        """Largest dropout probability of the encoders."""
+        return max(part.dropout for part in self.parts.values())
+
+    @property
+    def transform(self) -> PictureTransform:
+        """How a picture becomes one of `input_size`."""
+        return self.first.transform
+
+    @property
+    def leading_tokens(self) -> int:
+        """Tokens of each picture beside its patches, inside the encoder that has more of them."""
+        return max(part.leading_tokens for part in self.parts.values())
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of each picture in front of its patches, in the sequence."""
+        return self.first.kept_tokens
+
+    def input_size(self, height: int, width: int, merge: int = 1) -> tuple[int, int]:
+        """(height, width) in pixels in which the encoders get a picture of `height` x `width`."""
+        return self.first.input_size(height, width, merge=merge)
+
+    def inner_tokens(self, height: int, width: int, merge: int = 1) -> int:
+        """Tokens that a picture takes inside the encoder that has more of them."""
+        return self.most_inner_tokens(merge)
+
+    def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
+        """Tokens that a picture takes in the sequence."""
+        return self.first.num_tokens(height, width, merge=merge)
+
+    def joined(self, merge: int) -> int:
+        """Patches that make one token of the sequence."""
+        return self.first.joined(merge)
+
+    def most_tokens(self, merge: int = 1) -> int:
+        """Tokens of a picture in the sequence."""
+        return self.first.most_tokens(merge)
+
+    def most_inner_tokens(self, merge: int = 1) -> int:
+        """Tokens of a picture inside the encoder that has more of them."""
+        return max(part.most_inner_tokens(merge) for part in self.parts.values())
+
+    def patches_of(self, tokens: float, merge: int = 1) -> float:
+        """Patches of pictures that take `tokens` in the sequence, all together."""
+        return self.first.patches_of(tokens, merge=merge)
+
+    def describe_input(self, merge: int) -> tuple[str, str, str]:
+        """How a picture is read, its patches and its tokens, in words."""
+        return self.first.describe_input(merge)
+
+    def num_parameters(self) -> int:
+        """Number of trainable parameters of both."""
+        return sum(part.num_parameters() for part in self.parts.values())
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(field, sentence) of everything that cannot be built."""
+        found = []
+        for name, part in self.parts.items():
+            if not isinstance(part, PictureSpec):
+                family = getattr(part, "family", None)
+                have = "there is none" if part is None else f"family is {family!r}"
+                text = f"must have the keys of a vision encoder of layers, such as family: clip; {have}"
+                found.append((f"{name}.family" if family else name, text))
+            else:
+                found += [(f"{name}.{field}", text) for field, text in [*part.faults(), *number_faults(part)]]
+                if part.sizes_vary:
+                    text = f"is {part.resize}, and encoders can be joined where all pictures have one size: set it to "
+                    found.append((f"{name}.resize", f"{text}fixed or crop"))
+        return found
+
+    def joint_faults(self, merge: int) -> list[tuple[str, str]]:
+        """(field of the module, sentence) of faults of both together, and with a projector."""
+        found = [
+            (f"encoder.{name}.{field.removeprefix('encoder.')}" if field.startswith("encoder.") else field, text)
+            for name, part in self.parts.items()
+            for field, text in part.joint_faults(merge)
+        ]
+        if found:
+            return found
+        first, second = self.parts.values()
+        if first.image_size != second.image_size:
+            text = f"is {second.image_size}, and that of the first is {first.image_size}: both read the same picture"
+            return [("encoder.second.image_size", f"{text}, make them equal")]
+        if first.transform != second.transform:
+            how = [f"{one.resize}, {one.interpolation}, {one.transform.shortest_edge}" for one in (first, second)]
+            text = f"resize, interpolation and shortest_edge are {how[1]}, and those of the first {how[0]}: both read"
+            return [("encoder.second.resize", f"{text} the same picture, make them equal")]
+        counts = [part.most_tokens(merge) for part in (first, second)]
+        if counts[0] != counts[1]:
+            sizes = [f"image_size {one.image_size}, patch_size {one.patch_size}" for one in (first, second)]
+            text = f"a picture makes {counts[1]} tokens ({sizes[1]}), and {counts[0]} of the first ({sizes[0]})"
+            return [("encoder.second.patch_size", f"{text}: features are joined token by token, make them equal")]
+        return []
+
+    def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
+        """Pairs of tokens of a picture inside the encoder that has more of them."""
+        return self.most_inner_tokens(merge) ** 2

@@ -1,0 +1,1 @@
+"""The vision transformer of Qwen3-VL."""

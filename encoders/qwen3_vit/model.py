@@ -1,0 +1,82 @@
+"""The vision transformer of Qwen3-VL of Megatron-Core layers.
+
+Its features are, side by side, those in front of the projector and those of each layer of `deepstack`, which have gone
+through their mergers already.
+
+Shape suffixes as in `encoders.vit.model`; W width of a merger's output.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+
+from encoders.projectors.merge import merge_patches
+from encoders.qwen3_vit.spec import Qwen3VitSpec
+from encoders.staged import Size
+from encoders.vit.model import VisionTransformer
+from encoders.vit.rotary import axial_angles
+
+
+class Qwen3VisionTransformer(VisionTransformer):
+    """Pictures -> features per token of `merge` x `merge` patches, [rows, H * merge^2 + W * layers of deepstack], on
+    one stage."""
+
+    spec: Qwen3VitSpec
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        assert self.is_first_stage and self.is_last_stage, "states of all layers are needed on one stage"
+        torch.manual_seed(self.config.init_seed + 2)
+        spec, dtype = self.spec, self.config.params_dtype
+        self.deepstack = torch.nn.ModuleList(
+            StateMerger(spec.merged_width, spec.deepstack_width, spec.layernorm_epsilon, spec.init_std, dtype)
+            for _ in spec.deepstack
+        )
+
+    def _layer_inputs(self, size: Size) -> dict[str, Any]:
+        spec = self.spec
+        angles = axial_angles(spec.hidden_size // spec.num_attention_heads, spec.rotary_base, *self._grid(size))
+        device = next(self.parameters()).device
+        return {
+            "attention_mask": None,
+            "rotary_pos_emb": angles[:, None, None].to(device, non_blocking=True),
+            "extract_layer_indices": set(spec.deepstack),
+        }
+
+    def _run_layers(self, hidden_TNH: torch.Tensor, size: Size) -> torch.Tensor:
+        """[T, N, H * (1 + layers of deepstack)]: the last states, behind the final norm, and those of deepstack."""
+        split = self.config.sequence_parallel
+        if split:
+            hidden_TNH = scatter_to_sequence_parallel_region(hidden_TNH, group=self.tp_group)
+        found = self.layers(hidden_TNH, **self._layer_inputs(size))
+        states = torch.cat([found[0], *found[1]], dim=-1) if self.spec.deepstack else found
+        if split:
+            # See `StagedEncoder._run_layers`.
+            states = gather_from_sequence_parallel_region(
+                states, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return states
+
+    def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
+        last, *others = hidden_NTH.split(self.spec.hidden_size, dim=-1)
+        grid, pairs = self._grid(size), zip(self.deepstack, others, strict=True)
+        merged = [merger(merge_patches(state, *grid, self.merge)) for merger, state in pairs]
+        return torch.cat([merge_patches(last, *grid, self.merge), *merged], dim=-1)
+
+
+class StateMerger(torch.nn.Module):
+    """Merged states of a layer -> what a layer of the language model adds: norm, linear, GELU, linear."""
+
+    def __init__(self, width: int, language_width: int, eps: float, init_std: float, dtype: torch.dtype):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width, eps=eps, dtype=dtype)
+        self.linear_fc1 = torch.nn.Linear(width, width, dtype=dtype)
+        self.linear_fc2 = torch.nn.Linear(width, language_width, dtype=dtype)
+        for linear in (self.linear_fc1, self.linear_fc2):
+            torch.nn.init.normal_(linear.weight, std=init_std)
+            torch.nn.init.zeros_(linear.bias)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., H * merge^2] -> [..., W]."""
+        return self.linear_fc2(torch.nn.functional.gelu(self.linear_fc1(self.norm(states))))

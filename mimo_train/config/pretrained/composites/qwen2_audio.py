@@ -1,0 +1,28 @@
+"""Qwen2-Audio: a Whisper-like tower, one linear layer, Qwen2. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from encoders.weight_map import WeightMap, same, with_biases
+from mimo_train.config.pretrained.composites.base import Composite
+from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES
+from mimo_train.config.schema_modules import ModuleConfig
+
+
+def _projector(_config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": "linear", "merge": 1}
+
+
+def _projector_weights(_module: ModuleConfig, width: int) -> WeightMap:
+    rules = with_biases([same("encoder.weight", "linear.weight", width)])
+    return WeightMap(tuple(rules), prefixes=("multi_modal_projector.", "model.multi_modal_projector."))
+
+
+QWEN2_AUDIO = Composite(
+    "audio_config",
+    "text_config",
+    encoder_names=("audio_tower.", "model.audio_tower."),
+    language_names=LANGUAGE_NAMES,
+    projector=_projector,
+    projector_weights=_projector_weights,
+)

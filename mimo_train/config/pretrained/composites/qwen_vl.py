@@ -1,0 +1,79 @@
+"""Qwen2.5-VL and Qwen3-VL: a vision transformer at native resolution, a merger of squares of patches, a Qwen whose
+rotary positions are of time, row and column. Imports no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from encoders.qwen3_vit import weights as qwen3_vit
+from encoders.qwen_vit import weights as qwen_vit
+from encoders.spec import joined_width
+from encoders.weight_map import Spelling, WeightMap
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.composites.base import Composite
+from mimo_train.config.schema_modules import ModuleConfig
+
+_NESTED: Spelling = (("model.", "model.language_model."), ("lm_head.", "lm_head."))
+"""Names of the language model as hubs have them for Qwen3-VL; Qwen2.5-VL has its own there, and these in the memory of
+version 5."""
+
+
+@dataclass(frozen=True)
+class QwenVl(Composite):
+    """A model whose config.json may have the language model's keys beside those of the whole, as hubs have it."""
+
+    def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """See `Composite.part`. Parts need not name their family."""
+        kind = config["model_type"]
+        if name != LANGUAGE:
+            return {**config.get(self.encoder, {}), "model_type": f"{kind}_vision"}
+        inner = config.get(self.language)
+        found = {key: value for key, value in config.items() if key != self.encoder} if inner is None else dict(inner)
+        # Where either says so, `transformers` ties.
+        found["tie_word_embeddings"] = any(part.get("tie_word_embeddings", False) for part in (config, found))
+        return {**found, "model_type": f"{kind}_text"}
+
+
+def _projector(width: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Keys of the projector; `width` is that of the encoder by default."""
+
+    def keys(config: Mapping[str, Any]) -> dict[str, Any]:
+        vision = config.get("vision_config", {})
+        merge = vision.get("spatial_merge_size", 2)
+        merged = vision.get("hidden_size", width) * merge**2
+        return {"kind": "mlp", "ffn_hidden_size": merged, "activation": "gelu", "merge": merge}
+
+    return keys
+
+
+def _projector_weights(merger_map: Callable[[int, int], WeightMap]) -> Callable[[ModuleConfig, int], WeightMap]:
+    def weights(module: ModuleConfig, width: int) -> WeightMap:
+        return merger_map(joined_width(module.encoder, module.projector), width)
+
+    return weights
+
+
+def _pad_id(config: Mapping[str, Any]) -> int:
+    return config.get("image_token_id", 151655)
+
+
+_PLACEHOLDER = {"pad": "<|image_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}
+
+QWEN2_5_VL = QwenVl(
+    "vision_config",
+    "text_config",
+    language_names=("", _NESTED),
+    projector=_projector(3584),
+    projector_weights=_projector_weights(qwen_vit.merger_map),
+    placeholder=_PLACEHOLDER,
+    pad_id=_pad_id,
+)
+QWEN3_VL = QwenVl(
+    "vision_config",
+    "text_config",
+    language_names=(_NESTED,),
+    projector=_projector(1152),
+    projector_weights=_projector_weights(qwen3_vit.merger_map),
+    placeholder=_PLACEHOLDER,
+    pad_id=_pad_id,
+)

@@ -1,0 +1,59 @@
+"""The projector of an encoder: Megatron-Core's, with a norm in front and a resampler behind it where the spec has
+them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.vision.multimodal_projector import MultimodalProjector
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from encoders.projectors.resampler import PerceiverResampler
+from encoders.projectors.spec import ProjectorSpec
+from mimo_train.config.parts import PARTS
+from mimo_train.model.lora import add_adapters
+
+
+class Projector(MultimodalProjector):
+    """`MultimodalProjector` seeded by `config.init_seed`, with the adapters that `config.adapters` has for it.
+
+    Args:
+        resampler_config: of the resampler's layers.
+        norm: builder of a norm.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: ProjectorSpec,
+        resampler_config: TransformerConfig,
+        norm: type,
+        input_size: int,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: Any,
+    ):
+        torch.manual_seed(config.init_seed + 1)
+        super().__init__(config, input_size=input_size, pg_collection=pg_collection, **kwargs)
+        add_adapters(self, PARTS["projector"].replace("*", "0"), config, config.init_seed + 1)
+        self.norm = norm(config, input_size, spec.norm_epsilon) if spec.norm else None
+        self.resampler = None
+        if spec.latents:
+            torch.manual_seed(config.init_seed + 2)
+            self.resampler = PerceiverResampler(resampler_config, spec.latents, norm, pg_collection.tp)
+
+    def forward(self, hidden_states: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        """
+        Args:
+            hidden_states: joined features, rows of one medium after the other, [rows, width].
+            counts: rows of each medium; only a resampler needs them.
+
+        Returns:
+            [rows, language model's hidden size]; of a resampler the latents of every medium.
+        """
+        features = hidden_states if self.norm is None else self.norm(hidden_states)
+        projected = super().forward(features)
+        if self.resampler is None:
+            return projected
+        assert counts is not None and sum(counts) == len(projected), (counts, projected.shape)
+        return self.resampler(projected, counts)

@@ -1,0 +1,229 @@
+"""A Qwen2-Audio of transformers: tokens of its clips, logits, every tensor, at any layout."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mimo_train.config.compose import load
+from tests.dist.checkpoint.hf.test_pretrained import tensors
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import TINY, TOLERANCE, curve, largest_difference, train_on_ranks
+from tests.tars import write_tar
+
+BOUND = 1e-5
+LENGTHS = (16000, 15700, 7001, 4801, 1000, 641)
+"""Samples of clips of at most a second: full, nearly full, odd frames, and the shortest with a token."""
+MARK = "<|AUDIO|>"
+
+
+def clip(length: int) -> np.ndarray:
+    """Noise that grows, in steps of 16 bits."""
+    wave = np.random.default_rng(length).normal(size=length) * np.linspace(0.01, 0.2, length)
+    return (np.round(wave * 32768) / 32768).astype(np.float32)
+
+
+def wav(length: int) -> bytes:
+    import soundfile
+
+    buffer = io.BytesIO()
+    soundfile.write(buffer, clip(length), 16000, format="WAV", subtype="PCM_16")
+    return buffer.getvalue()
+
+
+def make(folder: Path) -> list[dict]:
+    """Save a model and its processor; returns ids and logits for each clip."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    torch.manual_seed(2)
+    audio = {
+        "num_mel_bins": 20, "d_model": 72, "encoder_layers": 3, "encoder_attention_heads": 6, "encoder_ffn_dim": 100,
+        "max_source_positions": 50,
+    }  # fmt: skip
+    text = {
+        "model_type": "qwen2", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 301,
+        "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "use_sliding_window": False, "initializer_range": 0.15,
+    }  # fmt: skip
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **marks)
+    tokenizer.add_special_tokens({"additional_special_tokens": [MARK, "<|audio_bos|>", "<|audio_eos|>"]})
+    extractor = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1, return_attention_mask=True)
+    processor = transformers.Qwen2AudioProcessor(extractor, tokenizer)
+    config = transformers.Qwen2AudioConfig(
+        audio_config=audio, text_config=text, audio_token_index=tokenizer.convert_tokens_to_ids(MARK)
+    )
+    model = transformers.Qwen2AudioForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    positions = _sinusoids(50, 72)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "embed_positions" in name:
+                value.copy_(positions)
+                continue
+            norm = value.ndim == 1 and name.endswith("weight")
+            value.normal_(1.0 if norm else 0.0, 0.3 if value.ndim == 1 else value[0].numel() ** -0.5)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    processor.save_pretrained(folder)
+    made = []
+    for length in LENGTHS:
+        text_of = f"ab<|audio_bos|>{MARK}<|audio_eos|>cd?"
+        inputs = processor(text=text_of, audio=[clip(length)], sampling_rate=16000, return_tensors="pt")
+        logits = model(**inputs).logits
+        made.append({"ids": inputs["input_ids"][0].tolist(), "logits": logits[0].detach().numpy()})
+    return made
+
+
+def _sinusoids(length: int, width: int) -> torch.Tensor:
+    from transformers.models.whisper.modeling_whisper import sinusoids
+
+    return sinusoids(length, width)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, list[dict]]:
+    folder = tmp_path_factory.mktemp("qwen2_audio") / "tiny"
+    (found,) = run_ranks(make, 1, folder)
+    return folder, found
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    members = []
+    for number, length in enumerate(LENGTHS * 4):
+        turns = [{"from": "human", "value": "<audio>\nWhat?"}, {"from": "gpt", "value": f"tone {number % 7}"}]
+        record = json.dumps({"conversations": turns}).encode()
+        members += [(f"{number:03}.wav", wav(length)), (f"{number:03}.json", record)]
+    write_tar(folder / "train" / "0.tar", members)
+    return folder
+
+
+def config(folder: Path, shards: Path, run_dir: Path, *overrides: str):
+    """A run of the two modules of a directory."""
+    file = run_dir.parent / "audio.yaml"
+    file.write_text(
+        "defaults: [data@data: text, optim@optim: adamw, _self_]\n"
+        f"modules: {{audio: {{pretrained: {folder}}}, language: {{pretrained: {folder}}}}}\n"
+    )
+    tiny = [key for key in TINY if not key.startswith("modules.")]
+    places = (f"run.dir={run_dir}", f"data.shards={shards}/train", "data.validation_shards=", "data.demo=")
+    batch = (
+        "train.global_batch_size=8",
+        "train.micro_batch_size=4",
+        "data.sequence_length=160",
+        "placement.mode=shared",
+    )
+    return load(str(file), (*tiny, *places, *batch, f"modules.audio.placeholder.pad={MARK}", *overrides))
+
+
+def _ours(cfg, clips: list[bytes], prompts: list[list[int]]) -> list[tuple[int, np.ndarray]]:
+    """(tokens of the clip, logits behind every token of the prompt)."""
+    from mimo_train.checkpoint.hf.load import load_pretrained
+    from mimo_train.generation.prompts import Prompts
+    from mimo_train.generation.source import on_one_process
+    from mimo_train.plan.parameters import embedding_rows
+    from mimo_train.plan.run import resolve
+    from mimo_train.training.setup import build_parts, start_processes
+
+    run = resolve(on_one_process(cfg))
+    parts = build_parts(run, *start_processes(run.cfg))
+    pipeline = parts.pipeline
+    model = pipeline.model[0].eval()
+    load_pretrained(run.cfg, pipeline.model, pipeline.groups, embedding_rows(run.cfg.llm, parts.tokenizer.vocab_size))
+    _require_round_trip(run.cfg, pipeline.model, parts.tokenizer.vocab_size)
+    reader, found = Prompts(run.cfg, parts.tokenizer), []
+    for number, (raw, ids) in enumerate(zip(clips, prompts, strict=True)):
+        file = Path(run.cfg.run.dir).parent / f"{number}.wav"
+        file.write_bytes(raw)
+        medium = reader.medium("audio", file)
+        prompt = reader._prompt(ids, [medium])
+        pipeline.shapes.begin(*[{name: [[rows]] for name, rows in prompt.rows.items()}] * 2)
+        with torch.no_grad():
+            logits, _ = model(
+                input_ids=torch.tensor([ids]),
+                position_ids=torch.arange(len(ids))[None],
+                attention_mask=None,
+                modality_inputs=prompt.inputs,
+            )
+        ((_, tokens),) = medium.tokens
+        found.append((tokens, logits[0].numpy()))
+    return found
+
+
+def _require_round_trip(cfg, model, vocabulary: int) -> None:
+    """Tensors that are made of the parameters are those of the directory, bit for bit: all of them but positions."""
+    from mimo_train.checkpoint.hf.fill import Reader
+    from mimo_train.checkpoint.hf.parts import pretrained_parts
+    from mimo_train.checkpoint.hf.tensors import TensorFolder
+    from mimo_train.model.names import global_names, modules_of
+    from mimo_train.plan.parameters import embedding_rows
+
+    modules, seen = modules_of(model), set()
+    for part in pretrained_parts(cfg, embedding_rows(cfg.llm, vocabulary)):
+        folder = TensorFolder(part.folder, part.key)
+        theirs = Reader(folder, part.weights, part.key)._theirs
+        ours = global_names(modules[part.module][0])
+        for rule in part.weights.rules:
+            for rows, value in zip(
+                rule.rows, ours[rule.ours].data.split([rows.count for rows in rule.rows]), strict=True
+            ):
+                if rows.name:
+                    whole = folder.whole(theirs[rows.name])
+                    assert torch.equal(value.flatten(), whole[rows.first : rows.first + rows.count].flatten())
+        seen |= set(theirs.values())
+    assert [name for name in folder.tensors if name not in seen] == ["audio_tower.embed_positions.weight"]
+
+
+def test_tokens_and_logits_are_those_of_transformers(made, shards, tmp_path):
+    folder, expected = made
+    cfg = config(folder, shards, tmp_path / "run")
+    mark = max(set(expected[0]["ids"]), key=expected[0]["ids"].count)
+    (found,) = run_ranks(_ours, 1, cfg, [wav(length) for length in LENGTHS], [one["ids"] for one in expected])
+    for length, (tokens, logits), one in zip(LENGTHS, found, expected, strict=True):
+        assert tokens == one["ids"].count(mark), length
+        error = np.abs(logits[:, :301] - one["logits"]).max() / np.abs(one["logits"]).max()
+        assert error < BOUND, (length, error)
+    assert [one["ids"].count(mark) for one in expected] == [25, 25, 11, 8, 2, 1]
+
+
+def test_a_layout_changes_no_number(made, shards, tmp_path):
+    def train(name: str, *overrides: str) -> list[tuple]:
+        return curve(train_on_ranks(config(made[0], shards, tmp_path / name, "train.iters=3", *overrides)))
+
+    one = train("one")
+    apart = ("placement.mode=disjoint", "modules.audio.layout.tp=2", "modules.audio.layout.pp=2")
+    assert max(largest_difference(one, train("cut", *apart))) < TOLERANCE
+    assert one[-1][1] != one[0][1]
+
+
+def test_positions_that_are_no_sinusoids_are_refused(made, shards, tmp_path):
+    """They are computed here, and not read."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    there = tensors(made[0])
+    (name,) = [name for name in there if "embed_positions" in name]
+    save_file(there | {name: there[name].flip(1)}, folder / "model.safetensors")
+    for file in made[0].glob("*.json"):
+        if "index" not in file.name:
+            (folder / file.name).write_bytes(file.read_bytes())
+    (said,) = run_ranks(_refused, 1, config(folder, shards, tmp_path / "run"))
+    assert said.startswith("modules.audio.pretrained: ") and name in said, said
+
+
+def _refused(cfg) -> str:
+    from mimo_train.config.fault import UserError
+    from tests.dist.runs import train_rank
+
+    try:
+        train_rank(cfg)
+    except UserError as error:
+        return str(error)
+    return ""

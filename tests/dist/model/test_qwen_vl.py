@@ -1,0 +1,205 @@
+"""A whole Qwen-VL computes, learns and answers as in transformers, at any layout, and comes back bit for bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mimo_train.config.compose import load
+from mimo_train.plan.run import resolve
+from tests.dist.model.qwen_vl import CLIP, DECAY, EPSILON, NEW_TOKENS, RATE, SAMPLES, exported, make, picture
+from tests.dist.ranks import run_ranks
+from tests.dist.steps import Steps, whole
+
+BOUND = 1e-5
+"""Largest difference, of the largest value that is expected."""
+ONE = ("layout=one_process", "train.micro_batch_size=1")
+"""One sample in a microbatch, as where answers are decoded."""
+APART = "layout=two_processes"
+LAYOUTS = {
+    "qwen2_5_vl": {
+        "one process": ONE,
+        "tp2": ("layout=one_process", *(f"modules.{name}.layout.tp=2" for name in ("images", "language"))),
+        "pp2": ("layout=one_process", "modules.language.layout.pp=2"),
+        "split": (APART, "modules.images.layout.pp=2", "modules.language.layout.cp=2"),
+    },
+    "qwen3_vl": {
+        "one process": (*ONE, "train.recompute=full"),
+        "tp2": (
+            "layout=one_process",
+            *(f"modules.{name}.layout.{size}" for name in ("images", "language") for size in ("tp=2", "sp=true")),
+        ),
+        "pp2": (APART, "modules.language.layout.pp=2"),
+        "split": (APART, "modules.language.layout.cp=2"),
+    },
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def published(request, tmp_path_factory):
+    """Folder of the model and its samples, what transformers makes of them, and the model's kind."""
+    folder = tmp_path_factory.mktemp("qwen_vl")
+    (found,) = run_ranks(make, 1, folder, request.param)
+    return folder, found, request.param
+
+
+@pytest.fixture(scope="module", params=["one process", "tp2", "pp2", "split"])
+def trained(request, published, tmp_path_factory):
+    """Name of a layout, and what each rank has found."""
+    folder, _, kind = published
+    cfg = composed(folder, tmp_path_factory.mktemp("run"), *LAYOUTS[kind][request.param])
+    return request.param, run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg)
+
+
+def composed(folder: Path, run_dir: Path, *overrides: str):
+    values = {
+        "run.dir": run_dir, "pretrained": folder / "model", "data.shards": folder / "samples.tar", "data.demo": "",
+        "data.validation_shards": "", "data.shuffle": "false", "data.sequence_length": 112, "data.workers": 0,
+        "train.iters": 1, "train.global_batch_size": len(SAMPLES), "train.micro_batch_size": 2,
+        "train.eval_interval": 0, "optim.lr": RATE, "optim.min_lr": RATE, "optim.warmup_iters": 0,
+        "optim.decay": "constant", "optim.eps": EPSILON, "optim.weight_decay": DECAY,
+        "optim.clip_grad": CLIP, "optim.beta1": 0.9,
+        "optim.beta2": 0.95, "checkpoint.save_interval": 0, "log.tensorboard": "false",
+    }  # fmt: skip
+    return load("vlm_digits", [*(f"{key}={value}" for key, value in values.items()), *overrides])
+
+
+def train(cfg) -> dict:
+    """On a rank: logits of all samples, ids and positions, then a step with its loss and gradient norm; with
+    checkpoints before and behind it."""
+    import torch
+
+    from mimo_train.model.names import modules_of
+    from mimo_train.parallel.context import gather_sequence
+    from mimo_train.plan.parameters import embedding_rows, module_parameters
+    from mimo_train.step.batches import StepIterator, open_loader
+    from mimo_train.step.mimo_step import MODEL_INPUTS
+
+    steps = Steps(cfg)
+    pipeline, dataset = steps.pipeline, steps.session.data.dataset
+    language = pipeline.groups.collections.get("language")
+    found: dict = {"tp": language.tp.rank() if language else 0}
+    for name, chunks in modules_of(steps.model).items():
+        tp, pp = (getattr(pipeline.groups.collections[name], axis) for axis in ("tp", "pp"))
+        place = {"tp": tp.size(), "stage": pp.rank(), "stages": pp.size()}
+        counted = module_parameters(cfg, name, embedding_rows(cfg.llm, 0), **place)
+        own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+        assert own == sum(part.total for part in counted.values()), name
+    if pipeline.layout.processes == (0,):
+        found["answer"] = answer(cfg, steps)
+
+    def predict(iterator, model):
+        batch = next(iterator)
+        inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
+        inputs.setdefault("input_ids", None)
+        return model(**inputs)[0], lambda output, non_loss_data: output
+
+    iterator = StepIterator(open_loader(resolve(cfg), pipeline.groups, dataset, consumed=0, steps=1), pipeline)
+    iterator.advance()
+    with torch.no_grad():
+        logits = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
+    if logits:
+        parts = [gather_sequence(part.transpose(0, 1).contiguous(), language.cp) for part in logits]
+        found["logits"] = torch.cat(parts, dim=1).transpose(0, 1).numpy()
+    if language:
+        batches = iterator.current.microbatches
+        found["ids"] = torch.cat([batch["input_ids"] for batch in batches]).numpy()
+        found["positions"] = torch.cat([batch["position_ids"] for batch in batches], dim=1).numpy()
+    found["before"] = steps.save()
+    found["curve"] = steps.train()
+    found["after"] = steps.save()
+    return found
+
+
+def answer(cfg, steps) -> list[int]:
+    """The greedy answer to the first question, with the cache of keys and values."""
+    import tempfile
+
+    from data.records import Part, Turn
+    from mimo_train.generation.answers import Answers
+    from mimo_train.generation.decoder import Decoder
+    from mimo_train.generation.options import Sampling
+    from mimo_train.generation.prompts import Prompts
+    from mimo_train.generation.sampling import Sampler
+
+    tokenizer, (parts, _) = steps.session.parts.tokenizer, SAMPLES[0]
+    prompts, media = Prompts(cfg, tokenizer), []
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts:
+            if isinstance(part, tuple):
+                picture(*part).save(Path(folder) / "picture.png")
+                media.append(prompts.medium("image", Path(folder) / "picture.png"))
+    turn = Turn("user", tuple(Part("text", part) if isinstance(part, str) else Part("image", "") for part in parts))
+    answers = Answers(cfg, Decoder(steps.pipeline), tokenizer, Sampler(Sampling()), NEW_TOKENS)
+    found = answers(prompts.of_conversation([turn], media)).tokens
+    steps.pipeline.model[0].train()
+    return found
+
+
+def test_logits_losses_and_gradients_are_those_of_transformers(published, trained):
+    expected, (layout, ranks) = published[1], trained
+    last = {rank["tp"]: rank["logits"] for rank in ranks if "logits" in rank}
+    logits = np.concatenate([last[at] for at in sorted(last)], axis=-1)
+    for number, theirs in enumerate(expected["logits"]):
+        assert _difference(logits[number, : len(theirs), : theirs.shape[1]], theirs) < BOUND, (layout, number)
+    ((_, loss, norm),) = whole([rank["curve"] for rank in ranks])
+    assert loss == pytest.approx(expected["loss"], rel=BOUND)
+    assert norm == pytest.approx(expected["norm"], rel=BOUND)
+
+
+def test_tokens_and_positions_are_those_of_transformers(published, trained):
+    expected, (_, ranks) = published[1], trained
+    for rank in ranks:
+        for number in range(len(SAMPLES) if "ids" in rank else 0):
+            ids, positions = expected["ids"][number], expected["positions"][number]
+            assert rank["ids"][number, : len(ids)].tolist() == ids
+            assert (rank["positions"][:, number, : len(ids)] == positions).all()
+            behind = rank["positions"][:, number, len(ids) :]
+            assert (behind == positions.max() + 1 + np.arange(behind.shape[1])).all(), "what an answer continues"
+
+
+def test_greedy_answers_are_those_of_transformers(published, trained):
+    layout, ranks = trained
+    if layout == "one process":
+        assert ranks[0]["answer"] == published[1]["answer"] and len(set(ranks[0]["answer"])) > 3
+
+
+def test_what_comes_in_goes_out_bit_for_bit_and_what_was_learned_as_transformers_learns_it(
+    published, trained, tmp_path
+):
+    folder, expected, kind = published
+    layout, ranks = trained
+    if layout not in CHECKPOINTS:
+        return
+    (found,) = run_ranks(exported, 1, ranks[0][CHECKPOINTS[layout]], tmp_path / "out")
+    assert found["keys"] == []
+    if layout == "pp2":
+        before, after = tensors(folder / "model"), tensors(tmp_path / "out")
+        assert after.keys() == {hub_name(name, kind) for name in before}
+        assert all(value.tobytes() == after[hub_name(name, kind)].tobytes() for name, value in before.items())
+        for ours, theirs in zip(found["logits"], expected["logits"], strict=True):
+            assert (ours == theirs).all()
+        return
+    for name, value in expected["after"].items():
+        assert np.abs(found["parameters"][name] - value).max() < 1e-3 * RATE, name
+
+
+CHECKPOINTS = {"pp2": "before", "split": "after"}
+"""Of the step, by layout."""
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def hub_name(name: str, kind: str) -> str:
+    """As hubs have it, of a name in the memory of version 5."""
+    if kind == "qwen3_vl":
+        return name
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+def _difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
