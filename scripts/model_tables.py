@@ -85,7 +85,8 @@ def _language() -> Iterator[str]:
         besides += ["caps of scores and logits"] if family.gemma else []
         besides += [f"experts (`{family.experts}`)"] if family.experts else []
         window = WINDOWS.get(family.windows, f"`{family.windows}`")
-        yield f"| `{kind}` | `{family.architecture}` | {window} | {', '.join(besides) or '—'} |"
+        name = f"`{family.architecture}`" if family.architecture else "a part of another model"
+        yield f"| `{kind}` | {name} | {window} | {', '.join(besides) or '—'} |"
     yield ""
 
 
