@@ -98,7 +98,8 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
     Args:
         rows: of the language model's embedding, with padding.
     """
-    parts = pretrained_parts(cfg, rows)
+    # Encoders that are joined in one are written as that one.
+    parts = [part for part in pretrained_parts(cfg, rows) if part.begins in ("", ENCODER, PROJECTOR)]
     by_folder: dict[Path, list[Part]] = {}
     for part in parts:
         by_folder.setdefault(part.folder, []).append(part)

@@ -26,6 +26,7 @@ from mimo_train.checkpoint.hf.documents import (
 from mimo_train.checkpoint.hf.fill import Reader
 from mimo_train.checkpoint.hf.parts import Part, pretrained_parts
 from mimo_train.checkpoint.hf.tensors import TensorFolder
+from mimo_train.config.keys import changed_fields
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES, LLAVA
@@ -57,6 +58,8 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
     Raises:
         NoLlava: it is none.
     """
+    if cfg.llm.mrope_section:
+        raise NoLlava("its language model has positions of several axes (mrope_section), and LLaVA's has one")
     if len(cfg.encoders) != 1:
         raise NoLlava(f"it has {len(cfg.encoders)} encoders, and LLaVA one")
     ((name, module),) = cfg.encoders.items()
@@ -128,11 +131,18 @@ def _require_llava(name: str, module: ModuleConfig, width: int) -> None:
     wrong = {
         "projector.kind": (projector.kind, "mlp"),
         "projector.merge": (projector.merge, 1),
+        "projector.norm": (projector.norm, ""),
+        "projector.bias": (projector.bias, True),
+        "projector.resampler.latents": (projector.latents, 0),
         "projector.ffn_hidden_size": (projector.ffn_hidden_size or width, width),
     }
     for key, (value, needed) in wrong.items():
         if value != needed:
             raise NoLlava(f"{prefix}.{key} is {value}, and LLaVA's projector has {needed}")
+    known = {"name", "kind", "ffn_hidden_size", "activation", "merge"}
+    for one in changed_fields(projector):
+        if one not in known:
+            raise NoLlava(f"{prefix}.projector.{one} is set, which LLaVA's projector has not")
     if projector.activation not in _activations():
         raise NoLlava(f"{prefix}.projector.activation is {projector.activation}, which transformers has not")
 

@@ -45,7 +45,7 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             folder = getattr(module.encoder, f"{part}_pretrained", "")
             if folder:
                 directory = read_directory(folder, f"modules.{name}.encoder.{part}_pretrained")
-                parts.append(_encoder_part(name, spec, f"encoders.{name}.{part}.", directory))
+                parts.append(_encoder_part(name, spec, directory, part))
         if not module.pretrained:
             continue
         directory = read_directory(module.pretrained, f"modules.{name}.pretrained")
@@ -58,7 +58,7 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
             weights, written = (language_map(cfg.llm, rows, kind, there).under(*spellings) for there in (stored, 0))
             parts.append(Part(name, "", weights, written, *place))
             continue
-        parts.append(_encoder_part(name, module.encoder, f"encoders.{name}.", directory))
+        parts.append(_encoder_part(name, module.encoder, directory))
         if has_projector(directory):
             assert composite.projector_weights is not None, directory.model_type
             projector = composite.projector_weights(module, cfg.llm.hidden_size).named("input_projections.0.")
@@ -66,16 +66,17 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
     return parts
 
 
-def _encoder_part(name: str, spec: EncoderSpec, begins: str, directory: Directory) -> Part:
+def _encoder_part(name: str, spec: EncoderSpec, directory: Directory, part: str = "") -> Part:
     """An encoder from a directory.
 
     Args:
         name: of its module.
-        begins: what the names of its parameters begin with.
+        part: of the encoders that are joined in the module's; empty: it is the module's.
     """
+    place = f"encoders.{name}." + (f"{part}." if part else "")
     composite = COMPOSITES.get(directory.model_type, Composite(""))
     weights = FAMILIES[spec.family].weight_map(spec)
-    own_names = [own for own in weights.prefixes if isinstance(own, str)]
-    weights = weights.named(begins).under(*(before + own for before in composite.encoder_names for own in own_names))
+    names = [before + own for before in composite.encoder_names for own in weights.prefixes if isinstance(own, str)]
+    weights = weights.named(place).under(*names)
     is_whole = directory.model_type not in COMPOSITES
-    return Part(name, begins, weights, weights, directory.folder, directory.key, is_whole)
+    return Part(name, place if part else "encoders.", weights, weights, directory.folder, directory.key, is_whole)

@@ -118,26 +118,6 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
         plain["data"] = {**(plain.get("data") or {}), "tokenizer": str(language.folder)}
 
 
-def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) -> list[Fault]:
-    """Set the keys of `lora` that follow from the adapter that a module starts with."""
-    given = dict(module.get("lora") or {})
-    folder = given.get("adapter")
-    if not folder:
-        return []
-    key = f"modules.{name}.lora.adapter"
-    part = module["llm" if name == LANGUAGE else "encoder"]
-    # Behind the layer that is read, none are built.
-    layers = part["num_layers"] + 1 + part.get("feature_layer", -1)
-    keys = adapter_keys(str(folder), name, layers, key)
-    module["lora"] = {**keys, **given}
-    # Of dropout no weight depends.
-    return [
-        Fault(f"modules.{name}.lora.{one}", f"is {given[one]!r}, and the adapter in {folder} has {value!r}: remove it")
-        for one, value in keys.items()
-        if one in given and one != "dropout" and given[one] != value
-    ]
-
-
 def fill_in_joined(plain: dict[str, Any]) -> None:
     """Set the keys of encoders that are joined and have directories of their own.
 
@@ -160,6 +140,26 @@ def fill_in_joined(plain: dict[str, Any]) -> None:
                 encoder[part] = {**keys, **given}
     if faults:
         raise ConfigError(faults)
+
+
+def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) -> list[Fault]:
+    """Set the keys of `lora` that follow from the adapter that a module starts with."""
+    given = dict(module.get("lora") or {})
+    folder = given.get("adapter")
+    if not folder:
+        return []
+    key = f"modules.{name}.lora.adapter"
+    part = module["llm" if name == LANGUAGE else "encoder"]
+    # Behind the layer that is read, none are built.
+    layers = part["num_layers"] + 1 + part.get("feature_layer", -1)
+    keys = adapter_keys(str(folder), name, layers, key)
+    module["lora"] = {**keys, **given}
+    # Of dropout no weight depends.
+    return [
+        Fault(f"modules.{name}.lora.{one}", f"is {given[one]!r}, and the adapter in {folder} has {value!r}: remove it")
+        for one, value in keys.items()
+        if one in given and one != "dropout" and given[one] != value
+    ]
 
 
 def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:

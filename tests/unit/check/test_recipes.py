@@ -34,7 +34,7 @@ def layouts_of(name: str) -> list[str]:
 
 
 def test_all_are_there():
-    assert len(NAMES) >= 4
+    assert len(NAMES) >= 6
     assert {layout for name in NAMES for layout in layouts_of(name)} == set(LAYOUTS), "each layout is of some recipe"
 
 
@@ -126,6 +126,22 @@ SIGLIP2_PICTURES = {
     "do_normalize": True, "do_rescale": True, "do_resize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     "max_num_patches": 256, "patch_size": 16, "resample": 2, "rescale_factor": 1 / 255,
 }  # fmt: skip
+QWEN_VL = {
+    "model_type": "qwen2_5_vl", "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+    "intermediate_size": 18944, "max_position_embeddings": 128000, "max_window_layers": 28, "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "sliding_window": 32768,
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064,
+    "vision_config": {
+        "depth": 32, "fullatt_block_indexes": [7, 15, 23, 31], "hidden_act": "silu", "hidden_size": 1280,
+        "in_chans": 3, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584, "patch_size": 14,
+        "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2, "window_size": 112,
+    },
+}  # fmt: skip
+QWEN_VL_PICTURES = {
+    "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "max_pixels": 12845056, "merge_size": 2, "min_pixels": 3136,
+    "patch_size": 14, "temporal_patch_size": 2,
+}  # fmt: skip
 WHISPER = {
     "model_type": "whisper", "activation_function": "gelu", "d_model": 1280, "encoder_attention_heads": 20,
     "encoder_ffn_dim": 5120, "encoder_layers": 32, "max_source_positions": 1500, "num_mel_bins": 128,
@@ -141,6 +157,10 @@ HUB: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "audio": (WHISPER, WHISPER_SOUND),
         "language": (LLAMA3, {}),
     },
+    **dict.fromkeys(
+        ("qwen2_5_vl_sft", "qwen2_5_vl_lora"),
+        {"images": (QWEN_VL, QWEN_VL_PICTURES), "language": (QWEN_VL, QWEN_VL_PICTURES)},
+    ),
 }
 """What matters of the config.json of each module's model, and of its preprocessor, as the hub has them."""
 
@@ -148,7 +168,8 @@ HUB: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 def sizes(cfg: ConfigContainer, name: str) -> dict[str, Any]:
     module = cfg.modules[name]
     spec = module.llm if module.llm is not None else module.encoder
-    plain = dataclasses.asdict(spec) | {"name": "", "projector": module.projector}
+    plain = dataclasses.asdict(spec) | {"name": ""}
+    plain |= {"projector": dataclasses.asdict(module.projector) | {"name": ""}} if module.projector is not None else {}
     if module.llm is not None:
         # Two spellings of one size, as below.
         plain |= {"num_query_groups": spec.key_heads, "head_size": spec.head_width}

@@ -8,9 +8,16 @@ from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES
 from mimo_train.config.schema_modules import ModuleConfig
 
+AUDIO_TOKEN = 151646
+"""Id of the token of a clip where config.json does not say it."""
+
 
 def _projector(_config: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": "linear", "merge": 1}
+
+
+def _pad_id(config: Mapping[str, Any]) -> int:
+    return config.get("audio_token_index") or AUDIO_TOKEN
 
 
 def _projector_weights(_module: ModuleConfig, width: int) -> WeightMap:
@@ -23,6 +30,8 @@ QWEN2_AUDIO = Composite(
     "text_config",
     encoder_names=("audio_tower.", "model.audio_tower."),
     language_names=LANGUAGE_NAMES,
+    absent={"audio_config": {"model_type": "qwen2_audio_encoder"}, "text_config": {"model_type": "qwen2"}},
+    pad_id=_pad_id,
     projector=_projector,
     projector_weights=_projector_weights,
 )

@@ -28,7 +28,7 @@ def make_adapted_llama(base: Path, folder: Path, merged: Path) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), own)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(parameter, std=3.0)  # so that answers differ
     model.save_pretrained(folder)
     model.merge_and_unload().save_pretrained(merged)
 

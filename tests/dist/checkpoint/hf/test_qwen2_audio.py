@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mimo_train.config.compose import load
-from tests.dist.checkpoint.hf.test_pretrained import tensors
+from tests.dist.checkpoint.hf.test_pretrained import UNCHANGED, export, tensors
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TINY, TOLERANCE, curve, largest_difference, train_on_ranks
 from tests.tars import write_tar
@@ -121,7 +121,7 @@ def config(folder: Path, shards: Path, run_dir: Path, *overrides: str):
         "data.sequence_length=160",
         "placement.mode=shared",
     )
-    return load(str(file), (*tiny, *places, *batch, f"modules.audio.placeholder.pad={MARK}", *overrides))
+    return load(str(file), (*tiny, *places, *batch, *overrides))
 
 
 def _ours(cfg, clips: list[bytes], prompts: list[list[int]]) -> list[tuple[int, np.ndarray]]:
@@ -202,6 +202,25 @@ def test_a_layout_changes_no_number(made, shards, tmp_path):
     apart = ("placement.mode=disjoint", "modules.audio.layout.tp=2", "modules.audio.layout.pp=2")
     assert max(largest_difference(one, train("cut", *apart))) < TOLERANCE
     assert one[-1][1] != one[0][1]
+
+
+def test_what_comes_in_goes_out_bit_for_bit(made, shards, tmp_path):
+    layout = ("placement.mode=disjoint", "modules.audio.layout.tp=2", "modules.language.layout.pp=2")
+    train_on_ranks(config(made[0], shards, tmp_path / "run", *UNCHANGED, *layout))
+    export(tmp_path / "run", tmp_path / "out")
+    came, went = tensors(made[0]), tensors(tmp_path / "out")
+    assert came.keys() == went.keys() and any(name.startswith("audio_tower.") for name in went)
+    assert all(torch.equal(value, went[name]) for name, value in came.items())
+    (found,) = run_ranks(_loaded, 1, tmp_path / "out")
+    assert found == ([], "Qwen2AudioProcessor")
+
+
+def _loaded(folder: Path) -> tuple[list[str], str]:
+    from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
+
+    _, found = Qwen2AudioForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    missing = [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]
+    return missing, type(AutoProcessor.from_pretrained(folder)).__name__
 
 
 def test_positions_that_are_no_sinusoids_are_refused(made, shards, tmp_path):
