@@ -2,19 +2,12 @@
 
 import errno
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from mimo_train.config.fault import UserError
 
 _CODES = (errno.ENOSPC, errno.EDQUOT)
-
-_HIDDEN = "Worker failure"
-"""What Megatron-Core 0.19.2 says of an error of its writers, without the error (filesystem_async.py:468)."""
-
-_PROBE = 1 << 20
-"""Bytes that are written to see what a hidden error was."""
 
 
 def full_disk(error: BaseException, run_dir: Path) -> UserError | None:
@@ -30,14 +23,6 @@ def full_disk(error: BaseException, run_dir: Path) -> UserError | None:
 
 
 def _why(cause: BaseException, run_dir: Path) -> str:
-    if _HIDDEN in str(cause):
-        try:
-            with tempfile.TemporaryFile(dir=run_dir) as file:
-                file.write(bytes(_PROBE))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as probed:
-            return _why(probed, run_dir)
     if not isinstance(cause, OSError) or cause.errno not in _CODES:
         return ""
     file_name = cause.filename

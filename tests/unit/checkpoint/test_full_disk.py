@@ -41,15 +41,3 @@ def test_a_full_disk_is_named(error, tmp_path):
 )
 def test_other_errors_stay_as_they_are(error, tmp_path):
     assert full_disk(error, tmp_path) is None
-
-
-def test_an_error_that_its_library_hides_is_found_by_writing(tmp_path, monkeypatch):
-    hidden = RuntimeError("Worker failure: An error is caught while starting worker 0, error: <class 'OSError'>")
-    assert full_disk(hidden, tmp_path) is None
-
-    def no_space(descriptor: int) -> None:
-        raise FULL
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    assert "cannot take more files (No space left on device)" in str(full_disk(hidden, tmp_path))
-    assert full_disk(RuntimeError("another"), tmp_path) is None and not list(tmp_path.iterdir())
