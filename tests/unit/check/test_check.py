@@ -30,7 +30,7 @@ def test_a_vision_language_run(capsys, tmp_path):
     for said in (
         "vit_tiny: 3 layers x 64, 4 heads; mlp",
         "gpt_mini: 4 layers x 96, 4 heads",
-        "194,368",  # parameters of encoder and projector
+        "194,240",  # parameters of encoder and projector
         "32 samples",
         "8 samples (train.micro_batch_size 8 x dp of language 1)",
         "4 a step",
