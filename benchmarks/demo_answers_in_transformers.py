@@ -60,6 +60,8 @@ def main() -> None:
 
     record = folders.read_record(folders.in_folder(arguments.run, "RUN"), "config", "step")
     asked = questions(Path(record["config"]["data"]["validation_shards"]), arguments.questions)
+    if not asked:
+        sys.exit(f"no held-out shards in {record['config']['data']['validation_shards']}: run this where the run was")
     answers = questions(Path(record["config"]["data"]["validation_shards"]), arguments.questions, turn=1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "exported")
