@@ -176,7 +176,8 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     from mimo_train.step.schedule import Pipeline
 
     spec, weights = _map(folder)
-    spec.router_balancing = "none"
+    if spec.num_experts:
+        spec.router_balancing = "none"
     cfg.modules["language"].llm, layout = spec, cfg.language.layout
     layout.sp = bool(spec.num_experts) and layout.tp > 1
     run, language = resolve(cfg), groups.collections["language"]
