@@ -163,14 +163,17 @@ def difference(one, other) -> float:
 
 
 def read(encoder, spec, pgs, folder, into) -> None:
-    """Values of a directory, for the parameters of an encoder on this rank."""
+    """Values of a directory, for the parameters of an encoder on this rank: weights, or their gradients, of which those
+    of computed positions are no sinusoids."""
+    from dataclasses import replace
+
     from encoders.registry import FAMILIES
     from mimo_train.checkpoint.hf.fill import Cut, Reader, require_all_used
     from mimo_train.checkpoint.hf.tensors import TensorFolder
     from mimo_train.model.names import global_names
 
     tensors = TensorFolder(folder, "folder")
-    reader = Reader(tensors, FAMILIES[spec.family].weight_map(spec), "folder")
+    reader = Reader(tensors, replace(FAMILIES[spec.family].weight_map(spec), sinusoids=()), "folder")
     require_all_used(tensors, [reader], "folder")
     cuts = {
         name: Cut(one.partition_dim, one.partition_stride, pgs.tp.rank(), pgs.tp.size())
