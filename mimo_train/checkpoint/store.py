@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.rerun_state_machine import Call, Caller, RerunMode, RerunState
+from megatron.core.rerun_state_machine import Call, Caller, RerunDiagnostic, RerunMode, RerunState
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
@@ -33,7 +33,7 @@ from mimo_train.parallel.agreement import agreed
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run
 
-RERUN_CLASSES = (Call, Caller, RerunMode, RerunState)
+RERUN_CLASSES = (Call, Caller, RerunDiagnostic, RerunMode, RerunState)
 """What the state for repeating a step is made of, beside plain values."""
 
 

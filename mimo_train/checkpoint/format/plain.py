@@ -53,6 +53,8 @@ def _packed(value: Any, classes: dict[str, type], tensors: list[torch.Tensor]) -
             raise TypeError(f"a tensor of {tensor.dtype} cannot be stored")
         tensors.append(tensor)
         return {_TAG: kind, "value": len(tensors) - 1}
+    if isinstance(value, torch.device):
+        return {_TAG: "device", "value": str(value)}
     if type(value) is list:
         return [_packed(one, classes, tensors) for one in value]
     if type(value) is tuple:
@@ -79,6 +81,8 @@ def _unpacked(value: Any, classes: dict[str, type], tensors: list[torch.Tensor])
         return tensors[inner]
     if kind == "array":
         return tensors[inner].numpy()
+    if kind == "device":
+        return torch.device(inner)
     if kind == "enum":
         return classes[value["of"]][inner]  # type: ignore[index]  # an enumeration
     whole = [_unpacked(one, classes, tensors) for one in inner]

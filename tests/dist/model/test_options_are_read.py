@@ -26,10 +26,22 @@ ENCODERS: dict[str, list[dict[str, Any]]] = {
     "dinov2": [{"image_size": 28, "position_size": 56}, {"image_size": 28, "position_size": 56, "resize": "native"}],
     "dinov3": [{"image_size": 32}, {"image_size": 32, "resize": "native"}],
     "qwen_vit": [{"image_size": 56, "full_attention": [1], "min_pixels": 100, "max_pixels": 4000}],
+    "qwen3_vit": [
+        {
+            "image_size": 64,
+            "deepstack": [0],
+            "deepstack_width": 24,
+            "merge_size": 1,
+            "min_pixels": 100,
+            "max_pixels": 4000,
+        }
+    ],
     "whisper": [{"max_seconds": 0.5}],
     "qwen_audio": [{"max_seconds": 0.5, "num_mels": 20}],
 }
 """Keys of the models in which each key of a family is read once."""
+AXES = ("modules.language.llm.mrope_section=[2,1,1]", "modules.language.llm.mrope_interleaved=true")
+"""Of positions, which the other options know nothing of."""
 OTHER = {"resize": "fixed", "interpolation": "bilinear", "normalization": "LayerNorm", "activation": "relu"}
 """Values of keys that have choices."""
 
@@ -46,8 +58,8 @@ def read(tmp_path_factory, digits) -> dict[str, set[str]]:
     one = ("train.global_batch_size=1", "train.micro_batch_size=1")
     resampler = (*one, f"{place}resampler.latents=2", f"{place}resampler.num_attention_heads=2", f"{place}norm=RMSNorm")
     runs = [
-        config("vlm_digits", tmp_path_factory.mktemp("run"), digits, "layout=one_process", *OPTIONS, *resampler, *more)
-        for more in ((), EXPERTS)
+        config("vlm_digits", tmp_path_factory.mktemp("run"), digits, "layout=one_process", *resampler, *more)
+        for more in (OPTIONS, (*OPTIONS, *EXPERTS), AXES)
     ]
     (found,) = run_ranks(_all_read, 1, runs)
     return found

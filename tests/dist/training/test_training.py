@@ -111,7 +111,7 @@ def test_bf16_follows_fp32_and_layouts_agree(digits, tmp_path):
     exact = run("fp32", "layout=one_process")
     one = run("bf16", "layout=one_process", "train.precision=bf16")
     two = run("bf16-two", "layout=two_processes", "train.precision=bf16")
-    assert 1e-5 < largest_difference(exact, one)[0] < 3e-2
+    assert 1e-5 < largest_difference(exact, one)[0] < 6e-2
     assert largest_difference(one, two)[0] < 1e-2
 
 
