@@ -136,9 +136,11 @@ class Checkpointer:
             load_weights(weights, layout, self._model)
             # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
-        elif self._read_initial_weights():
-            self._read_adapters()
-            self._optimizer.reload_model_params()
+        else:
+            read = self._read_initial_weights()
+            # Collective, and whether an encoder has brought weights differs by rank.
+            if self._read_adapters() or read:
+                self._optimizer.reload_model_params()
         return folder
 
     def _read_initial_weights(self) -> bool:
