@@ -116,11 +116,6 @@ REASONS = [
         "for key in param_group_identifier_keys:",
     ),
     (
-        "optim/replicated.py",
-        "optimizer.optimizer:FP32Optimizer.sharded_state_dict",
-        "optim_state_to_sharding_state(",
-    ),
-    (
         "diagnose/replicas.py",
         "utils:check_param_hashes_across_dp_replicas",
         "parallel_state.get_data_parallel_group(with_gtp_remat=False)",
