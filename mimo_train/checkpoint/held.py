@@ -18,7 +18,7 @@ from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.model.names import modules_of, tensor_names
 
-METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+METADATA = {"singleton_local_shards": False}
 """How Megatron-Core is asked for the places of tensors."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -105,10 +105,9 @@ def updated_ranges(optimizer: MegatronOptimizer) -> Iterator[Updated]:
             values = {WEIGHT: states["param"], **{key: states[key] for key in MOMENTS}}
             yield Updated(parameter, place.start, place.end, _flat(values), is_cut=True)
         return
-    mains = {id(main): main for main in optimizer.get_parameters()}
     for parameter in _parameters(optimizer):
         main = getattr(parameter, "main_param", parameter)
-        state = optimizer.optimizer.state[mains[id(main)]]
+        state = optimizer.optimizer.state[main]
         values = {WEIGHT: main, **{key: state[key] for key in MOMENTS}}
         yield Updated(parameter, 0, parameter.numel(), _flat(values), is_cut=False)
 

@@ -35,6 +35,8 @@ def opened(folder: Path) -> tuple[Reader, dict[str, Any]]:
     with agreed(), folders.damage_named(folder):
         record = folders.read_record(folder, *RECORD_KEYS)
         reader = Reader(folder)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            reader.require_files()
     return reader, record
 
 

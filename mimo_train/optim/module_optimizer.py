@@ -71,7 +71,7 @@ class ModuleOptimizer(MimoOptimizer):
         self._clip_grads, self._freeze_until, self._device = clip_grads, freeze_until, device
         self._overlapping = [chunk for chunk in chunks if chunk.ddp_config.overlap_grad_reduce]
         self._updates_before: dict[int, int] = {0: 0}
-        for optimizer in self._inner():
+        for optimizer in self.inner():
             optimizer.grad_scaler = None
 
     def attach(self, config: TransformerConfig) -> None:
@@ -153,18 +153,14 @@ class ModuleOptimizer(MimoOptimizer):
             scale = torch.tensor([state["grad_scaler"]["scale"]], dtype=torch.float, device=self._device)
             self.grad_scaler.load_state_dict(state["grad_scaler"] | {"scale": scale})
 
-    def inner(self) -> Iterator[MegatronOptimizer]:
-        """Megatron-Core's optimizers of this rank."""
-        return self._inner()
-
-    def _inner(self, info: ModuleOptimizerInfo | None = None) -> Iterator[MegatronOptimizer]:
+    def inner(self, info: ModuleOptimizerInfo | None = None) -> Iterator[MegatronOptimizer]:
         """The optimizers of dense and of expert parameters, of one module or of all."""
         for each in self.module_infos.values() if info is None else (info,):
             if each.optimizer is not None:
                 yield from each.optimizer.chained_optimizers
 
     def _groups(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self._inner():
+        for optimizer in self.inner():
             yield from optimizer.param_groups
 
     def _waits(self, group: dict[str, Any]) -> bool:
@@ -183,7 +179,7 @@ class ModuleOptimizer(MimoOptimizer):
             [1], above 0 if a gradient of this rank is not finite; only checked with loss scaling.
         """
         found = torch.zeros(1, device=self._device)
-        for optimizer in self._inner():
+        for optimizer in self.inner():
             # The optimizer has no scaler, so this only copies.
             optimizer.prepare_grads()
             for group in optimizer.param_groups:
@@ -210,7 +206,7 @@ class ModuleOptimizer(MimoOptimizer):
             info = self.module_infos[name]
             gradients = [
                 gradient
-                for optimizer in self._inner(info)
+                for optimizer in self.inner(info)
                 if self._counts(optimizer, info)
                 for gradient in optimizer.get_grads_for_grad_norm()
             ]
@@ -240,7 +236,7 @@ class ModuleOptimizer(MimoOptimizer):
             largest, norm = (self.config.clip_grad, together) if own is None else (own, math.sqrt(squares[name]))
             parameters = [
                 parameter
-                for optimizer in self._inner(self.module_infos[name])
+                for optimizer in self.inner(self.module_infos[name])
                 for parameter in optimizer.get_parameters()
             ]
             if largest > 0 and parameters:

@@ -38,7 +38,7 @@ class Reader:
         index: what is in it.
 
     Raises:
-        Damage: it is not complete, or its index, or the size or header of a file, is not what was written.
+        Damage: it is not complete, or its index is not what was written.
     """
 
     def __init__(self, folder: Path):
@@ -47,9 +47,16 @@ class Reader:
         self._open: dict[int, int] = {}
         self._opening = Lock()
         self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+
+    def require_files(self) -> None:
+        """Look at every file: for one rank of many, which together would open each file as often as there are files.
+
+        Raises:
+            Damage: one is missing, or its size or header is not what was written.
+        """
         for file in self.index.files:
-            require_size(folder, file)
-            with open(folder / file.name, "rb") as there:
+            require_size(self.folder, file)
+            with open(self.folder / file.name, "rb") as there:
                 if digest(there.read(file.header)) != file.hashes[0]:
                     raise Damage(f"{file.name} is damaged in its header")
 

@@ -158,7 +158,7 @@ def _states(steps) -> list:
     import torch
 
     found = []
-    for part in steps.optimizer._inner():
+    for part in steps.optimizer.inner():
         found += [value.clone() for state in part.optimizer.state.values() for value in state.values()]
         found += [torch.tensor(group["step"]) for group in part.param_groups]
     return found

@@ -46,7 +46,7 @@ def _train(cfg, save: bool = False) -> dict:
     if save:
         steps.save()
     points += steps.train(STEPS - steps.state.train_state.step)
-    parts = list(steps.optimizer._inner())
+    parts = list(steps.optimizer.inner())
     return {
         "points": points,
         "trained": sum(p.numel() for chunk in steps.model for p in chunk.parameters() if p.requires_grad),

@@ -1,7 +1,6 @@
 """The CPU stand-in, and every other adaptation of Megatron-Core: each test fails when its adaptation is not needed."""
 
 import inspect
-from importlib.metadata import requires
 
 import pytest
 
@@ -210,7 +209,3 @@ def _send_both_ways(apart: bool) -> list[float]:
 def test_sending_apart_is_needed_because_two_stages_mistake_gradients_for_activations():
     assert run_ranks(_send_both_ways, 2, False) == [[-1.0, 1.0]] * 2
     assert run_ranks(_send_both_ways, 2, True) == [[1.0, -1.0]] * 2
-
-
-def test_psutil_is_listed_because_megatron_core_does_not_declare_it():
-    assert not any(requirement.startswith("psutil") for requirement in requires("megatron-core"))

@@ -103,6 +103,7 @@ def test_values_are_cast_to_what_is_asked_for(folder):
 def use(folder: Path) -> None:
     """All that a load reads."""
     reader = Reader(folder)
+    reader.require_files()
     marked_file(folder, "run.json")
     for key in reader.index.pieces:
         reader.whole(key)
