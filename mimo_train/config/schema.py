@@ -43,7 +43,7 @@ class RunConfig:
     `inprocess_restarts` above 0.25."""
     inprocess_restarts: int = key(0, at_least=0)
     """How often a failed run starts again inside its processes, from its newest checkpoint; 0: never. Needs the extra
-    `resiliency`. See docs/robustness.md#in-process-restart."""
+    `resiliency`. See docs/reliability.md#in-process-restart."""
 
     def faults(self, resume: str) -> Iterator[Fault]:
         """Values that cannot be, alone and together with `checkpoint.resume`."""

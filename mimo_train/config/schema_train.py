@@ -51,11 +51,11 @@ class TrainConfig:
     on_nan: str = key("raise", choices=("raise", "skip", "bisect"))
     """What a loss or gradient that is not finite does: `raise` (an error that names module, rank, microbatch and
     samples, and a replay file), `skip` (the update) or `bisect` (raise, after finding the microbatch and layer where it
-    begins). See docs/robustness.md."""
+    begins). See docs/reliability.md."""
     rerun: str = key("disabled", choices=("disabled", "validate_results", "report_determinism_stats"))
     """Megatron-Core's rerun state machine: `disabled`, `validate_results` (repeat a step with a suspect loss, to tell
     transient faults of the hardware from wrong data) or `report_determinism_stats`. See
-    docs/robustness.md#suspect-losses."""
+    docs/reliability.md#suspect-losses."""
     exit_interval: int = key(0, at_least=0)
     """The run saves and ends at a step that is a multiple of this; 0: never."""
     exit_duration_minutes: float = key(0.0, at_least=0)
