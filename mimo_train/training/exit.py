@@ -39,4 +39,4 @@ class AgreedVotes:
 
 def agreed_votes(optimizer: ModuleOptimizer) -> AgreedVotes:
     """The votes of the last step, whose sums arrive on the host with the gradient norm; none before the first step."""
-    return AgreedVotes(*(bool(votes) for votes in optimizer.arrived))
+    return AgreedVotes(*(bool(votes) for votes in optimizer.arrived[: ExitVotes.NUMBER]))

@@ -177,8 +177,9 @@ def _build(
         size_at=run.batch.size_at,
     )
     data = StepIterator(loader, pipeline, step_sum)
-    _open_sections(run, step_sum, pipeline, losses, votes, data)
-    optimizer.passengers = partial(step_sum.sum_of, "votes")
+    _open_sections(run, step_sum, pipeline, losses, votes, data, checkpointer)
+    # The votes first, as `exit.agreed_votes` reads them, and the save last, as `Checkpointer.hear` does.
+    optimizer.passengers = lambda: torch.cat([step_sum.sum_of("votes"), step_sum.sum_of("save in flight")])
     prefetcher = features.prefetcher(data)
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
@@ -201,13 +202,20 @@ def _build(
 
 
 def _open_sections(
-    run: Run, step_sum: StepSum, pipeline: Pipeline, losses: StepLosses, votes: ExitVotes, data: StepIterator
+    run: Run,
+    step_sum: StepSum,
+    pipeline: Pipeline,
+    losses: StepLosses,
+    votes: ExitVotes,
+    data: StepIterator,
+    checkpointer: Checkpointer,
 ) -> None:
     """Open the sections of the all-reduce at the end of every backward pass, in the same order on every rank; sums are
     read by section name."""
     samples = run.batch.global_batch_size
     step_sum.open("tokens", 1, pipeline.own_tokens)
     step_sum.open("votes", votes.NUMBER, votes.own)
+    step_sum.open("save in flight", checkpointer.NUMBER, checkpointer.own)
     step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
     step_sum.open("bad samples", samples, data.own_bad_samples)
     if pipeline.router_losses.active:
