@@ -3,12 +3,13 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/checkpoint.py layout=language_dp2
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/checkpoint.py --rounds 5 layout=language_tp2
 
-Every round saves in each way, one after the other, into a new folder; then every round loads in each way. Of a save are
-measured: the wall time for which training would stand still and that thread's CPU time, both until it may go on; wall
-and CPU time of the process until the checkpoint is complete; and the largest resident memory above that before. Numbers
-are those of the slowest rank. Beside each stands the median over rounds of its ratio to the yardstick of its round:
-a copy of the rank's bytes into memory that has been used for a stall, torch.save and fsync for a whole save, torch.load
-for a load. CPU time says more than wall time on a machine that is shared.
+Every round saves in each way, one after the other, into a new folder, and loads what was saved. Of a save are measured:
+the wall time for which training would stand still and that thread's CPU time, both until it may go on; wall and CPU
+time of the process until the checkpoint is complete; and the largest resident memory above that before. Numbers are
+those of the slowest rank. Beside each stands the median over rounds of its ratio to the yardstick of its round: for a
+stall a copy of the rank's bytes into memory that has been used, for a whole save torch.save and fsync, and for a load
+torch.load of what the rank needs: all of the model's weights that it computes with, and its part of the moments. CPU
+time says more than wall time on a machine that is shared.
 """
 
 import argparse
@@ -95,13 +96,21 @@ class Ways:
     """All ways to save and load one model on this rank."""
 
     def __init__(self, session: Any):
+        from mimo_train.checkpoint.held import held_tensors
         from mimo_train.checkpoint.store import save_parts
 
         self.session, self.checkpointer = session, session.checkpointer
-        self.parts, _ = save_parts(session.state.run, session.model, session.optimizer, None, finite=True)
+        held = held_tensors(session.model)
+        self.parts, _ = save_parts(session.state.run, held, session.optimizer, None, finite=True)
         self.nbytes = sum(part.nbytes for part in self.parts)
         self._copy = torch.zeros(self.nbytes, dtype=torch.uint8)
         self._live = torch.zeros(self.nbytes, dtype=torch.uint8)
+        # Each tensor with a storage of its own: torch.save writes the whole buffer that a view is of.
+        self._values = {f"{part.key}{part.span}": part.values.clone() for part in self.parts}
+        # A rank of data parallelism reads the whole model, and its own part of the moments.
+        trained = {f"{one.module}{one.name}": one.tensor.detach().clone() for one in held}
+        moments = {name: value for name, value in self._values.items() if "exp_avg" in name}
+        self._needed = trained | moments
         self.saves: dict[str, Save] = {
             "copy in memory": self.copy,
             "torch.save, fsync": self.torch_save,
@@ -120,17 +129,19 @@ class Ways:
         return nothing
 
     def torch_save(self, folder: Path) -> Callable[[], object]:
-        # Each tensor of its own storage, or torch.save writes the whole buffer that it is a view of.
-        values = {f"{part.key}{part.span}": part.values.clone() for part in self.parts}
         with open(folder / f"{dist.get_rank()}.pt", "wb") as file:
-            torch.save(values, file)
+            torch.save(self._values, file)
             file.flush()
             os.fsync(file.fileno())
         dist.barrier()
         return nothing
 
     def torch_load(self, folder: Path) -> None:
+        """What this rank needs, which is more than it has written: `prepare_load` has put it there."""
         torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
+
+    def prepare_load(self, folder: Path) -> None:
+        torch.save(self._needed, folder / f"{dist.get_rank()}.pt")
 
     def ours(self, folder: Path) -> Callable[[], object]:
         self.checkpointer.save(run_dir=folder)
@@ -232,6 +243,8 @@ def main() -> None:
             if turn:  # the first round takes new memory
                 saved[name].append(numbers)
             if name in loaded:
+                if name == "torch.save, fsync":
+                    ways.prepare_load(into)
                 dist.barrier()
                 begin, cpu = time.perf_counter(), time.process_time()
                 ways.loads[name](into)

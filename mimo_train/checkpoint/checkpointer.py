@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
+from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.in_flight import InFlight
 from mimo_train.checkpoint.same_run import resume_faults, weights_faults
 from mimo_train.checkpoint.snapshot import Demand, Snapshot, fits
@@ -108,6 +110,7 @@ class Checkpointer:
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
         self._train_state, self._rerun, self._fingerprints = train_state, rerun, fingerprints
         self._snapshot, self._save, self._heard = Snapshot(), cast(InFlight | None, None), 0
+        self._parameters: list[Held] | None = None
         self._sums, self._resumed = cast(Sums | None, None), cast(tuple[int, dict[str, Any] | None], (0, None))
 
     def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Path | None = None) -> Path:
@@ -189,6 +192,16 @@ class Checkpointer:
         if state is not None and step == self._train_state.step:
             sums.load_state_dict(state)
 
+    def _held(self) -> list[Held]:
+        """What this rank has of the model. Parameters stay the same objects, and to look for them again takes as long
+        as a copy of 150 MB; a module may have put another tensor in the place of a buffer."""
+        if self._parameters is None:
+            held = held_tensors(self._model)
+            if not all(isinstance(one.tensor, torch.nn.Parameter) for one in held):
+                return held
+            self._parameters = held
+        return self._parameters
+
     def _begin(self, data: Any, non_persistent: bool, run_dir: Path | None, *, beside: bool) -> bool:
         cfg = self._run.cfg.checkpoint
         target = Target(
@@ -196,7 +209,7 @@ class Checkpointer:
         )
         with gathered(self._model):
             rerun = self._rerun.state_dict(data)
-            parts, left_out = save_parts(self._run, self._model, self._optimizer, rerun, finite=run_dir is None)
+            parts, left_out = save_parts(self._run, self._held(), self._optimizer, rerun, finite=run_dir is None)
             nbytes = sum(part.nbytes for part in parts)
             own = nbytes, Demand.of(nbytes, self._snapshot.size), self._sums.state_dict() if self._sums else None
             everyone: list[Any] = [own] * dist.get_world_size()

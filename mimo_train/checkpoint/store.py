@@ -70,20 +70,21 @@ class Target:
 
 
 def save_parts(
-    run: Run, model: list[MegatronModule], optimizer: ModuleOptimizer, rerun: dict[str, Any] | None, *, finite: bool
+    run: Run, held: list[Held], optimizer: ModuleOptimizer, rerun: dict[str, Any] | None, *, finite: bool
 ) -> tuple[list[Part], dict[str, str]]:
     """What this rank writes, as views of the live tensors. Collective.
 
     With `checkpoint.trained_only` there are no weights that the run never trains, but a fingerprint of them.
 
     Args:
+        held: what this rank has of the model.
         rerun: this rank's state for repeating the step; on all ranks or on none.
         finite: whether weights must be finite.
 
     Returns:
         (the parts, what the record has of the weights that are left out).
     """
-    held, left_out = held_tensors(model), {}
+    left_out = {}
     if run.cfg.checkpoint.trained_only:
         frozen = [one for one in held if is_frozen(one, optimizer.releases)]
         left_out = {LEFT_OUT: fingerprint(frozen)}
@@ -122,13 +123,13 @@ def record_of(
     schedulers: Any,
     train_state: Any,
     others: dict[str, Any],
-) -> bytes:
-    """The record of a checkpoint of this moment, as it is written.
+) -> dict[str, Any]:
+    """The record of a checkpoint of this moment, in plain values.
 
     Args:
         others: entries beside those of the run.
     """
-    record = {
+    return {
         "step": train_state.step,
         "train_state": train_state.state_dict(),
         "schedulers": schedulers.state_dict(),
@@ -137,11 +138,10 @@ def record_of(
         "config": to_dict(run.cfg),
         **others,
     }
-    return folders.record_text(record)
 
 
 def begin_save(
-    target: Target, parts: list[Part], record: bytes, sizes: Sequence[int], snapshot: Snapshot | None
+    target: Target, parts: list[Part], record: dict[str, Any], sizes: Sequence[int], snapshot: Snapshot | None
 ) -> tuple[InFlight, Callable[[], None]]:
     """Write what this rank has, into the folder that `open_folder` has made.
 
@@ -165,7 +165,8 @@ def begin_save(
         write_rank(target.partial, rank, copies)
 
     def commit() -> None:
-        complete(target.partial, target.final, world, {folders.RECORD: record}, sizes)
+        text = folders.record_text(record)  # here, since it takes as long as a copy of 40 MB
+        complete(target.partial, target.final, world, {folders.RECORD: text}, sizes)
         try:
             folders.remove_old(target.run_dir, target.keep, target.non_persistent, target.keep_every)
         except OSError as error:
