@@ -30,6 +30,12 @@ while not os.path.exists(f"started{1 - int(rank)}"):
     time.sleep(0.05)
 if rank == "1" and behaviour == "fail":
     sys.exit("error: learning rate is 7")
+if rank == "1" and behaviour == "leave":
+    sys.exit(0)
+while behaviour == "leave" and not os.path.exists("go"):
+    time.sleep(0.05)
+if behaviour == "leave":
+    sys.exit(0)
 if rank == "1" and behaviour == "ask":
     sys.exit(16)
 if rank == "1" and behaviour == "die":
@@ -86,6 +92,18 @@ def test_a_stop_reaches_each_rank_once_and_waits_for_it(start, tmp_path):
     assert launcher.returncode == 0, err
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
     assert len(err.splitlines()) == 1 and "SIGINT" in err
+
+
+def test_the_others_go_on_when_a_rank_without_a_module_leaves(start, tmp_path):
+    launcher = start("leave")
+    stays, leaves = ranks(tmp_path)
+    while pid_runs(leaves):
+        time.sleep(0.05)
+    time.sleep(1)  # in which a launcher that does it wrong would end the other rank: it looks every 0.1 s
+    assert pid_runs(stays) and launcher.poll() is None
+    (tmp_path / "go").touch()
+    _, err = launcher.communicate(timeout=HANG_SECONDS)
+    assert (launcher.returncode, err) == (0, "")
 
 
 def test_ranks_that_do_not_finish_in_time_are_ended(start, tmp_path):
