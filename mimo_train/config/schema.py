@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.bounds import BOUNDS
 from mimo_train.config.fault import Fault
 from mimo_train.config.installed import library_faults
 from mimo_train.config.keys import key, value_faults
@@ -103,6 +104,26 @@ class PlacementConfig:
 
 
 @dataclass
+class BoundsConfig:
+    """How large the parts of a sample may be: what is above is a bad sample. See docs/data.md#bounds."""
+
+    pixels: int = key(BOUNDS.pixels, at_least=1)
+    """Of one picture, height times width."""
+    seconds: float = key(BOUNDS.seconds, above=0)
+    """Of one clip."""
+    sample_rate: int = key(BOUNDS.sample_rate, at_least=1)
+    """Of one clip, in Hz."""
+    record_bytes: int = key(BOUNDS.record_bytes, at_least=1)
+    """Of the `json` or `txt` member."""
+    record_depth: int = key(BOUNDS.record_depth, at_least=1)
+    """Lists and objects inside each other in a record."""
+    turns: int = key(BOUNDS.turns, at_least=1)
+    """Of a conversation."""
+    placeholders: int = key(BOUNDS.placeholders, at_least=1)
+    """Pictures and clips of a sample, together."""
+
+
+@dataclass
 class DataConfig:
     """Where the samples are and how they become sequences."""
 
@@ -130,6 +151,11 @@ class DataConfig:
     max_bad_samples: int = key(0, at_least=0)
     """Samples that may be unreadable, in all, before the run stops. Held-out samples are counted apart. See
     docs/data.md#bad-samples."""
+    read_retries: int = key(5, at_least=0)
+    """Times that a read is tried again after an I/O error, after pauses of 0.5, 1, 2, ... seconds; then the run ends.
+    See docs/data.md#bad-samples."""
+    bounds: BoundsConfig = field(default_factory=BoundsConfig)
+    """How large the parts of a sample may be. See docs/data.md#bounds."""
     workers: int = key(2, at_least=0)
     """Threads that read and decode ahead on each rank; 0 reads in the training thread."""
     cache_dir: str = ""
@@ -139,6 +165,7 @@ class DataConfig:
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
         yield from value_faults(self, "data")
+        yield from value_faults(self.bounds, "data.bounds")
         yield from self._tokenizer_faults()
         if self.demo and not self.shards:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")

@@ -81,6 +81,7 @@ def build_dataset(
     Raises:
         DataError: no shards, or one that cannot be used.
     """
+    from data.bounds import Bounds
     from data.pipeline import Dataset
 
     data = cfg.data
@@ -95,4 +96,6 @@ def build_dataset(
         blind=data.blind,
         max_bad_samples=data.max_bad_samples,
         keep_text=held_out,
+        read_retries=data.read_retries,
+        bounds=Bounds(**asdict(data.bounds)),
     )

@@ -39,6 +39,11 @@ def evaluate_when_due(
     if state.is_logging_rank:
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.evaluation(step, values)
+        if values.get("eval/samples") == 0:
+            state.console.message(
+                "evaluation: no held-out sample has a token with loss: answers are empty, or cut by "
+                "data.sequence_length, or the samples are bad"
+            )
         progress.evaluated(state.run_dir, step=step, values=values)
     if hooks is not None:
         data = held_out.non_loss_data(step_func, hooks.give)

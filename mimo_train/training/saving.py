@@ -38,7 +38,7 @@ class Saver:
 
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, self._checkpointer = session.state, session.checkpointer
-        self._bad_samples, self._callbacks = session.bad_samples, callbacks
+        self._bad_samples, self._empty_steps, self._callbacks = session.bad_samples, session.empty_steps, callbacks
         self._saved_step = -1
         """The last step with a persistent checkpoint of this job."""
 
@@ -82,6 +82,7 @@ class Saver:
         timer.start()
         # A run that resumes here does not read these steps again.
         self._bad_samples.settle()
+        self._empty_steps.settle()
         folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
         timer.stop()
         if not non_persistent:

@@ -54,6 +54,7 @@ from mimo_train.step.losses import MAX_LOSSES, StepLosses
 from mimo_train.step.schedule import Pipeline
 from mimo_train.step.state import GlobalState, TrainState
 from mimo_train.training.bad_sample_count import BadSampleCount
+from mimo_train.training.empty_steps import EmptySteps
 from mimo_train.training.exit import ExitVotes
 
 
@@ -84,6 +85,7 @@ class Session:
     held_out: HeldOut | None
     checkpointer: Checkpointer
     bad_samples: BadSampleCount
+    empty_steps: EmptySteps
     lock: RunLock | None
     """That of `run.dir`, on rank 0."""
 
@@ -196,6 +198,7 @@ def _build(
         held_out=held_out,
         checkpointer=checkpointer,
         bad_samples=BadSampleCount(train_state, cfg.data.max_bad_samples, device),
+        empty_steps=EmptySteps(train_state, cfg.train.max_empty_steps, step_sum, device),
         lock=lock,
     )
 

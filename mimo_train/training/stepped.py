@@ -61,6 +61,7 @@ class SteppedRun:
             result = self._train_step()
         progress.count(session.data.current.size, result)
         session.bad_samples.note(session.data)
+        session.empty_steps.note()
         return result
 
     def close(self) -> None:
