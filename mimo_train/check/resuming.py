@@ -30,8 +30,11 @@ def add_run_dir(
         return
     key = "checkpoint.resume"
     try:
-        checkpoint = folders.chosen(folder, cfg.checkpoint.resume)
-        folders.require_none_later(folder, checkpoint)
+        if cfg.checkpoint.resume == "auto":
+            checkpoint, passed_over = folders.newest_readable(folder)
+            report.warnings += [f"{damage}; a run sets it aside" for damage in passed_over]
+        else:
+            checkpoint = folders.chosen(folder, cfg.checkpoint.resume)
         if checkpoint is not None:
             record = folders.read_record(checkpoint)
             given = {"data_fingerprint": data_fingerprint, "text_fingerprint": tokenizer and tokenizer.fingerprint}

@@ -6,6 +6,7 @@ stored per rank and restored only at the same layout.
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,20 @@ def load_checkpoint(
             some. On every rank alike.
     """
     reader, record = opened(folder)
+    with closing(reader):
+        return _loaded(reader, record, folder, layout, model, optimizer, schedulers, train_state)
+
+
+def _loaded(
+    reader: Reader,
+    record: dict[str, Any],
+    folder: Path,
+    layout: RunLayout,
+    model: list[MegatronModule],
+    optimizer: ModuleOptimizer | None,
+    schedulers: Any,
+    train_state: Any,
+) -> dict[str, Any]:
     held, updated = held_tensors(model), list(_updated(optimizer))
     missing = [one for one in held if one.key() not in reader.index.pieces]
     new = [] if optimizer else [one for one in missing if is_adapter(one.name)]
@@ -143,7 +158,6 @@ def load_checkpoint(
         if optimizer is not None and record["layout"] == _layout_key(layout):
             rng = _of_rank(reader, "rng")
             rerun = _of_rank(reader, "rerun") if record["rerun"] else None
-        reader.close()
     added = {id(one.tensor) for one in new}
     for chunk in map(unwrap_model, model):
         start_magnitudes(chunk, [name for name, value in chunk.named_parameters() if id(value) in added])

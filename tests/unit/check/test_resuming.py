@@ -194,13 +194,18 @@ def test_a_checkpoint_whose_record_holds_no_config_is_a_fault(tmp_path):
 
 
 def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
-    """Training would end on it."""
+    """Training would end on it, or set it aside where there is one before it."""
     override = saved(tmp_path)
     for text in ("{", "[]", ""):
         write_record(tmp_path / "checkpoints" / "step_00000200", text)
-        (fault,) = check(load("vlm_digits", override)).faults
-        assert fault.key == "checkpoint.resume"
-        assert "step_00000200 is damaged: run.json" in fault.message and "remove this folder" in fault.message
+        report = check(load("vlm_digits", override))
+        (warning,) = report.warnings
+        assert "step_00000200 is damaged: run.json" in warning and warning.endswith("; a run sets it aside")
+        assert not report.faults and f"resumes {tmp_path}/checkpoints/step_00000100" in report.notes
+    write_record(tmp_path / "checkpoints" / "step_00000100", "{")
+    (fault,) = check(load("vlm_digits", override)).faults
+    assert fault.key == "checkpoint.resume"
+    assert "step_00000100 is damaged: run.json" in fault.message and "remove this folder" in fault.message
 
 
 def test_folders_of_checkpoints_must_be_there(tmp_path):
