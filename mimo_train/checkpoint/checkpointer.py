@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
+from mimo_train.checkpoint.modules import Loaded, load_modules
 from mimo_train.checkpoint.same_run import resume_faults, weights_faults
 from mimo_train.checkpoint.store import load_base, load_checkpoint, load_weights, save_checkpoint
 from mimo_train.config.fault import ConfigError, Fault
@@ -84,6 +85,8 @@ class Checkpointer:
         self._train_state, self._rerun, self._fingerprints = train_state, rerun, fingerprints
         self.set_aside: list[SetAside] = []
         """Damaged checkpoints that `resume` has passed over."""
+        self.loaded: list[Loaded] = []
+        """Modules whose weights `resume` has taken from other runs."""
 
     def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Path | None = None) -> Path:
         """Write a checkpoint of the run; pending parameter gathers are completed first.
@@ -122,6 +125,7 @@ class Checkpointer:
                 named, or there is none before it. On every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
+        self.set_aside, self.loaded = [], []
         if cfg.checkpoint.resume == "auto":
             folder, self.set_aside = newest_that_loads(self._run.dir, self._continue_from)
         else:
@@ -134,13 +138,15 @@ class Checkpointer:
             weights = folders.in_folder(Path(cfg.checkpoint.weights), "checkpoint.weights")
             self._require_none(partial(self._weights_faults, weights))
             load_weights(weights, layout, self._model)
-            # The optimizer holds master copies of the initial weights.
-            self._optimizer.reload_model_params()
+            read = True
         else:
             read = self._read_initial_weights()
             # Collective, and whether an encoder has brought weights differs by rank.
-            if self._read_adapters() or read:
-                self._optimizer.reload_model_params()
+            read = self._read_adapters() or read
+        self._load_modules()
+        if read or self.loaded:
+            # The optimizer holds master copies of the initial weights.
+            self._optimizer.reload_model_params()
         return None
 
     def _continue_from(self, folder: Path) -> None:
@@ -156,10 +162,15 @@ class Checkpointer:
         if partly:
             self._read_initial_weights()
         load_base(folder, layout, self._model, cfg.checkpoint.weights)
+        if partly:
+            self._load_modules()
         whole = (self._model, self._optimizer, self._schedulers, self._train_state)
         record = load_checkpoint(folder, layout, *whole)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
             self._rerun.load_state_dict(record["rerun"])
+
+    def _load_modules(self) -> None:
+        self.loaded = load_modules(self._run.cfg, self._model, self._fingerprints.vocabulary)
 
     def _read_initial_weights(self) -> bool:
         """Weights of a new run that are not drawn; whether there are any. Collective."""

@@ -21,6 +21,10 @@ RECORD = "run.json"
 """File in a checkpoint: the run's progress, config, layout and fingerprints."""
 
 
+LAYOUT = ("first_rank", "tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+"""What a record has of a module's layout, in this order."""
+
+
 class DamagedCheckpoint(UserError):
     """A checkpoint whose files are not those that were written; made by `damaged`."""
 

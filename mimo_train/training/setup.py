@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
-from mimo_train.checkpoint.fallback import SetAside
 from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
 from mimo_train.config.compose import to_yaml
 from mimo_train.config.fault import ConfigError
@@ -186,7 +185,7 @@ def _build(
     held_out = HeldOut(run, pipeline, parts.tokenizer, features) if cfg.data.validation_shards else None
     return Session(
         # The log is opened last: what fails before leaves the files of an earlier start as they are.
-        state=_open_state(run, train_state, start_time, resumed_from, checkpointer.set_aside),
+        state=_open_state(run, train_state, start_time, resumed_from, checkpointer),
         parts=parts,
         optimizer=optimizer,
         schedulers=schedulers,
@@ -301,7 +300,7 @@ def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
 
 
 def _open_state(
-    run: Run, train_state: TrainState, start_time: float, resumed_from: Path | None, set_aside: Sequence[SetAside]
+    run: Run, train_state: TrainState, start_time: float, resumed_from: Path | None, checkpointer: Checkpointer
 ) -> GlobalState:
     """The state of the run, with the log open on the rank that writes it."""
     if dist.get_rank() != run.layout.logging_rank:
@@ -312,7 +311,9 @@ def _open_state(
     console = Console(run.cfg.train.iters, step)
     flops = train_state.floating_point_operations_so_far
     progress.job_started(run.dir, world_size=run.layout.world_size, step=step, flops=flops)
-    for damaged in set_aside:
+    for loaded in checkpointer.loaded:
+        console.message(str(loaded))
+    for damaged in checkpointer.set_aside:
         progress.checkpoint_set_aside(run.dir, path=damaged.now, why=damaged.why)
         console.message(str(damaged))
     if resumed_from is not None:

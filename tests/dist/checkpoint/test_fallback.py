@@ -1,5 +1,5 @@
-"""`checkpoint.resume=auto` with damaged checkpoints: each is named and set aside, and the run goes on from the one before
-it with the right weights; a damaged one that was chosen is an error."""
+"""`checkpoint.resume=auto` with damaged checkpoints: each is named and set aside, and the run goes on from the one
+before it with the right weights; a damaged one that was chosen is an error."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -74,6 +74,13 @@ def copies(whole: Path, to: Path) -> Iterator[tuple[str, str, Path]]:
         yield name, folders.RECORD, to / name
 
 
+def both_damaged(whole: Path, to: Path) -> Path:
+    shutil.copytree(whole / "checkpoints", to / "both" / "checkpoints")
+    flip(next(folders.final_folder(to / "both", 2).glob("*.safetensors")))
+    (folders.final_folder(to / "both", 4) / COMPLETE).unlink()
+    return to / "both"
+
+
 def _resumed(cfg, good: str, runs: list[str]) -> list[tuple]:
     """What each start of several comes to, all with one model: (whether weights and moments are those of `good`, step,
     what was set aside, error, error of a start from the damaged one by its name)."""
@@ -118,13 +125,32 @@ def _resumed(cfg, good: str, runs: list[str]) -> list[tuple]:
     return found
 
 
+def test_the_curve_goes_on_from_the_one_before(whole, digits, tmp_path):
+    """As if the run had never been stopped; metrics and progress have what a reader needs, once."""
+    shutil.copytree(whole, tmp_path / "run")
+    run_dir = tmp_path / "run"
+    newest = folders.final_folder(run_dir, 4)
+    flip(next(newest.glob("*.safetensors")))
+    lines = train_on_ranks(config("vlm_digits", run_dir, digits, *MODEL, f"train.iters={STEPS}"))
+    assert curve(lines) == curve(read_metrics(whole / "metrics.jsonl"))
+    (noted,) = [line for line in (run_dir / "progress.txt").read_text().splitlines() if "\tdamaged\t" in line]
+    assert f"path={newest}.damaged\twhy=rank_00000.safetensors is damaged between bytes" in noted
+    assert [folder.name for folder in folders.complete(run_dir)] == ["step_00000002", "step_00000005"]
+
+
 def test_every_damage_of_every_file_is_named_and_the_one_before_is_taken(whole, digits, tmp_path):
     """All of them by one model in turn, so that what a torn read leaves behind would show."""
     cases = list(copies(whole, tmp_path))
     cfg = config("vlm_digits", tmp_path / "new", digits, *MODEL, "train.iters=99")
     good = folders.final_folder(whole, 2)
-    ranks = run_ranks(_resumed, 2, cfg, str(good), [str(run) for *_, run in cases])
-    assert ranks[0] == ranks[1]
+    both = both_damaged(whole, tmp_path)
+    ranks = run_ranks(_resumed, 2, cfg, str(good), [*(str(run) for *_, run in cases), str(both)])
+    (_, _, aside, fault, _), (_, _, *others, _) = (of.pop() for of in ranks)
+    assert ranks[0] == ranks[1] and others == [aside, fault]
+    assert not aside and [line.partition(" is damaged: ")[0] for line in fault.splitlines()] == [
+        f"checkpoint {folders.final_folder(both, step)}" for step in (4, 2)
+    ]
+    assert len(folders.newest_first(both)) == 2, "nothing is moved where nothing is left"
     for (name, file, run), (same, step, aside, fault, chosen) in zip(cases, ranks[0], strict=True):
         newest = folders.final_folder(run, 4)
         kept = newest.with_name("step_00000004.damaged")

@@ -94,9 +94,13 @@ def test_a_checkpoint_that_lost_its_record_is_named(tmp_path, complete, spoil):
         folders.in_folder(tmp_path, "checkpoint.weights")
     if complete:
         before, (said,) = folders.newest_readable(tmp_path)
-        assert before == folders.final_folder(tmp_path, 2) and said.startswith(f"checkpoint {copy} is damaged: COMPLETE")
+        assert before == folders.final_folder(tmp_path, 2) and said.startswith(
+            f"checkpoint {copy} is damaged: COMPLETE"
+        )
     else:
-        with pytest.raises(UserError, match=f"^checkpoint {copy} is damaged: COMPLETE is missing, .*remove this folder"):
+        with pytest.raises(
+            UserError, match=f"^checkpoint {copy} is damaged: COMPLETE is missing, .*remove this folder"
+        ):
             folders.newest_readable(tmp_path)
 
 
