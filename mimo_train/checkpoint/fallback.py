@@ -55,7 +55,7 @@ def newest_that_loads(run_dir: Path, load: Callable[[Path], None]) -> tuple[Path
                 raise
             before = "\n".join(str(found) for _, found in given_up)
             raise UserError(f"{before}\nand of the one before: {error}") from error
-        return folder, _set_aside(run_dir, given_up)
+        return folder, _set_aside(given_up)
     if len(given_up) > 1:
         raise UserError("\n".join(str(error) for _, error in given_up))
     if given_up:
@@ -83,15 +83,22 @@ def _require_whole(folder: Path) -> None:
         folders.require_seen(folder)
 
 
-def _set_aside(run_dir: Path, given_up: list[tuple[Path, UserError]]) -> list[SetAside]:
+def _renamed(folder: Path, damage: UserError) -> Path:
+    try:
+        return folders.set_aside(folder)
+    except OSError as error:
+        raise UserError(f"{damage}\nrun.dir: and it cannot be renamed ({error}): rename or remove it") from error
+
+
+def _set_aside(given_up: list[tuple[Path, UserError]]) -> list[SetAside]:
     """Rename them. Collective."""
     if not given_up:
         return []
     found = []
-    with agreed(), folders.write_errors_named(run_dir):
+    with agreed():
         if dist.get_rank() == 0:
             for folder, error in given_up:
-                found.append(SetAside(folder, folders.set_aside(folder), folders.damage_in(folder, error)))
+                found.append(SetAside(folder, _renamed(folder, error), folders.damage_in(folder, error)))
     box = [found]
     dist.broadcast_object_list(box)
     return box[0]
