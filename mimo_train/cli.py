@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from mimo_train.commands import check, config, export, generate, shards, train
+from mimo_train.commands import check, checkpoint, config, export, generate, shards, train
 from mimo_train.commands.arguments import print_fault, users_faults
 from mimo_train.config.fault import UserError
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
 
-COMMANDS = (train, check, config, generate, export, shards)
+COMMANDS = (train, check, config, generate, export, checkpoint, shards)
 """Modules that add commands, in the order of the help."""
 
 DESCRIPTION = """\

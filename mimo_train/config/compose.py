@@ -24,7 +24,8 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.own_code import search_working_directory
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
-from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema import CheckpointConfig, ConfigContainer
+from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.slips import left_open, override_slips, value_slips
 
@@ -243,6 +244,9 @@ def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
                 yield from _unknown_keys(module or {}, ModuleConfig, f"modules.{name}")
         elif cls is ModuleConfig and value is not None and key in ("encoder", "projector", "llm"):
             yield from _unknown_spec_keys(value, key, full)
+        elif cls is CheckpointConfig and key == "load_modules" and isinstance(value, dict):
+            for name, load in value.items():
+                yield from _unknown_keys(load or {}, LoadConfig, f"{full}.{name}")
         elif isinstance(of := fields[key].type, type) and dataclasses.is_dataclass(of) and value is not None:
             yield from _unknown_keys(value, of, full)
 

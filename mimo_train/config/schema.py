@@ -14,6 +14,7 @@ from mimo_train.config.installed import library_faults
 from mimo_train.config.keys import key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
+from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
@@ -227,6 +228,9 @@ class CheckpointConfig:
     folder."""
     weights: str = ""
     """Folder of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
+    load_modules: dict[str, LoadConfig] = field(default_factory=dict)
+    """Modules whose weights a new run takes from other runs, by name, after those of `weights` or `pretrained`:
+    `{language: {path: runs/gpt}}`. See docs/checkpoints.md#modules-from-other-runs."""
     trained_only: bool = False
     """Leave weights that the run never trains out of checkpoints: with adapters a checkpoint holds these, other trained
     weights such as a projector, and the optimizer's state. The rest comes from `weights`, or from `run.seed`, again.
@@ -303,6 +307,8 @@ class ConfigContainer:
         yield from self.train.faults()
         yield from self.optim.faults(self.train.precision)
         yield from value_faults(self.checkpoint, "checkpoint")
+        for name, load in self.checkpoint.load_modules.items():
+            yield from load.faults(f"checkpoint.load_modules.{name}", name, list(self.modules))
         llm = self.modules[LANGUAGE].llm if LANGUAGE in self.modules else None
         yield from self.log.faults(llm.num_experts if llm is not None else 0)
 

@@ -187,7 +187,7 @@ def _build(
     held_out = HeldOut(run, pipeline, parts.tokenizer, features) if cfg.data.validation_shards else None
     return Session(
         # The log is opened last: what fails before leaves the files of an earlier start as they are.
-        state=_open_state(run, train_state, start_time, resumed_from),
+        state=_open_state(run, train_state, start_time, resumed_from, checkpointer),
         parts=parts,
         optimizer=optimizer,
         schedulers=schedulers,
@@ -302,7 +302,9 @@ def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
     )
 
 
-def _open_state(run: Run, train_state: TrainState, start_time: float, resumed_from: Path | None) -> GlobalState:
+def _open_state(
+    run: Run, train_state: TrainState, start_time: float, resumed_from: Path | None, checkpointer: Checkpointer
+) -> GlobalState:
     """The state of the run, with the log open on the rank that writes it."""
     if dist.get_rank() != run.layout.logging_rank:
         return GlobalState(run, train_state, start_time=start_time)
@@ -312,6 +314,11 @@ def _open_state(run: Run, train_state: TrainState, start_time: float, resumed_fr
     console = Console(run.cfg.train.iters, step)
     flops = train_state.floating_point_operations_so_far
     progress.job_started(run.dir, world_size=run.layout.world_size, step=step, flops=flops)
+    for loaded in checkpointer.loaded:
+        console.message(str(loaded))
+    for damaged in checkpointer.set_aside:
+        progress.checkpoint_set_aside(run.dir, path=damaged.now, why=damaged.why)
+        console.message(str(damaged))
     if resumed_from is not None:
         console.message(f"continues from {resumed_from}, step {step}")
     return GlobalState(run, train_state, start_time=start_time, metrics=metrics, console=console)

@@ -1,7 +1,6 @@
 """Writing a checkpoint: every rank its own file, then the first one the index and the marker that it is complete."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +8,11 @@ from pathlib import Path
 import torch
 from xxhash import xxh3_128
 
+from mimo_train.checkpoint.format.blocks import require_size
+from mimo_train.checkpoint.format.dtypes import NAMES
 from mimo_train.checkpoint.format.durable import digest, flush_folder, write_file
-from mimo_train.checkpoint.format.files import INDEX, Damage, of_rank, read_file, write_marker
-from mimo_train.checkpoint.format.index import BLOCK, NAMES, File, Index, Key, Piece
+from mimo_train.checkpoint.format.files import INDEX, of_rank, read_file, write_marker
+from mimo_train.checkpoint.format.index import BLOCK, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
 
 
@@ -53,7 +54,7 @@ def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
     size = write_file(folder / name, _hashed(head, ordered, hashes))
     index = Index(files=[File(name, size, len(head), tuple(hashes))])
     for part, place in zip(ordered, places, strict=True):
-        index.add(part.key, part.values.dtype, Piece(0, place, part.span))
+        index.add(part.key, NAMES[part.values.dtype], Piece(0, place, part.span))
     write_file(folder / listing, [index.dump()])
 
 
@@ -85,21 +86,6 @@ def complete(partial: Path, final: Path, ranks: int, others: Mapping[str, bytes]
         final.rename(final.with_suffix(".old.partial"))
     partial.rename(final)
     flush_folder(final.parent)
-
-
-def require_size(folder: Path, file: File) -> None:
-    """Opens the file: on a network file system the size of one that is only looked at may be an old one.
-
-    Raises:
-        Damage: it is missing or has another size.
-    """
-    try:
-        with open(folder / file.name, "rb") as there:
-            size = os.fstat(there.fileno()).st_size
-    except FileNotFoundError:
-        raise Damage(f"{file.name} is missing") from None
-    if size != file.size:
-        raise Damage(f"{file.name} has {size} bytes, not {file.size}")
 
 
 def _name(part: Part) -> str:
