@@ -25,6 +25,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.media.headers import parse_audio_header, parse_header
+from data.reading import READS
 from data.shards import refuse_compressed
 from data.storage.replace import replacing
 from data.storage.tar import walk_tar
@@ -166,9 +167,10 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
         samples.append((len(members) - len(names), len(keys), code, record))
         keys.extend(key.encode("utf-8", "surrogateescape"))
 
-    with open(shard, "rb") as file:
+    with READS.of(shard), open(shard, "rb") as file:
         stat = os.fstat(file.fileno())
         for name, offset, size in walk_tar(shard, file, stat.st_size):
+            READS.count += 1
             split = _NAME.match(name)
             if split is None or _META.search(name):
                 continue

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data.errors import ReadError, ShardError
+from data.reading import READS
 
 _OPEN_FILES = 128
 
@@ -32,7 +33,7 @@ class ShardReader:
         Raises ReadError if the file cannot be read or ends early, ShardError if it is not the one that was indexed.
         """
         try:
-            with self._open(path, stamp) as fd:
+            with READS.of(path), self._open(path, stamp) as fd:
                 raw = os.pread(fd, size, offset)
                 while len(raw) < size:  # signals and sizes over 2 GiB cut a read short
                     more = os.pread(fd, size - len(raw), offset + len(raw))
