@@ -28,6 +28,7 @@ from xxhash import xxh3_128
 
 from data.errors import DataError, ShardError
 from data.media.headers import parse_audio_header, parse_header
+from data.reading import READS
 from data.shards import refuse_compressed
 from data.shown import shown
 from data.storage.replace import replacing
@@ -218,18 +219,20 @@ def _build(shard: Path, version: ShardVersion, read: ReadRange) -> ShardIndex:
         samples.append((len(members) - len(names), len(keys), code, record))
         keys.extend(key.encode("utf-8", "surrogateescape"))
 
-    for name, offset, size in walk_tar(shard, read, version.size):
-        split = _NAME.match(name)
-        if split is None or _META.search(name):
-            continue
-        key, extension = split[1], split[2].lower()
-        if current is None or current[0] != key:
-            close_sample()
-            current = (key, [])
-        current[1].append(extension)
-        code = extensions.setdefault(extension, len(extensions))
-        members.append((offset, size, *_measure(read, extension, offset, size), code))
-    close_sample()
+    with READS.of(shard):
+        for name, offset, size in walk_tar(shard, read, version.size):
+            READS.count += 1
+            split = _NAME.match(name)
+            if split is None or _META.search(name):
+                continue
+            key, extension = split[1], split[2].lower()
+            if current is None or current[0] != key:
+                close_sample()
+                current = (key, [])
+            current[1].append(extension)
+            code = extensions.setdefault(extension, len(extensions))
+            members.append((offset, size, *_measure(read, extension, offset, size), code))
+        close_sample()
     return ShardIndex(
         path=shard,
         version=version,

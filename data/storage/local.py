@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data.errors import ShardError
+from data.reading import READS
 from data.storage.retry import RETRIES, retrying
 from data.storage.version import ShardVersion, open_file
 
@@ -47,7 +48,8 @@ class ShardReader:
             ShardError: it is not, or no longer, the one that was indexed, or ends early.
         """
         what = f"{path}: cannot read {size} bytes at byte {offset}"
-        raw = retrying(lambda: self._read(path, offset, size, version), what, self._retries)
+        with READS.of(path):
+            raw = retrying(lambda: self._read(path, offset, size, version), what, self._retries)
         with self._lock:
             self.bytes_read[extension] += len(raw)
         return raw

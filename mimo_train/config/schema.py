@@ -43,6 +43,9 @@ class RunConfig:
     timeout_minutes: float = key(10.0, above=0, below=YEAR)
     """Minutes that a rank waits for its peers in a collective before it gives up, less than a year. With
     `inprocess_restarts` above 0.25."""
+    hang_report_seconds: float = key(300.0, at_least=0, below=60 * YEAR, zero_means="never")
+    """Seconds without progress, in set-up too, after which a run says which rank is to blame and ends with exit code
+    18; 0: never. See docs/reliability.md#hangs."""
     inprocess_restarts: int = key(0, at_least=0)
     """How often a failed run starts again inside its processes, from its newest checkpoint; 0: never. Needs the extra
     `resiliency`. See docs/reliability.md#in-process-restart."""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.metrics import progress
 from mimo_train.step.batches import StepIterator
 from mimo_train.step.state import GlobalState
@@ -83,7 +84,8 @@ class Saver:
         # A run that resumes here does not read these steps again.
         self._bad_samples.settle()
         self._empty_steps.settle()
-        folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
+        with RECORDER.during("save"):
+            folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
         timer.stop()
         if not non_persistent:
             self._saved_step = run.step

@@ -18,12 +18,13 @@ from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
 from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
 from mimo_train.config.compose import to_yaml
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.profiling import StepProfiler
 from mimo_train.diagnose.rerun import Rerun
 from mimo_train.evaluation.held_out import HeldOut
+from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.launch.run_lock import PATIENCE, RunLock
 from mimo_train.metrics import progress
@@ -43,6 +44,7 @@ from mimo_train.parallel import device as devices
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
+from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
@@ -126,10 +128,16 @@ def setup(
     """
     kind, device = start_processes(run.cfg, store)
     lock: RunLock | None = None
-    with agreed():
-        make_folder(run.dir)
-        if dist.get_rank() == 0:
-            lock = RunLock(run.dir, min(PATIENCE, 30 * run.cfg.run.timeout_minutes))
+    RECORDER.to("lock")
+    try:
+        with agreed():
+            make_folder(run.dir)
+            if dist.get_rank() == 0:
+                lock = RunLock(run.dir, min(PATIENCE, 30 * run.cfg.run.timeout_minutes))
+                remove_old_starts(run.dir)
+    except UserError:
+        RECORDER.discard()  # the folder is another run's
+        raise
     try:
         return _build(run, votes, kind, device, lock, start_time, pre_wrap_hook)
     except BaseException:
@@ -148,9 +156,11 @@ def _build(
     pre_wrap_hook: ModelHook | None,
 ) -> Session:
     cfg, train_state = run.cfg, TrainState()
+    RECORDER.to("demo")
     make_demo_shards(run)
     parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg))
     pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
+    RECORDER.to("optimizer build")
     optimizer = build_optimizer(cfg, pipeline.model, groups)
     optimizer.attach(pipeline.model[0].config)
     needs = GradientNeeds(run.layout, modules_of(pipeline.model), optimizer.releases, groups)
@@ -160,6 +170,7 @@ def _build(
     losses = StepLosses(
         cfg.train.loss_weights, groups, step_sum, rerun.validate, needs_tokens=pipeline.router_losses.active
     )
+    RECORDER.to("index")
     dataset = build_dataset(cfg, parts.tokenizer)
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
@@ -167,7 +178,9 @@ def _build(
     fingerprints = Fingerprints(dataset.fingerprint, dataset.text_fingerprint, parts.tokenizer.vocabulary_fingerprint)
     read_adapters = partial(load_start_adapters, cfg, pipeline.model, rows)
     checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters)
+    RECORDER.to("load")
     resumed_from = checkpointer.resume()
+    RECORDER.to("loop")
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
     loader = open_loader(
@@ -179,7 +192,7 @@ def _build(
         size_at=run.batch.size_at,
     )
     data = StepIterator(loader, pipeline, step_sum)
-    _open_sections(run, step_sum, pipeline, losses, votes, data)
+    _open_sections(run, step_sum, pipeline, losses, votes, train_state, data)
     optimizer.passengers = partial(step_sum.sum_of, "votes")
     prefetcher = features.prefetcher(data)
     if prefetcher is not None:
@@ -204,13 +217,19 @@ def _build(
 
 
 def _open_sections(
-    run: Run, step_sum: StepSum, pipeline: Pipeline, losses: StepLosses, votes: ExitVotes, data: StepIterator
+    run: Run,
+    step_sum: StepSum,
+    pipeline: Pipeline,
+    losses: StepLosses,
+    votes: ExitVotes,
+    train_state: TrainState,
+    data: StepIterator,
 ) -> None:
     """Open the sections of the all-reduce at the end of every backward pass, in the same order on every rank; sums are
     read by section name."""
     samples = run.batch.global_batch_size
     step_sum.open("tokens", 1, pipeline.own_tokens)
-    step_sum.open("votes", votes.NUMBER, votes.own)
+    step_sum.open("votes", votes.NUMBER + votes.SAME_STEP, lambda: votes.numbers(train_state.step + 1))
     step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
     step_sum.open("bad samples", samples, data.own_bad_samples)
     if pipeline.router_losses.active:
@@ -227,12 +246,16 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
     """
     kind = devices.resolve(cfg.run.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device = devices.install(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    record_messages()
+    if kind == "cuda":
+        RECORDER.queued()
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
             os.environ.setdefault(name, value)
         if store is None and os.environ["WORLD_SIZE"] == "1":
             # There is nobody to meet: an address that something else has left in the environment is not waited for.
             store = dist.HashStore()
+        RECORDER.to("join")
         devices.init_process_group(kind, cfg.run.timeout_minutes, device, store)
     return kind, device
 
@@ -247,11 +270,13 @@ def build_parts(
 ) -> Parts:
     """Groups, model and pipeline of a run; weights are initial, but for those of `undrawn` (see `build_model`).
     Collective over all ranks."""
-    cfg, groups, tokenizer = run.cfg, build_groups(run.layout), tokenizer_of(run.cfg)
+    RECORDER.to("groups")
+    cfg, groups, tokenizer = run.cfg, build_groups(run.layout, run.cfg.run.timeout_minutes), tokenizer_of(run.cfg)
     if faults := list(vocabulary_faults(cfg.llm, tokenizer.text_size)):
         raise ConfigError(faults)
     profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
     _seed(cfg, groups)
+    RECORDER.to("model")
     model = build_model(
         cfg,
         run.layout,

@@ -14,6 +14,7 @@ from mimo_train.checkpoint.format.durable import digest, flush_folder, write_fil
 from mimo_train.checkpoint.format.files import INDEX, of_rank, read_file, write_marker
 from mimo_train.checkpoint.format.index import BLOCK, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
+from mimo_train.flight.recorder import RECORDER
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def _hashed(head: bytes, parts: Sequence[Part], hashes: list[str]) -> Iterator[b
             yield piece
             filled += len(piece)
             if filled == BLOCK:
+                RECORDER.tick()
                 hashes.append(block.hexdigest())
                 block, filled = xxh3_128(), 0
     if filled:
