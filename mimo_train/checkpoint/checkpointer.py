@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
@@ -12,9 +12,20 @@ from megatron.core.transformer.module import MegatronModule
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
+from mimo_train.checkpoint.in_flight import InFlight
 from mimo_train.checkpoint.modules import Loaded, load_modules
 from mimo_train.checkpoint.same_run import resume_faults, weights_faults
-from mimo_train.checkpoint.store import load_base, load_checkpoint, load_weights, save_checkpoint
+from mimo_train.checkpoint.snapshot import Demand, Snapshot, fits
+from mimo_train.checkpoint.store import (
+    Target,
+    begin_save,
+    load_base,
+    load_checkpoint,
+    load_weights,
+    open_folder,
+    record_of,
+    save_parts,
+)
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.model.param_gather import gathered
 from mimo_train.model.start_weights import load_start_weights
@@ -22,6 +33,9 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel.agreement import agreed
 from mimo_train.plan.run import Run
+
+SUMS = "log_sums"
+"""Key of a record: what the log had summed since its last line; null where the log had just been written."""
 
 
 class Stateful(Protocol):
@@ -32,6 +46,15 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, float]: ...
 
     def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class Sums(Protocol):
+    """What the log has summed since its last line, for example `mimo_train.training.log.StepLog`."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """On the rank that writes the log; None on others."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Repeatable(Protocol):
@@ -59,7 +82,10 @@ class Fingerprints:
 
 
 class Checkpointer:
-    """Checkpoints of one run. Every method is collective over all ranks."""
+    """Checkpoints of one run. Methods are collective over all ranks, unless they say otherwise."""
+
+    NUMBER = InFlight.NUMBER
+    """Numbers of a rank in a step's message, see `own`."""
 
     def __init__(
         self,
@@ -83,35 +109,117 @@ class Checkpointer:
         self._read_pretrained, self._read_adapters = read_pretrained, read_adapters
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
         self._train_state, self._rerun, self._fingerprints = train_state, rerun, fingerprints
+        self._snapshot, self._save, self._heard = Snapshot(), cast(InFlight | None, None), 0
+        self._sums, self._resumed = cast(Sums | None, None), cast(tuple[int, dict[str, Any] | None], (0, None))
         self.set_aside: list[SetAside] = []
         """Damaged checkpoints that `resume` has passed over."""
         self.loaded: list[Loaded] = []
         """Modules whose weights `resume` has taken from other runs."""
 
     def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Path | None = None) -> Path:
-        """Write a checkpoint of the run; pending parameter gathers are completed first.
+        """Write a checkpoint of the run, after one that is in flight; pending parameter gathers are completed first.
 
         Args:
             data: the step's iterator, if a step may have to be repeated (`train.rerun`).
             non_persistent: whether it is of the kind of which only the newest is kept.
-            run_dir: a folder in which all checkpoints are kept, instead of `run.dir` with its `checkpoint.keep`.
+            run_dir: a folder in which all checkpoints are kept, instead of `run.dir` with its `checkpoint.keep`. There
+                weights may be NaN or infinite.
 
         Returns:
             The checkpoint's folder; it is complete.
+
+        Raises:
+            SaveFailed: this one or the one in flight cannot be written; on every rank.
         """
+        self.finish()
+        self._begin(data, non_persistent, run_dir, beside=False)
+        folder = self.finish()
+        assert folder is not None
+        return folder
+
+    def begin(self, data: Any = None, *, non_persistent: bool = False) -> bool:
+        """Begin to write a checkpoint beside training, as `checkpoint.asynchronous` has it; otherwise write it. None
+        may be in flight. Arguments and errors as of `save`.
+
+        Returns:
+            Whether it is in flight; if not, it is complete.
+        """
+        assert self._save is None
+        beside = self._begin(data, non_persistent, None, beside=True)
+        if not beside:
+            self.finish()
+        return beside
+
+    def own(self) -> tuple[float, ...]:
+        """What this rank has to say of the save in flight, for the message of a step."""
+        return tuple(map(float, self._save.own())) if self._save is not None else ()
+
+    def hear(self) -> Path | None:
+        """Learn from the last step's message what became of the save in flight. All ranks learn the same.
+
+        Returns:
+            The checkpoint's folder, if it is complete now.
+
+        Raises:
+            SaveFailed: it will not be; on every rank.
+        """
+        save, optimizer = self._save, self._optimizer
+        # A step that was left out, or ended early, has sent no message.
+        if save is None or optimizer.arrivals == self._heard:
+            return None
+        self._heard = optimizer.arrivals
+        try:
+            if save.heard(*optimizer.arrived[-InFlight.NUMBER :]):
+                self._save = None
+        except BaseException:
+            self._save = None
+            raise
+        return save.folder if save.is_complete else None
+
+    def finish(self) -> Path | None:
+        """Wait for the save in flight. Collective.
+
+        Returns:
+            The checkpoint's folder; None where no save was in flight.
+
+        Raises:
+            SaveFailed: it cannot be written; on every rank.
+        """
+        save, self._save = self._save, None
+        return save.finish() if save is not None else None
+
+    def note_sums(self, sums: Sums) -> None:
+        """Save these from now on; and if the run has been resumed, and no step was made since, load them."""
+        self._sums = sums
+        step, state = self._resumed
+        if state is not None and step == self._train_state.step:
+            sums.load_state_dict(state)
+
+    def _begin(self, data: Any, non_persistent: bool, run_dir: Path | None, *, beside: bool) -> bool:
+        cfg = self._run.cfg.checkpoint
+        target = Target(
+            run_dir or self._run.dir, self._train_state.step, non_persistent, 0 if run_dir else cfg.keep, cfg.keep_every
+        )
         with gathered(self._model):
-            return save_checkpoint(
-                run_dir or self._run.dir,
-                self._run,
-                self._model,
-                self._optimizer,
-                self._schedulers,
-                self._train_state,
-                self._fingerprints.record(),
-                keep=0 if run_dir else self._run.cfg.checkpoint.keep,
-                non_persistent=non_persistent,
-                rerun=self._rerun.state_dict(data),
-            )
+            rerun = self._rerun.state_dict(data)
+            parts, left_out = save_parts(self._run, self._model, self._optimizer, rerun, finite=run_dir is None)
+            nbytes = sum(part.nbytes for part in parts)
+            own = nbytes, Demand.of(nbytes, self._snapshot.size), self._sums.state_dict() if self._sums else None
+            everyone: list[Any] = [own] * dist.get_world_size()
+            dist.all_gather_object(everyone, own)
+            sizes, demands, sums = zip(*everyone, strict=True)
+            open_folder(target, sum(sizes))
+            others = {
+                **left_out,
+                "rerun": rerun is not None,
+                SUMS: next((one for one in sums if one is not None), None),
+                **self._fingerprints.record(),
+            }
+            record = record_of(self._run, self._optimizer, self._schedulers, self._train_state, others)
+            beside = beside and (cfg.asynchronous == "true" or (cfg.asynchronous == "auto" and fits(demands)))
+            self._save, hold = begin_save(target, parts, record, sizes, self._snapshot if beside else None)
+        self._optimizer.before_update, self._heard = hold, self._optimizer.arrivals
+        return beside
 
     def resume(self) -> Path | None:
         """Continue from the checkpoint that `checkpoint.resume` chooses, or begin with the weights of
@@ -166,6 +274,7 @@ class Checkpointer:
             self._load_modules()
         whole = (self._model, self._optimizer, self._schedulers, self._train_state)
         record = load_checkpoint(folder, layout, *whole)
+        self._resumed = self._train_state.step, record.get(SUMS)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
             self._rerun.load_state_dict(record["rerun"])
 
@@ -199,6 +308,7 @@ class Checkpointer:
         box = list[Path | None]([None])
         with agreed():
             if dist.get_rank() == 0:
+                folders.finish_renames(self._run.dir)
                 box = [folders.chosen(self._run.dir, self._run.cfg.checkpoint.resume)]
         dist.broadcast_object_list(box)
         folder = box[0]
@@ -208,4 +318,6 @@ class Checkpointer:
         return folder
 
     def close(self) -> None:
-        """Wait until everything that was saved is on disk. Saving is synchronous: there is nothing to wait for."""
+        """Wait for what this rank writes, also after a failure: not collective."""
+        if self._save is not None:
+            self._save.close()

@@ -65,7 +65,11 @@ def newest_that_loads(run_dir: Path, load: Callable[[Path], None]) -> tuple[Path
 
 def _candidates(run_dir: Path) -> list[Path]:
     """Folders named as checkpoints, the newest first, as rank 0 finds them. Collective."""
-    box = [[str(folder) for folder in folders.newest_first(run_dir)] if dist.get_rank() == 0 else []]
+    box = list[list[str]]([[]])
+    with agreed():
+        if dist.get_rank() == 0:
+            folders.finish_renames(run_dir)
+            box = [[str(folder) for folder in folders.newest_first(run_dir)]]
     dist.broadcast_object_list(box)
     return [Path(folder) for folder in box[0]]
 

@@ -1,5 +1,6 @@
 """Folders of checkpoints: names, the newest complete one, removing old ones. Imports no torch."""
 
+import errno
 import json
 import os
 import re
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from mimo_train.checkpoint.format.files import COMPLETE, Damage, marked_file
-from mimo_train.checkpoint.full_disk import full_disk
 from mimo_train.config.fault import PeersError, UserError
 
 _STEP = re.compile(r"step_(\d{8})")
@@ -241,6 +241,16 @@ def require_shared(partial: Path) -> None:
         )
 
 
+def require_room(folder: Path, nbytes: int) -> None:
+    """Raises OSError where the file system of a folder has no room for so many bytes. One that does not say how large
+    it is is believed to have."""
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
+    if system.f_blocks and free < nbytes:
+        sizes = f"a checkpoint takes {nbytes / 1e9:.3g} GB and {free / 1e9:.3g} GB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
+
+
 @contextmanager
 def damage_named(folder: Path) -> Iterator[None]:
     """Turns `Damage` and errors of the file system into errors that name the checkpoint and the remedy."""
@@ -250,29 +260,40 @@ def damage_named(folder: Path) -> Iterator[None]:
         raise damaged(folder, str(error)) from error
 
 
-@contextmanager
-def write_errors_named(run_dir: Path) -> Iterator[None]:
-    """Turns errors of the file system into errors that name the key."""
-    try:
-        yield
-    except (Damage, OSError) as error:
-        raise full_disk(error, run_dir) or UserError(
-            f"run.dir: a checkpoint cannot be written to {run_dir} ({error}): mend that, and the same command "
-            "continues the run from its newest complete checkpoint; those are as they were"
-        ) from error
+def finish_renames(run_dir: Path) -> None:
+    """Give complete checkpoints their names that a kill has left without: it came between the marker and the rename, or
+    between the two renames that replace a folder. For the one process that writes into `run_dir`."""
+    for kind in (False, True):
+        folder = checkpoints_dir(run_dir, kind)
+        for pattern in ("step_????????.partial", "step_????????.old.partial"):  # the new one first
+            for found in sorted(folder.glob(pattern)):
+                final = folder / found.name.partition(".")[0]
+                if (found / COMPLETE).is_file() and not final.exists():
+                    found.rename(final)
 
 
-def remove_old(run_dir: Path, keep: int, non_persistent: bool = False) -> None:
-    """Remove checkpoints beyond `keep`, and unfinished ones of earlier saves.
+def remove_unfinished(run_dir: Path, non_persistent: bool = False) -> None:
+    """Remove what earlier saves have not finished."""
+    finish_renames(run_dir)
+    for folder in checkpoints_dir(run_dir, non_persistent).glob("*.partial"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_old(run_dir: Path, keep: int, non_persistent: bool = False, keep_every: int = 0) -> None:
+    """Remove checkpoints beyond `keep`.
 
     Args:
         keep: number of complete checkpoints to keep; 0 keeps all. Of the non-persistent ones, one is kept.
         non_persistent: which of the two kinds.
+        keep_every: steps of which every multiple is kept, beside the newest; 0: none.
+
+    Raises:
+        OSError: one cannot be removed.
     """
-    for folder in checkpoints_dir(run_dir, non_persistent).glob("*.partial"):
-        shutil.rmtree(folder, ignore_errors=True)
-    keep = 1 if non_persistent else keep
+    keep, every = (1, 0) if non_persistent else (keep, keep_every)
     for folder in complete(run_dir, non_persistent)[:-keep] if keep else []:
+        if every and int(folder.name.partition("_")[2]) % every == 0:
+            continue
         # The marker first: without it the folder is no checkpoint.
         (folder / COMPLETE).unlink()
         shutil.rmtree(folder, ignore_errors=True)

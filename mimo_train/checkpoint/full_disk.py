@@ -13,7 +13,7 @@ _CODES = (errno.ENOSPC, errno.EDQUOT)
 def full_disk(error: BaseException, run_dir: Path) -> UserError | None:
     """What to raise instead of `error` where a full disk or a used-up quota is its cause; None where it is not, or
     the disk is another one."""
-    found = next((why for cause in _causes(error) if (why := _why(cause, run_dir))), "")
+    found = why_full(error, run_dir)
     if not found:
         return None
     return UserError(
@@ -22,13 +22,18 @@ def full_disk(error: BaseException, run_dir: Path) -> UserError | None:
     )
 
 
+def why_full(error: BaseException, run_dir: Path) -> str:
+    """The system's words where a full disk or a used-up quota of `run_dir` is the cause of an error; else empty."""
+    return next((why for cause in _causes(error) if (why := _why(cause, run_dir))), "")
+
+
 def _why(cause: BaseException, run_dir: Path) -> str:
     if not isinstance(cause, OSError) or cause.errno not in _CODES:
         return ""
     file_name = cause.filename
     if isinstance(file_name, str) and not Path(file_name).absolute().is_relative_to(run_dir.absolute()):
         return ""
-    return os.strerror(cause.errno)
+    return cause.strerror or os.strerror(cause.errno)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

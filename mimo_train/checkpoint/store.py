@@ -4,9 +4,11 @@ Every rank writes what no other rank writes too, and reads what it needs: nothin
 stored per rank and restored only at the same layout.
 """
 
+import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.failed_save import raise_together
+from mimo_train.checkpoint.format.files import of_rank
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.plain import pack, unpack
 from mimo_train.checkpoint.format.read import Reader
@@ -24,7 +28,9 @@ from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.frozen_base import LEFT_OUT, base_of, fingerprint, is_frozen, require_same
 from mimo_train.checkpoint.held import Held, Updated, held_tensors, trained_parameters, updated_ranges
+from mimo_train.checkpoint.in_flight import InFlight, Job
 from mimo_train.checkpoint.integrity import opened, require_held, require_taken
+from mimo_train.checkpoint.snapshot import Snapshot
 from mimo_train.checkpoint.weights import fill
 from mimo_train.config.compose import to_dict
 from mimo_train.config.parts import is_adapter
@@ -35,72 +41,152 @@ from mimo_train.parallel.agreement import agreed
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run
 
+_logger = logging.getLogger(__name__)
+
 RERUN_CLASSES = (Call, Caller, RerunDiagnostic, RerunMode, RerunState)
 """What the state for repeating a step is made of, beside plain values."""
 
 
-def save_checkpoint(
-    run_dir: Path,
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint goes, and which others stay."""
+
+    run_dir: Path
+    step: int
+    non_persistent: bool
+    """Whether it is of the kind of which only the newest is kept."""
+    keep: int
+    """Number of checkpoints of the run to keep; 0 keeps all."""
+    keep_every: int
+    """Steps of which every multiple is kept; 0: none."""
+
+    @property
+    def partial(self) -> Path:
+        """The folder that it is written into."""
+        return folders.partial_folder(self.run_dir, self.step, self.non_persistent)
+
+    @property
+    def final(self) -> Path:
+        """Its folder when it is complete."""
+        return folders.final_folder(self.run_dir, self.step, self.non_persistent)
+
+
+def save_parts(
+    run: Run, model: list[MegatronModule], optimizer: ModuleOptimizer, rerun: dict[str, Any] | None, *, finite: bool
+) -> tuple[list[Part], dict[str, str]]:
+    """What this rank writes, as views of the live tensors. Collective.
+
+    With `checkpoint.trained_only` there are no weights that the run never trains, but a fingerprint of them.
+
+    Args:
+        rerun: this rank's state for repeating the step; on all ranks or on none.
+        finite: whether weights must be finite.
+
+    Returns:
+        (the parts, what the record has of the weights that are left out).
+    """
+    held, left_out = held_tensors(model), {}
+    if run.cfg.checkpoint.trained_only:
+        frozen = [one for one in held if is_frozen(one, optimizer.releases)]
+        left_out = {LEFT_OUT: fingerprint(frozen)}
+        held = [one for one in held if one not in frozen]
+    parts = [*_own_parts(held, optimizer, finite), *_parts_of_rank("rng", device.get_rng_state())]
+    return parts + (_parts_of_rank("rerun", rerun) if rerun is not None else []), left_out
+
+
+def open_folder(target: Target, nbytes: int) -> None:
+    """Make the folder that a checkpoint is written into. Collective.
+
+    Args:
+        nbytes: what all ranks write.
+
+    Raises:
+        SaveFailed: it cannot be made, has no room, or is not on this rank's file system; on every rank.
+    """
+
+    def make() -> None:
+        if dist.get_rank() == 0:
+            folders.remove_unfinished(target.run_dir, target.non_persistent)
+            target.partial.parent.mkdir(parents=True, exist_ok=True)
+            folders.require_room(target.partial.parent, nbytes)
+            target.partial.mkdir()
+
+    def look() -> None:
+        folders.require_shared(target.partial)
+
+    for work in (make, look):
+        raise_together(Job(work, beside=False).error, target.run_dir)
+
+
+def record_of(
     run: Run,
-    model: list[MegatronModule],
     optimizer: ModuleOptimizer,
     schedulers: Any,
     train_state: Any,
-    fingerprints: dict[str, str],
-    *,
-    keep: int,
-    non_persistent: bool = False,
-    rerun: dict[str, Any] | None = None,
-) -> Path:
-    """Write a checkpoint; it appears under its final name only when every rank has written its part. Collective.
-
-    With `checkpoint.trained_only` it has no weights that the run never trains, but a fingerprint of them.
+    others: dict[str, Any],
+) -> bytes:
+    """The record of a checkpoint of this moment, as it is written.
 
     Args:
-        fingerprints: of what the run reads, for the record.
-        keep: number of checkpoints of the run to keep; 0 keeps all.
-        non_persistent: whether it is of the kind of which only the newest is kept.
-        rerun: this rank's state for repeating the step; on all ranks or on none.
+        others: entries beside those of the run.
+    """
+    record = {
+        "step": train_state.step,
+        "train_state": train_state.state_dict(),
+        "schedulers": schedulers.state_dict(),
+        "optimizer": optimizer.plain_state(),
+        "layout": _layout_key(run.layout),
+        "config": to_dict(run.cfg),
+        **others,
+    }
+    return folders.record_text(record)
+
+
+def begin_save(
+    target: Target, parts: list[Part], record: bytes, sizes: Sequence[int], snapshot: Snapshot | None
+) -> tuple[InFlight, Callable[[], None]]:
+    """Write what this rank has, into the folder that `open_folder` has made.
+
+    Args:
+        sizes: bytes that each rank writes.
+        snapshot: memory for a copy, from which a thread writes; None: all is done at once.
 
     Returns:
-        The checkpoint's folder.
-
-    Raises:
-        UserError: the folder cannot be written, or is not on this rank's file system; on every rank.
+        (the save, what is to be called before the values of `parts` change).
     """
-    partial_folder = folders.partial_folder(run_dir, train_state.step, non_persistent)
-    final = folders.final_folder(run_dir, train_state.step, non_persistent)
-    with agreed(), folders.write_errors_named(run_dir):
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial_folder, ignore_errors=True)
-            partial_folder.mkdir(parents=True)
-    with agreed():
-        folders.require_shared(partial_folder)
-    held = held_tensors(model)
-    frozen = [one for one in held if is_frozen(one, optimizer.releases)] if run.cfg.checkpoint.trained_only else []
-    left_out = fingerprint(frozen) if run.cfg.checkpoint.trained_only else None
-    with agreed(), folders.write_errors_named(run_dir):
-        kept = [one for one in held if one not in frozen]
-        parts = [*_own_parts(kept, optimizer), *_parts_of_rank("rng", device.get_rng_state())]
-        if rerun is not None:
-            parts += _parts_of_rank("rerun", rerun)
-        write_rank(partial_folder, dist.get_rank(), parts)
-    with agreed(), folders.write_errors_named(run_dir):
-        if dist.get_rank() == 0:
-            record = {
-                "step": train_state.step,
-                "train_state": train_state.state_dict(),
-                "schedulers": schedulers.state_dict(),
-                "optimizer": optimizer.plain_state(),
-                "layout": _layout_key(run.layout),
-                "rerun": rerun is not None,
-                "config": to_dict(run.cfg),
-                **fingerprints,
-            }
-            record |= {} if left_out is None else {LEFT_OUT: left_out}
-            complete(partial_folder, final, dist.get_world_size(), {folders.RECORD: folders.record_text(record)})
-            folders.remove_old(run_dir, keep, non_persistent)
-    return final
+    rank, world, copies = dist.get_rank(), dist.get_world_size(), parts
+    wait = hold = _nothing
+    if snapshot is not None:
+        copies, wait, hold = snapshot.take(parts)
+    # On a device what is copied beside training must live until it is.
+    sources = [] if snapshot is None else [*parts]
+
+    def write() -> None:
+        wait()
+        sources.clear()
+        write_rank(target.partial, rank, copies)
+
+    def commit() -> None:
+        complete(target.partial, target.final, world, {folders.RECORD: record}, sizes)
+        try:
+            folders.remove_old(target.run_dir, target.keep, target.non_persistent, target.keep_every)
+        except OSError as error:
+            _logger.warning("an old checkpoint cannot be removed (%s)", error)
+
+    save = InFlight(
+        target.final,
+        target.run_dir,
+        write,
+        commit,
+        abandon=lambda: shutil.rmtree(target.partial, ignore_errors=True),
+        all_written=lambda: all((target.partial / of_rank(each)[1]).is_file() for each in range(world)),
+        beside=snapshot is not None,
+    )
+    return save, hold
+
+
+def _nothing() -> None:
+    pass
 
 
 def load_checkpoint(
@@ -198,7 +284,7 @@ def _updated(optimizer: ModuleOptimizer | None) -> Iterator[Updated]:
         yield from updated_ranges(each)
 
 
-def _own_parts(held: list[Held], optimizer: ModuleOptimizer) -> Iterator[Part]:
+def _own_parts(held: list[Held], optimizer: ModuleOptimizer, finite: bool) -> Iterator[Part]:
     """What this rank writes: of several that hold the same, the first."""
     by_parameter = {id(one.tensor): one for one in held}
     trained: set[int] = set()
@@ -210,13 +296,15 @@ def _own_parts(held: list[Held], optimizer: ModuleOptimizer) -> Iterator[Part]:
                 continue
             for first, last, span in one.spans(updated.start, updated.stop):
                 for state, values in updated.values.items():
-                    part = values[first - updated.start : last - updated.start].cpu()
-                    yield Part(one.key(state), span, part)
+                    part = values[first - updated.start : last - updated.start]
+                    yield Part(one.key(state), span, part, finite and state == WEIGHT)
     for one in held:
         if id(one.tensor) not in trained and not any(one.replica):
             flat = one.tensor.detach().reshape(-1)
+            if flat.is_cuda and not isinstance(one.tensor, torch.nn.Parameter):
+                flat = flat.clone()  # a forward pass may change it before a copy beside it is made
             for first, last, span in one.spans(0, one.tensor.numel()):
-                yield Part(one.key(), span, flat[first:last].cpu())
+                yield Part(one.key(), span, flat[first:last])
 
 
 def _read(reader: Reader, held: list[Held], updated: list[Updated], by_parameter: dict[int, Held]) -> None:

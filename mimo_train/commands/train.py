@@ -111,7 +111,13 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
         os._exit(1)
     dist.barrier()
     if rank == run.layout.logging_rank:
-        _summarise(run)
+        from mimo_train.metrics.console import to_nowhere
+
+        try:
+            _summarise(run)
+            sys.stdout.flush()
+        except BrokenPipeError:  # as by `| head`
+            to_nowhere(sys.stdout)
     if code:
         # The launcher ends the remaining ranks when the first one exits with a code.
         dist.barrier()

@@ -238,11 +238,24 @@ class CheckpointConfig:
     """Leave weights that the run never trains out of checkpoints: with adapters a checkpoint holds these, other trained
     weights such as a projector, and the optimizer's state. The rest comes from `weights`, or from `run.seed`, again.
     See docs/frozen.md#small-checkpoints."""
+    asynchronous: str = key("auto", choices=("auto", "true", "false"))
+    """Whether training goes on while a checkpoint is written, from a copy in the host's memory: `true`, `false`, or
+    `auto`: where each host has twice the memory free that its ranks' copies take. See
+    docs/checkpoints.md#while-training-goes-on."""
+    max_failed_saves: int = key(3, at_least=0)
+    """Saves in a row that may fail (disk full, read-only, folder gone) while training goes on; one more ends the run
+    with the error. The last save of a run must not fail."""
     keep: int = key(3, at_least=0)
     """Newest checkpoints that stay on disk; 0 keeps all."""
+    keep_every: int = key(0, at_least=0)
+    """Checkpoints of every multiple of this many steps stay too, whatever `keep` is; 0: none."""
     non_persistent_interval: int = key(0, at_least=0)
     """Steps between checkpoints of which only the newest stays, besides the others; `resume: auto` takes the newest of
     both kinds. 0: none."""
+
+    def __post_init__(self) -> None:
+        # A key of words makes True of YAML's true.
+        self.asynchronous = str(self.asynchronous).lower()
 
 
 @dataclass

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TextIO
 
 import rich.console
@@ -33,7 +34,7 @@ class Console:
     ):
         """Show `total_steps` optimizer steps, of which `done_steps` are done, on `stream` (standard output), or by
         `view` if it is given."""
-        stream = sys.stdout if stream is None else stream
+        self._stream = stream = sys.stdout if stream is None else stream
         on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._total = total_steps
         self._step_seconds: deque[float] = deque(maxlen=50)
@@ -56,19 +57,29 @@ class Console:
         if self._step_seconds and step < self._total:
             left = (self._total - step) * statistics.median(self._step_seconds)
             parts["left"] = f"{duration(left)} left"
-        self._view.step(step, self._total, parts)
+        self._show(lambda: self._view.step(step, self._total, parts))
 
     def message(self, text: str) -> None:
         """Print `text` on its own line."""
-        self._view.print(text)
+        self._show(lambda: self._view.print(text))
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Print the values of an evaluation after `step`; keys are `eval/...`."""
-        self._view.print("  ".join([f"evaluation at step {step}", *map(_evaluated, values.items())]))
+        text = "  ".join([f"evaluation at step {step}", *map(_evaluated, values.items())])
+        self._show(lambda: self._view.print(text))
 
     def close(self) -> None:
         """Show the last step if it was held back, and leave the terminal as it was."""
-        self._view.close()
+        self._show(self._view.close)
+
+    def _show(self, what: Callable[[], None]) -> None:
+        """Whoever reads may have ended (`| head`), or the disk of a redirection is full: then nothing is shown any
+        more, and training goes on."""
+        try:
+            what()
+        except OSError:
+            self._view = _Nothing()
+            to_nowhere(self._stream)
 
 
 class _View(Protocol):
@@ -147,6 +158,14 @@ class _Bar:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """Let what goes to a stream that cannot be written, and what is left in its buffer, be lost without an error."""
+    with suppress(OSError, ValueError):  # one without a file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def step_parts(values: dict[str, float]) -> dict[str, str]:

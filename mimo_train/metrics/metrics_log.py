@@ -1,7 +1,7 @@
 """Where the numbers of a run go: one call writes to every sink. One process of a run owns the log.
 
-metrics.jsonl is the record, and a failure to write it is an error. The other sinks are copies: one that fails is
-reported once and left alone, and training goes on.
+metrics.jsonl is the record: what cannot be written is held back, and an error at the end. The other sinks are copies:
+one that fails is reported once and left alone, and training goes on.
 """
 
 import logging

@@ -7,6 +7,7 @@
 2026-11-21T09:35:40+00:00	exit	step=800	reason=finished
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -18,13 +19,25 @@ from mimo_train.config.fault import UserError
 
 PROGRESS_FILE = "progress.txt"
 
+_logger = logging.getLogger(__name__)
+_unwritable: set[Path] = set()
+"""Folders of runs for which it has been said."""
+
 
 def append_to_progress_log(run_dir: Path, text: str) -> None:
     """Append one line: the time in UTC, a tab, `text` (whose tabs are column separators and line breaks become spaces).
+    Where the file cannot be written, that is said once, and the line is lost: no run ends for it."""
+    try:
+        _append(run_dir, text)
+    except OSError as error:
+        if run_dir not in _unwritable:
+            _unwritable.add(run_dir)
+            _logger.warning("%s cannot be written (%s): training goes on without it", run_dir / PROGRESS_FILE, error)
+    else:
+        _unwritable.discard(run_dir)
 
-    Raises:
-        OSError: the file cannot be written.
-    """
+
+def _append(run_dir: Path, text: str) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     line = f"{now}\t{' '.join(text.splitlines())}\n"
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -99,8 +112,6 @@ def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops:
         flops: model FLOPs of all modules since the first step of the run.
         job_seconds: since this job started.
 
-    Raises:
-        OSError: the file cannot be written.
     """
     facts = {"step": step, "flops": f"{flops:.3g}", "tokens": tokens}
     try:

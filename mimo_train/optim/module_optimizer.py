@@ -35,6 +35,8 @@ class ModuleOptimizer(MimoOptimizer):
         passengers: returns numbers on the device, equal on all ranks, that are copied to the host with the norms of a
             step.
         arrived: these numbers after the last step.
+        arrivals: how often they have arrived.
+        before_update: called before a step changes weights and states.
         grad_scaler: scales the loss of fp16, else None. One for all modules: separate scales would diverge, since
             Megatron-Core updates a module's scaler by the overflows of that module alone.
     """
@@ -67,6 +69,8 @@ class ModuleOptimizer(MimoOptimizer):
         self.module_grad_norms: dict[str, float] = {}
         self.passengers: Callable[[], torch.Tensor] = lambda: torch.zeros(0, dtype=torch.float64, device=device)
         self.arrived: list[float] = []
+        self.arrivals = 0
+        self.before_update: Callable[[], None] = lambda: None
         self.grad_scaler, self.releases = grad_scaler, releases
         self._clip_grads, self._freeze_until, self._device = clip_grads, freeze_until, device
         self._overlapping = [chunk for chunk in chunks if chunk.ddp_config.overlap_grad_reduce]
@@ -105,6 +109,7 @@ class ModuleOptimizer(MimoOptimizer):
         if not math.isfinite(norm):
             return False, norm, None
         self._clip(squares)
+        self.before_update()
         self.step_with_ready_grads()
         self.updates += 1
         return True, norm, zeros
@@ -219,6 +224,7 @@ class ModuleOptimizer(MimoOptimizer):
         dist.all_reduce(message)
         host = torch.cat([message, self.passengers()]).tolist()
         (*squares, overflown, zeros), self.arrived = host[: len(message)], host[len(message) :]
+        self.arrivals += 1
         counted = int(zeros) if self.config.log_num_zeros_in_grad and math.isfinite(zeros) else None
         return dict(zip(names, squares, strict=True)), overflown > 0, counted
 

@@ -5,7 +5,10 @@ A CUDA run is left untouched; on a CPU run, `install("cpu")` installs the stand-
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +128,45 @@ def name(device: torch.device) -> str:
 def timing_event() -> torch.cuda.Event:
     """An event on the current stream that takes the device's time."""
     return torch.cuda.Event(enable_timing=True)
+
+
+class SideCopies:
+    """Copies to the host beside what the device computes; on the CPU they are made at once.
+
+    Args:
+        event: recorded behind the last of them.
+    """
+
+    def __init__(self, event: torch.cuda.Event | None = None):
+        self._event = event
+
+    def wait(self) -> None:
+        """Until they are made; from any thread."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def hold(self) -> None:
+        """Let the current stream wait for them, before it changes what they read."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+@contextmanager
+def side_copies() -> Iterator[SideCopies]:
+    """Copies that are enqueued in the block are made on a stream of their own, after what the current one does."""
+    if current().type != "cuda":
+        yield SideCopies()
+        return
+    event, side = torch.cuda.Event(), _side_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield SideCopies(event)
+        event.record(side)
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 def memory_statistics() -> dict[str, Any] | None:

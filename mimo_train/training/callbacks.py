@@ -54,7 +54,7 @@ class Callback:
         include the logging rank, and empty elsewhere."""
 
     def on_checkpoint(self, state: GlobalState, folder: Path) -> None:
-        """A checkpoint is complete in `folder`."""
+        """A checkpoint is complete in `folder`; with `checkpoint.asynchronous` some steps after its own."""
 
     def on_train_end(self, state: GlobalState, exit_code: int) -> None:
         """The loop has ended, after its last step or because an exit was asked for; not after a failure."""

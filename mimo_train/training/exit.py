@@ -55,7 +55,8 @@ def agreed_votes(optimizer: ModuleOptimizer) -> AgreedVotes:
     Raises:
         StepsDiffer: ranks have summed different steps.
     """
-    votes, same_step = optimizer.arrived[: ExitVotes.NUMBER], optimizer.arrived[ExitVotes.NUMBER :]
+    votes, others = optimizer.arrived[: ExitVotes.NUMBER], optimizer.arrived[ExitVotes.NUMBER :]
+    same_step = others[: ExitVotes.SAME_STEP]
     if same_step and same_step[0] * same_step[2] != same_step[1] ** 2:
         raise StepsDiffer(
             f"{same_step[0]:.0f} ranks have summed different steps at the end of backward (their mean modulo 1024 "

@@ -60,6 +60,22 @@ def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
     return means
 
 
+def sums_on_host(totals: dict[str, Any]) -> dict[str, list]:
+    """The sums of `add_step` as plain values: by name (value, whether it is a tensor)."""
+    return {
+        name: [value.item() if isinstance(value, torch.Tensor) else value, isinstance(value, torch.Tensor)]
+        for name, value in totals.items()
+    }
+
+
+def sums_on_device(plain: dict[str, list], device: torch.device) -> dict[str, Any]:
+    """What `sums_on_host` was given."""
+    return {
+        name: torch.tensor(value, dtype=torch.float64, device=device) if is_tensor else value
+        for name, (value, is_tensor) in plain.items()
+    }
+
+
 @dataclass(frozen=True)
 class IntervalNumbers:
     """Numbers of all ranks since the last logging step."""
@@ -119,6 +135,16 @@ class Interval:
         for name, count in flops.items():
             self._flops[name] += count
         self._state.train_state.floating_point_operations_so_far += sum(count.model for count in flops.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps so far and what was counted in them, as plain values."""
+        flops = {name: [count.model, count.hardware] for name, count in self._flops.items()}
+        return {"steps": self.steps, "samples": self._samples, "seconds": self._seconds, "flops": flops}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.steps, self._samples, self._seconds = state["steps"], state["samples"], state["seconds"]
+        self._flops |= {name: Flops(*count) for name, count in state["flops"].items() if name in self._flops}
 
     def collect(self, losses: dict[str, torch.Tensor]) -> IntervalNumbers:
         """The numbers of all ranks. Collective: one sum over the world and one copy to the host.

@@ -17,7 +17,15 @@ from mimo_train.plan.parameters import embedding_rows
 from mimo_train.step.batches import StepIterator
 from mimo_train.step.result import StepResult
 from mimo_train.training.callbacks import Callbacks
-from mimo_train.training.interval import NAN, Interval, IntervalNumbers, add_step, take_means
+from mimo_train.training.interval import (
+    NAN,
+    Interval,
+    IntervalNumbers,
+    add_step,
+    sums_on_device,
+    sums_on_host,
+    take_means,
+)
 from mimo_train.training.setup import Session
 
 
@@ -74,6 +82,23 @@ class StepLog:
         self._rates: dict[str, float] = {}
         straggler = self._state.cfg.log.straggler
         self.stragglers = StragglerTimer(self._state.layout, self._state.console) if straggler else None
+        session.checkpointer.note_sums(self)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What was summed since the last line, for a checkpoint; None on ranks that do not log, and after a line."""
+        if not self._interval.steps or not self._state.is_logging_rank:
+            return None
+        return {
+            "interval": self._interval.state_dict(),
+            "totals": sums_on_host(self._totals),
+            "last": {"grad_norm": self._last.grad_norm, "num_zeros_in_grad": self._last.num_zeros_in_grad},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the sums of a checkpoint, so that the next line is that of a run that never stopped."""
+        self._interval.load_state_dict(state["interval"])
+        self._totals = sums_on_device(state["totals"], self._pipeline.device)
+        self._last = StepResult(**state["last"])
 
     def start_step(self) -> None:
         """Start the clock of a step, and record its learning rates."""

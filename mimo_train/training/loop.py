@@ -1,5 +1,7 @@
 """The one training loop: the same for many modules and for a plain GPT."""
 
+from functools import partial
+
 from mimo_train.diagnose.nan_policy import NanPolicy
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.metrics import progress as progress_log
@@ -40,7 +42,7 @@ def train(
     step = TrainStep(session, step_func)
     log, saver = StepLog(session, callbacks), Saver(session, callbacks)
     watched = (state, parts.pipeline, session.optimizer, session.losses, step.forward_backward)
-    nan_policy = NanPolicy(*watched, save=lambda folder, reason: saver.save(data, reason, run_dir=folder))
+    nan_policy = NanPolicy(*watched, save=partial(saver.save_apart, data))
     between_steps = BetweenSteps(state.run, session.model, parts.profiler)
     exit_code = 0
     if progress.step >= cfg.iters:
@@ -80,6 +82,7 @@ def train(
             evaluate_when_due(session, step_func, callbacks, evaluation_hooks)
             if saver.save_and_decide_exit(data, agreed_votes(session.optimizer)):
                 break
+    saver.finish()
     finish(session)
     callbacks.fire("on_train_end", state, exit_code)
     return exit_code

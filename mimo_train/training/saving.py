@@ -1,7 +1,12 @@
 """When the loop saves and when it ends."""
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.failed_save import SaveFailed
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.metrics import progress
 from mimo_train.step.batches import StepIterator
@@ -12,6 +17,9 @@ from mimo_train.training.setup import Session
 
 FINISHED = "finished"
 """Reason of an exit after `train.iters` steps."""
+
+_WORTH_TELLING = 1.0
+"""Seconds of waiting for the save before that the console tells of."""
 
 EXPLAINED = {
     "signal": "a signal requested an exit",
@@ -34,28 +42,55 @@ def exit_reason(state: GlobalState, votes: AgreedVotes) -> str | None:
     return "exit_interval" if _due(train.exit_interval, step) else None
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What is told of a checkpoint when it is complete, which may be some steps later."""
+
+    step: int
+    reason: str
+    began: float
+    """By `time.perf_counter`."""
+    waited: float
+    """Seconds for which training stood still."""
+    tokens: int
+    flops: float
+
+
 class Saver:
-    """Saves when a checkpoint is due, and reports it to progress.txt, the console and the callbacks."""
+    """Saves when a checkpoint is due; reports it to progress.txt, the console and the callbacks when it is complete."""
 
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, self._checkpointer = session.state, session.checkpointer
         self._bad_samples, self._empty_steps, self._callbacks = session.bad_samples, session.empty_steps, callbacks
         self._saved_step = -1
-        """The last step with a persistent checkpoint of this job."""
+        """The last step with a persistent checkpoint of this job, or with one in flight."""
+        self._in_flight: _Facts | None = None
+        self._failures = 0
+        """Saves in a row that have failed."""
 
     def save_and_decide_exit(self, data: StepIterator, votes: AgreedVotes) -> bool:
         """Save once if the step is due, and return whether the loop should end.
 
         A checkpoint is due when the run ends, for any `exit_reason`, every `checkpoint.save_interval` steps, and,
-        of the non-persistent kind, every `checkpoint.non_persistent_interval` steps where no other is due. Collective:
-        every rank decides the same at the same step.
+        of the non-persistent kind, every `checkpoint.non_persistent_interval` steps where no other is due. When the run
+        ends, it is complete. Collective: every rank decides the same at the same step.
+
+        Raises:
+            SaveFailed: one more save has failed in a row than `checkpoint.max_failed_saves`, the last one of the run
+                has, or weights are not finite; on every rank.
         """
         state, step, checkpoint = self._state, self._state.train_state.step, self._state.cfg.checkpoint
+        self._hear()
         ending = exit_reason(state, votes)
         due = ending or ("save_interval" if _due(checkpoint.save_interval, step) else None)
         non_persistent = due is None and _due(checkpoint.non_persistent_interval, step)
+        if ending:
+            self.finish(can_end=False)  # the last save follows, again if it was of this step and has failed
         if (due or non_persistent) and self._saved_step != step:
-            self.save(data, due or "non_persistent_interval", non_persistent=non_persistent)
+            if ending:
+                self.save(data, ending, must_succeed=True)
+            else:
+                self._begin(data, due or "non_persistent_interval", non_persistent)
         if ending in EXPLAINED:
             why = EXPLAINED[ending].format(train=state.cfg.train)
             again = "" if checkpoint.resume == "auto" else " with checkpoint.resume=auto"
@@ -63,9 +98,16 @@ class Saver:
         return ending is not None
 
     def save(
-        self, data: StepIterator, reason: str, *, non_persistent: bool = False, run_dir: Path | None = None
-    ) -> Path:
-        """Save everything, and report it to progress.txt, the console and the callbacks. Collective.
+        self,
+        data: StepIterator,
+        reason: str,
+        *,
+        non_persistent: bool = False,
+        run_dir: Path | None = None,
+        must_succeed: bool = False,
+    ) -> Path | None:
+        """Save everything, wait until it is complete, and report it to progress.txt, the console and the callbacks.
+        Collective.
 
         The time is recorded in the timer `save-checkpoint`, and printed on the console.
 
@@ -74,35 +116,138 @@ class Saver:
             reason: why it is saved.
             non_persistent: whether it is of the kind of which only the newest is kept.
             run_dir: a folder in which all checkpoints are kept, instead of `run.dir` with its `checkpoint.keep`.
+            must_succeed: whether the run ends if it fails; so it does with a `run_dir`.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; None where it has failed, and the run goes on.
+
+        Raises:
+            SaveFailed: as of `save_and_decide_exit`.
         """
-        state, run = self._state, self._state.train_state
-        timer = state.timers("save-checkpoint", log_level=0)
+        self.finish(can_end=run_dir is None)
+        timer = self._state.timers("save-checkpoint", log_level=0)
+        began = time.perf_counter()
         timer.start()
         # A run that resumes here does not read these steps again.
         self._bad_samples.settle()
         self._empty_steps.settle()
-        with RECORDER.during("save"):
-            folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
-        timer.stop()
+        try:
+            with RECORDER.during("save"):
+                folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
+        except SaveFailed as error:
+            if must_succeed or run_dir is not None:
+                raise
+            self._failed(error, self._state.train_state.step)
+            return None
+        finally:
+            timer.stop()
         if not non_persistent:
-            self._saved_step = run.step
+            self._saved_step = self._state.train_state.step
+        self._report(self._facts(reason, began, timer.elapsed(reset=True, barrier=False)), folder)
+        return folder
+
+    def save_apart(self, data: StepIterator, folder: Path, reason: str) -> Path:
+        """`save` into a folder of its own, whatever becomes of the save in flight."""
+        saved = self.save(data, reason, run_dir=folder)
+        assert saved is not None
+        return saved
+
+    def finish(self, *, can_end: bool = True) -> None:
+        """Wait for the save in flight, and report it. Collective.
+
+        Args:
+            can_end: whether the run ends where one failure too many has come.
+
+        Raises:
+            SaveFailed: as of `save_and_decide_exit`.
+        """
+        if self._in_flight is not None:
+            self._settle(self._checkpointer.finish, can_end=can_end)
+
+    def _begin(self, data: StepIterator, reason: str, non_persistent: bool) -> None:
+        """Save beside training, where the config has it so."""
+        if self._in_flight is not None:
+            began = time.perf_counter()
+            self.finish()
+            waited = time.perf_counter() - began
+            if waited > _WORTH_TELLING:
+                self._state.console.message(
+                    f"waited {waited:.2g} s for the checkpoint before: saves take longer than the steps between them"
+                )
+        step, timer = self._state.train_state.step, self._state.timers("save-checkpoint", log_level=0)
+        began = time.perf_counter()
+        timer.start()
+        self._bad_samples.settle()
+        self._empty_steps.settle()
+        try:
+            with RECORDER.during("save"):
+                goes_on = self._checkpointer.begin(data, non_persistent=non_persistent)
+        except SaveFailed as error:
+            self._failed(error, step)
+            return
+        finally:
+            timer.stop()
+        if not non_persistent:
+            self._saved_step = step
+        facts = self._facts(reason, began, timer.elapsed(reset=True, barrier=False))
+        if goes_on:
+            self._in_flight = facts
+        else:
+            self._report(facts, folders.final_folder(self._state.run_dir, step, non_persistent))
+
+    def _facts(self, reason: str, began: float, waited: float) -> _Facts:
+        run = self._state.train_state
+        tokens = run.consumed_train_samples * self._state.cfg.data.sequence_length
+        return _Facts(run.step, reason, began, waited, tokens, run.floating_point_operations_so_far)
+
+    def _hear(self) -> None:
+        """Report the save in flight if the last step's message says that it is complete, or has failed."""
+        if self._in_flight is not None:
+            self._settle(self._checkpointer.hear)
+
+    def _settle(self, outcome: Callable[[], Path | None], *, can_end: bool = True) -> None:
+        facts = self._in_flight
+        assert facts is not None
+        try:
+            folder = outcome()
+        except SaveFailed as error:
+            self._in_flight = None
+            self._failed(error, facts.step, can_end=can_end)
+            return
+        if folder is not None:
+            self._in_flight = None
+            self._report(facts, folder)
+
+    def _failed(self, error: SaveFailed, step: int, *, can_end: bool = True) -> None:
+        """Count a failure, and say so, or end the run."""
+        self._failures += 1
+        if self._saved_step == step:
+            self._saved_step = -1
+        left = self._state.cfg.checkpoint.max_failed_saves - self._failures
+        if can_end and (error.is_final or left < 0):
+            raise error
+        self._state.console.message(
+            f"no checkpoint of step {step}: {error}. Training goes on; "
+            f"{'the next failure' if left <= 0 else f'{left + 1} more failures in a row'} would end the run "
+            "(checkpoint.max_failed_saves)"
+        )
+
+    def _report(self, facts: _Facts, folder: Path) -> None:
+        state, self._failures = self._state, 0
         if state.is_logging_rank:
-            progress.checkpoint_saved(state.run_dir, step=run.step, path=folder, reason=reason)
+            progress.checkpoint_saved(state.run_dir, step=facts.step, path=folder, reason=facts.reason)
             progress.throughput(
                 state.run_dir,
                 world_size=state.layout.world_size,
-                step=run.step,
-                tokens=run.consumed_train_samples * state.cfg.data.sequence_length,
-                flops=run.floating_point_operations_so_far,
+                step=facts.step,
+                tokens=facts.tokens,
+                flops=facts.flops,
                 job_seconds=state.job_seconds,
             )
-        seconds = timer.elapsed(reset=True, barrier=False)
-        state.console.message(f"checkpoint of step {run.step} ({reason}) in {seconds:.2g} s: {folder}")
+        seconds = time.perf_counter() - facts.began
+        beside = f", for {facts.waited:.2g} s of which training waited" if state.train_state.step != facts.step else ""
+        state.console.message(f"checkpoint of step {facts.step} ({facts.reason}) in {seconds:.2g} s{beside}: {folder}")
         self._callbacks.fire("on_checkpoint", state, folder)
-        return folder
 
 
 def _due(interval: int, step: int) -> bool:

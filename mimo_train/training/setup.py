@@ -192,8 +192,9 @@ def _build(
         size_at=run.batch.size_at,
     )
     data = StepIterator(loader, pipeline, step_sum)
-    _open_sections(run, step_sum, pipeline, losses, votes, train_state, data)
-    optimizer.passengers = partial(step_sum.sum_of, "votes")
+    _open_sections(run, step_sum, pipeline, losses, votes, train_state, data, checkpointer)
+    # The votes first, as `exit.agreed_votes` reads them, and the save last, as `Checkpointer.hear` does.
+    optimizer.passengers = lambda: torch.cat([step_sum.sum_of("votes"), step_sum.sum_of("save in flight")])
     prefetcher = features.prefetcher(data)
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
@@ -224,12 +225,14 @@ def _open_sections(
     votes: ExitVotes,
     train_state: TrainState,
     data: StepIterator,
+    checkpointer: Checkpointer,
 ) -> None:
     """Open the sections of the all-reduce at the end of every backward pass, in the same order on every rank; sums are
     read by section name."""
     samples = run.batch.global_batch_size
     step_sum.open("tokens", 1, pipeline.own_tokens)
     step_sum.open("votes", votes.NUMBER + votes.SAME_STEP, lambda: votes.numbers(train_state.step + 1))
+    step_sum.open("save in flight", checkpointer.NUMBER, checkpointer.own)
     step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
     step_sum.open("bad samples", samples, data.own_bad_samples)
     if pipeline.router_losses.active:

@@ -66,6 +66,7 @@ def test_a_failing_rank_ends_all_and_the_same_command_goes_on(digits, tmp_path, 
         "data.validation_shards=",
         "data.demo=",
         "train.iters=300",
+        "checkpoint.asynchronous=false",  # so that the newest checkpoint at a failure is known
         "checkpoint.save_interval=2",
         "checkpoint.keep=0",
         "modules.language.llm.num_layers=2",

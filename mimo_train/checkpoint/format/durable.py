@@ -1,6 +1,8 @@
 """Writes that have reached the disk when they return. Imports no torch."""
 
+import ctypes
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,6 +35,43 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> int:
     finally:
         os.close(file)
     return size
+
+
+def put_in_place(new: Path, final: Path) -> None:
+    """Give a folder its final name. One that has this name is replaced, and removed only after the new one is on the
+    disk in its place: a kill leaves one of the two, under its name or under one that `folders.finish_renames` knows.
+
+    Raises:
+        OSError: the folder that was there still is.
+    """
+    old: Path | None = None
+    if not final.exists():
+        os.rename(new, final)
+    elif _exchange(new, final):
+        old = new
+    else:
+        old = old_name(final)
+        os.rename(final, old)
+        try:
+            os.rename(new, final)
+        except OSError:
+            os.rename(old, final)
+            raise
+    flush_folder(final.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def old_name(final: Path) -> Path:
+    """Name of a folder that is being replaced, while neither has the final one."""
+    return final.with_suffix(".old.partial")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names at once; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def flush_folder(folder: Path) -> None:

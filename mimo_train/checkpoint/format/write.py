@@ -1,7 +1,8 @@
 """Writing a checkpoint: every rank its own file, then the first one the index and the marker that it is complete."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from xxhash import xxh3_128
 
 from mimo_train.checkpoint.format.blocks import require_size
 from mimo_train.checkpoint.format.dtypes import NAMES
-from mimo_train.checkpoint.format.durable import digest, flush_folder, write_file
-from mimo_train.checkpoint.format.files import INDEX, of_rank, read_file, write_marker
+from mimo_train.checkpoint.format.durable import digest, flush_folder, put_in_place, write_file
+from mimo_train.checkpoint.format.files import INDEX, Damage, of_rank, read_file, write_marker
 from mimo_train.checkpoint.format.index import BLOCK, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.flight.recorder import RECORDER
+
+SHOWN = 3
+"""Most tensors that a message names."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Part:
     key: Key
     span: Span
     values: torch.Tensor
-    """[span.numel], in the host's memory."""
+    """[span.numel]; those of a device are brought to the host when they are written."""
+    must_be_finite: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -32,13 +37,26 @@ class Part:
         return self.span.numel * self.values.dtype.itemsize
 
 
+class NotFinite(ValueError):
+    """Values that must be finite are not."""
+
+
+def in_order(parts: Iterable[Part]) -> list[Part]:
+    """Parts as they follow each other in a file: the widest first, so that every element is at a multiple of its size,
+    and within one block."""
+    return sorted(parts, key=lambda part: -part.values.dtype.itemsize)
+
+
 def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
     """Write what a rank holds, and beside it, in a file that `complete` takes up, what of which tensor is where.
 
     The values are written one after the other as they are, without a copy.
+
+    Raises:
+        NotFinite: names the tensors; nothing is left of the file.
+        OSError: the files cannot be written.
     """
-    # The widest first: then every element is at a multiple of its size, and so within one block.
-    ordered = sorted(parts, key=lambda part: -part.values.dtype.itemsize)
+    ordered = in_order(parts)
     header, places, at = {}, [], 0
     for part in ordered:
         header[_name(part)] = {
@@ -59,11 +77,14 @@ def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
     write_file(folder / listing, [index.dump()])
 
 
-def complete(partial: Path, final: Path, ranks: int, others: Mapping[str, bytes]) -> None:
+def complete(
+    partial: Path, final: Path, ranks: int, others: Mapping[str, bytes], sizes: Sequence[int] | None = None
+) -> None:
     """Turn the folder with every rank's file into a checkpoint: it has its final name when all of it is on disk.
 
     Args:
         others: files that belong to it, by name.
+        sizes: bytes of the values of each rank, where they are known.
 
     Raises:
         Damage: a rank's file is not there or of another size, or the files together lack elements.
@@ -73,8 +94,10 @@ def complete(partial: Path, final: Path, ranks: int, others: Mapping[str, bytes]
     for rank in range(ranks):
         index.join(Index.load(read_file(partial / of_rank(rank)[1]), whole=False))
     index.require_whole()
-    for file in index.files:
+    for number, file in enumerate(index.files):
         require_size(partial, file)
+        if sizes is not None and file.size - file.header != sizes[number]:
+            raise Damage(f"{file.name} has {file.size - file.header} bytes of values, not {sizes[number]}")
     files = {INDEX: index.dump(), **others}
     for name, content in files.items():
         write_file(partial / name, [content])
@@ -82,11 +105,7 @@ def complete(partial: Path, final: Path, ranks: int, others: Mapping[str, bytes]
         (partial / of_rank(rank)[1]).unlink()
     write_marker(partial, files)
     flush_folder(partial)
-    if final.exists():
-        # Under a name that is no checkpoint's, so that a kill leaves none that is half removed.
-        final.rename(final.with_suffix(".old.partial"))
-    partial.rename(final)
-    flush_folder(final.parent)
+    put_in_place(partial, final)
 
 
 def _name(part: Part) -> str:
@@ -99,12 +118,16 @@ def _hashed(head: bytes, parts: Sequence[Part], hashes: list[str]) -> Iterator[b
     """What is written, piece by piece; the hash of every block is added to `hashes`."""
     yield head
     block, filled = xxh3_128(), 0
-    for part in parts:
+    for number, part in enumerate(parts):
         # One element counts as contiguous at any stride, and then has no view as bytes.
-        values = part.values.contiguous().as_strided((part.span.numel,), (1,))
-        left = memoryview(values.view(torch.uint8).numpy())
+        values = part.values.cpu().contiguous().as_strided((part.span.numel,), (1,))
+        left, width = memoryview(values.view(torch.uint8).numpy()), values.dtype.itemsize
         while left:
             piece, left = left[: BLOCK - filled], left[BLOCK - filled :]
+            at = part.nbytes - len(left)
+            # While it is in the cache, where the hash and the kernel find it next.
+            if part.must_be_finite and not _are_finite(values[(at - len(piece)) // width : at // width]):
+                raise _not_finite(parts[number:])
             block.update(piece)
             yield piece
             filled += len(piece)
@@ -114,3 +137,16 @@ def _hashed(head: bytes, parts: Sequence[Part], hashes: list[str]) -> Iterator[b
                 block, filled = xxh3_128(), 0
     if filled:
         hashes.append(block.hexdigest())
+
+
+def _are_finite(values: torch.Tensor) -> bool:
+    """`isfinite().all()` makes a mask, and takes ten times as long."""
+    return all(math.isfinite(end) for end in values.aminmax())
+
+
+def _not_finite(parts: Sequence[Part]) -> NotFinite:
+    found = dict.fromkeys(
+        f"{part.key.module} {part.key.name}" for part in parts if part.must_be_finite and not _are_finite(part.values)
+    )
+    names = list(found)
+    return NotFinite(", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""))

@@ -6,7 +6,9 @@ float back, so equal runs give equal lines. JSON has no NaN and no infinity: the
 """
 
 import json
+import logging
 import math
+import os
 from collections.abc import Iterator
 from numbers import Integral
 from pathlib import Path
@@ -14,11 +16,17 @@ from pathlib import Path
 from data.storage.replace import replacing
 from mimo_train.config.fault import UserError
 
+_logger = logging.getLogger(__name__)
+
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlSink:
-    """Appends to metrics.jsonl; a line is on its way to the disk before `log` returns."""
+    """Appends to metrics.jsonl; a line is on its way to the disk before `log` returns.
+
+    Where the disk is full or read-only, or the file is gone, lines are held back, and written with the next one that
+    can be: the file has every line, or `close` raises.
+    """
 
     def __init__(self, path: Path, resumed_step: int):
         """Open `path` to go on after `resumed_step`: later lines and a torn last line are dropped.
@@ -33,23 +41,64 @@ class JsonlSink:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _cut_back(path, resumed_step)
-        # Line buffering hands each line to the system at once: a killed process loses at most the line it was writing.
-        self._file = path.open("a", buffering=1, encoding="utf-8", newline="\n")
+        self._file: int | None = _opened(path)
+        self._held_back, self._warned = b"", False
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
-        """Write one line.
-
-        Raises:
-            OSError: the line cannot be written.
-        """
+        """Write one line."""
         assert not {"step", "consumed_samples"} & set(values), f"reserved keys in {sorted(values)}"
         line: dict[str, int | float | str] = {"step": int(step), "consumed_samples": int(consumed_samples)}
         line |= {key: _to_json(value) for key, value in values.items()}
-        self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+        self._held_back += json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if not self._warned:
+                _logger.warning("%s cannot be written (%s): its lines are held back until it can", self.handle, error)
+            self._warned = True
+        else:
+            self._warned = False
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write what is held back, and close the file.
+
+        Raises:
+            UserError: some of it cannot be written.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            lines = self._held_back.count(b"\n")
+            raise UserError(
+                f"run.dir: the last {lines} lines of {self.handle} could not be written ({error}): the same command "
+                "continues the run from its newest complete checkpoint, and writes those behind it again"
+            ) from error
+        finally:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _write(self) -> None:
+        """All that is held back. A write that ends in the middle of a line is gone on with there."""
+        if self._held_back and not self._is_in_place():
+            if self._file is not None:
+                _logger.warning("%s is gone: one is begun again with the next line", self.handle)
+                os.close(self._file)
+                self._file = None
+            self.handle.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _opened(self.handle)
+        while self._held_back and self._file is not None:
+            self._held_back = self._held_back[os.write(self._file, self._held_back) :]
+
+    def _is_in_place(self) -> bool:
+        """Whether the open file is the one that has the name: someone may have removed it, or the whole folder."""
+        if self._file is None:
+            return False
+        try:
+            there, mine = os.stat(self.handle), os.fstat(self._file)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -66,6 +115,11 @@ def iter_metrics(path: Path) -> Iterator[dict[str, float]]:
     """
     for _, line in _lines(path):
         yield {key: _NOT_FINITE.get(value, value) for key, value in line.items()}
+
+
+def _opened(path: Path) -> int:
+    # Written to without a buffer of our own: a killed process loses at most the line it was writing.
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 def _cut_back(path: Path, resumed_step: int) -> None:

@@ -1,0 +1,40 @@
+"""A disk that fails, or a kill, at one call of the functions that write checkpoints."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+CALLS = ("open", "write", "fsync", "rename")
+
+
+class DiskCalls:
+    """Stands for the module `os` where checkpoints are written: counts its calls, and does something at one of them.
+
+    Attributes:
+        count: calls so far, those of `CALLS` and exchanges of two names.
+    """
+
+    def __init__(self, at: int = -1, act: Callable[[], Any] = lambda: None):
+        """`act` is called in the place of call number `at`, and goes on with the call if it returns."""
+        self.count, self._at, self._act = 0, at, act
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(os, name)
+        return self.counted(function) if name in CALLS else function
+
+    def counted(self, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            self.count += 1
+            if self.count - 1 == self._at:
+                self._act()
+            return function(*args, **kwargs)
+
+        return call
+
+    def install(self, exchange: Callable | None = None) -> "DiskCalls":
+        """For this process; `exchange` instead of that of two names."""
+        from mimo_train.checkpoint.format import durable
+
+        durable.os = self
+        durable._exchange = self.counted(exchange or durable._exchange)
+        return self

@@ -1,0 +1,213 @@
+"""Saving beside training, and saves that fail: vlm_digits on two processes."""
+
+import errno
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from mimo_train.checkpoint import folders
+from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.training.callbacks import Callback
+from tests.disk_faults import DiskCalls
+from tests.dist.ranks import RankFailure, run_ranks
+from tests.dist.runs import config, train_on_ranks
+from tests.e2e.test_exit_paths import events
+
+EXACT = ("step", "consumed_samples", "lm loss", "grad_norm", "learning_rate/language", "bad_samples", "skipped_iters")
+"""Numbers of a line that do not depend on the clock."""
+
+
+def exact(run_dir: Path) -> list[dict]:
+    return [{key: line[key] for key in EXACT if key in line} for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def run_config(digits: Path, run_dir: Path, *overrides: str):
+    return config("vlm_digits", run_dir, digits, "layout=two_processes", "checkpoint.keep=0", *overrides)
+
+
+class Watch(Callback):
+    """Holds the writing thread of one rank until a step begins, and notes which checkpoints were told of when."""
+
+    def __init__(self, rank: int, until: int):
+        self.told: list[tuple[int, str]] = []
+        self.seen: list[tuple[int, list[str]]] = []
+        self._until, self._gate = until, threading.Event()
+        if int(os.environ["RANK"]) == rank:
+            from mimo_train.checkpoint import store
+
+            write = store.write_rank
+            store.write_rank = lambda *arguments: self._gate.wait() and write(*arguments)
+
+    def on_step_start(self, state):
+        step = state.train_state.step + 1
+        self.seen.append((step, [folder.name for folder in folders.complete(state.run_dir)]))
+        if step == self._until:
+            self._gate.set()
+
+    def on_checkpoint(self, state, folder):
+        assert folders.complete(state.run_dir)[-1] == folder
+        self.told.append((state.train_state.step, folder.name))
+
+
+def _watched(cfg, rank: int) -> Watch:
+    from mimo_train.training.pretrain import pretrain
+
+    watch = Watch(rank, 6)
+    assert pretrain(cfg, callbacks=[watch]) == 0
+    watch._gate = None  # is not sent to the test's process
+    return watch
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_none_of_it_is_in_there(digits, tmp_path):
+    """Rank 1 writes only when two more steps were made: until then there is no checkpoint, and then it is, byte for
+    byte, the one that a run leaves that stands still for it. The log's sums go on in the middle of an interval."""
+    steps = ("train.iters=12", "train.log_interval=5", "checkpoint.save_interval=4")
+    run_ranks(_watched, 2, run_config(digits, tmp_path / "still", *steps, "checkpoint.asynchronous=false"), 2)
+    cfg = run_config(digits, tmp_path / "beside", *steps, "checkpoint.asynchronous=true", "checkpoint.save_interval=4")
+    for watch in run_ranks(_watched, 2, cfg, 1):
+        assert dict(watch.seen)[6] == [], "complete before all have written"
+        told = [name for _, name in watch.told]
+        assert told == ["step_00000004", "step_00000008", "step_00000012"]
+        assert watch.told[0][0] >= 6 and watch.told[-1][0] == 12
+    for folder in folders.complete(tmp_path / "still"):
+        for file in folder.glob("*.safetensors"):
+            assert file.read_bytes() == (tmp_path / "beside/checkpoints" / folder.name / file.name).read_bytes()
+    assert exact(tmp_path / "beside") == exact(tmp_path / "still")
+
+    again = run_config(
+        digits, tmp_path / "rest", *steps, f"checkpoint.resume={tmp_path}/beside/checkpoints/step_00000008"
+    )
+    train_on_ranks(again)
+    assert exact(tmp_path / "rest") == exact(tmp_path / "still")[1:], "the line of step 10 is of steps 6 to 10"
+
+
+class Fails:
+    """The writer of rank 1 fails the given times."""
+
+    def __init__(self, codes: dict[int, int]):
+        from mimo_train.checkpoint import store
+
+        self._codes, self._count, self._write = codes, 0, store.write_rank
+        if int(os.environ["RANK"]) == 1:
+            store.write_rank = self
+
+    def __call__(self, *arguments):
+        self._count += 1
+        if code := self._codes.get(self._count):
+            raise OSError(code, os.strerror(code))
+        return self._write(*arguments)
+
+
+def _failing(cfg, codes: dict[int, int]) -> list[str]:
+    """One rank of a run; returns what it told."""
+    from mimo_train.metrics.console import Console
+    from mimo_train.training.pretrain import pretrain
+
+    Fails(codes)
+    told: list[str] = []
+    Console.message = lambda self, text: told.append(text)
+    assert pretrain(cfg) == 0
+    return told
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_save_that_fails_does_not_end_the_run_until_too_many_do(asynchronous, digits, tmp_path):
+    saving = ("train.iters=10", "checkpoint.save_interval=2", f"checkpoint.asynchronous={asynchronous}")
+    cfg = run_config(digits, tmp_path, *saving, "checkpoint.max_failed_saves=1")
+    told, other = run_ranks(_failing, 2, cfg, {2: errno.ENOSPC, 4: errno.EROFS})
+    assert [text.split(" in ")[0] for text in told] == [text.split(" in ")[0] for text in other]
+    saved = ["2", "6", "10"]
+    assert [save["step"] for save in events(tmp_path, "checkpoint")] == saved
+    assert [str(int(folder.name[5:])) for folder in folders.complete(tmp_path)] == saved
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+    first, second = (text for text in told if text.startswith("no checkpoint of step"))
+    assert first.startswith(f"no checkpoint of step 4: run.dir: {tmp_path} cannot take more files (No space left")
+    assert second.startswith(f"no checkpoint of step 8: run.dir: a checkpoint cannot be written to {tmp_path} ([Errno")
+    assert first.endswith("the next failure would end the run (checkpoint.max_failed_saves)")
+
+    longer = run_config(digits, tmp_path, *saving, "train.iters=20", "checkpoint.max_failed_saves=1")
+    with pytest.raises(RankFailure, match=r"SaveFailed: run\.dir: .* \(\[Errno 5\] Input/output error\)"):
+        run_ranks(_failing, 2, longer, {2: errno.EIO, 3: errno.EIO})
+    assert folders.newest(tmp_path).name == "step_00000012"
+
+
+class Spoil(Callback):
+    """A weight becomes NaN as by an update, on the rank of the language model."""
+
+    def on_train_start(self, state, model):
+        from mimo_train.model.names import modules_of
+
+        self.chunks = modules_of(model).get("language", [])
+
+    def on_step_end(self, state, result):
+        if state.train_state.step == 3 and self.chunks:
+            named = dict(self.chunks[0].named_parameters())
+            next(value for name, value in named.items() if "linear_fc1.weight" in name).data[0, 0] = float("nan")
+
+
+def _spoilt(cfg) -> int:
+    from mimo_train.training.pretrain import pretrain
+
+    return pretrain(cfg, callbacks=[Spoil()])
+
+
+def test_weights_that_are_not_finite_are_no_checkpoint(digits, tmp_path):
+    cfg = run_config(digits, tmp_path, "train.iters=3", "checkpoint.save_interval=2")
+    words = r"weights are not finite: language .*linear_fc1\.weight; the newest checkpoint is as it was"
+    with pytest.raises(RankFailure, match=words):
+        run_ranks(_spoilt, 2, cfg)
+    assert [folder.name for folder in folders.complete(tmp_path)] == ["step_00000002"]
+
+
+ROUNDS = int(os.environ.get("MIMO_KILL_ROUNDS", "2"))
+"""Kills of a run before it may end, for each log interval; at more than the default ones, with both intervals."""
+
+
+class Kill(Callback):
+    """Kills one rank at the start of a step, or at a call by which it writes a checkpoint."""
+
+    def __init__(self, rank: int, step: int, call: int):
+        self._step, self._mine = step, int(os.environ["RANK"]) == rank
+        if self._mine and call >= 0:
+            DiskCalls(call, self.kill).install()
+            self._step = -1
+
+    @staticmethod
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_start(self, state):
+        if self._mine and state.train_state.step + 1 == self._step:
+            self.kill()
+
+
+def _killed(cfg, *when: int) -> int:
+    from mimo_train.training.pretrain import pretrain
+
+    return pretrain(cfg, callbacks=[Kill(*when)])
+
+
+@pytest.mark.parametrize("interval", [5] if ROUNDS <= 2 else [1, 5])
+def test_kills_at_steps_and_inside_saves_leave_the_curve_as_it_is(interval, digits, tmp_path):
+    """MIMO_KILL_ROUNDS=25 makes 50 rounds of it."""
+    generator = random.Random(interval)
+    steps = (f"train.iters={6 + 2 * ROUNDS}", f"train.log_interval={interval}", "checkpoint.save_interval=3")
+    train_on_ranks(run_config(digits, tmp_path / "whole", *steps))
+    cfg = run_config(digits, tmp_path / "killed", *steps)
+    killed = 0
+    for number in range(ROUNDS):
+        newest = folders.newest(tmp_path / "killed")
+        begins = int(newest.name[5:]) if newest else 0
+        call = generator.randrange(24) if number % 2 == 0 else -1
+        try:
+            run_ranks(_killed, 2, cfg, generator.randrange(2), begins + generator.randrange(2, 6), call)
+        except RankFailure:
+            killed += 1
+        assert not [folder for folder in folders.complete(tmp_path / "killed") if folder.suffix]
+    assert killed, "no round was killed"
+    train_on_ranks(cfg)
+    assert exact(tmp_path / "killed") == exact(tmp_path / "whole")

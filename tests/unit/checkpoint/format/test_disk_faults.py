@@ -1,0 +1,123 @@
+"""A checkpoint that is written over another one of its step: a kill or an error at any call leaves one of the two."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.format import durable
+from mimo_train.checkpoint.format.index import WEIGHT, Key
+from mimo_train.checkpoint.format.read import Reader
+from mimo_train.checkpoint.format.spans import Span
+from mimo_train.checkpoint.format.write import NotFinite, Part, complete, write_rank
+from tests.disk_faults import DiskCalls
+
+KEY, RANKS = Key("language", "weight", WEIGHT), 2
+
+
+def save(run_dir: Path, value: float) -> None:
+    """A checkpoint of step 4, as its two ranks write it one after the other."""
+    partial = folders.partial_folder(run_dir, 4)
+    folders.remove_unfinished(run_dir)
+    partial.mkdir(parents=True)
+    for rank in range(RANKS):
+        part = Part(KEY, Span.of_whole((8,)).part(4 * rank, 4 * rank + 4), torch.full((4,), value), True)
+        write_rank(partial, rank, [part])
+    complete(partial, folders.final_folder(run_dir, 4), RANKS, {folders.RECORD: folders.record_text({"step": 4})})
+
+
+def left(run_dir: Path) -> float:
+    """The value in the one whole checkpoint that a new start finds."""
+    folders.finish_renames(run_dir)
+    (folder,) = folders.complete(run_dir)
+    assert folders.read_record(folder, "step") == {"step": 4}
+    (value,) = set(Reader(folder).whole(KEY).tolist())
+    return value
+
+
+@pytest.fixture(params=["exchanged", "renamed twice"])
+def exchange(request, monkeypatch):
+    """Both ways to put a folder in the place of another one."""
+    monkeypatch.setattr(durable, "os", os)
+    monkeypatch.setattr(durable, "_exchange", durable._exchange)
+    return durable._exchange if request.param == "exchanged" else lambda one, other: False
+
+
+def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(exchange, tmp_path):
+    calls = DiskCalls().install(exchange)
+    save(tmp_path, 0.0)
+    before = calls.count
+    save(tmp_path, 0.0)
+    seen = []
+    for number in range(calls.count - before):
+        durable.os = os
+        child = os.fork()
+        if child == 0:
+            DiskCalls(number, lambda: os._exit(9)).install(exchange)
+            save(tmp_path, number + 1.0)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        seen.append(left(tmp_path) - number)
+    assert seen[0] <= 0, "the old one before anything of the new one is written"
+    assert seen[-1] == 1, "the new one at the last call"
+    save(tmp_path, 99.0)
+    assert left(tmp_path) == 99.0
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000004"], "nothing is left behind"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_an_error_at_any_call_is_raised_and_leaves_a_whole_one(code, exchange, tmp_path):
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    calls = DiskCalls().install(exchange)
+    save(tmp_path, 0.0)
+    before = calls.count
+    save(tmp_path, 0.0)
+    for number in range(calls.count - before):
+        DiskCalls(number, fail).install(exchange)
+        with pytest.raises(OSError) as raised:
+            save(tmp_path, number + 1.0)
+        assert raised.value.errno == code
+        assert left(tmp_path) in (number + 1.0, 0.0, *range(1, number + 1))
+    durable.os = os
+    save(tmp_path, 99.0)
+    assert left(tmp_path) == 99.0
+
+
+def test_values_that_are_not_finite_are_not_written(tmp_path):
+    """Neither in the first block of a tensor nor in a later one; and all tensors are named, those of others are not."""
+    names = ("fine", "first", "last", "moment")
+    for bad in (float("nan"), float("inf")):
+        values = {name: torch.zeros(1_500_000) for name in names}
+        values["first"][0] = values["last"][-1] = values["moment"][7] = bad
+        parts = [
+            Part(Key("language", name, WEIGHT), Span.of_whole((1_500_000,)), value, name != "moment")
+            for name, value in values.items()
+        ]
+        with pytest.raises(NotFinite, match="^language first, language last$"):
+            write_rank(tmp_path, 0, parts)
+        assert not any(tmp_path.iterdir())
+
+
+def test_room_is_looked_at_beforehand(tmp_path):
+    folders.require_room(tmp_path, 1)
+    with pytest.raises(OSError, match=r"a checkpoint takes 1e\+09 GB and .* GB are free") as raised:
+        folders.require_room(tmp_path, 10**18)
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_multiples_stay_beside_the_newest(tmp_path):
+    from tests.records import write_record
+
+    for step in range(1, 10):
+        folder = folders.final_folder(tmp_path, step)
+        folder.mkdir(parents=True)
+        write_record(folder, {"step": step})
+    folders.remove_old(tmp_path, 2, keep_every=4)
+    assert [int(folder.name[5:]) for folder in folders.complete(tmp_path)] == [4, 8, 9]
+    folders.remove_old(tmp_path, 1)
+    assert [int(folder.name[5:]) for folder in folders.complete(tmp_path)] == [9]
