@@ -47,7 +47,7 @@ def add(subparsers: Any) -> None:
 def _list(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint import inspection
 
-    found = [inspection.look(folder) for folder in inspection.folders_at(args.path)]
+    found = inspection.look(args.path)
     if args.json:
         _print_json([_plain(one) for one in found])
     else:
@@ -66,7 +66,7 @@ def _show(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint.format.files import Damage
     from mimo_train.config.fault import UserError
 
-    continued = [inspection.look(folder) for folder in inspection.folders_at(args.path)]
+    continued = inspection.look(args.path)
     if len(continued) > 1:
         continued = [one for one in continued if one.kind in inspection.CONTINUED]
     if not continued:
