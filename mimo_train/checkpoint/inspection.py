@@ -99,7 +99,8 @@ def look(path: Path) -> list[Found]:
 
 
 def _look(folder: Path) -> Found:
-    damage, record = "", dict[str, Any]()
+    damage = ""
+    record: dict[str, Any] = {}
     try:
         folders.require_complete(folder)
         record = folders.read_record(folder, "step", "layout")
@@ -108,14 +109,15 @@ def _look(folder: Path) -> Found:
         damage = folders.damage_in(folder, error) or str(error)
     except (Damage, OSError) as error:
         damage = str(error)
-    sizes, saved_at, step = list[int](), None, record.get("step")
+    sizes: list[int] = []
+    saved_at: float | None = None
     with suppress(OSError):
         sizes = [file.stat().st_size for file in folder.iterdir() if file.is_file()]
         saved_at = (folder / COMPLETE).stat().st_mtime
     return Found(
         path=folder,
         kind=kind_of(folder),
-        step=step if isinstance(step, int) else None,
+        step=step if isinstance(step := record.get("step"), int) else None,
         saved_at=saved_at,
         files=len(sizes),
         nbytes=sum(sizes),

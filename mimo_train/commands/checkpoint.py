@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,10 +155,10 @@ def _plain(value: Any) -> dict[str, Any]:
     return {key: str(one) if isinstance(one, Path) else one for key, one in dataclasses.asdict(value).items()}
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    rows = [tuple(map(_printable, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    shown = [[_printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
