@@ -1,6 +1,7 @@
 """What is in a folder of checkpoints, and whether it is whole: for people, without ranks. Imports no torch."""
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -90,10 +91,16 @@ def folders_at(path: Path) -> list[Path]:
     return sorted(found, key=lambda folder: (folder.name, str(folder)))
 
 
-def look(folder: Path) -> Found:
-    """What a folder holds, without reading its tensors."""
-    files = [file for file in folder.iterdir() if file.is_file()]
-    damage, record = "", {}
+def look(path: Path) -> list[Found]:
+    """What the folders of `folders_at` hold, without reading their tensors. One that a run has renamed or removed
+    meanwhile is left out."""
+    found = [(folder, _look(folder)) for folder in folders_at(path)]
+    return [one for folder, one in found if folder.is_dir()]
+
+
+def _look(folder: Path) -> Found:
+    damage = ""
+    record: dict[str, Any] = {}
     try:
         folders.require_complete(folder)
         record = folders.read_record(folder, "step", "layout")
@@ -102,14 +109,18 @@ def look(folder: Path) -> Found:
         damage = folders.damage_in(folder, error) or str(error)
     except (Damage, OSError) as error:
         damage = str(error)
-    marker, step = folder / COMPLETE, record.get("step")
+    sizes: list[int] = []
+    saved_at: float | None = None
+    with suppress(OSError):
+        sizes = [file.stat().st_size for file in folder.iterdir() if file.is_file()]
+        saved_at = (folder / COMPLETE).stat().st_mtime
     return Found(
         path=folder,
         kind=kind_of(folder),
-        step=step if isinstance(step, int) else None,
-        saved_at=marker.stat().st_mtime if marker.is_file() else None,
-        files=len(files),
-        nbytes=sum(file.stat().st_size for file in files),
+        step=step if isinstance(step := record.get("step"), int) else None,
+        saved_at=saved_at,
+        files=len(sizes),
+        nbytes=sum(sizes),
         layout=_layout(record.get("layout")),
         damage=damage,
     )

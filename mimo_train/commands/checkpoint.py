@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def add(subparsers: Any) -> None:
 def _list(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint import inspection
 
-    found = [inspection.look(folder) for folder in inspection.folders_at(args.path)]
+    found = inspection.look(args.path)
     if args.json:
         _print_json([_plain(one) for one in found])
     else:
@@ -66,7 +67,7 @@ def _show(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint.format.files import Damage
     from mimo_train.config.fault import UserError
 
-    continued = [inspection.look(folder) for folder in inspection.folders_at(args.path)]
+    continued = inspection.look(args.path)
     if len(continued) > 1:
         continued = [one for one in continued if one.kind in inspection.CONTINUED]
     if not continued:
@@ -154,10 +155,10 @@ def _plain(value: Any) -> dict[str, Any]:
     return {key: str(one) if isinstance(one, Path) else one for key, one in dataclasses.asdict(value).items()}
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    rows = [tuple(map(_printable, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    shown = [[_printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
