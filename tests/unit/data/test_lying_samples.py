@@ -291,3 +291,17 @@ def test_verify_names_a_key_once_and_goes_on_behind_a_bad_shard(tmp_path, capsys
     for command in ("index", "verify"):
         assert main(["shards", command, str(tmp_path / "c.tar")]) == 1
         assert "c.tar: no sample in it" in capsys.readouterr().err
+
+
+def test_a_fifo_among_the_shards_keeps_no_command_waiting(tmp_path, capsys):
+    folder = tmp_path / "train"
+    write_tar(folder / "a.tar", [("ok.txt", b"fine")])
+    os.mkfifo(folder / "b.tar")
+    here = (f"data.shards={folder}", f"data.validation_shards={folder}", "data.demo=", f"run.dir={tmp_path}/run")
+    for arguments in (
+        ["shards", "verify", str(folder)],
+        ["shards", "index", str(folder)],
+        ["check", "gpt_tiny", *here],
+    ):
+        assert main(arguments) == 1
+        assert "b.tar: is a FIFO, not a file: a shard is a tar file" in capsys.readouterr().err
