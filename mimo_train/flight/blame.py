@@ -95,6 +95,8 @@ def _edges(rank: Rank, ranks: Mapping[int, Rank], states: Mapping[int, str], wor
     if group is None:
         return []
     why = message_name(rank, event)
+    if OPERATIONS[event.what] == "recv_anysource":
+        return []
     if event.peer < 0:
         members = [one for one in group.ranks if one != rank.rank]
         behind = [one for one in members if one not in ranks or ranks[one].issued(group.name, -1, 0) < event.message]

@@ -132,14 +132,15 @@ def _began(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.glob("rank_*.names")), default=0.0)
 
 
-def read_ranks(folder: Path) -> dict[int, Rank]:
+def read_ranks(folder: Path, first: int | None = None) -> dict[int, Rank]:
     """All ranks of a start that have a whole file.
 
     Args:
         folder: as `newest_start` gives it.
+        first: number of ranks to read, the first of those that there are.
     """
     found = {}
-    for path in sorted(folder.glob("rank_*.bin")):
+    for path in sorted(folder.glob("rank_*.bin"))[:first]:
         try:
             raw = path.read_bytes()
         except OSError:

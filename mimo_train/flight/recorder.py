@@ -162,7 +162,8 @@ class Recorder:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """A block that is a phase."""
+        """A block that is a phase, nowhere in the module graph."""
+        self._place, self._direction, self._microbatch = 0, 0, -1
         self.enter(name)
         try:
             yield
@@ -217,6 +218,11 @@ class Recorder:
         """A channel that has had no message yet; `peer` is -1 for collectives."""
         self._slots += 1
         return Channel(self._slots - 1, group, peer, direction)
+
+    def forget_messages(self) -> None:
+        """Process groups are made anew: their messages are counted from 1 again."""
+        self._slots, end = 0, RING_AT + RING * EVENT_SIZE
+        self._map[SLOTS_AT:end] = bytes(end - SLOTS_AT)
 
     def issue(self, channel: Channel, operation: int, nbytes: int) -> int:
         """A message is about to be issued; returns its number in the channel, counted from 1."""

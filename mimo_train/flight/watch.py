@@ -15,12 +15,16 @@ from data.reading import READS
 from mimo_train.flight.blame import Verdict
 from mimo_train.flight.layout import READING
 from mimo_train.flight.processes import descendants, process, runs, storage_bytes
-from mimo_train.flight.read import ALIVE, Rank
+from mimo_train.flight.read import ALIVE, Rank, read_ranks, state_of
 from mimo_train.flight.recorder import Recorder
-from mimo_train.flight.report import look, report
+from mimo_train.flight.report import PAUSE, look, report
 
 HANG_CODE = 18
 """Exit code of a run that was ended because it hung."""
+REPORT = "report.txt"
+"""Beside the ranks' files."""
+LOOKERS = 4
+"""First ranks, which look at all others when nothing moves; those behind do if none of them lives."""
 BEAT = 0.5
 """Seconds between heartbeats."""
 FOR_STACKS = 1.5
@@ -46,12 +50,18 @@ class Signs:
 
     def __init__(self, spins: Callable[[], bool]):
         self._spins = spins
-        self._seen = self._look()
+        self._seen: tuple[object, int, int] | None = None
+
+    def begin(self) -> None:
+        """There was an event: what follows is looked at anew. Looking costs more than a heartbeat."""
+        self._seen = None
 
     def work(self) -> bool:
         """Whether there was such a sign since the last call."""
         before, now = self._seen, self._look()
         self._seen = now
+        if before is None:
+            return False
         computed = now[2] - before[2] > BUSY * BEAT * os.sysconf("SC_CLK_TCK")
         return now[0] != before[0] or now[1] - before[1] > STORED or computed
 
@@ -91,7 +101,7 @@ class Watch:
         self._parent, self._launcher = (os.getppid(), handed_down()) if launched else (0, None)
         self._gone_since: float | None = None
         self._events = self._last_event = self._progress = -1.0
-        self._reported_at = -1.0
+        self._stacks_of, self._next_look = -1.0, 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="flight")
         self._thread.start()
@@ -113,13 +123,14 @@ class Watch:
         events = recorder.events + READS.count
         if events != self._events:
             self._events, self._last_event, self._progress = events, now, now
-            self._signs.work()
+            self._signs.begin()
         elif self._signs.work() and now - self._last_event < UNSEEN * self._seconds:
             self._progress = now
         recorder.note(READING, READS.longest())
         recorder.beat(self._progress)
         self._end_without_launcher(now)
-        if 0 < self._seconds <= now - self._progress and recorder.folder is not None:
+        hangs = 0 < self._seconds <= now - self._progress and now >= self._next_look
+        if hangs and recorder.folder is not None:
             self._report_hang(recorder.folder)
 
     def _end_without_launcher(self, now: float) -> None:
@@ -141,27 +152,61 @@ class Watch:
             kill_session(os.getpid())
 
     def _report_hang(self, folder: Path) -> None:
-        if time.monotonic() - self._reported_at < self._seconds and self._reported_at > 0:
+        """Report, and end the run, if those to blame have not moved for long enough either."""
+        if self._stacks_of != self._events:
+            self._stacks_of = self._events
+            self._write_stacks()
+            self._sleep(FOR_STACKS)
+        written = folder / REPORT
+        if self._recorder.rank >= LOOKERS and self._is_looked_after(folder):
+            if written.exists():
+                self._leave()
+            self._next_look = time.monotonic() + 2 * BEAT
             return
-        self._write_stacks()
-        self._sleep(FOR_STACKS)
         verdict = look(folder, self._sleep)
-        if not self._hangs(verdict):
-            # Others wait longer than usual for a rank that works: look again later.
-            self._reported_at = time.monotonic() - self._seconds * 3 / 4
+        left = self._until_hang(verdict)
+        if left > 0:
+            # One that is waited for works, or has begun to hang later than this rank has begun to wait for it.
+            self._next_look = time.monotonic() + max(left, 2 * BEAT)
             return
-        self._reported_at = time.monotonic()
-        speakers = [n for n, rank in verdict.ranks.items() if verdict.states[n] == ALIVE and self._still(rank)]
-        if self._recorder.rank == min(speakers, default=self._recorder.rank):
+        self._next_look = time.monotonic() + self._seconds
+        if self._is_first(written):
             text = report(self._run_dir, verdict)
             with suppress(OSError):
-                (folder / "report.txt").write_text(text + "\n")
+                written.write_text(text + "\n")
             what = f"no progress for {self._seconds:g} s (run.hang_report_seconds)"
             _say(f"{what}{'; the run is ended' if self._ends else ''}\n{text}")
-        elif self._ends:
-            self._sleep(3.0)  # its exit code is the launcher's; this rank's is for a launcher on another machine
+            if self._ends:
+                _end(HANG_CODE)
+        else:
+            self._leave()
+
+    def _is_first(self, written: Path) -> bool:
+        """Whether this rank is the first that has come to a verdict; it reports."""
+        with suppress(OSError):
+            if not self._ends and time.time() - written.stat().st_mtime > self._seconds:
+                written.unlink()  # of an earlier hang
+        try:
+            written.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:  # the folder is gone or full: every rank says it
+            return True
+        return True
+
+    def _leave(self) -> None:
+        """End a little later than the rank that reports: its exit code is the launcher's. This one's is for a launcher
+        on another machine."""
         if self._ends:
+            self._sleep(3.0)
             _end(HANG_CODE)
+
+    def _is_looked_after(self, folder: Path) -> bool:
+        """Whether one of the first ranks lives, and looks. Thousands of ranks that read each other's files would be too
+        much for a file server."""
+        first = read_ranks(folder, LOOKERS)
+        self._sleep(PAUSE)
+        return any(state_of(first.get(n, rank), rank) == ALIVE for n, rank in read_ranks(folder, LOOKERS).items())
 
     def _sleep(self, seconds: float) -> None:
         """Wait, with heartbeats: the others must not take this rank for a dead one."""
@@ -170,16 +215,16 @@ class Watch:
             self._recorder.beat(self._progress)
             time.sleep(min(BEAT, left))
 
-    def _hangs(self, verdict: Verdict) -> bool:
-        """Whether those to blame have made no progress for long enough."""
+    def _until_hang(self, verdict: Verdict) -> float:
+        """Seconds until those to blame have made no progress for long enough; 0 if that is so now."""
         if not verdict.blamed:
-            return False
+            return self._seconds / 4
         known = [verdict.ranks[number] for number in verdict.blamed if number in verdict.ranks]
-        return all(self._still(rank) for rank in known)
+        return max((self._seconds - self._age(rank) for rank in known), default=0.0)
 
-    def _still(self, rank: Rank) -> bool:
-        # By the rank's own clock where it lives; one that is stopped has none that goes on.
-        return max(rank.now, rank.beat_at) - rank.progressed_at >= self._seconds - 2 * BEAT - FOR_STACKS
+    def _age(self, rank: Rank) -> float:
+        """Seconds since its last progress, by its own clock."""
+        return max(rank.now, rank.beat_at) - rank.progressed_at
 
     def _write_stacks(self) -> None:
         path = self._recorder.stack_file()

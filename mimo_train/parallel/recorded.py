@@ -24,20 +24,20 @@ class _Messages:
     """What is known of groups and of messages on their way."""
 
     def __init__(self) -> None:
-        self.channels: dict[tuple[Any, int, int], Channel] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Process groups are made anew, under the names of the old ones."""
+        self.channels: dict[tuple[str, int, int], Channel] = {}
         self.works: dict[int, tuple[Channel, int, int]] = {}
         self._groups: dict[str, tuple[int, list[int]]] = {}
-        self._folder: object = None
 
     def channel(self, group: Any, peer: int, direction: int) -> Channel:
         """The channel to a rank of a group (numbered in the group), -1 for its collectives."""
-        if self._folder is not RECORDER.folder:  # another run in this process
-            self._folder = RECORDER.folder
-            self.channels, self.works, self._groups = {}, {}, {}
-        key = (group, peer, direction)
+        name = group.group_name
+        key = (name, peer, direction)
         channel = self.channels.get(key)
         if channel is None:
-            name = group.group_name
             if name not in self._groups:
                 number, ranks = len(self._groups) + 1, dist.get_process_group_ranks(group)
                 self._groups[name] = number, ranks
@@ -53,7 +53,9 @@ _installed: list[bool] = []
 
 
 def record_messages() -> None:
-    """Replace the methods; a second call has no effect."""
+    """Record the messages of process groups that are made from now on; those of earlier ones are forgotten."""
+    _messages.clear()
+    RECORDER.forget_messages()
     if _installed:
         return
     _installed.append(True)

@@ -71,7 +71,8 @@ class StepIterator:
         """
         self._loader, self._pipeline, self._step_sum = loader, pipeline, step_sum
         self._modules = "+".join(pipeline.groups.collections)
-        self._upcoming: StepBatch | None = next(loader, None)
+        with pipeline.stopwatch("data_wait"):
+            self._upcoming: StepBatch | None = next(loader, None)
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
         self.weighs = pipeline.router_losses.active and step_sum is not None
