@@ -17,7 +17,7 @@ settings.load_profile("fixed")
 _SHIPPED = compose.shipped_configs()
 _by_hydra = compose._composed_files
 _of_shipped = functools.cache(_by_hydra)
-compose._composed_files = lambda path, choices: (_of_shipped if path.parent == _SHIPPED else _by_hydra)(path, choices)
+compose._composed_files = lambda path, choices: (_of_shipped if _SHIPPED in path.parents else _by_hydra)(path, choices)
 
 LONGEST = ("dist/test_layout_parity.py", "e2e/test_wheels.py", "dist", "e2e")
 """Files and folders with the longest tests, the longest first."""

@@ -31,7 +31,9 @@ from transformers import (  # noqa: F401
 )
 
 import mimo_train.training.pretrain  # noqa: F401
+from encoders.registry import family_of
 
+family_of("vit")  # reads once which packages bring encoders: every rank asks
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # What is imported here is no garbage: collections in ranks need not look through it.
 gc.freeze()

@@ -108,23 +108,6 @@ def test_two_modules_on_two_processes_leave_every_file(digits, tmp_path):
     assert answered.returncode == 0 and "Warning" not in answered.stderr, answered.stderr
 
 
-def test_sigterm_saves_and_exits_0_and_the_same_command_goes_on(digits, tmp_path):
-    run_dir = tmp_path / "run"
-    arguments = vlm(digits, run_dir, "train.iters=400", "train.eval_samples=8")
-    process = start("train_vlm.sh", *arguments, cwd=tmp_path)
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and whole_lines(run_dir) >= 3, process)
-    process.send_signal(signal.SIGTERM)
-    printed = finish(process)
-    assert process.returncode == 0, printed
-    done = lines_of(run_dir)[-1]["step"]
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{done:08d}"]
-
-    process = start("train_vlm.sh", *arguments[:-2], f"train.iters={done + 2}", *arguments[-1:], cwd=tmp_path)
-    printed = finish(process)
-    assert process.returncode == 0, printed
-    assert [line["step"] for line in lines_of(run_dir) if "lm loss" in line] == list(range(1, done + 3))
-
-
 def test_failing_rank_is_named_and_ends_the_others(digits, tmp_path):
     process = start("train_vlm.sh", *vlm(digits, tmp_path / "run", f"data.shards={tmp_path}/nowhere"), cwd=tmp_path)
     printed = finish(process)
