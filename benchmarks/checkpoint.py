@@ -238,6 +238,8 @@ def main() -> None:
                 numbers = largest([time.perf_counter() - begin, time.process_time() - cpu])
                 if turn:
                     loaded[name].append(numbers)
+            if rank == 0:
+                print(f"round {turn}: {name} done", file=sys.stderr, flush=True)
     if rank == 0:
         stall, whole = "copy in memory", "torch.save, fsync"
         table(saved, NAMES, {STALL: stall, STALL_CPU: stall, TOTAL: whole, TOTAL_CPU: whole})

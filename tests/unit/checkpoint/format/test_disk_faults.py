@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,9 @@ def left(run_dir: Path) -> float:
     folders.finish_renames(run_dir)
     (folder,) = folders.complete(run_dir)
     assert folders.read_record(folder, "step") == {"step": 4}
-    (value,) = set(Reader(folder).whole(KEY).tolist())
+    reader = Reader(folder)
+    (value,) = set(reader.whole(KEY).tolist())
+    reader.close()
     return value
 
 
@@ -101,6 +104,30 @@ def test_values_that_are_not_finite_are_not_written(tmp_path):
         with pytest.raises(NotFinite, match="^language first, language last$"):
             write_rank(tmp_path, 0, parts)
         assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KB, where mounting one is allowed."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_disk_that_becomes_full_keeps_the_checkpoint_before(small_disk):
+    save(small_disk, 1.0)
+    partial = folders.partial_folder(small_disk, 8)
+    partial.mkdir()
+    part = Part(KEY, Span.of_whole((100_000,)), torch.zeros(100_000))
+    with pytest.raises(OSError, match="No space left"):
+        folders.require_room(partial, part.nbytes)
+    with pytest.raises(OSError, match="No space left"):
+        write_rank(partial, 0, [part])
+    assert left(small_disk) == 1.0
+    save(small_disk, 2.0)
+    assert left(small_disk) == 2.0
 
 
 def test_room_is_looked_at_beforehand(tmp_path):
