@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import TooManyBadSamples
+from data.shown import shown
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class BadSample(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.shard}, key {self.key!r}: {self.reason}"
+        return f"{self.shard}, key {self.key!r}: {shown(self.reason)}"
 
 
 def require_budget(count: int, allowed: int, example: BadSample | None = None) -> None:

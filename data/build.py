@@ -95,7 +95,7 @@ def _read(records: Path) -> list[Any]:
         if not text.lstrip().startswith("["):
             return [json.loads(line) for line in text.splitlines() if line.strip()]
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{records} is neither a JSON list nor a JSON object a line ({error})") from error
 
 

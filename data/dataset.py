@@ -28,7 +28,8 @@ import torch
 
 from data import collate
 from data.bad_samples import BadSample, BadSamples
-from data.errors import DataError, DecodeError, RecordError, SampleError, ShardError
+from data.bounds import BOUNDS, Bounds
+from data.errors import DataError, DecodeError, MemoryShortage, RecordError, SampleError, ShardError, reason_of
 from data.features import Lookup
 from data.index import Member, ShardIndex, open_index
 from data.media.decode import decode_media
@@ -37,7 +38,10 @@ from data.outline import Media, MediaSize, SampleOutline, count_tokens
 from data.positions import axis_positions
 from data.records import Conversation, parse_record
 from data.shards import find_shards
+from data.shown import shown
 from data.storage.local import ShardReader
+from data.storage.retry import RETRIES
+from data.storage.version import ShardVersion
 from data.templates import MediaTokens
 from data.tokens import Tokenizer
 
@@ -51,9 +55,11 @@ class Dataset:
     S; media: the encoder modules (several may take one kind: then each picture expands to the tokens of each, in this
     order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of beside the shards;
     blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be bad;
-    keep_text: text samples carry (question, truth) too. Methods may be called from several threads.
+    keep_text: text samples carry (question, truth) too; read_retries: how often a read is tried again after an I/O
+    error; bounds: what is above is bad. Methods may be called from several threads.
 
-    Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable).
+    Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
+    read), ReadError (an I/O error that does not pass).
     """
 
     def __init__(
@@ -69,13 +75,16 @@ class Dataset:
         blind: bool = False,
         max_bad_samples: int = 0,
         keep_text: bool = False,
+        read_retries: int = RETRIES,
+        bounds: Bounds = BOUNDS,
     ) -> None:
         assert sequence_length > 0, sequence_length
         self.shards = find_shards(shards)
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text = blind, keep_text
         self.bad_samples = BadSamples(max_bad_samples)
-        self.reader = ShardReader()
+        self._read_retries, self._bounds = read_retries, bounds
+        self.reader = ShardReader(read_retries)
         self.lookups: dict[str, Lookup] = {}
         """By module: where features of samples are found that need not be read (see `data.features`). For readers that
         run ahead; set before they begin."""
@@ -86,11 +95,11 @@ class Dataset:
         self._cache_dir = cache_dir
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
-        self._stamps: list[tuple[int, int]] = []
+        self._versions: list[ShardVersion] = []
         counts = []
         for number, path in enumerate(self.shards):
-            index = open_index(path, cache_dir)
-            self._stamps.append((index.size, index.mtime_ns))
+            index = open_index(path, cache_dir, read_retries)
+            self._versions.append(index.version)
             counts.append(len(index))
             if number < _OPEN_INDEXES:
                 self._indexes[number] = index
@@ -101,10 +110,12 @@ class Dataset:
             )
         self.order = GlobalOrder(int(self._ends[-1]), seed, shuffle)
         names = [
-            [path.name, stamp[0], count] for path, stamp, count in zip(self.shards, self._stamps, counts, strict=True)
+            [path.name, version.size, version.content, count]
+            for path, version, count in zip(self.shards, self._versions, counts, strict=True)
         ]
         self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32]
-        """Of the names, sizes and sample counts of the shards, in order; it does not change when the folder moves."""
+        """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order; it does not change
+        when the folder moves."""
         self.text_fingerprint = tokenizer.fingerprint
         """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
 
@@ -118,10 +129,11 @@ class Dataset:
         return self.shards[shard], self._index(shard).key(row)
 
     def identity(self, number: int) -> str:
-        """A unique identity over all runs: shard with size and modification time, and key."""
+        """A unique identity over all runs: shard with size, modification time and a sample of its content, and key."""
         shard, row = self._place(number)
-        size, mtime = self._stamps[shard]
-        return f"{self.shards[shard].resolve()}|{size}|{mtime}|{self._index(shard).key(row)}"
+        version = self._versions[shard]
+        place = f"{self.shards[shard].resolve()}|{version.size}|{version.mtime_ns}|{version.content}"
+        return f"{place}|{self._index(shard).key(row)}"
 
     def outline(self, number: int) -> SampleOutline:
         """What the index says of a sample; reads no member."""
@@ -131,8 +143,10 @@ class Dataset:
         every = index.members(row)
         members = {kind: [member for member in every if member.kind == kind] for kind in self._kinds}
         tokens: dict[str, list[int]] = {}
+        if reason is None and at is not None and (above := self._bounds.of_record(every[at].size)):
+            reason = f"member .{shown(every[at].extension)}: {above}"
         if reason is None:
-            tokens, reason = count_tokens(members, self.modules, self.sequence_length)
+            tokens, reason = count_tokens(members, self.modules, self.sequence_length, self._bounds)
         if reason is not None:
             members, tokens = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
         return SampleOutline(number, shard, key, None if at is None else every[at], members, tokens, reason)
@@ -171,9 +185,11 @@ class Dataset:
 
     def prompt_and_truth(self, number: int) -> tuple[str, str]:
         """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
+        outline = self.outline(number)
         try:
-            return _question_and_truth(self._conversation(self.outline(number)))
-        except SampleError:
+            return _question_and_truth(self._conversation(outline))
+        except Exception as error:
+            self._reason(outline, error)
             return "", ""
 
     def read_text(self, number: int) -> tuple[collate.TextSample, BadSample | None]:
@@ -186,11 +202,12 @@ class Dataset:
             if self.keep_text:
                 sample = replace(sample, question_and_truth=_question_and_truth(conversation))
             return self._positioned(sample, outline), None
-        except SampleError as error:
+        except Exception as error:
+            reason = self._reason(outline, error)
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=("", ""))
-            return self._positioned(sample, outline), self._bad(outline, str(error))
+            return self._positioned(sample, outline), self._bad(outline, reason)
 
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
         """`media`, but a bad sample is returned instead of counted."""
@@ -199,8 +216,8 @@ class Dataset:
         if outline.bad_reason is None and not self.blind:
             try:
                 return [self._decode(spec, outline, *pair) for pair in zip(members, sizes, strict=True)], None
-            except SampleError as error:
-                outline = replace(outline, bad_reason=str(error))
+            except Exception as error:
+                outline = replace(outline, bad_reason=self._reason(outline, error))
         if spec.kind == "image":
             zeros = [torch.zeros(3, height, width, dtype=torch.uint8) for height, width in sizes]
         else:
@@ -210,6 +227,17 @@ class Dataset:
     def close(self) -> None:
         """Closes the shard files."""
         self.reader.close()
+
+    def _reason(self, outline: SampleOutline, error: Exception) -> str:
+        """Why a sample is bad. Raises what says nothing about the sample, with its place: an error of its shard, of the
+        storage, of this machine's memory, or of the program."""
+        place = f"{self.shards[outline.shard]}, key {outline.key!r}"
+        if isinstance(error, MemoryShortage):
+            raise MemoryShortage(f"{place}: {error}") from error
+        if not isinstance(error, (SampleError, RecursionError, UnicodeError)):
+            error.add_note(f"in sample {outline.number}: {place}")
+            raise error
+        return reason_of(error)
 
     def _positioned(self, sample: collate.TextSample, outline: SampleOutline) -> collate.TextSample:
         """The sample with positions on three axes, if the language model has them."""
@@ -221,20 +249,23 @@ class Dataset:
     def _decode(self, spec: Media, outline: SampleOutline, member: Member, size: tuple[int, int]) -> torch.Tensor:
         raw = self._read(outline, member)
         try:
-            return decode_media(spec.kind, raw, size, spec.resize)
-        except DecodeError as error:
-            raise DecodeError(f"member .{member.extension}: {error}") from error
+            return decode_media(spec.kind, raw, size, spec.resize, self._bounds)
+        except MemoryShortage:
+            raise
+        except Exception as error:
+            raise DecodeError(f"member .{shown(member.extension)}: {reason_of(error)}") from error
 
     def _conversation(self, outline: SampleOutline) -> Conversation:
         if outline.bad_reason is not None:
             raise RecordError(outline.bad_reason)
         assert outline.record is not None
         counts = {kind: len(members) for kind, members in outline.members.items()}
-        return parse_record(self._read(outline, outline.record), outline.record.extension, outline.key, counts)
+        raw = self._read(outline, outline.record)
+        return parse_record(raw, outline.record.extension, outline.key, counts, self._bounds)
 
     def _read(self, outline: SampleOutline, member: Member) -> bytes:
-        stamp = self._stamps[outline.shard]
-        return self.reader.read(self.shards[outline.shard], member.offset, member.size, member.extension, stamp)
+        version = self._versions[outline.shard]
+        return self.reader.read(self.shards[outline.shard], member.offset, member.size, member.extension, version)
 
     def _media_tokens(self, outline: SampleOutline) -> MediaTokens:
         return {
@@ -258,8 +289,8 @@ class Dataset:
         with self._lock:
             index = self._indexes.get(shard)
             if index is None:
-                index = open_index(self.shards[shard], self._cache_dir)
-                if (index.size, index.mtime_ns) != self._stamps[shard]:
+                index = open_index(self.shards[shard], self._cache_dir, self._read_retries)
+                if replace(index.version, ctime_ns=0) != replace(self._versions[shard], ctime_ns=0):
                     raise ShardError(f"{self.shards[shard]}: the shard changed while the run was reading it")
                 self._indexes[shard] = index
                 if len(self._indexes) > _OPEN_INDEXES:

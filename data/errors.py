@@ -9,12 +9,16 @@ class ShardError(DataError):
     """A shard that cannot be used: compressed, truncated, damaged, or changed while a run reads it."""
 
 
+class ReadError(DataError):
+    """An I/O error that did not pass. It says nothing about a sample: the run ends."""
+
+
+class MemoryShortage(DataError):
+    """Memory ran out over a sample within its bounds. Another machine may read it: it is not bad, and the run ends."""
+
+
 class SampleError(DataError):
-    """A sample that cannot be read: it is bad, and a stand-in takes its place."""
-
-
-class ReadError(SampleError):
-    """A member that could not be read in full."""
+    """A sample that cannot be used: it is bad, and a stand-in takes its place."""
 
 
 class DecodeError(SampleError):
@@ -27,3 +31,20 @@ class RecordError(SampleError):
 
 class TooManyBadSamples(DataError):
     """More bad samples than `data.max_bad_samples` allows."""
+
+
+def reason_of(error: Exception) -> str:
+    """What made a sample bad, in a line: of whatever a decoder, a tokenizer or a template raises.
+
+    Raises:
+        MemoryShortage: it says that memory ran out.
+    """
+    lines = str(error).strip().splitlines()
+    said = lines[0] if lines else type(error).__name__
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is torch's RuntimeError
+        raise MemoryShortage(
+            f"{said}: memory ran out over one sample: give the machine more, use fewer data.workers, or lower "
+            "data.bounds"
+        ) from error
+    known = isinstance(error, (SampleError, RuntimeError)) and not isinstance(error, RecursionError)
+    return said if known or not lines else f"{type(error).__name__}: {said}"

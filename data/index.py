@@ -6,28 +6,37 @@ the key `a/img` and the extension `2024.01.jpg`; names such as `img.2024.01` and
 one sample when they are neighbours. Members that start with a dot, have no extension, or are named `__*__` are
 skipped. What a member is (picture, audio, JSON record, text record) follows from the last part of its extension.
 
-The file `<shard>.mimo-index` is one JSON line (padded) and three arrays; it is mapped into memory, not read. It is
-checked against the shard's size and modification time and rebuilt when they differ.
+The file `<shard>.mimo-index` is one JSON line (padded) and three arrays, with a checksum over all; it is mapped into
+memory. It is compared with the shard (see `data.storage.version`) and built again when they differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_128
 
-from data.errors import DataError
+from data.errors import DataError, ShardError
 from data.media.headers import parse_audio_header, parse_header
+from data.reading import READS
 from data.shards import refuse_compressed
+from data.shown import shown
 from data.storage.replace import replacing
-from data.storage.tar import walk_tar
+from data.storage.retry import RETRIES, retrying
+from data.storage.tar import ReadRange, walk_tar
+from data.storage.version import ShardVersion, open_file, require_file
+
+_log = logging.getLogger(__name__)
 
 IMAGES = frozenset(["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp"])
 AUDIO = frozenset(["wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff"])
@@ -37,7 +46,9 @@ UNREADABLE = {
 }
 """Pictures and clips that are not decoded: a sample with one is bad, where to overlook it would change its meaning."""
 
-_VERSION = 3
+_VERSION = 4
+_NAMED = 8  # members in a message
+_LONGEST_HEAD = 1 << 26  # bytes of the JSON line
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 _SAMPLE = np.dtype([("first_member", "<i8"), ("key_at", "<i8"), ("reason", "<i4"), ("record", "<i4")])
@@ -75,8 +86,7 @@ class ShardIndex:
     """Read with `key`, `members`, `record` and `bad_reason`; rows are 0 to len - 1 in the shard's order."""
 
     path: Path
-    size: int
-    mtime_ns: int
+    version: ShardVersion
     extensions: list[str]
     reasons: list[str]
     samples: np.ndarray  # [N + 1] _SAMPLE; the last row only ends the one before
@@ -114,21 +124,46 @@ class ShardIndex:
         return int(np.count_nonzero(self.samples["reason"][:-1]))
 
 
-def open_index(shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> ShardIndex:
+def open_index(
+    shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, retries: int = RETRIES
+) -> ShardIndex:
     """The shard's index; built and saved first if it is absent or out of date. Several processes may call this at once.
 
-    Raises ShardError if the shard is compressed, truncated or damaged; FileNotFoundError if it is absent; DataError if
-    the index cannot be written.
+    Args:
+        retries: `data.read_retries`: times that a read is tried again after an I/O error.
+
+    Raises ShardError if the shard is no file, compressed, truncated or damaged; ReadError if it cannot be read;
+    DataError if the index cannot be written.
     """
     shard = Path(shard)
-    stat = os.stat(shard)
-    for path in dict.fromkeys([index_path(shard, cache_dir), index_path(shard, cache_dir, writable=True)]):
-        index = _load(path, shard, stat.st_size, stat.st_mtime_ns)
-        if index is not None:
+    found = retrying(shard.stat, f"{shard}: cannot look at it", retries)
+    require_file(shard, found)
+    writable = index_path(shard, cache_dir, writable=True)
+    for path in dict.fromkeys([index_path(shard, cache_dir), writable]):
+        index = _load(path, shard)
+        if index is None or index.version.dated(found):
+            continue
+        if index.version.ctime_ns == found.st_ctime_ns:
             return index
-    index = build_index(shard)
-    _save(index, index_path(shard, cache_dir, writable=True))
+        version = retrying(partial(_confirmed, shard, index), f"{shard}: cannot read it", retries)
+        if version is not None:
+            index = replace(index, version=version)
+            try:
+                _save(index, writable)
+            except DataError:
+                pass  # then the next start compares again
+            return index
+    index = build_index(shard, retries)
+    _save(index, writable)
     return index
+
+
+def _confirmed(shard: Path, index: ShardIndex) -> ShardVersion | None:
+    fd = open_file(shard)
+    try:
+        return index.version.confirmed(fd, os.fstat(fd))
+    finally:
+        os.close(fd)
 
 
 def index_path(
@@ -146,10 +181,28 @@ def index_path(
     return Path(cache_dir).expanduser() / f"{shard.name}.{place}.mimo-index"
 
 
-def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
-    """Reads the shard's directory and picture headers; writes nothing. Raises ShardError as `open_index` does."""
+def build_index(shard: str | os.PathLike[str], retries: int = RETRIES) -> ShardIndex:
+    """Reads the shard's directory and picture headers; writes nothing. Raises ShardError and ReadError as `open_index`
+    does."""
     shard = Path(shard)
     refuse_compressed(shard)
+    fd = retrying(lambda: open_file(shard), f"{shard}: cannot open it", retries)
+
+    def read(length: int, offset: int) -> bytes:
+        what = f"{shard}: cannot read {length} bytes at byte {offset}"
+        return retrying(lambda: os.pread(fd, length, offset), what, retries)
+
+    try:
+        before = retrying(lambda: ShardVersion.of(fd), f"{shard}: cannot read it", retries)
+        index = _build(shard, before, read)
+        if os.fstat(fd).st_mtime_ns != before.mtime_ns or os.fstat(fd).st_size != before.size:
+            raise ShardError(f"{shard}: the shard changed while it was indexed. Start again when it is whole.")
+        return index
+    finally:
+        os.close(fd)
+
+
+def _build(shard: Path, version: ShardVersion, read: ReadRange) -> ShardIndex:
     extensions: dict[str, int] = {}
     reasons: dict[str, int] = {}
     samples: list[tuple[int, int, int, int]] = []
@@ -166,9 +219,9 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
         samples.append((len(members) - len(names), len(keys), code, record))
         keys.extend(key.encode("utf-8", "surrogateescape"))
 
-    with open(shard, "rb") as file:
-        stat = os.fstat(file.fileno())
-        for name, offset, size in walk_tar(shard, file, stat.st_size):
+    with READS.of(shard):
+        for name, offset, size in walk_tar(shard, read, version.size):
+            READS.count += 1
             split = _NAME.match(name)
             if split is None or _META.search(name):
                 continue
@@ -178,12 +231,11 @@ def build_index(shard: str | os.PathLike[str]) -> ShardIndex:
                 current = (key, [])
             current[1].append(extension)
             code = extensions.setdefault(extension, len(extensions))
-            members.append((offset, size, *_measure(file.fileno(), extension, offset, size), code))
+            members.append((offset, size, *_measure(read, extension, offset, size), code))
         close_sample()
     return ShardIndex(
         path=shard,
-        size=stat.st_size,
-        mtime_ns=stat.st_mtime_ns,
+        version=version,
         extensions=list(extensions),
         reasons=list(reasons),
         samples=np.array([*samples, (len(members), len(keys), 0, -1)], dtype=_SAMPLE),
@@ -197,19 +249,22 @@ def _find_record(names: list[str]) -> tuple[int, str | None]:
     alone."""
     repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeated:
-        return -1, f"the extension .{repeated[0]} occurs {names.count(repeated[0])} times under one key"
+        return -1, f"the extension .{shown(repeated[0])} occurs {names.count(repeated[0])} times under one key"
     for last in ("json", "txt"):
         if last in names:
             return names.index(last), None
         found = [at for at, name in enumerate(names) if name.rpartition(".")[2] == last]
         if len(found) > 1:
+            two = " and ".join(f".{shown(names[at])}" for at in found[:2])
             return -1, (
-                f"{len(found)} records (.{names[found[0]]}, .{names[found[1]]}) under one key: a key ends at the "
-                "first dot of the name, so names of different samples must differ before it"
+                f"{len(found)} records ({two}) under one key: a key ends at the first dot of the name, so names of "
+                "different samples must differ before it"
             )
         if found:
             return found[0], None
-    return -1, f"no .json and no .txt member (members: {', '.join('.' + name for name in names)})"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    listed = ", ".join("." + shown(name) for name in names[:_NAMED])
+    return -1, f"no .json and no .txt member (members: {listed}{more})"
 
 
 def _kind(extension: str) -> str:
@@ -225,57 +280,71 @@ def ignored(extensions: Iterable[str]) -> list[str]:
     return sorted(one for one in extensions if _kind(one) == "other" and one.rpartition(".")[2] not in ("json", "txt"))
 
 
-def _measure(fd: int, extension: str, offset: int, size: int) -> tuple[int, int, int, int]:
+def _measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int, int, int]:
     """(frames, rate, height, width) of a member; zeros where they do not apply or cannot be read."""
     kind = _kind(extension)
     if kind == "image":
-        header = parse_header(lambda at, length: os.pread(fd, max(min(length, size - at), 0), offset + at), size)
+        header = parse_header(lambda at, length: read(max(min(length, size - at), 0), offset + at), size)
         return (0, 0, header.height, header.width) if header else (0, 0, 0, 0)
     if kind == "audio":
-        return (*(parse_audio_header(os.pread(fd, size, offset)) or (0, 0)), 0, 0)
+        frames, rate = parse_audio_header(read(size, offset)) or (0, 0)
+        return (frames, rate, 0, 0) if frames < 1 << 63 and rate < 1 << 31 else (0, 0, 0, 0)
     return 0, 0, 0, 0
 
 
 def _save(index: ShardIndex, path: Path) -> None:
-    meta: dict[str, int | list[str]] = {"version": _VERSION, "shard_size": index.size, "shard_mtime_ns": index.mtime_ns}
+    arrays = [array.tobytes() for array in (index.samples, index.all_members, index.keys)]
+    meta: dict[str, Any] = {"version": _VERSION, "shard": asdict(index.version)}
     meta |= {"samples": len(index), "members": len(index.all_members), "key_bytes": len(index.keys)}
     meta |= {"extensions": index.extensions, "reasons": index.reasons}
-    head = json.dumps(meta).encode()
+    head = json.dumps(meta | {"checksum": _checksum(meta, arrays)}).encode()
     head += b" " * (-(len(head) + 1) % 64) + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whoever reads the shards may read their indexes, whatever the umask of the user who made them.
         with replacing(path, mode=0o644) as file:
             file.write(head)
-            for array in (index.samples, index.all_members, index.keys):
-                file.write(array.tobytes())
+            for array in arrays:
+                file.write(array)
     except OSError as error:
         raise DataError(
             f"cannot write the index {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
         ) from error
 
 
-def _load(path: Path, shard: Path, size: int, mtime_ns: int) -> ShardIndex | None:
-    """The saved index, or None if it is absent, out of date, of another version, or damaged."""
+def _checksum(meta: dict[str, Any], arrays: Iterable[Any]) -> str:
+    digest = xxh3_128(json.dumps(meta, sort_keys=True).encode())
+    for array in arrays:
+        digest.update(array)
+    return digest.hexdigest()
+
+
+def _load(path: Path, shard: Path) -> ShardIndex | None:
+    """The saved index, or None if it is absent, of another version, or damaged."""
     try:
-        with open(path, "rb") as file:
-            head = file.readline()
+        with open(open_file(path), "rb") as file:
+            head = file.readline(_LONGEST_HEAD)
             meta = json.loads(head)
-            if (meta["version"], meta["shard_size"], meta["shard_mtime_ns"]) != (_VERSION, size, mtime_ns):
+            if meta["version"] != _VERSION:
                 return None
             lengths = [(meta["samples"] + 1) * _SAMPLE.itemsize, meta["members"] * _MEMBER.itemsize, meta["key_bytes"]]
-            bounds = np.cumsum([len(head), *lengths])
+            bounds = [sum(lengths[:at], len(head)) for at in range(4)]
             if os.fstat(file.fileno()).st_size != bounds[-1]:
-                return None
+                raise DataError("it has another length")
             # One mapping for all arrays: each mapping holds a file descriptor. It is of the file that was just checked,
             # also if another process has replaced it meanwhile.
             blob = np.memmap(file, dtype=np.uint8, mode="r")
-    except (OSError, ValueError, KeyError, TypeError):
+            if meta.pop("checksum") != _checksum(meta, [blob[len(head) :]]):
+                raise DataError("its checksum is wrong")
+            version = ShardVersion(**meta["shard"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _log.warning("%s: the index is damaged or cannot be read, and built again: %s", path, error)
         return None
     return ShardIndex(
         path=shard,
-        size=size,
-        mtime_ns=mtime_ns,
+        version=version,
         extensions=meta["extensions"],
         reasons=meta["reasons"],
         samples=blob[bounds[0] : bounds[1]].view(_SAMPLE),

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from data.errors import DataError
+from data.bounds import BOUNDS, Bounds
+from data.errors import DataError, reason_of
 from data.index import AUDIO, IMAGES, UNREADABLE, Member
 from data.media.resize import STRETCHED, Resize
 from data.positions import Grid, Place
+from data.shown import shown
 
 
 @dataclass(frozen=True)
@@ -95,22 +97,27 @@ class SampleOutline:
 
 
 def count_tokens(
-    members: dict[str, list[Member]], modules: Sequence[Media], sequence_length: int
+    members: dict[str, list[Member]], modules: Sequence[Media], sequence_length: int, bounds: Bounds = BOUNDS
 ) -> tuple[dict[str, list[int]], str | None]:
     """(`SampleOutline.tokens`, None), or (nothing, why the sample is bad): a member without a readable header, one that
-    a module cannot take, or more tokens than `sequence_length`."""
+    is above its bounds or that a module cannot take, or more tokens than `sequence_length`."""
+    if above := bounds.of_placeholders(sum(map(len, members.values()))):
+        return {}, above
     tokens: dict[str, list[int]] = {}
     for media in modules:
         tokens[media.module] = []
         for member in members[media.kind]:
             if 0 in member.extent:
-                return {}, f"member .{member.extension} ({member.size} bytes) {_why_unreadable(member)}"
+                return {}, f"member .{shown(member.extension)} ({member.size} bytes) {_why_unreadable(member)}"
+            if above := (bounds.of_picture if member.kind == "image" else bounds.of_clip)(*member.extent):
+                return {}, f"member .{shown(member.extension)}: {above}"
             try:
                 media.size(*member.extent)
                 tokens[media.module].append(media.num_tokens(*member.extent))
-            except ValueError as error:
-                where = f"member .{member.extension} of {member.extent}"
-                return {}, f"{where}: module {media.module} cannot take it: {error}"
+            except Exception as error:  # an EncoderError, or whatever a user's own encoder raises
+                where = f"member .{shown(member.extension)} of {member.extent}"
+                said = error if isinstance(error, ValueError) else reason_of(error)
+                return {}, f"{where}: module {media.module} cannot take it: {said}"
     needed = sum(map(sum, tokens.values()))
     if needed > sequence_length:
         return {}, f"its media alone need {needed} tokens, but data.sequence_length is {sequence_length}"

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from data.bounds import BOUNDS, Bounds
 from data.errors import RecordError
+from data.shown import shown
 
 MARKERS = {"<image>": "image", "<audio>": "audio"}
 _KINDS = sorted(set(MARKERS.values()))
@@ -37,6 +39,8 @@ class Part:
     kind: str
     text: str = ""
 
+
+_SHOWN = 80  # characters of a value in a message
 
 _NO_FIELDS: Mapping[str, Any] = {}
 
@@ -70,31 +74,32 @@ class Conversation:
         return sum(part.kind == kind for turn in self.turns for part in turn.parts)
 
 
-def parse_record(raw: bytes, extension: str, key: str, media: dict[str, int]) -> Conversation:
+def parse_record(raw: bytes, extension: str, key: str, media: dict[str, int], bounds: Bounds = BOUNDS) -> Conversation:
     """The record of a sample -> its conversation.
 
     raw: bytes of the `json` or `txt` member; extension: which of the two (its last part counts);
     media: number of members of each kind that the run uses, e.g. {"image": 2}. A kind that is absent is not used by any
     module: then the record must not refer to it.
 
-    Raises RecordError: unreadable, of no known form, without an assistant turn, or with a number of placeholders that
-    differs from the number of members.
+    Raises RecordError: unreadable, of no known form, above its bounds, without an assistant turn, or with a number of
+    placeholders that differs from the number of members.
     """
+    if above := bounds.of_record(len(raw)):
+        raise RecordError(f"key {key!r}: the .{shown(extension)} member: {above}")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecordError(
-            f"key {key!r}: the .{extension} member is not UTF-8 ({error.reason} at byte {error.start})"
+            f"key {key!r}: the .{shown(extension)} member is not UTF-8 ({error.reason} at byte {error.start})"
         ) from error
     if extension.rpartition(".")[2] == "txt":
         conversation = _caption(text, media)
     else:
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"key {key!r}: the .{extension} member is not JSON ({error})") from error
-        conversation = _from_json(record, key, media)
+        record = _json(text, f"key {key!r}: the .{shown(extension)} member", bounds)
+        conversation = _from_json(record, key, media, bounds)
     kinds = [part.kind for turn in conversation.turns for part in turn.parts]
+    if above := bounds.of_placeholders(sum(kind != "text" for kind in kinds)):
+        raise RecordError(f"key {key!r}: {above}")
     for kind in _KINDS:
         used = kinds.count(kind)
         if kind not in media and used:
@@ -109,7 +114,33 @@ def parse_record(raw: bytes, extension: str, key: str, media: dict[str, int]) ->
     return conversation
 
 
-def _from_json(record: Any, key: str, media: dict[str, int]) -> Conversation:
+def _json(text: str, what: str, bounds: Bounds) -> Any:
+    """What a text of JSON says."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{what} is not JSON ({error})") from error
+    # Of so few brackets none can be deeper.
+    if text.count("[") + text.count("{") > bounds.record_depth and _is_deeper(record, bounds.record_depth):
+        raise RecordError(f"{what}: lists and objects inside each other, above data.bounds.record_depth of them")
+    return record
+
+
+def _is_deeper(record: Any, depth: int) -> bool:
+    level = [record]
+    for _ in range(depth + 1):
+        level = [one for one in level if isinstance(one, (dict, list))]
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return bool(level)
+
+
+def _called(value: Any) -> str:
+    """What JSON calls a value."""
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _from_json(record: Any, key: str, media: dict[str, int], bounds: Bounds) -> Conversation:
     if not isinstance(record, dict):
         raise RecordError(f"key {key!r}: the record is a JSON {type(record).__name__}, not an object")
     for name, role_field, content_field in (("conversations", "from", "value"), ("messages", "role", "content")):
@@ -117,7 +148,11 @@ def _from_json(record: Any, key: str, media: dict[str, int]) -> Conversation:
             continue
         turns = record[name]
         if not isinstance(turns, list) or not turns:
-            raise RecordError(f"key {key!r}: {name} is not a list of turns")
+            raise RecordError(
+                f"key {key!r}: {name} is {'an empty list' if turns == [] else _called(turns)}, not a list of turns"
+            )
+        if above := bounds.of_turns(len(turns)):
+            raise RecordError(f"key {key!r}: {name}: {above}")
         built = tuple(
             _turn(turn, role_field, content_field, f"key {key!r}: {name}[{at}]") for at, turn in enumerate(turns)
         )
@@ -125,13 +160,16 @@ def _from_json(record: Any, key: str, media: dict[str, int]) -> Conversation:
             raise RecordError(f"key {key!r}: {name} has no assistant turn, so there is nothing to learn from it")
         if "system" in record:
             built = _with_system(record, built, key)
-        return Conversation(built, _tools(record, key) if "tools" in record else ())
-    for name in ("caption", "text"):
-        if isinstance(record.get(name), str):
+        return Conversation(built, _tools(record, key, bounds) if "tools" in record else ())
+    captions = [name for name in ("caption", "text") if name in record]
+    for name in captions:
+        if isinstance(record[name], str):
             return _caption(record[name], media)
+    if captions:
+        raise RecordError(f"key {key!r}: {captions[0]} is {_called(record[captions[0]])}, not a text")
     raise RecordError(
         f"key {key!r}: the record has none of conversations, messages, caption, text; it has "
-        f"{sorted(map(str, record))[:8]}"
+        f"{sorted(name[:_SHOWN] for name in record)[:8]}"
     )
 
 
@@ -145,7 +183,7 @@ def _turn(turn: Any, role_field: str, content_field: str, where: str) -> Turn:
     name = turn[role_field]
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise RecordError(f"{where}: unknown role {name!r}; known are {', '.join(_ROLES)}")
+        raise RecordError(f"{where}: unknown role {_cut(name)}; known are {', '.join(_ROLES)}")
     content, fields = turn.get(content_field), _NO_FIELDS
     if len(turn) > 2 or content_field not in turn:
         fields = {
@@ -157,7 +195,7 @@ def _turn(turn: Any, role_field: str, content_field: str, where: str) -> Turn:
         return Turn(role, tuple(_typed_part(part, where) for part in content), fields, typed=True)
     if content is None and turn.get("tool_calls"):
         return Turn(role, (), fields, typed=None)
-    raise RecordError(f"{where}: {content_field} is neither text nor a list of typed parts")
+    raise RecordError(f"{where}: {content_field} is {_called(content)}, neither text nor a list of typed parts")
 
 
 def _with_system(record: dict[str, Any], turns: tuple[Turn, ...], key: str) -> tuple[Turn, ...]:
@@ -170,14 +208,16 @@ def _with_system(record: dict[str, Any], turns: tuple[Turn, ...], key: str) -> t
     return (Turn("system", (Part("text", text),)), *turns)
 
 
-def _tools(record: dict[str, Any], key: str) -> tuple[Any, ...]:
+def _cut(value: Any) -> str:
+    """A value of a record, on a line and not too much of it."""
+    return repr(value[:_SHOWN] if isinstance(value, str) else value)[: _SHOWN + 2]
+
+
+def _tools(record: dict[str, Any], key: str, bounds: Bounds) -> tuple[Any, ...]:
     """Descriptions of tools: JSON schemas in a list, or that list as JSON text."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"key {key!r}: tools is a text that is not JSON ({error})") from error
+        tools = _json(tools, f"key {key!r}: tools, a text,", bounds)
     if not tools:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -191,7 +231,7 @@ def _typed_part(part: Any, where: str) -> Part:
         return Part("text", part["text"])
     if isinstance(kind, str) and kind in _PART_KINDS:
         return Part(_PART_KINDS[kind])
-    raise RecordError(f"{where}: unknown content part {str(part)[:80]}; known types are text, {', '.join(_PART_KINDS)}")
+    raise RecordError(f"{where}: unknown content part {_cut(part)}; known types are text, {', '.join(_PART_KINDS)}")
 
 
 def split_markers(text: str) -> tuple[Part, ...]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.errors import DataError, ShardError
+from data.storage.retry import retrying
+from data.storage.version import require_file
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 
@@ -22,7 +24,7 @@ def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 
     Raises:
         DataError: nothing matches, or a named shard is missing (names `data.shards` and what was looked for).
-        ShardError: a match is a compressed tar.
+        ShardError: a match is a compressed tar, or no file.
     """
     if isinstance(pattern, str):
         parts: list[str] = _split_commas(pattern)
@@ -34,7 +36,10 @@ def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str
         raise DataError(
             "data.shards is empty: give a folder, a glob, a brace range such as 'x-{000000..000003}.tar', or a list"
         )
-    return [path for part in parts for path in _find_one(part)]
+    found = [path for part in parts for path in _find_one(part)]
+    for path in found:
+        require_file(path, retrying(path.stat, f"{path}: cannot look at it"))
+    return found
 
 
 def refuse_compressed(path: str | os.PathLike[str]) -> None:
@@ -59,12 +64,12 @@ def _find_one(part: str) -> list[Path]:
                 refuse_compressed(path / name)
             raise DataError(f"data.shards: the folder {path} holds no *.tar file")
         return found
-    if path.is_file():
+    if path.exists():
         refuse_compressed(path)
         return [path]
     found = []
     for name in _expand_braces(str(path)):
-        matches = [Path(name)] if os.path.isfile(name) else [Path(match) for match in sorted(glob.glob(name))]
+        matches = [Path(name)] if os.path.exists(name) else [Path(match) for match in sorted(glob.glob(name))]
         if not matches:
             kind = "no file matches" if glob.has_magic(name) else "no such file or folder:"
             hint = "" if name == str(path) else f" (from {part!r})"

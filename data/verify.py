@@ -4,31 +4,39 @@ from __future__ import annotations
 
 from collections import Counter
 
-from data.errors import SampleError
+from data.bounds import BOUNDS
+from data.errors import MemoryShortage, ReadError, ShardError, reason_of
 from data.index import ShardIndex
 from data.media.decode import decode_audio, decode_picture
 from data.records import parse_record
+from data.shown import shown
 from data.storage.local import ShardReader
 
 
 def check_sample(reader: ShardReader, index: ShardIndex, row: int) -> str | None:
-    """Why the sample is bad, or None. Reads and decodes everything, which a run does not do on any single rank."""
+    """Why the sample is bad, or None. Reads and decodes everything, which a run does not do on any single rank.
+
+    Raises ReadError, ShardError: the shard cannot be read; MemoryShortage.
+    """
     if reason := index.bad_reason(row):
         return reason
-    members, at = index.members(row), index.record(row)
+    key, members, at = index.key(row), index.members(row), index.record(row)
     assert at is not None, "a sample without a record has a reason in the index"
-    stamp = (index.size, index.mtime_ns)
     name = ""
     try:
         for member in members:
-            name = f"member .{member.extension}: "
+            name = f"member .{shown(member.extension)}: "
             if member.kind != "other":
-                raw = reader.read(index.path, member.offset, member.size, member.extension, stamp)
+                raw = reader.read(index.path, member.offset, member.size, member.extension, index.version)
                 decode_picture(raw) if member.kind == "image" else decode_audio(raw, rate=member.rate or 16000)
         name, record = "", members[at]
-        raw = reader.read(index.path, record.offset, record.size, record.extension, stamp)
+        if above := BOUNDS.of_record(record.size):
+            return above
+        raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
         counts = Counter(member.kind for member in members)
-        parse_record(raw, record.extension, index.key(row), {kind: counts[kind] for kind in ("image", "audio")})
-    except SampleError as error:
-        return name + str(error)
+        parse_record(raw, record.extension, key, {kind: counts[kind] for kind in ("image", "audio")})
+    except (ReadError, ShardError, MemoryShortage):
+        raise
+    except Exception as error:
+        return name + reason_of(error).removeprefix(f"key {key!r}: ")
     return None

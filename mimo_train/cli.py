@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from mimo_train.commands import check, config, export, generate, shards, train
+from mimo_train.commands import check, checkpoint, config, export, generate, hang, shards, train
 from mimo_train.commands.arguments import print_fault, users_faults
 from mimo_train.config.fault import UserError
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
 
-COMMANDS = (train, check, config, generate, export, shards)
+COMMANDS = (train, check, config, generate, export, checkpoint, shards, hang)
 """Modules that add commands, in the order of the help."""
 
 DESCRIPTION = """\
@@ -26,8 +26,8 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 a user error, 2 wrong usage, 16 and 17 a loss that cannot
-    be trusted (`train.rerun`), 130 interrupted.
+    """Run one command and return its exit code: 0 done, 1 a user error, 2 wrong usage, 3 `hang` blames a
+    rank, 16 and 17 a loss that cannot be trusted (`train.rerun`), 18 a run that hung, 130 interrupted.
 
     A user error is printed as `error: ` and one line per fault. Anything unexpected keeps its traceback.
     """

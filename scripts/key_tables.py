@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
@@ -184,6 +184,11 @@ def _rows(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -
         key = f"{prefix}.{field.name}" if prefix else field.name
         if _is_group(field):
             yield from _rows(field.default_factory, key, lambda _: True)
+            continue
+        of_each = next((one for one in get_args(field.type) if dataclasses.is_dataclass(one)), None)
+        if get_origin(field.type) is dict and of_each is not None:
+            yield f"| `{key}` | {_default(field)} | {_shown_text(meanings[field.name])} |"
+            yield from _rows(of_each, f"{key}.NAME", lambda _: True)
             continue
         meaning, see, place = meanings[field.name].partition(" See docs/")
         yield f"| `{key}` | {_default(field)} | {_shown_text(meaning + _bounds(field) + see + place)} |"

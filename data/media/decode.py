@@ -7,6 +7,7 @@ applied by our own header parser and not by the decoder, so that sizes agree wit
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,23 +15,32 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
-from data.errors import DecodeError
-from data.media.headers import is_cut_off, parse_header_bytes
+from data.bounds import BOUNDS, Bounds
+from data.errors import DecodeError, reason_of
+from data.media.headers import AudioFile, is_cut_off, parse_header_bytes
+from data.media.resample import resampled
 from data.media.resize import STRETCHED, Resize
 
+_FRAMES = 1 << 20  # of a clip, decoded at once
 
-def decode_media(kind: str, raw: bytes, size: tuple[int, int], resize: Resize) -> torch.Tensor:
+
+def decode_media(kind: str, raw: bytes, size: tuple[int, int], resize: Resize, bounds: Bounds = BOUNDS) -> torch.Tensor:
     """A picture as uint8 [3, height, width], or a clip as float32 [samples], of `Media.size`. Raises DecodeError."""
     if kind == "image":
-        return decode_resized(raw, *size, resize)
-    return decode_audio(raw, rate=size[1], samples=size[0])
+        return decode_resized(raw, *size, resize, bounds)
+    return decode_audio(raw, rate=size[1], samples=size[0], bounds=bounds)
 
 
-def decode_picture(raw: bytes) -> torch.Tensor:
-    """A JPEG, PNG, WebP, GIF or BMP file (the first frame) -> uint8 [3, H, W], RGB, upright. Raises DecodeError."""
+def decode_picture(raw: bytes, bounds: Bounds = BOUNDS) -> torch.Tensor:
+    """A JPEG, PNG, WebP, GIF or BMP file (the first frame) -> uint8 [3, H, W], RGB, upright.
+
+    Raises DecodeError: damaged, or above its bounds; MemoryShortage.
+    """
     header = parse_header_bytes(raw)
     if header is None:
         raise DecodeError(f"no JPEG, PNG, WebP, GIF or BMP header in {len(raw)} bytes")
+    if above := bounds.of_picture(header.height, header.width):
+        raise DecodeError(above)
     try:
         # torchvision reads no animated WebP: VP8X, with this flag.
         moves = header.format == "WEBP" and raw[12:16] == b"VP8X" and raw[20] & 0x02
@@ -40,7 +50,7 @@ def decode_picture(raw: bytes) -> torch.Tensor:
         else:
             picture = _decode_with_pillow(raw)
     except Exception as error:  # RuntimeError from torchvision, many types from Pillow; all mean the bytes are damaged
-        raise DecodeError(f"cannot decode {len(raw)} bytes of {header.format}: {str(error).splitlines()[0]}") from error
+        raise DecodeError(f"cannot decode {len(raw)} bytes of {header.format}: {reason_of(error)}") from error
     if picture.dtype != torch.uint8:  # 16-bit PNG
         picture = transforms.to_dtype(picture, torch.uint8, scale=True)
     picture = _upright(picture, header.orientation)
@@ -49,10 +59,12 @@ def decode_picture(raw: bytes) -> torch.Tensor:
     return picture
 
 
-def decode_resized(raw: bytes, height: int, width: int, resize: Resize = STRETCHED) -> torch.Tensor:
+def decode_resized(
+    raw: bytes, height: int, width: int, resize: Resize = STRETCHED, bounds: Bounds = BOUNDS
+) -> torch.Tensor:
     """`decode_picture`, resized to uint8 [3, height, width] whatever its aspect ratio, or the middle of the resized
     picture."""
-    picture = decode_picture(raw)
+    picture = decode_picture(raw, bounds)
     whole = [height, width]
     if resize.shortest_edge:
         shortest = min(picture.shape[1:])
@@ -63,31 +75,43 @@ def decode_resized(raw: bytes, height: int, width: int, resize: Resize = STRETCH
     return picture[:, top : top + height, left : left + width].contiguous()
 
 
-def decode_audio(raw: bytes, rate: int, samples: int | None = None) -> torch.Tensor:
+def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Bounds = BOUNDS) -> torch.Tensor:
     """A WAV, FLAC, MP3 or OGG file -> float32 [samples] in [-1, 1], mono (mean of the channels), `rate` samples a
     second.
 
     Read as 16-bit integers and divided by 32768, so that FLAC and WAV of one recording give equal numbers.
-    `samples`: cut or padded with zeros to this length; None keeps the clip's own. Raises DecodeError.
+    `samples`: cut or padded with zeros to this length; None keeps the clip's own.
+
+    Raises DecodeError: damaged, or above its bounds; MemoryShortage.
     """
     import soundfile
 
     if is_cut_off(raw):
         raise DecodeError(f"{len(raw)} bytes of audio: the end of the file is missing")
     try:
-        pcm, clip_rate = soundfile.read(io.BytesIO(raw), dtype="int16", always_2d=True)
-    except (soundfile.SoundFileError, RuntimeError) as error:
-        raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {error}") from error
-    if not len(pcm):
+        with soundfile.SoundFile(AudioFile(raw)) as file:
+            if above := bounds.of_clip(file.frames, file.samplerate):
+                raise DecodeError(above)
+            wave, clip_rate = torch.from_numpy(_mono(file) / 32768.0), file.samplerate
+    except DecodeError:
+        raise
+    except Exception as error:  # LibsndfileError and RuntimeError; what else there may be means the same
+        raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {reason_of(error)}") from error
+    if not len(wave):
         raise DecodeError(f"no audio in {len(raw)} bytes")
-    wave = torch.from_numpy(pcm.astype(np.float32).mean(axis=1) / 32768.0)
     if clip_rate != rate:
-        from torchaudio.functional import resample
-
-        wave = resample(wave, clip_rate, rate)
+        wave = resampled(wave, clip_rate, rate)
     if samples is not None:
         wave = torch.nn.functional.pad(wave[:samples], (0, max(samples - len(wave), 0)))
     return wave
+
+
+def _mono(file: Any) -> np.ndarray:
+    """float32 [samples], the mean of the channels, which are never all in memory."""
+    parts = [np.zeros(0, dtype=np.float32)]
+    while len(block := file.read(min(_FRAMES, file.frames), dtype="int16", always_2d=True)):
+        parts.append(block.astype(np.float32).mean(axis=1))
+    return np.concatenate(parts)
 
 
 def _decode_with_pillow(raw: bytes) -> torch.Tensor:

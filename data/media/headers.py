@@ -28,6 +28,7 @@ _JPEG_BARE = frozenset([0x01, *range(0xD0, 0xD8)])
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_TAIL = 1 << 16  # bytes at the end of a PNG in which metadata behind its pixels is looked for
 _JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_MOST_PARTS = 1 << 16  # segments, chunks and fill bytes that are walked through: files of nothing else have millions
 _UNKNOWN_LENGTH = 0x7FFFF000  # of a WAV: programs that write into a pipe put this or more
 
 
@@ -75,10 +76,22 @@ def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
     if is_cut_off(raw):
         return None
     try:
-        info = soundfile.info(io.BytesIO(raw))
-    except (soundfile.SoundFileError, RuntimeError):
+        with soundfile.SoundFile(AudioFile(raw)) as file:
+            frames, rate = int(file.frames), int(file.samplerate)
+    except Exception:  # SoundFileError and RuntimeError; what else there may be means the same
         return None
-    return (int(info.frames), int(info.samplerate)) if info.frames > 0 and info.samplerate > 0 else None
+    return (frames, rate) if frames > 0 and rate > 0 else None
+
+
+class AudioFile(io.BytesIO):
+    """Bytes for soundfile 0.14, which prints a traceback where a damaged header makes it seek to before the start:
+    such a seek does nothing, and the library finds the damage."""
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        try:
+            return super().seek(offset, whence)
+        except (ValueError, OverflowError):
+            return self.tell()
 
 
 def is_cut_off(raw: bytes) -> bool:
@@ -86,7 +99,9 @@ def is_cut_off(raw: bytes) -> bool:
     if raw[:4] in (b"RIFF", b"RIFX") and raw[8:12] == b"WAVE":
         order: Literal["little", "big"] = "little" if raw[:4] == b"RIFF" else "big"
         offset = 12
-        while len(raw) >= offset + 8:
+        for _ in range(_MOST_PARTS):
+            if len(raw) < offset + 8:
+                break
             length = int.from_bytes(raw[offset + 4 : offset + 8], order)
             if raw[offset : offset + 4] == b"data":
                 return offset + 8 + length > len(raw) and length < _UNKNOWN_LENGTH
@@ -116,7 +131,7 @@ def _jpeg(window: _Window) -> ImageHeader | None:
     offset = 2
     exif: tuple[int, int] | None = None  # where it is, and its length
     xmp: tuple[int, int] | None = None
-    while True:
+    for _ in range(_MOST_PARTS):
         marker = window.get(offset, 2)
         if len(marker) < 2 or marker[0] != 0xFF:
             return None
@@ -145,6 +160,7 @@ def _jpeg(window: _Window) -> ImageHeader | None:
             elif window.get(offset + 4, len(_JPEG_XMP)) == _JPEG_XMP:
                 xmp = offset + 4 + len(_JPEG_XMP), length - 2 - len(_JPEG_XMP)
         offset += 2 + length
+    return None
 
 
 def _png(window: _Window, read: ReadAt, size: int) -> ImageHeader | None:
@@ -163,7 +179,10 @@ def _png(window: _Window, read: ReadAt, size: int) -> ImageHeader | None:
 def _first_chunks(window: _Window) -> Iterator[tuple[bytes, bytes]]:
     """(name, content) of the metadata chunks in front of the pixels."""
     offset = 8
-    while len(chunk := window.get(offset, 8)) == 8:
+    for _ in range(_MOST_PARTS):
+        chunk = window.get(offset, 8)
+        if len(chunk) < 8:
+            return
         length, name = struct.unpack(">I4s", chunk)
         if name in (b"IDAT", b"IEND"):
             return

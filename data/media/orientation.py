@@ -73,10 +73,12 @@ def last_png_chunks(tail: bytes) -> Iterator[tuple[bytes, bytes]]:
         for at in (found.start() for found in re.finditer(name, tail))
         if at >= 4
     )
+    dead: set[int] = set()  # places from which no lengths lead to the end mark
     for start in starts:
         chunks: list[tuple[bytes, bytes]] = []
         offset = start
-        while len(head := tail[offset : offset + 8]) == 8:
+        while offset not in dead and len(head := tail[offset : offset + 8]) == 8:
+            dead.add(offset)
             length, name = struct.unpack(">I4s", head)
             if name == b"IEND":
                 yield from chunks

@@ -4,45 +4,52 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from data.errors import ReadError, ShardError
+from data.errors import ShardError
+from data.reading import READS
+from data.storage.retry import RETRIES, retrying
+from data.storage.version import ShardVersion, open_file
 
 _OPEN_FILES = 128
+_LOOK_AGAIN = 5.0  # seconds between looks at what stands at a path, besides that at the open file after each read
 
 
 class ShardReader:
     """Reads byte ranges of shards; keeps some files open, the least recently used is closed first.
 
+    Args:
+        retries: `data.read_retries`: times that a read is tried again after an I/O error.
+
     `bytes_read`: bytes read so far by extension, for accounting and for the proof that a rank reads only its members.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, retries: int = RETRIES, clock: Callable[[], float] = time.monotonic) -> None:
         self.bytes_read: dict[str, int] = Counter()
+        self._retries, self._clock = retries, clock
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, _File] = OrderedDict()
+        self._confirmed: dict[Path, tuple[int, ShardVersion]] = {}  # inode, and the version as last seen there
 
-    def read(self, path: Path, offset: int, size: int, extension: str, stamp: tuple[int, int] | None = None) -> bytes:
-        """`size` bytes at `offset`. `stamp`: (size, mtime_ns) that the shard had when it was indexed, checked on
-        opening.
+    def read(self, path: Path, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:
+        """`size` bytes at `offset`.
 
-        Raises ReadError if the file cannot be read or ends early, ShardError if it is not the one that was indexed.
+        Args:
+            version: that of the shard when it was indexed. It is compared when the file is opened and after every read,
+                and every few seconds with the file that stands at `path` by then.
+
+        Raises:
+            ReadError: the file cannot be read, after several tries.
+            ShardError: it is not, or no longer, the one that was indexed, or ends early.
         """
-        try:
-            with self._open(path, stamp) as fd:
-                raw = os.pread(fd, size, offset)
-                while len(raw) < size:  # signals and sizes over 2 GiB cut a read short
-                    more = os.pread(fd, size - len(raw), offset + len(raw))
-                    if not more:
-                        raise ReadError(
-                            f"only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its index"
-                        )
-                    raw += more
-        except OSError as error:
-            raise ReadError(f"cannot read {size} bytes at byte {offset}: {error.strerror or error}") from error
+        what = f"{path}: cannot read {size} bytes at byte {offset}"
+        with READS.of(path):
+            raw = retrying(lambda: self._read(path, offset, size, version), what, self._retries)
         with self._lock:
             self.bytes_read[extension] += len(raw)
         return raw
@@ -52,12 +59,57 @@ class ShardReader:
         with self._lock:
             self._shrink(0)
 
+    def _read(self, path: Path, offset: int, size: int, version: ShardVersion | None) -> bytes:
+        try:
+            with self._open(path, version) as fd:
+                raw = os.pread(fd, size, offset)
+                while len(raw) < size:  # signals and sizes over 2 GiB cut a read short
+                    more = os.pread(fd, size - len(raw), offset + len(raw))
+                    if not more:
+                        raise ShardError(
+                            f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its "
+                            "index"
+                        )
+                    raw += more
+                if version is not None:
+                    self._confirm(path, fd, version)
+                return raw
+        except OSError:
+            # The next try opens the file again, which a stale handle needs, with descriptors to spare.
+            self.close()
+            raise
+
+    def _confirm(self, path: Path, fd: int, version: ShardVersion) -> None:
+        """Raises ShardError unless the open file still has the content that was indexed."""
+        found = os.fstat(fd)
+        inode, seen = self._confirmed.get(path, (found.st_ino, version))
+        if inode != found.st_ino:
+            seen = replace(seen, ctime_ns=-1)  # another file may have been made at the same time
+        now = seen.confirmed(fd, found)
+        if now is None:
+            was, is_now = (version.size, version.mtime_ns), (found.st_size, found.st_mtime_ns)
+            said = f"{was[0]} bytes of {was[1]} ns, now {is_now[0]} of {is_now[1]}"
+            if was == is_now:
+                said = f"{was[0]} bytes as before, but with other content"
+            raise ShardError(
+                f"{path}: the shard changed after it was indexed ({said}). Start the run again with shards that stay "
+                "as they are."
+            )
+        self._confirmed[path] = (found.st_ino, now)
+
     @contextmanager
-    def _open(self, path: Path, stamp: tuple[int, int] | None) -> Iterator[int]:
+    def _open(self, path: Path, version: ShardVersion | None) -> Iterator[int]:
         with self._lock:
             file = self._files.get(path)
+            if file is not None and version is not None and self._clock() >= file.look_again:
+                file.look_again = self._clock() + _LOOK_AGAIN
+                if self._is_replaced(path, file):
+                    del self._files[path]
+                    if not file.users:
+                        os.close(file.fd)
+                    file.orphaned, file = True, None
             if file is None:
-                file = self._files[path] = _File(path, stamp)
+                file = self._opened(path, version)
             self._files.move_to_end(path)
             file.users += 1
             self._shrink(_OPEN_FILES)
@@ -66,6 +118,31 @@ class ShardReader:
         finally:
             with self._lock:
                 file.users -= 1
+                if file.orphaned and not file.users:
+                    os.close(file.fd)
+
+    def _opened(self, path: Path, version: ShardVersion | None) -> _File:
+        fd = open_file(path)
+        try:
+            if version is not None:
+                self._confirm(path, fd, version)
+            if hasattr(os, "posix_fadvise"):
+                # Samples are read in random order: reading ahead would fetch neighbours that nobody needs.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        except BaseException:
+            os.close(fd)
+            raise
+        file = self._files[path] = _File(fd, self._clock() + _LOOK_AGAIN)
+        return file
+
+    def _is_replaced(self, path: Path, file: _File) -> bool:
+        """Whether another file stands at the path. One that is gone can still be read where it is open."""
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return False
+        own = os.fstat(file.fd)
+        return (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino)
 
     def _shrink(self, limit: int) -> None:
         idle = [path for path, file in self._files.items() if file.users == 0]
@@ -74,16 +151,7 @@ class ShardReader:
 
 
 class _File:
-    def __init__(self, path: Path, stamp: tuple[int, int] | None) -> None:
-        self.users = 0
-        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        stat = os.fstat(self.fd)
-        if stamp is not None and stamp != (stat.st_size, stat.st_mtime_ns):
-            os.close(self.fd)
-            raise ShardError(
-                f"{path}: the shard changed after it was indexed. Start the run again with shards that stay as they "
-                "are."
-            )
-        if hasattr(os, "posix_fadvise"):
-            # Samples are read in random order: reading ahead would fetch neighbours that nobody needs.
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+    """An open shard. `orphaned`: another one stands at its path, and its last user closes it."""
+
+    def __init__(self, fd: int, look_again: float) -> None:
+        self.fd, self.users, self.orphaned, self.look_again = fd, 0, False, look_again

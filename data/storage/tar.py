@@ -1,63 +1,203 @@
-"""The members of a tar, in order, and a check that it was read to its end."""
+"""The members of an uncompressed tar, in order: ustar, GNU and pax, by their headers alone.
 
-import io
-import os
-import tarfile
-from collections.abc import Iterator
+Not `tarfile`, which stops silently at a damaged header, goes round for ever on a negative size, and reads a long name
+of any length that a header claims. Every step here goes forward by at least a header, and everything that a header
+says is checked against the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from data.errors import ShardError
+from data.shown import shown
+
+ReadRange = Callable[[int, int], bytes]
+"""(bytes, at which byte) -> what is there, less at the end of the file."""
 
 _BLOCK = 512  # bytes: headers and contents of members begin at multiples of it
 _END = 2 * _BLOCK  # bytes of zeros that end a tar
+_ZEROS = bytes(_BLOCK)
+_AHEAD = 1 << 16  # bytes read at once where the next header is near; else a page
+_LARGEST_EXTRA = 1 << 20  # bytes of a long name or of a pax header
+_REGULAR, _OLD_REGULAR, _FOLDER = "07", "\0", "5"
+_KINDS = {
+    "1": "a hard link",
+    "2": "a symbolic link",
+    "3": "a device",
+    "4": "a device",
+    "6": "a FIFO",
+    "D": "a folder of an incremental dump",
+    "M": "a part of a file in several tars",
+    "S": "a sparse file",
+}
+"""Types of members that have no content of their own in the shard."""
+_DECIMAL = re.compile(rb"[0-9]{1,20}")
+_OCTAL = re.compile(rb"[0-7]*")
 
 
-def forget_members(tar: tarfile.TarFile) -> None:
-    """Drop the entries of the members that were read or written so far: `tarfile` would keep every one."""
-    tar.members.clear()  # type: ignore[attr-defined]  # there, but not in the standard library's stubs
-
-
-def walk_tar(path: Path, file: io.BufferedReader, size: int) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, bytes) of every regular member of the uncompressed tar `path`, open as `file`, of `size` bytes.
-
-    `tarfile` stops silently at a damaged header, so the bytes after the last member are checked at the end.
+def walk_tar(path: Path, read: ReadRange, size: int) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, bytes) of every regular member of the tar `path` of `size` bytes.
 
     Raises:
-        ShardError: the tar is empty, truncated, damaged or compressed, or has sparse members; the message has the byte.
+        ShardError: the tar is empty, truncated, damaged or compressed, a header says what cannot be, or a member is a
+            link, a sparse file, a device or a FIFO; the message has shard, byte and member.
     """
     if size == 0:
         raise ShardError(f"{path}: the file is empty (0 bytes). Write or copy it again.")
-    end = 0
-    try:
-        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as tar:
-            while (info := tar.next()) is not None:
-                forget_members(tar)
-                if info.issparse():
-                    raise ShardError(
-                        f"{path}: member {info.name!r} is a sparse file; write the shard again without them"
-                    )
-                if info.offset_data + info.size > size:
-                    missing = info.offset_data + info.size - size
-                    raise ShardError(
-                        f"{path}: truncated at {size} bytes: {missing} bytes of member {info.name!r} are missing. Copy "
-                        "or write the shard again."
-                    )
-                end = info.offset_data + -(-info.size // _BLOCK) * _BLOCK if info.isreg() else tar.offset
-                if info.isreg():
-                    yield info.name, info.offset_data, info.size
-    except (tarfile.TarError, EOFError, OSError) as error:
+    window, at, extra = _Window(read), 0, _Extra()
+    while at + _BLOCK <= size:
+        header = window.block(at)
+        if len(header) < _BLOCK or header == _ZEROS:
+            break
+        if not _is_header(header):
+            if at == 0:
+                raise ShardError(
+                    f"{path}: not a readable uncompressed tar of {size} bytes (no header at byte 0). Copy or write the "
+                    "shard again."
+                )
+            break
+        kind = chr(header[156])
+        name = extra.name if extra.name is not None else _name(header)
+        length = _number(header[124:136]) if extra.size is None else extra.size
+        if length is None or length < 0:
+            said = "its length is negative" if length else "its length is no number"
+            _refuse(path, at, name, said, header[124:136])
+        if kind == _FOLDER or (kind == _OLD_REGULAR and name.endswith("/")):
+            length = 0
+        start = at + _BLOCK
+        following = start + -(-length // _BLOCK) * _BLOCK
+        if start + length > size:
+            raise ShardError(
+                f"{path}: truncated at {size} bytes: {start + length - size} bytes of member {shown(name)!r} are "
+                "missing. Copy or write the shard again."
+            )
+        if kind in "LKxXg":
+            if length > _LARGEST_EXTRA:
+                _refuse(path, at, name, f"{length} bytes of names or attributes, at most {_LARGEST_EXTRA} are read")
+            extra.add(path, at, kind, read(length, start))
+        else:
+            if extra.sparse or kind in _KINDS or kind not in _REGULAR + _OLD_REGULAR + _FOLDER + "V":
+                what = "a sparse file" if extra.sparse else _KINDS.get(kind, f"of the unknown type {kind!r}")
+                _refuse(path, at, name, f"is {what}, not a file with its content")
+            if kind in _REGULAR + _OLD_REGULAR and not name.endswith("/"):
+                yield name, start, length
+            extra = _Extra()
+        at = following
+    if extra.begun and at + _BLOCK <= size and window.block(at) == _ZEROS:
         raise ShardError(
-            f"{path}: not a readable uncompressed tar of {size} bytes ({error}; last whole member ends at byte {end}). "
-            "Copy or write the shard again."
-        ) from error
-    _require_end(path, file, end, size)
+            f"{path}: damaged header at byte {at} of {size} (a long name without its member). Copy or write the shard "
+            "again."
+        )
+    _require_end(path, read, at, size)
 
 
-def _require_end(path: Path, file: io.BufferedReader, end: int, size: int) -> None:
+@dataclass
+class _Extra:
+    """What the headers before a member's own say of it."""
+
+    name: str | None = None
+    size: int | None = None
+    sparse: bool = False
+    begun: bool = False
+
+    def add(self, path: Path, at: int, kind: str, content: bytes) -> None:
+        """A GNU long name (L; K is that of a link) or a pax header (x; g holds for the whole shard)."""
+        self.begun = self.begun or kind != "g"
+        if kind == "L":
+            self.name = _text(content.split(b"\0", 1)[0])
+        for key, value in _pax_records(path, at, content) if kind in "xXg" else ():
+            if key.startswith(b"GNU.sparse."):
+                self.sparse = True
+            elif key not in (b"path", b"size"):
+                continue
+            elif kind == "g":
+                _refuse(path, at, "", f"gives all members one {key.decode()}")
+            elif key == b"path":
+                self.name = _text(value)
+            elif _DECIMAL.fullmatch(value):
+                self.size = int(value)
+            else:
+                _refuse(path, at, self.name or "", "its length is no number, or negative", value)
+
+
+def _pax_records(path: Path, at: int, content: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """(key, value) of each `LENGTH KEY=VALUE` and line break."""
+    place = 0
+    while place < len(content) and content[place]:
+        digits, _, _ = content[place : place + 12].partition(b" ")
+        length = int(digits) if _DECIMAL.fullmatch(digits) else 0
+        record = content[place : place + length]
+        key, equals, value = record[len(digits) + 1 : -1].partition(b"=")
+        if length <= len(digits) + 1 or len(record) < length or record[-1:] != b"\n" or not equals:
+            _refuse(path, at, "", "a pax header that cannot be read", content[place : place + 32])
+        yield key, value
+        place += length
+
+
+def _refuse(path: Path, at: int, name: str, said: str, raw: bytes = b"") -> NoReturn:
+    member = f"member {shown(name)!r}" if name else "a header"
+    raise ShardError(
+        f"{path}: {member} at byte {at}: {said}{f' ({raw[:32]!r})' if raw else ''}. Write the shard again, of plain "
+        "files."
+    )
+
+
+def _is_header(header: bytes) -> bool:
+    """Whether the checksum is right: of unsigned bytes, or as old programs have it, of signed ones."""
+    said = _number(header[148:156])
+    total = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    if said is None or said == total:
+        return said == total
+    rest = header[:148] + header[156:]
+    return said == total - 256 * sum(byte > 127 for byte in rest)
+
+
+def _number(field: bytes) -> int | None:
+    """Octal digits, or GNU's base 256, which may be negative; None if it is neither."""
+    if field[0] in (0x80, 0xFF):
+        value = int.from_bytes(field[1:], "big")
+        return value - (1 << 8 * (len(field) - 1)) if field[0] == 0xFF else value
+    digits = field.split(b"\0", 1)[0].strip()
+    if digits.startswith(b"-") and _OCTAL.fullmatch(digits[1:]):
+        return -int(digits[1:] or b"0", 8)
+    return int(digits or b"0", 8) if _OCTAL.fullmatch(digits) else None
+
+
+def _name(header: bytes) -> str:
+    name = header[:100].split(b"\0", 1)[0]
+    if header[257:263] == b"ustar\0" and header[345]:
+        name = header[345:500].split(b"\0", 1)[0] + b"/" + name
+    return _text(name)
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
+
+
+class _Window:
+    """Headers one after the other: read ahead where members are small, alone where they are far apart."""
+
+    def __init__(self, read: ReadRange) -> None:
+        self._read, self._start, self._bytes = read, 0, b""
+
+    def block(self, at: int) -> bytes:
+        offset = at - self._start
+        if offset + _BLOCK > len(self._bytes):
+            near = offset <= len(self._bytes) + _AHEAD
+            self._start, self._bytes, offset = at, self._read(_AHEAD if near else 4096, at), 0
+        return self._bytes[offset : offset + _BLOCK]
+
+
+def _require_end(path: Path, read: ReadRange, end: int, size: int) -> None:
     """Raises ShardError unless nothing but zeros, and enough of them, follow byte `end`."""
     zeros = 0
     while zeros < size - end:
-        chunk = os.pread(file.fileno(), 1 << 20, end + zeros)
+        chunk = read(min(1 << 20, size - end - zeros), end + zeros)
         if not chunk:
             break
         filled = len(chunk.lstrip(b"\0"))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data.storage.replace import replacing
-from data.storage.tar import forget_members
 
 
 def write_shard(path: Path, samples: Iterable[list[tuple[str, bytes]]], first: int = 0) -> None:
@@ -19,4 +18,4 @@ def write_shard(path: Path, samples: Iterable[list[tuple[str, bytes]]], first: i
                 info = tarfile.TarInfo(f"{row:06d}.{extension}")
                 info.size, info.mode = len(raw), 0o644
                 tar.addfile(info, io.BytesIO(raw))
-            forget_members(tar)
+            tar.members.clear()  # type: ignore[attr-defined]  # `tarfile` would keep every one

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from data.shown import shown
 from mimo_train.config.fault import Fault
 
 PLAIN_WIDTH = 500
@@ -51,19 +52,19 @@ def show(report: Report, last_line: str, out: TextIO, err: TextIO) -> None:
             name = table.header[column] if table.header else ""
             grid.add_column(Text(name), justify="left" if column < table.left else "right")
         for row in table.rows:
-            grid.add_row(*(Text(cell) for cell in row))
+            grid.add_row(*(Text(shown(cell)) for cell in row))
         console.print(grid)
         for note in table.notes:
             console.print(Text(f" {note}"))
         console.print()
     for note in report.notes:
-        console.print(Text(f"note: {note}"))
+        console.print(Text(f"note: {shown(note)}"))
     for warning in report.warnings:
-        console.print(Text(f"warning: {warning}", style="yellow"))
+        console.print(Text(f"warning: {shown(warning)}", style="yellow"))
     out.flush()
     for fault in report.faults:
         for line in str(fault).splitlines():
-            print(f"error: {line}", file=err)
+            print(f"error: {shown(line)}", file=err)
     if report.faults:
         print(f"{plural(len(report.faults), 'fault')}: this run cannot start", file=err)
     else:

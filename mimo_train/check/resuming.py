@@ -5,7 +5,7 @@ from typing import Any
 
 from mimo_train.check.findings import Report
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.same_run import resume_faults, weights_faults
+from mimo_train.checkpoint.same_run import module_faults, resume_faults, weights_faults
 from mimo_train.config import compose
 from mimo_train.config.fault import Fault, UserError
 from mimo_train.config.schema import ConfigContainer
@@ -30,8 +30,11 @@ def add_run_dir(
         return
     key = "checkpoint.resume"
     try:
-        checkpoint = folders.chosen(folder, cfg.checkpoint.resume)
-        folders.require_none_later(folder, checkpoint)
+        if cfg.checkpoint.resume == "auto":
+            checkpoint, passed_over = folders.newest_readable(folder)
+            report.warnings += [f"{damage}; a run sets it aside" for damage in passed_over]
+        else:
+            checkpoint = folders.chosen(folder, cfg.checkpoint.resume)
         if checkpoint is not None:
             record = folders.read_record(checkpoint)
             given = {"data_fingerprint": data_fingerprint, "text_fingerprint": tokenizer and tokenizer.fingerprint}
@@ -46,8 +49,23 @@ def add_run_dir(
             left = [f"modules.{name}" for name in record["config"]["modules"] if name not in cfg.modules]
             without = f" without {' and '.join(left)}" if left else ""
             report.notes.append(f"begins with the weights of {checkpoint}{without}")
+        if checkpoint is None or key == "checkpoint.weights":
+            for name in cfg.checkpoint.load_modules.keys() & cfg.modules.keys():
+                key = f"checkpoint.load_modules.{name}.path"
+                _add_module(report, cfg, name, tokenizer and tokenizer.vocabulary_fingerprint)
     except UserError as error:
         report.faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
+
+
+def _add_module(report: Report, cfg: ConfigContainer, name: str, vocabulary: str | None) -> None:
+    load = cfg.checkpoint.load_modules[name]
+    checkpoint = folders.in_folder(Path(load.path), f"checkpoint.load_modules.{name}.path")
+    record = folders.read_record(checkpoint)
+    faults, changes = module_faults(checkpoint, record, cfg, name, vocabulary_fingerprint=vocabulary)
+    report.faults += faults
+    if not load.strict:
+        report.warnings += [f"checkpoint.load_modules.{name}: {change}" for change in changes]
+    report.notes.append(f"modules.{name} begins with the weights of {load.source(name)} in {checkpoint}")
 
 
 def _note(report: Report, checkpoint: Path, record: dict[str, Any], layout: RunLayout | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
+from data.shown import shown
 from mimo_train.check.findings import Report, Table, plural, spread
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
@@ -170,7 +171,7 @@ def _add_samples(
                 counts[item.module].append(len(inputs))
                 found = found or of_media
             if found is not None:
-                bad.append(f"{found.shard}, key {found.key}: {found.reason}")
+                bad.append(f"{found.shard}, key {shown(found.key)}: {shown(found.reason)}")
                 continue
             if not lengths:
                 _add_rendered(text, tokenizer, rows)

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.in_flight import InFlight
+from mimo_train.checkpoint.modules import Loaded, load_modules
 from mimo_train.checkpoint.same_run import resume_faults, weights_faults
 from mimo_train.checkpoint.snapshot import Demand, Snapshot, fits
 from mimo_train.checkpoint.store import (
@@ -26,7 +28,7 @@ from mimo_train.checkpoint.store import (
     record_of,
     save_parts,
 )
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.model.param_gather import gathered
 from mimo_train.model.start_weights import load_start_weights
 from mimo_train.optim.module_optimizer import ModuleOptimizer
@@ -112,6 +114,10 @@ class Checkpointer:
         self._snapshot, self._save, self._heard = Snapshot(), cast(InFlight | None, None), 0
         self._parameters: list[Held] | None = None
         self._sums, self._resumed = cast(Sums | None, None), cast(tuple[int, dict[str, Any] | None], (0, None))
+        self.set_aside: list[SetAside] = []
+        """Damaged checkpoints that `resume` has passed over."""
+        self.loaded: list[Loaded] = []
+        """Modules whose weights `resume` has taken from other runs."""
 
     def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Path | None = None) -> Path:
         """Write a checkpoint of the run, after one that is in flight; pending parameter gathers are completed first.
@@ -236,34 +242,57 @@ class Checkpointer:
             The folder that the run continues from; None for a new run.
 
         Raises:
-            UserError: the checkpoint is damaged, or of another model, tokenizer or other shards; on every rank.
+            UserError: the checkpoint is of another model, tokenizer or other shards; or it is damaged, and it was
+                named, or there is none before it. On every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
-        folder = self._chosen()
+        self.set_aside, self.loaded = [], []
+        if cfg.checkpoint.resume == "auto":
+            folder, self.set_aside = newest_that_loads(self._run.dir, self._continue_from)
+        else:
+            folder = self._chosen()
+            if folder is not None:
+                self._continue_from(folder)
         if folder is not None:
-            self._require_none(partial(self._resume_faults, folder))
-            with agreed():
-                partly = LEFT_OUT in folders.read_record(folder)
-            if partly:
-                self._read_initial_weights()
-            load_base(folder, layout, self._model, cfg.checkpoint.weights)
-            whole = (self._model, self._optimizer, self._schedulers, self._train_state)
-            record = load_checkpoint(folder, layout, *whole)
-            self._resumed = self._train_state.step, record.get(SUMS)
-            if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
-                self._rerun.load_state_dict(record["rerun"])
-        elif cfg.checkpoint.weights:
+            return folder
+        if cfg.checkpoint.weights:
             weights = folders.in_folder(Path(cfg.checkpoint.weights), "checkpoint.weights")
             self._require_none(partial(self._weights_faults, weights))
             load_weights(weights, layout, self._model)
-            # The optimizer holds master copies of the initial weights.
-            self._optimizer.reload_model_params()
+            read = True
         else:
             read = self._read_initial_weights()
             # Collective, and whether an encoder has brought weights differs by rank.
-            if self._read_adapters() or read:
-                self._optimizer.reload_model_params()
-        return folder
+            read = self._read_adapters() or read
+        self._load_modules()
+        if read or self.loaded:
+            # The optimizer holds master copies of the initial weights.
+            self._optimizer.reload_model_params()
+        return None
+
+    def _continue_from(self, folder: Path) -> None:
+        """Load all of a checkpoint. Collective.
+
+        Raises:
+            UserError: as of `resume`.
+        """
+        cfg, layout = self._run.cfg, self._run.layout
+        self._require_none(partial(self._resume_faults, folder))
+        with agreed():
+            partly = LEFT_OUT in folders.read_record(folder)
+        if partly:
+            self._read_initial_weights()
+        load_base(folder, layout, self._model, cfg.checkpoint.weights)
+        if partly:
+            self._load_modules()
+        whole = (self._model, self._optimizer, self._schedulers, self._train_state)
+        record = load_checkpoint(folder, layout, *whole)
+        self._resumed = self._train_state.step, record.get(SUMS)
+        if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
+            self._rerun.load_state_dict(record["rerun"])
+
+    def _load_modules(self) -> None:
+        self.loaded = load_modules(self._run.cfg, self._model, self._fingerprints.vocabulary)
 
     def _read_initial_weights(self) -> bool:
         """Weights of a new run that are not drawn; whether there are any. Collective."""
@@ -288,22 +317,17 @@ class Checkpointer:
         return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=mine)
 
     def _chosen(self) -> Path | None:
-        """The checkpoint to continue from: rank 0 chooses, and every rank must find it. Collective."""
-        run_dir, box = self._run.dir, list[Path | None]([None])
+        """The checkpoint that the config names: rank 0 chooses, and every rank must find it. Collective."""
+        box = list[Path | None]([None])
         with agreed():
             if dist.get_rank() == 0:
-                folders.finish_renames(run_dir)
-                folder = folders.chosen(run_dir, self._run.cfg.checkpoint.resume)
-                folders.require_none_later(run_dir, folder)
-                box = [folder]
+                folders.finish_renames(self._run.dir)
+                box = [folders.chosen(self._run.dir, self._run.cfg.checkpoint.resume)]
         dist.broadcast_object_list(box)
         folder = box[0]
         with agreed():
-            if folder is not None and not (folder / folders.COMPLETE).is_file():
-                raise UserError(
-                    f"run.dir: rank {dist.get_rank()} does not find {folder}, which rank 0 continues from: {run_dir} "
-                    "must be on a file system that all nodes see"
-                )
+            if folder is not None:
+                folders.require_seen(folder)
         return folder
 
     def close(self) -> None:

@@ -7,17 +7,26 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from mimo_train.checkpoint.format.files import COMPLETE, Damage, marked_file
-from mimo_train.config.fault import UserError
+from mimo_train.config.fault import PeersError, UserError
 
 _STEP = re.compile(r"step_(\d{8})")
 """Names of the folders; the newest is known by its name."""
 
 RECORD = "run.json"
 """File in a checkpoint: the run's progress, config, layout and fingerprints."""
+
+
+LAYOUT = ("first_rank", "tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+"""What a record has of a module's layout, in this order."""
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose files are not those that were written; made by `damaged`."""
 
 
 def checkpoints_dir(run_dir: Path, non_persistent: bool = False) -> Path:
@@ -52,6 +61,48 @@ def newest(run_dir: Path) -> Path | None:
     return max([*complete(run_dir), *complete(run_dir, True)], key=lambda folder: folder.name, default=None)
 
 
+def newest_first(run_dir: Path) -> list[Path]:
+    """Everything that has the name of a checkpoint, complete or not, of either kind; of two at one step, the persistent
+    one first."""
+    found = [path for kind in (False, True) for path in sorted(checkpoints_dir(run_dir, kind).glob("step_????????"))]
+    return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+def newest_readable(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `checkpoint.resume=auto` continues from, as far as markers and records tell, and what is
+    wrong with later ones, which a run sets aside.
+
+    Raises:
+        UserError: every one is damaged.
+    """
+    passed_over: list[DamagedCheckpoint] = []
+    for folder in newest_first(run_dir):
+        try:
+            require_complete(folder)
+            read_record(folder)
+        except DamagedCheckpoint as error:
+            passed_over.append(error)
+            continue
+        return folder, [str(error).removesuffix(_REMEDY) for error in passed_over]
+    if passed_over:
+        raise UserError("\n".join(map(str, passed_over)))
+    return None, []
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a damaged checkpoint a name that is none of a checkpoint; returns it. Nothing is removed, then or later.
+
+    Raises:
+        OSError: the folder cannot be renamed.
+    """
+    for number in count(1):
+        aside = folder.with_name(f"{folder.name}.damaged{f'.{number}' if number > 1 else ''}")
+        if not os.path.lexists(aside):
+            folder.rename(aside)
+            return aside
+    raise AssertionError("unreachable")
+
+
 def _newest_of_whole(run_dir: Path, key: str) -> Path | None:
     """The newest complete checkpoint, if none of a later step has lost its record. A run never leaves such a one: it
     writes under another name, and renames.
@@ -72,16 +123,15 @@ def _newest_of_whole(run_dir: Path, key: str) -> Path | None:
 
 
 def chosen(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint that `checkpoint.resume` asks for: auto, never, a checkpoint's folder or a run's folder.
+    """The checkpoint that `checkpoint.resume` names: a checkpoint's folder or a run's folder; None for `never`.
 
     Raises:
-        UserError: the folder holds no complete checkpoint, or a later one that is not.
+        UserError: the folder holds no complete checkpoint, or a later one that is not; or `run_dir` holds later ones,
+            see `require_none_later`.
     """
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return _newest_of_whole(run_dir, "checkpoint.resume")
-    return in_folder(Path(resume), "checkpoint.resume")
+    found = None if resume == "never" else in_folder(Path(resume), "checkpoint.resume")
+    require_none_later(run_dir, found)
+    return found
 
 
 def require_none_later(run_dir: Path, start: Path | None) -> None:
@@ -117,12 +167,31 @@ def in_folder(folder: Path, key: str) -> Path:
     return found
 
 
-def damaged(folder: Path, why: str) -> UserError:
+_DAMAGED = " is damaged: "
+_REMEDY = "; remove this folder, and checkpoint.resume=auto takes the newest that is left, or name another one"
+
+
+def damaged(folder: Path, why: str) -> DamagedCheckpoint:
     """The error of a checkpoint whose files are not those that were written."""
-    return UserError(
-        f"checkpoint {folder} is damaged: {why}; remove this folder, and checkpoint.resume=auto takes the newest that "
-        "is left, or name another one"
-    )
+    return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{why}{_REMEDY}")
+
+
+def damage_in(folder: Path, error: UserError) -> str:
+    """What is damaged in a checkpoint, if that is what an error says, of this rank or of another; else empty."""
+    of_peer = isinstance(error, PeersError) and error.kind == DamagedCheckpoint.__name__
+    start = f"checkpoint {folder}{_DAMAGED}"
+    if not of_peer and not isinstance(error, DamagedCheckpoint) or not str(error).startswith(start):
+        return ""
+    return str(error).removeprefix(start).removesuffix(_REMEDY)
+
+
+def require_complete(folder: Path) -> None:
+    """
+    Raises:
+        DamagedCheckpoint: a folder that has the name of a checkpoint has no marker that it is complete.
+    """
+    if not (folder / COMPLETE).is_file():
+        raise damaged(folder, f"{COMPLETE} is missing, as in one that was copied in part: copy what is missing")
 
 
 def read_record(folder: Path, *needed: str) -> dict[str, Any]:
@@ -152,6 +221,15 @@ def read_record(folder: Path, *needed: str) -> dict[str, Any]:
 def record_text(record: dict[str, Any]) -> bytes:
     """The record as it is written."""
     return json.dumps(record, indent=1).encode()
+
+
+def require_seen(folder: Path) -> None:
+    """Raises UserError where this rank does not find a complete checkpoint that another one has found."""
+    if not (folder / COMPLETE).is_file():
+        raise UserError(
+            f"run.dir: a rank does not find {folder}, which rank 0 continues from: it must be on a file system that "
+            "all nodes see"
+        )
 
 
 def require_shared(partial: Path) -> None:

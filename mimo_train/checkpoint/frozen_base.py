@@ -68,7 +68,7 @@ def require_same(record: dict[str, Any], missing: Collection[Held], folder: Path
             f"checkpoint.weights: checkpoint {folder} has trained weights only, and the frozen ones here are not those "
             f"of its run (fingerprint {now}, was {was}): give the weights and the seed that it began with "
             f"(checkpoint.weights={record['config']['checkpoint']['weights'] or '(none)'}, "
-            f"run.seed={record['config']['run']['seed']}), and the same config of the model"
+            f"run.seed={record['config']['run']['seed']}, checkpoint.load_modules), and the same config of the model"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.format.index import WEIGHT, Key
+from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.held import MOMENTS, Held
 from mimo_train.config.fault import UserError
@@ -57,13 +57,13 @@ def require_held(asked: Iterable[Held], reader: Reader, folder: Path, *, states:
                     complaints.setdefault(f"{one.module} {one.name}", why)
         if complaints and states:
             raise UserError(
-                f"checkpoint {folder} is of a run that trained other parameters: {_listed(complaints)}; give the "
+                f"checkpoint {folder} is of a run that trained other parameters: {listed(complaints)}; give the "
                 "config that it was saved with, or begin a new run with its weights: another run.dir, and "
                 f"checkpoint.weights={folder}"
             )
         if complaints:
             raise UserError(
-                f"checkpoint {folder} is of another model: {_listed(complaints)}; give the config that it was saved "
+                f"checkpoint {folder} is of another model: {listed(complaints)}; give the config that it was saved "
                 "with, or begin a new run in another run.dir"
             )
 
@@ -88,7 +88,7 @@ def require_taken(held: Iterable[Held], reader: Reader, folder: Path, modules: C
         if lost:
             named = dict.fromkeys((f"{key.module} {key.name}" for key in lost), "has no place in this one")
             raise UserError(
-                f"checkpoint {folder} is of another model: {_listed(named)}; give the config that it was saved with, "
+                f"checkpoint {folder} is of another model: {listed(named)}; give the config that it was saved with, "
                 "its adapters (modules.*.lora) and its changes to the model too"
             )
 
@@ -99,12 +99,13 @@ def _weights(keys: Iterable[Key], modules: Collection[str] | None) -> list[Key]:
         key
         for key in keys
         if key.state == WEIGHT
-        and not key.module.startswith("rank_")
+        and not is_of_rank(key)
         and (modules is None or key.module == LANGUAGE or key.module in modules)
     ]
 
 
-def _listed(complaints: dict[str, str]) -> str:
+def listed(complaints: dict[str, str]) -> str:
+    """Some of what is wrong with tensors, by their names."""
     first = ", ".join(f"{key} {why}" for key, why in list(complaints.items())[:SHOWN])
     return f"{first}, and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else first
 

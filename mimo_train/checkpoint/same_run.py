@@ -8,8 +8,9 @@ from typing import Any
 
 from mimo_train.checkpoint import folders
 from mimo_train.config.fault import Fault
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.model_changes import model_changes
+from mimo_train.plan.model_changes import model_changes, module_changes
 
 
 def resume_faults(
@@ -90,6 +91,47 @@ def weights_faults(
     remedy = "give the tokenizer that these weights were trained with"
     was = record.get("vocabulary_fingerprint")
     return found + _other_text("it is not the tokenizer", folder, was, vocabulary_fingerprint, remedy)
+
+
+def module_faults(
+    folder: Path,
+    record: dict[str, Any],
+    cfg: ConfigContainer,
+    name: str,
+    *,
+    vocabulary_fingerprint: str | None,
+) -> tuple[list[Fault], list[str]]:
+    """What keeps a module from beginning with the weights of a checkpoint (`checkpoint.load_modules`).
+
+    Args:
+        name: of the module here. Others as of `weights_faults`.
+
+    Returns:
+        Faults; and how the models differ, which is a fault where `strict` is set.
+    """
+    load, key = cfg.checkpoint.load_modules[name], f"checkpoint.load_modules.{name}"
+    before, source = _config(folder, record), load.source(name)
+    if source not in before["modules"]:
+        there = ", ".join(before["modules"])
+        return [Fault(f"{key}.module", f"checkpoint {folder} has no module {source!r}, it has {there}")], []
+    try:
+        changes = list(module_changes(before, source, cfg.modules[name], f"modules.{name}"))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise folders.damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
+    found = []
+    if changes and load.strict:
+        found.append(
+            Fault(
+                key,
+                f"checkpoint {folder} is of another model: {'; '.join(changes)}; give the same config of the module, "
+                f"or take what fits: {key}.strict=false",
+            )
+        )
+    if name == LANGUAGE:
+        remedy = "give the tokenizer that these weights were trained with"
+        was = record.get("vocabulary_fingerprint")
+        found += _other_text("it is not the tokenizer", folder, was, vocabulary_fingerprint, remedy)
+    return found, changes
 
 
 def _changes(folder: Path, before: dict[str, Any], cfg: ConfigContainer, *, new_run: bool) -> str:

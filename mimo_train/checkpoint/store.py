@@ -7,6 +7,7 @@ stored per rank and restored only at the same layout.
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mimo_train.checkpoint.failed_save import raise_together
 from mimo_train.checkpoint.format.files import of_rank
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.plain import pack, unpack
-from mimo_train.checkpoint.format.read import Reader, Wanted
+from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.frozen_base import LEFT_OUT, base_of, fingerprint, is_frozen, require_same
@@ -30,6 +31,7 @@ from mimo_train.checkpoint.held import Held, Updated, held_tensors, trained_para
 from mimo_train.checkpoint.in_flight import InFlight, Job
 from mimo_train.checkpoint.integrity import opened, require_held, require_taken
 from mimo_train.checkpoint.snapshot import Snapshot
+from mimo_train.checkpoint.weights import fill
 from mimo_train.config.compose import to_dict
 from mimo_train.config.parts import is_adapter
 from mimo_train.model.lora import start_magnitudes
@@ -212,6 +214,20 @@ def load_checkpoint(
             some. On every rank alike.
     """
     reader, record = opened(folder)
+    with closing(reader):
+        return _loaded(reader, record, folder, layout, model, optimizer, schedulers, train_state)
+
+
+def _loaded(
+    reader: Reader,
+    record: dict[str, Any],
+    folder: Path,
+    layout: RunLayout,
+    model: list[MegatronModule],
+    optimizer: ModuleOptimizer | None,
+    schedulers: Any,
+    train_state: Any,
+) -> dict[str, Any]:
     held, updated = held_tensors(model), list(_updated(optimizer))
     missing = [one for one in held if one.key() not in reader.index.pieces]
     new = [] if optimizer else [one for one in missing if is_adapter(one.name)]
@@ -230,7 +246,6 @@ def load_checkpoint(
         if optimizer is not None and record["layout"] == _layout_key(layout):
             rng = _of_rank(reader, "rng")
             rerun = _of_rank(reader, "rerun") if record["rerun"] else None
-        reader.close()
     added = {id(one.tensor) for one in new}
     for chunk in map(unwrap_model, model):
         start_magnitudes(chunk, [name for name, value in chunk.named_parameters() if id(value) in added])
@@ -304,13 +319,7 @@ def _read(reader: Reader, held: list[Held], updated: list[Updated], by_parameter
             for state, values in each.values.items():
                 into = values[first - each.start : last - each.start]
                 targets.append((by_parameter[id(each.parameter)].key(state), span, into))
-    staged = [
-        (into, into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")) for *_, into in targets
-    ]
-    reader.fill(Wanted(key, span, here) for (key, span, _), (_, here) in zip(targets, staged, strict=True))
-    for into, here in staged:
-        if into is not here:
-            into.copy_(here)
+    fill(reader, targets)
 
 
 def _parts_of_rank(name: str, state: dict[str, Any]) -> list[Part]:
@@ -333,4 +342,4 @@ def _of_rank(reader: Reader, name: str) -> Any:
 
 
 def _layout_key(layout: RunLayout) -> dict[str, list[int]]:
-    return {name: [m.first_rank, m.tp, m.cp, m.dp, m.pp, m.vpp, m.ep, m.etp] for name, m in layout.modules.items()}
+    return {name: [getattr(of, size) for size in folders.LAYOUT] for name, of in layout.modules.items()}

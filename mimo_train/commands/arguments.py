@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from data.shown import shown
+
 CONFIG_HELP = "name of a shipped config, such as vlm_digits, or path to a YAML file"
 OVERRIDE_HELP = "changes to the config: train.iters=100, or a file of a group: layout=one_process"
 
@@ -62,4 +64,4 @@ def users_faults() -> tuple[type[Exception], ...]:
 def print_fault(error: Exception, prefix: str = "") -> None:
     """A line for each fault, on standard error."""
     for line in str(error).splitlines():
-        print(f"error: {prefix}{line}", file=sys.stderr)
+        print(f"error: {prefix}{shown(line)}", file=sys.stderr)

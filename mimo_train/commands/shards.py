@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from data.shown import shown
 from mimo_train.commands.arguments import positive, whole
 from mimo_train.config.fault import UserError
 
@@ -101,7 +102,7 @@ def _index(args: argparse.Namespace) -> int:
 
     paths = find_shards(args.pattern)
     jobs = [(path, args.cache_dir) for path in paths]
-    samples = bad = failed = 0
+    samples = bad = failed = empty = 0
     with ExitStack() as stack:
         results: Iterable[tuple[int, int, str]] = map(_index_one, jobs)
         if args.workers > 1:
@@ -110,12 +111,17 @@ def _index(args: argparse.Namespace) -> int:
         for path, (count, faults, error) in zip(paths, results, strict=True):
             if error:
                 failed += 1
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {shown(error)}", file=sys.stderr)
+            elif not count:
+                empty += 1
+                print(f"warning: {path}: no sample in it", file=sys.stderr)
             else:
                 samples, bad = samples + count, bad + faults
                 print(f"{path}: {count} samples" + (f", {faults} of them cannot be used" if faults else ""))
     print(f"{len(paths) - failed} of {len(paths)} shards indexed, {samples} samples, {bad} of them cannot be used")
-    return 1 if failed else 0
+    if empty and not samples:
+        print(f"error: {empty} shards without any sample: a run cannot read them", file=sys.stderr)
+    return 0 if samples and not failed else 1
 
 
 def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
@@ -140,11 +146,11 @@ def _inspect(args: argparse.Namespace) -> int:
     sizes: Counter[str] = Counter()
     pictures: Counter[tuple[int, int]] = Counter()
     clips, faults = [], []
-    samples = total = shown = 0
+    samples = total = printed = 0
     paths = find_shards(args.pattern)
     for path in paths:
         index = open_index(path, args.cache_dir)
-        samples, total = samples + len(index), total + index.size
+        samples, total = samples + len(index), total + index.version.size
         for row in range(len(index)):
             members = index.members(row)
             for member in members:
@@ -155,17 +161,17 @@ def _inspect(args: argparse.Namespace) -> int:
                 if member.kind == "audio":
                     clips.append((member.rate, member.frames))
             if fault := index.bad_reason(row):
-                faults.append(f"{path}: key {index.key(row)}: {fault}")
-            if shown < args.samples:
-                shown += 1
+                faults.append(f"{path}: key {shown(index.key(row))}: {shown(fault)}")
+            if printed < args.samples:
+                printed += 1
                 listed = ", ".join(_describe(member) for member in members)
-                print(f"{path.name}  {index.key(row)}  {listed}")
+                print(f"{path.name}  {shown(index.key(row))}  {listed}")
     print(f"\n{len(paths)} shards, {samples} samples, {total / 1e6:.1f} MB, {len(faults)} samples cannot be used")
     print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
     for extension, count in sorted(counts.items()):
-        print(f".{extension:<15}{count:>10}{sizes[extension] / count:>12.0f}{sizes[extension] / 1e6:>10.1f}")
+        print(f".{shown(extension):<15}{count:>10}{sizes[extension] / count:>12.0f}{sizes[extension] / 1e6:>10.1f}")
     if unread := ignored(counts):
-        print(f"not read, neither pictures, audio nor records: {', '.join(f'.{name}' for name in unread)}")
+        print(f"not read, neither pictures, audio nor records: {', '.join(f'.{shown(name)}' for name in unread)}")
     if pictures:
         print(f"\n{'height x width':<16}{'pictures':>10}")
         for (height, width), count in pictures.most_common(10):
@@ -191,18 +197,17 @@ def _print_clips(clips: list[tuple[int, int]]) -> None:
 
 def _describe(member: Any) -> str:
     if member.kind == "image":
-        return f".{member.extension} {member.height}x{member.width}"
+        return f".{shown(member.extension)} {member.height}x{member.width}"
     if member.kind == "audio":
-        return f".{member.extension} {member.frames} samples at {member.rate} Hz"
-    return f".{member.extension} {member.size} bytes"
+        return f".{shown(member.extension)} {member.frames} samples at {member.rate} Hz"
+    return f".{shown(member.extension)} {member.size} bytes"
 
 
 def _verify(args: argparse.Namespace) -> int:
     from concurrent.futures import ThreadPoolExecutor
     from functools import partial
-    from itertools import repeat
 
-    from data.errors import DataError
+    from data.errors import ReadError, ShardError
     from data.index import open_index
     from data.shards import find_shards
     from data.storage.local import ShardReader
@@ -213,22 +218,22 @@ def _verify(args: argparse.Namespace) -> int:
         for path in find_shards(args.pattern):
             try:
                 index = open_index(path, args.cache_dir)
-            except DataError as error:
+                if not len(index):
+                    print(f"warning: {path}: no sample in it", file=sys.stderr)
+                # In blocks: a shard may hold a million samples, and each waiting result takes memory.
+                for start in range(0, len(index), 4096):
+                    rows = range(start, min(start + 4096, len(index)))
+                    reasons = pool.map(partial(check_sample, reader, index), rows)
+                    for row, reason in zip(rows, reasons, strict=True):
+                        checked += 1
+                        if reason:
+                            bad += 1
+                            print(f"bad: {path}: key {shown(index.key(row))}: {shown(reason)}")
+            except (ReadError, ShardError) as error:
                 broken += 1
-                print(f"bad shard: {error}")
-                continue
-            # In blocks: a shard may hold a million samples, and each waiting result takes memory.
-            for start in range(0, len(index), 4096):
-                rows = range(start, min(start + 4096, len(index)))
-                for row, reason in zip(
-                    rows, pool.map(partial(check_sample, reader), repeat(index), rows), strict=False
-                ):
-                    checked += 1
-                    if reason:
-                        bad += 1
-                        print(f"bad: {path}: key {index.key(row)}: {reason}")
+                print(f"bad shard: {shown(str(error))}")
     print(f"{checked} samples checked, {bad} bad; {broken} shards cannot be read")
-    return 1 if bad or broken else 0
+    return 1 if bad or broken or not checked else 0
 
 
 def _make_demo(args: argparse.Namespace) -> int:

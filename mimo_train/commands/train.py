@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from mimo_train.commands.arguments import add_config_command, print_fault, users_faults
 
 if TYPE_CHECKING:
+    from mimo_train.launch.exit_signal import ExitSignal
     from mimo_train.plan.run import Run
 
 SECONDS_BEHIND_PEERS = 3
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-"""Messages of gloo and NCCL when a peer has ended."""
 
 
 def add(commands: Any) -> None:
@@ -42,11 +41,13 @@ def _train(args: argparse.Namespace) -> int:
     from mimo_train.config import compose
     from mimo_train.config.fault import ConfigError
     from mimo_train.launch.processes import VariablesError, is_idle, say_idle, started_run
+    from mimo_train.launch.restarts import require_resume
     from mimo_train.launch.torchrun import end_with_launcher
 
     end_with_launcher()
     try:
         run = started_run(compose.load(args.config, args.overrides))
+        require_resume(run.cfg.checkpoint.resume)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0" or isinstance(error, VariablesError):
             print_fault(error)
@@ -64,9 +65,17 @@ def main(run: "Run") -> int:
     them.
     """
     from mimo_train.launch.exit_signal import ExitSignal
-    from mimo_train.launch.library_log import adopt_torch, divert
+    from mimo_train.launch.watched import watched
 
     exit_signal = ExitSignal().listen()  # before the slow imports
+    with watched(run):
+        return _watched_main(run, exit_signal)
+
+
+def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
+    from mimo_train.launch.library_log import adopt_torch, divert
+    from mimo_train.launch.watched import is_lost_peer, note_error
+
     rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
     if rank == 0:
         print(_first_line(run), flush=True)
@@ -87,10 +96,11 @@ def main(run: "Run") -> int:
             raise
         from mimo_train.config.fault import PeersError
 
-        if isinstance(error, PeersError) or _is_lost_peer(error):
+        note_error(error)
+        if isinstance(error, PeersError) or is_lost_peer(error):
             # The rank with the cause exits first. The launcher then ends the others.
             time.sleep(SECONDS_BEHIND_PEERS)
-        if _is_lost_peer(error):
+        if is_lost_peer(error):
             # What follows from the cause, which another rank has printed, or its machine has taken along.
             sys.stderr.write(f"rank {rank}: another rank has ended ({str(error).splitlines()[0]})\n")
         elif not isinstance(error, PeersError):
@@ -123,11 +133,6 @@ def _first_line(run: "Run") -> str:
         f"{run.dir}: {modules} on {ranks}; {run.cfg.train.iters} steps of "
         f"{run.batch.global_batch_size} samples of {run.cfg.data.sequence_length} tokens; starting"
     )
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Whether this rank fails because another one has ended."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
 
 
 def _print_error(error: BaseException, rank: int) -> None:

@@ -1,6 +1,7 @@
 """YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes. Imports no torch."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.own_code import search_working_directory
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
-from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema import CheckpointConfig, ConfigContainer
+from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.slips import left_open, override_slips, value_slips
 
@@ -77,14 +79,8 @@ def _require_no_gaps(path: Path, values: Sequence[str]) -> None:
 
 def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict[str, Any]:
     """Nested dicts of the file, with Hydra's overrides and values."""
-    hydra_overrides = [*choices]
-    if path.parent != shipped_configs():
-        hydra_overrides.append(f"hydra.searchpath=[file://{shipped_configs()}]")
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(path.parent), job_name="mimo_train"):
-            composed = hydra_compose(path.stem, overrides=hydra_overrides)
-        OmegaConf.set_struct(composed, False)
+        composed = _composed_files(path, tuple(choices))
         plain = OmegaConf.to_container(OmegaConf.merge(composed, OmegaConf.from_dotlist(list(values))), resolve=True)
     except MissingConfigException as error:
         raise ConfigError([_missing_choice(error, path)]) from error
@@ -92,6 +88,18 @@ def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict
         raise ConfigError([Fault(path.name, " ".join(str(error).split()))]) from error
     assert isinstance(plain, dict), type(plain)
     return {str(key): value for key, value in plain.items()}
+
+
+def _composed_files(path: Path, choices: tuple[str, ...]) -> DictConfig:
+    """What Hydra makes of the file and of those that its defaults list and the choices name."""
+    hydra_overrides = [*choices]
+    if path.parent != shipped_configs():
+        hydra_overrides.append(f"hydra.searchpath=[file://{shipped_configs()}]")
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(path.parent), job_name="mimo_train"):
+        composed = hydra_compose(path.stem, overrides=hydra_overrides)
+    OmegaConf.set_struct(composed, False)
+    return composed
 
 
 def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], found: Mapping[str, Directory]) -> None:
@@ -236,6 +244,9 @@ def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
                 yield from _unknown_keys(module or {}, ModuleConfig, f"modules.{name}")
         elif cls is ModuleConfig and value is not None and key in ("encoder", "projector", "llm"):
             yield from _unknown_spec_keys(value, key, full)
+        elif cls is CheckpointConfig and key == "load_modules" and isinstance(value, dict):
+            for name, load in value.items():
+                yield from _unknown_keys(load or {}, LoadConfig, f"{full}.{name}")
         elif isinstance(of := fields[key].type, type) and dataclasses.is_dataclass(of) and value is not None:
             yield from _unknown_keys(value, of, full)
 
@@ -276,7 +287,7 @@ def _encoder(plain: dict[str, Any], prefix: str) -> Any:
 def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:
     """An instance of the dataclass `cls`, types checked by OmegaConf."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls), DictConfig(plain))
+        merged = OmegaConf.merge(_defaults_of(cls), DictConfig(plain))
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = ".".join(part for part in (prefix, error.full_key or "") if part)
@@ -284,3 +295,9 @@ def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:
         if "is not a ListConfig" in message:
             message = "must be a list, for example [a, b]"
         raise ConfigError([Fault(key, message)]) from error
+
+
+@functools.cache
+def _defaults_of(cls: type) -> DictConfig:
+    """The fields of the dataclass `cls`; to be merged, which copies it."""
+    return OmegaConf.structured(cls)

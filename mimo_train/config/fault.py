@@ -13,7 +13,15 @@ class UserError(ValueError):
 
 
 class PeersError(UserError):
-    """An error that another rank has found and prints; every rank raises it."""
+    """An error that another rank has found and prints; every rank raises it.
+
+    Attributes:
+        kind: name of the class that the other rank has raised.
+    """
+
+    def __init__(self, text: str, kind: str = UserError.__name__):
+        super().__init__(text)
+        self.kind = kind
 
 
 @dataclass(frozen=True)

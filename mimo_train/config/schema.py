@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.bounds import BOUNDS
 from mimo_train.config.fault import Fault
 from mimo_train.config.installed import library_faults
 from mimo_train.config.keys import key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
+from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
@@ -41,6 +43,9 @@ class RunConfig:
     timeout_minutes: float = key(10.0, above=0, below=YEAR)
     """Minutes that a rank waits for its peers in a collective before it gives up, less than a year. With
     `inprocess_restarts` above 0.25."""
+    hang_report_seconds: float = key(300.0, at_least=0, below=60 * YEAR, zero_means="never")
+    """Seconds without progress, in set-up too, after which a run says which rank is to blame and ends with exit code
+    18; 0: never. See docs/reliability.md#hangs."""
     inprocess_restarts: int = key(0, at_least=0)
     """How often a failed run starts again inside its processes, from its newest checkpoint; 0: never. Needs the extra
     `resiliency`. See docs/reliability.md#in-process-restart."""
@@ -103,6 +108,26 @@ class PlacementConfig:
 
 
 @dataclass
+class BoundsConfig:
+    """How large the parts of a sample may be: what is above is a bad sample. See docs/data.md#bounds."""
+
+    pixels: int = key(BOUNDS.pixels, at_least=1)
+    """Of one picture, height times width."""
+    seconds: float = key(BOUNDS.seconds, above=0)
+    """Of one clip."""
+    sample_rate: int = key(BOUNDS.sample_rate, at_least=1)
+    """Of one clip, in Hz."""
+    record_bytes: int = key(BOUNDS.record_bytes, at_least=1)
+    """Of the `json` or `txt` member."""
+    record_depth: int = key(BOUNDS.record_depth, at_least=1)
+    """Lists and objects inside each other in a record."""
+    turns: int = key(BOUNDS.turns, at_least=1)
+    """Of a conversation."""
+    placeholders: int = key(BOUNDS.placeholders, at_least=1)
+    """Pictures and clips of a sample, together."""
+
+
+@dataclass
 class DataConfig:
     """Where the samples are and how they become sequences."""
 
@@ -130,6 +155,11 @@ class DataConfig:
     max_bad_samples: int = key(0, at_least=0)
     """Samples that may be unreadable, in all, before the run stops. Held-out samples are counted apart. See
     docs/data.md#bad-samples."""
+    read_retries: int = key(5, at_least=0)
+    """Times that a read is tried again after an I/O error, after pauses of 0.5, 1, 2, ... seconds; then the run ends.
+    See docs/data.md#bad-samples."""
+    bounds: BoundsConfig = field(default_factory=BoundsConfig)
+    """How large the parts of a sample may be. See docs/data.md#bounds."""
     workers: int = key(2, at_least=0)
     """Threads that read and decode ahead on each rank; 0 reads in the training thread."""
     cache_dir: str = ""
@@ -139,6 +169,7 @@ class DataConfig:
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
         yield from value_faults(self, "data")
+        yield from value_faults(self.bounds, "data.bounds")
         yield from self._tokenizer_faults()
         if self.demo and not self.shards:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
@@ -200,6 +231,9 @@ class CheckpointConfig:
     folder."""
     weights: str = ""
     """Folder of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
+    load_modules: dict[str, LoadConfig] = field(default_factory=dict)
+    """Modules whose weights a new run takes from other runs, by name, after those of `weights` or `pretrained`:
+    `{language: {path: runs/gpt}}`. See docs/checkpoints.md#modules-from-other-runs."""
     trained_only: bool = False
     """Leave weights that the run never trains out of checkpoints: with adapters a checkpoint holds these, other trained
     weights such as a projector, and the optimizer's state. The rest comes from `weights`, or from `run.seed`, again.
@@ -289,6 +323,8 @@ class ConfigContainer:
         yield from self.train.faults()
         yield from self.optim.faults(self.train.precision)
         yield from value_faults(self.checkpoint, "checkpoint")
+        for name, load in self.checkpoint.load_modules.items():
+            yield from load.faults(f"checkpoint.load_modules.{name}", name, list(self.modules))
         llm = self.modules[LANGUAGE].llm if LANGUAGE in self.modules else None
         yield from self.log.faults(llm.num_experts if llm is not None else 0)
 

@@ -62,6 +62,9 @@ class TrainConfig:
     """The run saves and ends after this many minutes; 0: never."""
     manual_gc_interval: int = key(0, at_least=0)
     """Steps between garbage collections, on all ranks at once, with Python's own collector off; 0: Python decides."""
+    max_empty_steps: int = key(0, at_least=0)
+    """Steps without any token with loss, in all, before the run stops: answers that are empty or cut, or bad samples
+    only. See docs/data.md#steps-without-loss."""
     callbacks: list[str] = field(default_factory=list)
     """Classes `package.module:Class` whose methods are called at events of the loop. See docs/callbacks.md."""
 

@@ -59,7 +59,7 @@ class HeldOut:
 
         Returns:
             {"eval/loss": nats per answer token, "eval/exact_match": share of samples, "eval/samples": their number};
-            empty on ranks before the language model's last stage.
+            NaN where no held-out sample has a token with loss; empty on ranks before the language model's last stage.
         """
         pipeline = self._pipeline
         sums, predict = torch.zeros(4, dtype=torch.float64, device=pipeline.device), PredictStep(pipeline)
@@ -89,8 +89,8 @@ class HeldOut:
         dist.all_reduce(sums, group=pipeline.groups.collections[LANGUAGE].dp)
         loss, tokens, matches, samples = sums.tolist()
         return {
-            "eval/loss": loss / max(tokens, 1),
-            "eval/exact_match": matches / max(samples, 1),
+            "eval/loss": loss / tokens if tokens else math.nan,
+            "eval/exact_match": matches / samples if samples else math.nan,
             "eval/samples": samples,
         }
 

@@ -16,7 +16,7 @@ from data.records import MARKERS, Part, Turn, split_markers
 from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.inputs import media_of
+from mimo_train.plan.inputs import bounds_of, media_of
 
 NAMES = {"image": "picture", "audio": "clip"}
 """Word for a file in messages, by its kind."""
@@ -53,6 +53,7 @@ class Prompts:
 
     def __init__(self, cfg: ConfigContainer, tokenizer: Tokenizer):
         self._tokenizer, self._modules, self._names = tokenizer, media_of(cfg), list(cfg.modules)
+        self._bounds = bounds_of(cfg)
         self._places = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self._modules}
 
     def medium(self, kind: str, file: Path) -> Medium:
@@ -75,7 +76,7 @@ class Prompts:
         return Medium(
             kind,
             [(self._places[item.module], item.num_tokens(*extent)) for item in readers],
-            {item.module: decode_media(kind, raw, item.size(*extent), item.resize) for item in readers},
+            {item.module: decode_media(kind, raw, item.size(*extent), item.resize, self._bounds) for item in readers},
             {item.module: (item.num_tokens(*extent), item.grid(*extent) if item.grid else None) for item in readers},
         )
 

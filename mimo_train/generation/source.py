@@ -55,7 +55,8 @@ def load_model(folder: Path, cfg: ConfigContainer, pipeline: "Pipeline", tokeniz
     `store.load_checkpoint`."""
     from mimo_train.checkpoint.frozen_base import LEFT_OUT
     from mimo_train.checkpoint.hf.load import load_pretrained
-    from mimo_train.checkpoint.store import load_weights
+    from mimo_train.checkpoint.modules import load_modules
+    from mimo_train.checkpoint.store import load_base, load_checkpoint
     from mimo_train.model.start_weights import load_start_weights
     from mimo_train.plan.parameters import embedding_rows
 
@@ -63,7 +64,9 @@ def load_model(folder: Path, cfg: ConfigContainer, pipeline: "Pipeline", tokeniz
         # As the run began: the checkpoint has what was trained alone.
         load_pretrained(cfg, pipeline.model, pipeline.groups, embedding_rows(cfg.llm, tokenizer.vocab_size))
         load_start_weights(pipeline.model)
-    load_weights(folder, pipeline.layout, pipeline.model)
+        load_base(folder, pipeline.layout, pipeline.model)
+        load_modules(cfg, pipeline.model, tokenizer.vocabulary_fingerprint)
+    load_checkpoint(folder, pipeline.layout, pipeline.model)
 
 
 def _load(folder: Path, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:

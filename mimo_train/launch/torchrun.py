@@ -8,6 +8,10 @@ options. What it adds to torchrun:
   error and kills remaining ranks after 30 s. A second SIGINT (Ctrl-C) ends the ranks at once.
 - When a rank fails, the others, which wait for it in a collective, are ended ``FAILURE_SECONDS`` later, not after 30 s.
 - The rank's own error is the last output: one line names the rank, instead of torchrun's two tracebacks.
+- ``--max-restarts N`` starts a run that has failed again, from its newest checkpoint, after a time that doubles; the
+  same failure at the same step twice ends it (``restarts``). Torchrun itself starts it again at once.
+- A launcher that is killed leaves no ranks (``supervisor``) and no temporary files (``scratch``) behind.
+- Several nodes: a MASTER_PORT that is in use ends all launchers with one message (``meeting``).
 
 It imports no torch at module level: its signal handlers are installed before that import begins.
 """
@@ -17,19 +21,34 @@ import logging
 import os
 import signal
 import sys
-import tempfile
-from typing import Any
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
 
-from mimo_train.config.fault import UserError
+from mimo_train.flight.watch import HANG_CODE, hand_down
+from mimo_train.launch.grace import grace_seconds
+from mimo_train.launch.meeting import meet
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
+from mimo_train.launch.restarts import MAX_RESTARTS, RESTART, Restarts, failure_of, first_wait
+from mimo_train.launch.scratch import FLIGHT, scratch_folder
+from mimo_train.launch.supervisor import Supervisor
 
 FAILURE_SECONDS = 5
 ASKED_FOR = {
     16: "a loss was wrong twice: start the run again on another machine, which makes the step again and compares",
     17: "a loss could not be trusted: the messages above say whether a machine is at fault",
+    HANG_CODE: "the run hung, the report above says where: the same command continues from the newest checkpoint",
 }
-"""Exit codes with which ranks end a run on purpose, by `train.rerun`."""
+"""Exit codes with which ranks end a run on purpose, by `train.rerun` and `run.hang_report_seconds`."""
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class _Waiting:
+    """In the place of torch's context between two attempts: there are no ranks."""
+
+    subprocess_handlers: ClassVar[dict[int, Any]] = {}
 
 
 class Ranks:
@@ -42,6 +61,7 @@ class Ranks:
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.context: Any = None  # torch's PContext, once the ranks have started
+        self.supervisor: Supervisor | None = None
         self.starting = False
         self.stop_asked = False
         self._early: int | None = None  # a signal that came while the ranks were being started
@@ -71,8 +91,17 @@ class Ranks:
             context: torch's object of the running ranks.
         """
         self.context, self.starting = context, False
+        if self.supervisor is not None:
+            self.supervisor.started(handler.proc.pid for handler in context.subprocess_handlers.values())
         if self._early is not None:
             self.ask_to_stop(self._early, None)
+
+    def stopped_within(self, seconds: float) -> bool:
+        """Wait before a restart; whether a stop was requested meanwhile."""
+        self.context, deadline = _Waiting(), time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.stop_asked:
+            time.sleep(0.1)
+        return self.stop_asked
 
     def end_of_grace(self, _signum: int, _frame: object) -> None:
         """Handler of the timer: ends the ranks that are still there."""
@@ -99,11 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
         first, 1 if a signal ended it.
 
     Raises:
-        UserError: MIMO_GRACE_SECONDS is not a positive number, or other packages hide ours.
+        UserError: MIMO_GRACE_SECONDS is not a positive number, other packages hide ours, or MASTER_PORT is in use.
     """
     working_directory_last()
     require_own_packages()
-    ranks = Ranks(_grace_seconds())
+    hand_down()
+    ranks = Ranks(grace_seconds())
     for signum in HANDED_ON:
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup says that it is to be ignored
             signal.signal(signum, ranks.ask_to_stop)
@@ -111,7 +141,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _adapt(SubprocessContext, ranks)
     if "LOGLEVEL" not in os.environ:
@@ -120,17 +149,53 @@ def main(arguments: list[str] | None = None) -> int:
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        with tempfile.TemporaryDirectory(prefix="mimo-train-") as folder:  # torchrun's own would be left behind
+        with scratch_folder() as folder:  # torchrun's own would be left behind
             # SIGQUIT alone is left to torchrun: it ends the run at once.
-            options = ["--signals-to-handle=SIGQUIT", f"--log-dir={folder}"]
-            run.run(run.parse_args([*options, *arguments]))
-    except ChildFailedError as error:
-        return _report(error.failures, ranks.stop_asked)
+            options = run.parse_args(["--signals-to-handle=SIGQUIT", f"--log-dir={folder}", *arguments])
+            _meet(options)
+            with closing(Supervisor(ranks.grace_seconds, folder)) as ranks.supervisor:
+                return _attempts(lambda: run.run(options), options, ranks, folder)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for signum in HANDED_ON:  # all is done: a late signal must not turn the exit code into its own
             signal.signal(signum, signal.SIG_IGN)
-    return 0
+
+
+def _attempts(attempt: Callable[[], object], options: Any, ranks: Ranks, folder: Path) -> int:
+    """Starts the ranks, again after failures if `--max-restarts` says so; returns the exit code."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    restarts, name = Restarts(options.max_restarts, first_wait()), options.rdzv_id
+    if options.max_restarts:
+        os.environ[MAX_RESTARTS] = str(options.max_restarts)
+    options.max_restarts = 0
+    while True:
+        try:
+            attempt()
+        except ChildFailedError as error:
+            code = _report(error.failures, ranks.stop_asked)
+            first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+            seconds, why = restarts.after(failure_of(first.exitcode, folder))
+            if ranks.stop_asked or seconds is None:
+                if why and not ranks.stop_asked:
+                    _say(why)
+                return code
+            _say(why)
+            if ranks.stopped_within(seconds):
+                return code
+            (folder / FLIGHT).unlink(missing_ok=True)
+            os.environ[RESTART] = str(restarts.made)
+            # What nodes have left in a store for the attempt before is not for this one.
+            options.rdzv_id = f"{name}-{restarts.made}"
+        else:
+            return 0
+
+
+def _meet(options: Any) -> None:
+    """Meets the launchers of other nodes where torchrun will open its store."""
+    static = options.rdzv_backend == "static" and not options.standalone and not options.rdzv_endpoint
+    if static and options.nnodes.isdecimal() and int(options.nnodes) > 1:
+        meet(options.master_addr, int(options.master_port), int(options.nnodes), int(options.node_rank))
 
 
 def _adapt(context_class: Any, ranks: Ranks) -> None:
@@ -166,21 +231,11 @@ def _report(failures: dict[int, Any], stop_asked: bool) -> int:
     return max(1, failure.exitcode)
 
 
-def _grace_seconds() -> float:
-    text = os.environ.get("MIMO_GRACE_SECONDS", "120")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UserError(f"MIMO_GRACE_SECONDS is {text!r}: give a positive number of seconds")
-    return seconds
-
-
 def end_with_launcher() -> None:
     """Asks Linux to send this process SIGTERM when its launcher dies, even by SIGKILL: a rank that outlives it would
-    write into the folder of the run that replaces it. Does nothing on other systems."""
-    if sys.platform == "linux":
+    write into the folder of the run that replaces it. Does nothing on other systems, and without torchrun."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ  # a shell that ends must not end what was started from it
+    if sys.platform == "linux" and launched:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
 

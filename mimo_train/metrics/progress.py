@@ -62,6 +62,11 @@ def checkpoint_saved(run_dir: Path, *, step: int, path: str | Path, reason: str)
     append_to_progress_log(run_dir, f"checkpoint\tstep={step}\tpath={path}\treason={reason}")
 
 
+def checkpoint_set_aside(run_dir: Path, *, path: Path, why: str) -> None:
+    """Note a damaged checkpoint, under the name that it has now."""
+    append_to_progress_log(run_dir, f"damaged\tpath={path}\twhy={why}")
+
+
 def evaluated(run_dir: Path, *, step: int, values: dict[str, float]) -> None:
     """Note an evaluation with its values."""
     facts = "\t".join(f"{key}={value:.6g}" for key, value in values.items())

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.plan.layout import RunLayout
 
 STEP = "step"
@@ -25,7 +26,8 @@ class Stopwatch:
     """Seconds per named interval: `with watch("optimizer"): ...`.
 
     Times are exclusive: an interval pauses the one around it, so the intervals of a step sum to the step. What happens
-    outside of a step (an evaluation) is not counted. One thread uses a stopwatch.
+    outside of a step (an evaluation) is not counted. One thread uses a stopwatch. The flight recorder is told of every
+    interval, counted or not.
     """
 
     def __init__(self, cuda: bool = False):
@@ -47,10 +49,12 @@ class Stopwatch:
 
     def __enter__(self) -> None:
         name = self._name
+        RECORDER.enter(name)
         counted = self._open[0][1] is not None if self._open else name == STEP
         self._open.append((name, self._now() if counted else None))
 
     def __exit__(self, *_error: object) -> None:
+        RECORDER.leave()
         name, start = self._open.pop()
         if start is None:
             return

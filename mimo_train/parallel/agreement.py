@@ -21,7 +21,7 @@ def agreed() -> Iterator[None]:
         yield
     except UserError as error:
         own = error
-    messages: list[str | None] = [None if own is None else str(own)]
+    messages: list[tuple[str, str] | None] = [None if own is None else (str(own), _kind(own))]
     if dist.is_initialized() and dist.get_world_size() > 1:
         messages *= dist.get_world_size()
         dist.all_gather_object(messages, messages[0])
@@ -30,4 +30,8 @@ def agreed() -> Iterator[None]:
         return
     if own is not None and (len(messages) == 1 or rank == dist.get_rank()):
         raise own
-    raise PeersError(first) from own
+    raise PeersError(*first) from own
+
+
+def _kind(error: UserError) -> str:
+    return error.kind if isinstance(error, PeersError) else type(error).__name__

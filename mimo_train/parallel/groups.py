@@ -5,6 +5,7 @@ belongs to. Axis order in a grid: tp innermost, then cp, dp, pp.
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -12,6 +13,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
 
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import RunConfig
 from mimo_train.plan.layout import ModuleLayout, RunLayout
 
 EXPERT_VIEW = "expert"
@@ -35,13 +37,19 @@ class RunGroups:
         )
 
 
-def build_groups(layout: RunLayout) -> RunGroups:
-    """Create the process groups of a run; collective over all ranks."""
+def build_groups(layout: RunLayout, timeout_minutes: float = RunConfig.timeout_minutes) -> RunGroups:
+    """Create the process groups of a run; collective over all ranks.
+
+    Args:
+        timeout_minutes: `run.timeout_minutes`. A group of gloo that is given none waits for 30 minutes, whatever the
+            processes met with.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
     grids, collections = {}, {}
     for name, module in layout.modules.items():
-        grid = _build_grid(module)
+        grid = _build_grid(module, timeout)
         # Only a language model shares weights between stages: Megatron-Core looks for them where there is a group.
-        embedding_groups = _build_embedding_groups(grid) if name == LANGUAGE else ()
+        embedding_groups = _build_embedding_groups(grid, timeout) if name == LANGUAGE else ()
         grids[name] = grid
         if grid.is_current_rank_in_grid():
             # For an encoder it is a group of this rank alone, like cp: for None, Megatron-Core 0.19.2 uses the group
@@ -55,7 +63,7 @@ _BASE_GROUPS = (["tp"], ["cp"], ["dp"], ["pp"], ["tp", "pp"], ["tp", "cp"], ["dp
 _EXPERT_GROUPS = (["expt_tp"], ["ep"], ["expt_dp"], ["expt_tp", "ep"], ["expt_tp", "ep", "pp"])
 
 
-def _build_grid(module: ModuleLayout) -> HyperCommGrid:
+def _build_grid(module: ModuleLayout, timeout: timedelta) -> HyperCommGrid:
     grid = HyperCommGrid(
         [module.tp, module.cp, module.dp, module.pp], ["tp", "cp", "dp", "pp"], rank_offset=module.first_rank
     )
@@ -65,21 +73,27 @@ def _build_grid(module: ModuleLayout) -> HyperCommGrid:
         ["expt_tp", "ep", "expt_dp", "pp"],
         shared_dims=["pp"],
     )
-    for axes in _BASE_GROUPS:
-        grid.create_pg(axes)
-    grid.create_pg(["tp", "cp", "dp", "pp"])
+    for axes in (*_BASE_GROUPS, ["tp", "cp", "dp", "pp"]):
+        grid.create_pg(axes, timeout=timeout, group_desc=_description(module, axes))
     for axes in _EXPERT_GROUPS:
-        grid.create_pg(axes, view=EXPERT_VIEW)
+        grid.create_pg(axes, view=EXPERT_VIEW, timeout=timeout, group_desc=_description(module, axes))
     return grid
 
 
-def _build_embedding_groups(grid: HyperCommGrid) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def _description(module: ModuleLayout, axes: list[str]) -> str:
+    """For the flight recorder's reports: `language tp-cp`."""
+    return f"{module.name} {'-'.join(axes)}"
+
+
+def _build_embedding_groups(
+    grid: HyperCommGrid, timeout: timedelta
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Groups of the first and last stage (shared embedding weights) and of the first stage (position embeddings)."""
     own_embedding = own_position = None
     for stages in grid.get_rank_enum("pp"):
         embedding_ranks = sorted({stages[0], stages[-1]})
-        embedding = dist.new_group(embedding_ranks)
-        position = dist.new_group(stages[:1])
+        embedding = dist.new_group(embedding_ranks, timeout=timeout, group_desc="embedding weights")
+        position = dist.new_group(stages[:1], timeout=timeout, group_desc="position embeddings")
         if dist.get_rank() in embedding_ranks:
             own_embedding = embedding
         if dist.get_rank() == stages[0]:

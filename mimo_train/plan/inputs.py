@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.bounds import Bounds
 from encoders.spec import attention_pairs, inner_tokens, input_size, num_tokens, picture_transform, token_grid
 from mimo_train.config.schema import ConfigContainer
 
@@ -66,6 +67,11 @@ def tokenizer_of(cfg: ConfigContainer) -> Any:
     )
 
 
+def bounds_of(cfg: ConfigContainer) -> Bounds:
+    """`data.bounds`, as the data path takes them."""
+    return Bounds(**asdict(cfg.data.bounds))
+
+
 def build_dataset(
     cfg: ConfigContainer,
     tokenizer: Any,
@@ -95,4 +101,6 @@ def build_dataset(
         blind=data.blind,
         max_bad_samples=data.max_bad_samples,
         keep_text=held_out,
+        read_retries=data.read_retries,
+        bounds=bounds_of(cfg),
     )

@@ -59,18 +59,27 @@ def model_changes(before: Mapping[str, Any], now: ConfigContainer, *, new_run: b
         return
     free = MAY_CHANGE_IN_A_NEW_RUN if new_run else MAY_CHANGE
     for name, module in now.modules.items():
-        for part in SPECS:
-            was, spec = modules[name].get(part), getattr(module, part)
-            if (was is None) != (spec is None):
-                yield f"modules.{name}.{part} {'was not there' if was is None else 'is gone'}"
-            elif spec is not None and was.get("family", "") != getattr(spec, "family", ""):
-                yield f"modules.{name}.{part}.family was {was.get('family')}, is {getattr(spec, 'family', None)}"
-            elif spec is not None:
-                yield from _key_changes(was, spec, f"modules.{name}.{part}", free)
+        yield from _spec_changes(modules[name], module, f"modules.{name}", free)
         yield from _adapter_changes(modules[name].get("lora") or {}, module, f"modules.{name}.lora", new_run)
     length = before.get("data", {}).get("sequence_length", DataConfig().sequence_length)
     if now.language.llm and now.language.llm.position == "learned" and length != now.data.sequence_length:
         yield f"data.sequence_length was {length}, is {now.data.sequence_length}, with learned positions"
+
+
+def module_changes(before: Mapping[str, Any], source: str, now: ModuleConfig, prefix: str) -> Iterator[str]:
+    """Sentences as of `model_changes`, about one module whose weights a new run takes.
+
+    Args:
+        before: the config that the weights are of.
+        source: name of the module there.
+        prefix: key of the module here.
+
+    Raises:
+        KeyError, TypeError, AttributeError: `before` is no config, or has no such module.
+    """
+    was = before["modules"][source]
+    yield from _spec_changes(was, now, prefix, MAY_CHANGE_IN_A_NEW_RUN)
+    yield from _adapter_changes(was.get("lora") or {}, now, f"{prefix}.lora", True)
 
 
 def _other_modules(before: list[str], now: list[str], new_run: bool) -> str:
@@ -82,6 +91,17 @@ def _other_modules(before: list[str], now: list[str], new_run: bool) -> str:
         return ""
     order = " in this order" if sorted(encoders) == sorted(left) else ""
     return f"modules were {', '.join(before)}, are {', '.join(now)}{order}"
+
+
+def _spec_changes(before: Mapping[str, Any], module: ModuleConfig, prefix: str, free: Set[str]) -> Iterator[str]:
+    for part in SPECS:
+        was, spec = before.get(part), getattr(module, part)
+        if (was is None) != (spec is None):
+            yield f"{prefix}.{part} {'was not there' if was is None else 'is gone'}"
+        elif was is not None and was.get("family", "") != getattr(spec, "family", ""):
+            yield f"{prefix}.{part}.family was {was.get('family')}, is {getattr(spec, 'family', None)}"
+        elif was is not None:
+            yield from _key_changes(was, spec, f"{prefix}.{part}", free)
 
 
 def _adapter_changes(was: Mapping[str, Any], module: ModuleConfig, prefix: str, new_run: bool) -> Iterator[str]:

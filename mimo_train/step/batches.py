@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from data.pipeline import Batching, Dataset, Reader, StepBatch, StepLoader
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.flight.layout import FORWARD
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.parallel.device import to_device
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
@@ -68,7 +70,9 @@ class StepIterator:
                 `own_learned`; None for an evaluation, whose flags are exchanged at every step.
         """
         self._loader, self._pipeline, self._step_sum = loader, pipeline, step_sum
-        self._upcoming: StepBatch | None = next(loader, None)
+        self._modules = "+".join(pipeline.groups.collections)
+        with pipeline.stopwatch("data_wait"):
+            self._upcoming: StepBatch | None = next(loader, None)
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
         self.weighs = pipeline.router_losses.active and step_sum is not None
@@ -148,6 +152,7 @@ class StepIterator:
                 raise StopIteration
             index = self._waiting.popleft()
             self.is_fresh = False
+            RECORDER.at(self._modules, FORWARD, index)
             batch = to_device(self.current.microbatches[index], self._pipeline.device)
             if "loss_mask" in batch:
                 # Only samples that no rank flagged as bad have a loss.

@@ -30,6 +30,8 @@ class TrainState:
     """Steps whose update was skipped because a gradient was not finite."""
     bad_samples: int = 0
     """Samples so far that could not be read."""
+    empty_steps: int = 0
+    """Steps so far in which no token had a loss."""
     floating_point_operations_so_far: float = 0.0
     """Model FLOPs of all modules."""
 

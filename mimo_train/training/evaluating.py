@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.metrics import progress
 from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.training.callbacks import Callbacks
@@ -35,10 +36,16 @@ def evaluate_when_due(
     due = (interval > 0 and step % interval == 0) or step == state.cfg.train.iters
     if held_out is None or not due:
         return
-    values = held_out.evaluate()
+    with RECORDER.during("evaluate"):
+        values = held_out.evaluate()
     if state.is_logging_rank:
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.evaluation(step, values)
+        if values.get("eval/samples") == 0:
+            state.console.message(
+                "evaluation: no held-out sample has a token with loss: answers are empty, or cut by "
+                "data.sequence_length, or the samples are bad"
+            )
         progress.evaluated(state.run_dir, step=step, values=values)
     if hooks is not None:
         data = held_out.non_loss_data(step_func, hooks.give)

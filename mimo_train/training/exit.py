@@ -7,12 +7,18 @@ from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 
 
+class StepsDiffer(RuntimeError):
+    """Ranks are not at the same step."""
+
+
 class ExitVotes:
     """Reasons to exit that can reach ranks at different steps: a signal, and their clocks. Every rank votes in the
     step's `StepSum`, so that all ranks exit at the same step."""
 
     NUMBER = 2
     """Votes of a rank: it received a signal; its time limit has passed."""
+    SAME_STEP = 3
+    """Numbers beside them by which ranks see that they sum the same step, see `numbers`."""
 
     def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float):
         """
@@ -28,6 +34,12 @@ class ExitVotes:
         """This rank's votes, for the step's sum."""
         return self._signal.requested(), time.monotonic() >= self._deadline
 
+    def numbers(self, step: int) -> tuple[float, ...]:
+        """What is summed over ranks: the votes, and 1, the step and its square. Sums n, a and b of the last three are
+        those of one step only if n * b is a * a."""
+        short = step % 1024  # so that sums of squares stay whole in float64
+        return (*self.own(), 1, short, short * short)
+
 
 @dataclass(frozen=True)
 class AgreedVotes:
@@ -38,5 +50,17 @@ class AgreedVotes:
 
 
 def agreed_votes(optimizer: ModuleOptimizer) -> AgreedVotes:
-    """The votes of the last step, whose sums arrive on the host with the gradient norm; none before the first step."""
-    return AgreedVotes(*(bool(votes) for votes in optimizer.arrived[: ExitVotes.NUMBER]))
+    """The votes of the last step, whose sums arrive on the host with the gradient norm; none before the first step.
+
+    Raises:
+        StepsDiffer: ranks have summed different steps.
+    """
+    votes, others = optimizer.arrived[: ExitVotes.NUMBER], optimizer.arrived[ExitVotes.NUMBER :]
+    same_step = others[: ExitVotes.SAME_STEP]
+    if same_step and same_step[0] * same_step[2] != same_step[1] ** 2:
+        raise StepsDiffer(
+            f"{same_step[0]:.0f} ranks have summed different steps at the end of backward (their mean modulo 1024 "
+            f"is {same_step[1] / same_step[0]:g}): a rank has left out a collective, or made one too many. Nothing of "
+            "this step is saved; `mimo-train hang` with the run.dir says which rank"
+        )
+    return AgreedVotes(*(bool(number) for number in votes))

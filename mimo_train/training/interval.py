@@ -13,19 +13,26 @@ from mimo_train.metrics.stopwatch import INTERVALS, Stopwatch
 from mimo_train.plan.flops import Flops
 from mimo_train.step.state import GlobalState
 from mimo_train.training.bad_sample_count import BadSampleCount
+from mimo_train.training.empty_steps import EmptySteps
 
 ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan iterations"
 """Counters among the sums of an interval: steps with an update, steps without, and of these the ones with a non-finite
 loss."""
 
+EMPTY = "empty iterations"
+"""A counter on the device: updates in whose step no token had a loss, which have none to take the mean of."""
 
-def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped_iter: int) -> None:
+
+def add_step(
+    totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped_iter: int, empty: torch.Tensor | None = None
+) -> None:
     """Add a step to the sums of an interval; nothing leaves the device.
 
     Args:
         totals: sums by loss, and the three counters; starts empty, changed in place.
         losses: of the step; those of a skipped iteration are checked but not added.
         skipped_iter: 1 if the update was skipped.
+        empty: 1 if no token of the step has a loss, 0-d.
     """
     totals[ADVANCED] = totals.get(ADVANCED, 0) + 1 - skipped_iter
     totals[SKIPPED] = totals.get(SKIPPED, 0) + skipped_iter
@@ -33,15 +40,17 @@ def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped
     if not skipped_iter:
         for name, value in losses.items():
             totals[name] = totals.get(name, 0.0) + value
+        if empty is not None:
+            totals[EMPTY] = totals.get(EMPTY, 0.0) + empty
     elif losses:
         finite = torch.stack([value.isfinite().all() for value in losses.values()]).all()
         totals[NAN] = totals[NAN] + (~finite).double()
 
 
 def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Mean of every loss over the updates of an interval, and the number of steps with a non-finite loss; resets all
-    sums to zero."""
-    updates, nan_steps = max(totals.get(ADVANCED, 0), 1), totals.get(NAN, 0)
+    """Mean of every loss over the updates of an interval, NaN if none had a token with loss, and the number of steps
+    with a non-finite loss; resets all sums to zero."""
+    updates, nan_steps = max(totals.get(ADVANCED, 0), 1) - totals.pop(EMPTY, 0), totals.get(NAN, 0)
     counters = (ADVANCED, SKIPPED, NAN)
     means = {name: total / updates for name, total in totals.items() if name not in counters}
     if isinstance(nan_steps, torch.Tensor):
@@ -98,8 +107,16 @@ class Interval:
         step_samples: samples of the latest steps of this job, as many as `log.throughput_window` looks at.
     """
 
-    def __init__(self, state: GlobalState, stopwatch: Stopwatch, device: torch.device, bad_samples: BadSampleCount):
-        self._state, self._stopwatch, self._device, self._bad_samples = state, stopwatch, device, bad_samples
+    def __init__(
+        self,
+        state: GlobalState,
+        stopwatch: Stopwatch,
+        device: torch.device,
+        bad_samples: BadSampleCount,
+        empty_steps: EmptySteps,
+    ):
+        self._state, self._stopwatch, self._device = state, stopwatch, device
+        self._bad_samples, self._empty_steps = bad_samples, empty_steps
         self._memory_names = list(report_memory(None)) if state.cfg.log.memory else []
         self.step_samples: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
         self._reset()
@@ -144,10 +161,10 @@ class Interval:
         rows = torch.tensor(before + own + after, dtype=torch.float64).to(self._device)
         if world > 1:
             dist.all_reduce(rows)
-        means = torch.stack([self._bad_samples.new, *(losses[name].double() for name in names)])
+        means = torch.stack([self._bad_samples.new, self._empty_steps.new, *(losses[name].double() for name in names)])
         host = torch.cat([rows, means]).tolist()
         table = [host[rank * columns : (rank + 1) * columns] for rank in range(world)]
-        bad, *values = host[world * columns :]
+        bad, empty, *values = host[world * columns :]
         times = len(INTERVALS)
         numbers = IntervalNumbers(
             steps=self.steps,
@@ -159,6 +176,7 @@ class Interval:
             losses=dict(zip(names, values, strict=True)),
         )
         self._bad_samples.settle(int(bad))
+        self._empty_steps.settle(int(empty))
         self._reset()
         return numbers
 

@@ -69,9 +69,11 @@ class StepLog:
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, parts = session.state, session.parts
         self._pipeline, self._optimizer, self._schedulers = parts.pipeline, session.optimizer, session.schedulers
-        self._bad_samples, self._callbacks = session.bad_samples, callbacks
+        self._bad_samples, self._empty_steps, self._callbacks = session.bad_samples, session.empty_steps, callbacks
         self._step_flops = StepFlops(self._state.cfg, embedding_rows(self._state.cfg.llm, parts.tokenizer.vocab_size))
-        self._interval = Interval(self._state, parts.stopwatch, parts.pipeline.device, session.bad_samples)
+        self._interval = Interval(
+            self._state, parts.stopwatch, parts.pipeline.device, session.bad_samples, session.empty_steps
+        )
         self._totals: dict[str, Any] = {}
         self._shows_memory = True
         self._history: list[float] = []
@@ -112,7 +114,7 @@ class StepLog:
         self._history.append(time.perf_counter() - self._started)
         del self._history[: -self._state.cfg.log.throughput_window - 1]
         self.note(data, self._history[-1])
-        add_step(self._totals, result.losses, result.skipped_iter)
+        add_step(self._totals, result.losses, result.skipped_iter, self._empty_steps.note())
         self._last = result
         self.write_when_due()
 
@@ -172,16 +174,22 @@ class StepLog:
 
         Raises:
             TooManyBadSamples: more bad samples than `data.max_bad_samples`; on every rank at the same step.
+            UserError: more steps without any token with loss than `train.max_empty_steps`, likewise.
         """
-        state, cfg = self._state, self._state.cfg
+        state, cfg, empty_before = self._state, self._state.cfg, self._state.train_state.empty_steps
         numbers = self._interval.collect(take_means(totals))
+        if empty := state.train_state.empty_steps - empty_before:
+            state.console.message(
+                f"step {state.train_state.step}: {empty} of the last {numbers.steps} steps had no token with loss"
+            )
         self._bad_samples.require_budget()
+        self._empty_steps.require_budget()
         layer_norms = grad_l2_norms(self._pipeline.model) if cfg.log.grad_norms else {}
         if not state.is_logging_rank:
             return show_memory
         values = dict(numbers.losses) | step_numbers.values()
         nan_steps = values.pop(NAN, 0.0)
-        so_far = {"bad_samples": state.train_state.bad_samples, "skipped_iters": state.train_state.skipped_iters}
+        so_far = {name: getattr(state.train_state, name) for name in ("bad_samples", "empty_steps", "skipped_iters")}
         values |= {name: float(count) for name, count in (so_far | {"nan_iters": nan_steps}).items() if count}
         values |= self._speed(numbers, sequence_length or cfg.data.sequence_length, history, loaded_step)
         values |= layer_norms | numbers.memory

@@ -3,6 +3,7 @@
 from functools import partial
 
 from mimo_train.diagnose.nan_policy import NanPolicy
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.metrics import progress as progress_log
 from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_step_func
 from mimo_train.step.result import StepResult
@@ -52,6 +53,7 @@ def train(
     callbacks.fire("on_train_start", state, session.model)
     with manual_garbage_collection(cfg.manual_gc_interval):
         while progress.step < cfg.iters:
+            RECORDER.begin_step(progress.step + 1)
             parts.profiler.before_step(progress.step + 1)
             callbacks.fire("on_step_start", state)
             session.freeze_stages.apply(progress.step)

@@ -12,6 +12,7 @@ from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import is_idle, numbered, say_idle, started_run
+from mimo_train.launch.watched import watched
 from mimo_train.model.heads import ModelHook
 from mimo_train.plan.run import Run
 from mimo_train.step import gpt_step, mimo_step
@@ -60,7 +61,7 @@ def pretrain(
     step_func, start_time = forward_step_func or default_forward_step(run.cfg), time.time()
     # One that was given goes on listening: a signal after the run is as harmless as one in it.
     listening = nullcontext(exit_signal.listen()) if exit_signal is not None else ExitSignal()
-    with listening as signal, numbered(run.layout):
+    with listening as signal, numbered(run.layout), watched(run):
         life = partial(one_life, run, step_func, listeners, signal, start_time, pre_wrap_hook)
         return with_restarts(life, run.cfg.run)()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.failed_save import SaveFailed
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.metrics import progress
 from mimo_train.step.batches import StepIterator
 from mimo_train.step.state import GlobalState
@@ -60,7 +61,7 @@ class Saver:
 
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, self._checkpointer = session.state, session.checkpointer
-        self._bad_samples, self._callbacks = session.bad_samples, callbacks
+        self._bad_samples, self._empty_steps, self._callbacks = session.bad_samples, session.empty_steps, callbacks
         self._saved_step = -1
         """The last step with a persistent checkpoint of this job, or with one in flight."""
         self._in_flight: _Facts | None = None
@@ -129,8 +130,10 @@ class Saver:
         timer.start()
         # A run that resumes here does not read these steps again.
         self._bad_samples.settle()
+        self._empty_steps.settle()
         try:
-            folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
+            with RECORDER.during("save"):
+                folder = self._checkpointer.save(data, non_persistent=non_persistent, run_dir=run_dir)
         except SaveFailed as error:
             if must_succeed or run_dir is not None:
                 raise
@@ -175,8 +178,10 @@ class Saver:
         began = time.perf_counter()
         timer.start()
         self._bad_samples.settle()
+        self._empty_steps.settle()
         try:
-            goes_on = self._checkpointer.begin(data, non_persistent=non_persistent)
+            with RECORDER.during("save"):
+                goes_on = self._checkpointer.begin(data, non_persistent=non_persistent)
         except SaveFailed as error:
             self._failed(error, step)
             return

@@ -18,12 +18,13 @@ from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
 from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
 from mimo_train.config.compose import to_yaml
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.profiling import StepProfiler
 from mimo_train.diagnose.rerun import Rerun
 from mimo_train.evaluation.held_out import HeldOut
+from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.launch.run_lock import PATIENCE, RunLock
 from mimo_train.metrics import progress
@@ -43,6 +44,7 @@ from mimo_train.parallel import device as devices
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
+from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
@@ -54,6 +56,7 @@ from mimo_train.step.losses import MAX_LOSSES, StepLosses
 from mimo_train.step.schedule import Pipeline
 from mimo_train.step.state import GlobalState, TrainState
 from mimo_train.training.bad_sample_count import BadSampleCount
+from mimo_train.training.empty_steps import EmptySteps
 from mimo_train.training.exit import ExitVotes
 
 
@@ -84,6 +87,7 @@ class Session:
     held_out: HeldOut | None
     checkpointer: Checkpointer
     bad_samples: BadSampleCount
+    empty_steps: EmptySteps
     lock: RunLock | None
     """That of `run.dir`, on rank 0."""
 
@@ -124,10 +128,16 @@ def setup(
     """
     kind, device = start_processes(run.cfg, store)
     lock: RunLock | None = None
-    with agreed():
-        make_folder(run.dir)
-        if dist.get_rank() == 0:
-            lock = RunLock(run.dir, min(PATIENCE, 30 * run.cfg.run.timeout_minutes))
+    RECORDER.to("lock")
+    try:
+        with agreed():
+            make_folder(run.dir)
+            if dist.get_rank() == 0:
+                lock = RunLock(run.dir, min(PATIENCE, 30 * run.cfg.run.timeout_minutes))
+                remove_old_starts(run.dir)
+    except UserError:
+        RECORDER.discard()  # the folder is another run's
+        raise
     try:
         return _build(run, votes, kind, device, lock, start_time, pre_wrap_hook)
     except BaseException:
@@ -146,9 +156,11 @@ def _build(
     pre_wrap_hook: ModelHook | None,
 ) -> Session:
     cfg, train_state = run.cfg, TrainState()
+    RECORDER.to("demo")
     make_demo_shards(run)
     parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg))
     pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
+    RECORDER.to("optimizer build")
     optimizer = build_optimizer(cfg, pipeline.model, groups)
     optimizer.attach(pipeline.model[0].config)
     needs = GradientNeeds(run.layout, modules_of(pipeline.model), optimizer.releases, groups)
@@ -158,6 +170,7 @@ def _build(
     losses = StepLosses(
         cfg.train.loss_weights, groups, step_sum, rerun.validate, needs_tokens=pipeline.router_losses.active
     )
+    RECORDER.to("index")
     dataset = build_dataset(cfg, parts.tokenizer)
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
@@ -165,7 +178,9 @@ def _build(
     fingerprints = Fingerprints(dataset.fingerprint, dataset.text_fingerprint, parts.tokenizer.vocabulary_fingerprint)
     read_adapters = partial(load_start_adapters, cfg, pipeline.model, rows)
     checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters)
+    RECORDER.to("load")
     resumed_from = checkpointer.resume()
+    RECORDER.to("loop")
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
     loader = open_loader(
@@ -177,7 +192,7 @@ def _build(
         size_at=run.batch.size_at,
     )
     data = StepIterator(loader, pipeline, step_sum)
-    _open_sections(run, step_sum, pipeline, losses, votes, data, checkpointer)
+    _open_sections(run, step_sum, pipeline, losses, votes, train_state, data, checkpointer)
     # The votes first, as `exit.agreed_votes` reads them, and the save last, as `Checkpointer.hear` does.
     optimizer.passengers = lambda: torch.cat([step_sum.sum_of("votes"), step_sum.sum_of("save in flight")])
     prefetcher = features.prefetcher(data)
@@ -186,7 +201,7 @@ def _build(
     held_out = HeldOut(run, pipeline, parts.tokenizer, features) if cfg.data.validation_shards else None
     return Session(
         # The log is opened last: what fails before leaves the files of an earlier start as they are.
-        state=_open_state(run, train_state, start_time, resumed_from),
+        state=_open_state(run, train_state, start_time, resumed_from, checkpointer),
         parts=parts,
         optimizer=optimizer,
         schedulers=schedulers,
@@ -197,6 +212,7 @@ def _build(
         held_out=held_out,
         checkpointer=checkpointer,
         bad_samples=BadSampleCount(train_state, cfg.data.max_bad_samples, device),
+        empty_steps=EmptySteps(train_state, cfg.train.max_empty_steps, step_sum, device),
         lock=lock,
     )
 
@@ -207,6 +223,7 @@ def _open_sections(
     pipeline: Pipeline,
     losses: StepLosses,
     votes: ExitVotes,
+    train_state: TrainState,
     data: StepIterator,
     checkpointer: Checkpointer,
 ) -> None:
@@ -214,7 +231,7 @@ def _open_sections(
     read by section name."""
     samples = run.batch.global_batch_size
     step_sum.open("tokens", 1, pipeline.own_tokens)
-    step_sum.open("votes", votes.NUMBER, votes.own)
+    step_sum.open("votes", votes.NUMBER + votes.SAME_STEP, lambda: votes.numbers(train_state.step + 1))
     step_sum.open("save in flight", checkpointer.NUMBER, checkpointer.own)
     step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
     step_sum.open("bad samples", samples, data.own_bad_samples)
@@ -232,12 +249,16 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
     """
     kind = devices.resolve(cfg.run.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device = devices.install(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    record_messages()
+    if kind == "cuda":
+        RECORDER.queued()
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
             os.environ.setdefault(name, value)
         if store is None and os.environ["WORLD_SIZE"] == "1":
             # There is nobody to meet: an address that something else has left in the environment is not waited for.
             store = dist.HashStore()
+        RECORDER.to("join")
         devices.init_process_group(kind, cfg.run.timeout_minutes, device, store)
     return kind, device
 
@@ -252,11 +273,13 @@ def build_parts(
 ) -> Parts:
     """Groups, model and pipeline of a run; weights are initial, but for those of `undrawn` (see `build_model`).
     Collective over all ranks."""
-    cfg, groups, tokenizer = run.cfg, build_groups(run.layout), tokenizer_of(run.cfg)
+    RECORDER.to("groups")
+    cfg, groups, tokenizer = run.cfg, build_groups(run.layout, run.cfg.run.timeout_minutes), tokenizer_of(run.cfg)
     if faults := list(vocabulary_faults(cfg.llm, tokenizer.text_size)):
         raise ConfigError(faults)
     profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
     _seed(cfg, groups)
+    RECORDER.to("model")
     model = build_model(
         cfg,
         run.layout,
@@ -307,7 +330,9 @@ def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
     )
 
 
-def _open_state(run: Run, train_state: TrainState, start_time: float, resumed_from: Path | None) -> GlobalState:
+def _open_state(
+    run: Run, train_state: TrainState, start_time: float, resumed_from: Path | None, checkpointer: Checkpointer
+) -> GlobalState:
     """The state of the run, with the log open on the rank that writes it."""
     if dist.get_rank() != run.layout.logging_rank:
         return GlobalState(run, train_state, start_time=start_time)
@@ -317,6 +342,11 @@ def _open_state(run: Run, train_state: TrainState, start_time: float, resumed_fr
     console = Console(run.cfg.train.iters, step)
     flops = train_state.floating_point_operations_so_far
     progress.job_started(run.dir, world_size=run.layout.world_size, step=step, flops=flops)
+    for loaded in checkpointer.loaded:
+        console.message(str(loaded))
+    for damaged in checkpointer.set_aside:
+        progress.checkpoint_set_aside(run.dir, path=damaged.now, why=damaged.why)
+        console.message(str(damaged))
     if resumed_from is not None:
         console.message(f"continues from {resumed_from}, step {step}")
     return GlobalState(run, train_state, start_time=start_time, metrics=metrics, console=console)

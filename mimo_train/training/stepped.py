@@ -5,6 +5,7 @@ import time
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import require_none_idle, started_run
 from mimo_train.model.heads import ModelHook
@@ -55,12 +56,14 @@ class SteppedRun:
     def step(self) -> StepResult:
         """Make the next step."""
         session, progress = self.session, self.session.state.train_state
+        RECORDER.begin_step(progress.step + 1)
         session.freeze_stages.apply(progress.step)
         with session.parts.stopwatch("step"):
             session.data.advance()
             result = self._train_step()
         progress.count(session.data.current.size, result)
         session.bad_samples.note(session.data)
+        session.empty_steps.note()
         return result
 
     def close(self) -> None:

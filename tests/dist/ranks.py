@@ -5,7 +5,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -27,6 +28,25 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
     Raises:
         RankFailure: a rank raised, died, or did not end within HANG_SECONDS.
     """
+    processes, pipes, _meeting = _start(function, world_size, arguments)
+    try:
+        return _collect(pipes, time.monotonic() + HANG_SECONDS)
+    finally:
+        _end(processes, patience=5)
+
+
+@contextmanager
+def started_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Iterator[list]:
+    """The processes of ranks that call `function(*arguments)`, for a test that does something to them; what is left of
+    them at the end is killed."""
+    processes, _pipes, _meeting = _start(function, world_size, arguments)
+    try:
+        yield processes
+    finally:
+        _end(processes, patience=0)
+
+
+def _start(function: Callable[..., Any], world_size: int, arguments: tuple) -> tuple[list, list, Any]:
     from torch.distributed import TCPStore
 
     # Held open by this process for all ranks: a port that is looked for first and opened later can be gone by then.
@@ -40,14 +60,15 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
         sender.close()
         pipes.append(receiver)
         processes.append(process)
-    try:
-        return _collect(pipes, time.monotonic() + HANG_SECONDS)
-    finally:
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    return processes, pipes, meeting
+
+
+def _end(processes: list, patience: float) -> None:
+    for process in processes:
+        process.join(timeout=patience)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _collect(pipes: list, deadline: float) -> list[Any]:

@@ -10,7 +10,7 @@ from mimo_train.plan.run import resolve
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve
-from tests.e2e.test_train import digits, finish, start, wait_for  # noqa: F401 (a fixture)
+from tests.e2e.test_train import digits, finish, start, wait_for, whole_lines  # noqa: F401 (a fixture)
 
 ENCODER, LANGUAGE = 0, 1
 
@@ -56,8 +56,9 @@ def test_a_run_ends_for_every_reason_in_turn_and_goes_on(digits, tmp_path):  # n
     assert [point[0] for point in curve(read_metrics(tmp_path / "metrics.jsonl"))] == list(range(1, 10))
 
 
-def test_a_failing_rank_ends_all_and_the_same_command_goes_on(digits, tmp_path, monkeypatch):  # noqa: F811
-    """Launched twice. A callback raises on one rank, so that the other one waits for it in the middle of a step."""
+def test_a_failing_rank_and_a_signal_end_all_and_the_same_command_goes_on(digits, tmp_path, monkeypatch):  # noqa: F811
+    """Launched three times. First a callback raises on one rank, so that the other one waits for it in the middle of a
+    step, then on the other; then SIGTERM ends the run after its step, with a checkpoint."""
     run_dir = tmp_path / "run"
     arguments = (
         "vlm_digits",
@@ -83,10 +84,21 @@ def test_a_failing_rank_ends_all_and_the_same_command_goes_on(digits, tmp_path, 
         assert f"rank {rank}: RuntimeError: broken on purpose before step {step}" in printed
         assert f"rank {rank} (process" in printed.splitlines()[-1], printed
         assert folders.newest(run_dir).name == f"step_{step - 2:08d}"
-    assert [job["step"] for job in events(run_dir, "start")] == ["0", "2"]
     assert [(save["step"], save["reason"]) for save in events(run_dir, "checkpoint")] == [
         ("2", "save_interval"),
         ("4", "save_interval"),
     ]
     assert not events(run_dir, "exit"), "a failure is no exit"
     assert [point[0] for point in curve(read_metrics(run_dir / "metrics.jsonl"))] == [1, 2, 3, 4, 5]
+
+    monkeypatch.delenv("MIMO_TEST_BREAK")
+    process = start("train_vlm.sh", *arguments, cwd=tmp_path)
+    wait_for(lambda: whole_lines(run_dir) >= 8, process)
+    process.send_signal(signal.SIGTERM)
+    printed = finish(process)
+    assert process.returncode == 0, printed
+    steps = [point[0] for point in curve(read_metrics(run_dir / "metrics.jsonl"))]
+    assert steps == list(range(1, len(steps) + 1))
+    assert events(run_dir, "exit") == [{"step": str(steps[-1]), "reason": "signal"}]
+    assert folders.newest(run_dir).name == f"step_{steps[-1]:08d}"
+    assert [job["step"] for job in events(run_dir, "start")] == ["0", "2", "4"]

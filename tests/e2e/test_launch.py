@@ -30,11 +30,26 @@ while not os.path.exists(f"started{1 - int(rank)}"):
     time.sleep(0.05)
 if rank == "1" and behaviour == "fail":
     sys.exit("error: learning rate is 7")
+if rank == "1" and behaviour == "leave":
+    sys.exit(0)
+while behaviour == "leave" and not os.path.exists("go"):
+    time.sleep(0.05)
+if behaviour == "leave":
+    sys.exit(0)
+if rank == "1" and behaviour == "break":  # later, at the first start, then twice in the same way
+    from pathlib import Path
+    from mimo_train.flight.recorder import RECORDER
+    folder = RECORDER.open(Path("run"), 1, 2)
+    RECORDER.begin_step(5 if "MIMO_RESTART" in os.environ else 3)
+    RECORDER.note(1, "RuntimeError: broken")
+    RECORDER.beat(0.0)
+    Path(os.environ["MIMO_SCRATCH"], "flight").write_text(str(folder.absolute()))
+    sys.exit(7)
 if rank == "1" and behaviour == "ask":
     sys.exit(16)
 if rank == "1" and behaviour == "die":
     os.kill(os.getpid(), signal.SIGKILL)
-while not received or behaviour in ("fail", "ask", "die", "stuck"):
+while not received or behaviour in ("fail", "ask", "die", "stuck", "break"):
     time.sleep(0.05)
 while behaviour == "save" and not os.path.exists("go"):  # as if saving
     time.sleep(0.05)
@@ -49,8 +64,8 @@ def start(tmp_path):
     started = [tmp_path / f"started{rank}" for rank in (0, 1)]
     launchers = []
 
-    def start(behaviour: str, **variables: str) -> subprocess.Popen:
-        options = ["--standalone", "--nproc-per-node=2", "rank.py", behaviour]
+    def start(behaviour: str, *more: str, **variables: str) -> subprocess.Popen:
+        options = ["--standalone", "--nproc-per-node=2", *more, "rank.py", behaviour]
         command = [sys.executable, "-m", "mimo_train.launch.torchrun", *options]
         env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
         launcher = subprocess.Popen(
@@ -88,6 +103,18 @@ def test_a_stop_reaches_each_rank_once_and_waits_for_it(start, tmp_path):
     assert len(err.splitlines()) == 1 and "SIGINT" in err
 
 
+def test_the_others_go_on_when_a_rank_without_a_module_leaves(start, tmp_path):
+    launcher = start("leave")
+    stays, leaves = ranks(tmp_path)
+    while pid_runs(leaves):
+        time.sleep(0.05)
+    time.sleep(1)  # in which a launcher that does it wrong would end the other rank: it looks every 0.1 s
+    assert pid_runs(stays) and launcher.poll() is None
+    (tmp_path / "go").touch()
+    _, err = launcher.communicate(timeout=HANG_SECONDS)
+    assert (launcher.returncode, err) == (0, "")
+
+
 def test_ranks_that_do_not_finish_in_time_are_ended(start, tmp_path):
     launcher = start("stuck", MIMO_GRACE_SECONDS="0.5")
     launcher.send_signal(signal.SIGUSR1)
@@ -118,14 +145,27 @@ def test_a_run_that_asks_for_another_machine_ends_with_its_exit_code(start):
     assert len(err.splitlines()) == 1 and "exit code 16" in err and "another machine" in err
 
 
+def test_a_failed_run_is_started_again_until_it_fails_twice_in_the_same_way(start):
+    launcher = start("break", "--max-restarts=5", MIMO_RESTART_SECONDS="0")
+    _, err = launcher.communicate(timeout=HANG_SECONDS)
+    assert launcher.returncode == 7
+    told = [line for line in err.splitlines() if "restart" in line or "again" in line]
+    assert "exit code 7 at step 3 (RuntimeError: broken); restart 1 of 5" in told[0], err
+    assert "exit code 7 at step 5 (RuntimeError: broken); restart 2 of 5" in told[1]
+    assert "not started again: the same failure twice, exit code 7 at step 5 (RuntimeError: broken)" in told[2]
+    assert len(told) == 3
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
-def test_ranks_save_and_end_when_the_launcher_is_killed(start, tmp_path):
-    launcher = start("follow")
+def test_ranks_save_and_end_when_the_launcher_is_killed_also_stopped_ones(start, tmp_path):
+    launcher = start("follow", MIMO_GRACE_SECONDS="3", TMPDIR=str(tmp_path))
+    assert [*tmp_path.glob("mimo-train-*")]
+    os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
     launcher.kill()
     launcher.wait()
-    while any(map(pid_runs, ranks(tmp_path))):
+    while any(map(pid_runs, ranks(tmp_path))) or [*tmp_path.glob("mimo-train-*")]:
         time.sleep(0.05)
-    assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
+    assert (tmp_path / "saved0").exists() and not (tmp_path / "saved1").exists()
 
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-3", "inf", "nan"])

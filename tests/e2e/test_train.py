@@ -108,34 +108,6 @@ def test_two_modules_on_two_processes_leave_every_file(digits, tmp_path):
     assert answered.returncode == 0 and "Warning" not in answered.stderr, answered.stderr
 
 
-def test_a_process_without_a_module_leaves_and_the_launcher_goes_on(digits, tmp_path):
-    run_dir = tmp_path / "run"
-    hole = ("placement.first_rank={images: 0, language: 2}", "placement.allow_idle=true", "train.iters=2")
-    process = start("train_vlm.sh", *vlm(digits, run_dir, *hole), cwd=tmp_path)
-    printed = finish(process)
-    assert process.returncode == 0, printed
-    assert "process 1: no module is placed here (placement.allow_idle), exiting" in printed
-    assert [line["step"] for line in lines_of(run_dir) if "lm loss" in line] == [1, 2]
-    assert "report.html" in printed
-
-
-def test_sigterm_saves_and_exits_0_and_the_same_command_goes_on(digits, tmp_path):
-    run_dir = tmp_path / "run"
-    arguments = vlm(digits, run_dir, "train.iters=400", "train.eval_samples=8")
-    process = start("train_vlm.sh", *arguments, cwd=tmp_path)
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and whole_lines(run_dir) >= 3, process)
-    process.send_signal(signal.SIGTERM)
-    printed = finish(process)
-    assert process.returncode == 0, printed
-    done = lines_of(run_dir)[-1]["step"]
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{done:08d}"]
-
-    process = start("train_vlm.sh", *arguments[:-2], f"train.iters={done + 2}", *arguments[-1:], cwd=tmp_path)
-    printed = finish(process)
-    assert process.returncode == 0, printed
-    assert [line["step"] for line in lines_of(run_dir) if "lm loss" in line] == list(range(1, done + 3))
-
-
 def test_failing_rank_is_named_and_ends_the_others(digits, tmp_path):
     process = start("train_vlm.sh", *vlm(digits, tmp_path / "run", f"data.shards={tmp_path}/nowhere"), cwd=tmp_path)
     printed = finish(process)
@@ -143,12 +115,3 @@ def test_failing_rank_is_named_and_ends_the_others(digits, tmp_path):
     errors = [line for line in printed.splitlines() if line.startswith("error:")]
     assert errors and "data.shards" in errors[0] and "nowhere" in errors[0], printed
     assert "Traceback" not in printed
-
-
-def test_plain_gpt_goes_through_its_script(tmp_path):
-    overrides = ("train.iters=3", "train.eval_samples=16", "layout=language_pp2")
-    process = start("train_gpt.sh", "gpt_tiny", f"run.dir={tmp_path}/run", *overrides, cwd=tmp_path)
-    printed = finish(process)
-    assert process.returncode == 0, printed
-    assert [line["step"] for line in lines_of(tmp_path / "run") if "lm loss" in line] == [1, 2, 3]
-    assert (tmp_path / "run" / "report.html").exists()

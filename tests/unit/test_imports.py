@@ -16,6 +16,7 @@ LONGEST_FILE = 400  # lines
 LEVELS = (
     {"config"},
     {"plan"},
+    {"flight"},
     {"launch", "parallel"},
     {"model", "metrics"},
     {"optim"},

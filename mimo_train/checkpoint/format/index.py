@@ -1,4 +1,4 @@
-"""What is where in a checkpoint: the index of its files and tensors, as JSON.
+"""What is where in a checkpoint: the index of its files and tensors, as JSON. Imports no torch.
 
 Nothing that is read here is believed: names, numbers and places are compared with each other and with the files before
 a byte of a tensor is read or a buffer is made for it.
@@ -12,27 +12,14 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from mimo_train.checkpoint.format.files import Damage
 from mimo_train.checkpoint.format.spans import Span
 
 VERSION = 1
 BLOCK = 4 * 2**20
 """Bytes of a file that have a hash of their own."""
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U64": 8, "U32": 4, "U8": 1, "BOOL": 1}
+"""Bytes of an element, by the name of its type in safetensors; `dtypes` has those of torch."""
 _FILE = re.compile(r"rank_\d{5}\.safetensors")
 _LARGEST = 2**62
 _DIMENSIONS = 8
@@ -49,6 +36,12 @@ class Key(NamedTuple):
 
 
 WEIGHT = "weight"
+_OF_RANK = re.compile(r"rank_\d{5}")
+
+
+def is_of_rank(key: Key) -> bool:
+    """Whether it belongs to a rank, such as the state of its random generators, and to no module."""
+    return _OF_RANK.fullmatch(key.module) is not None
 
 
 @dataclass(frozen=True)
@@ -81,20 +74,25 @@ class Index:
 
     files: list[File] = field(default_factory=list)
     pieces: dict[Key, list[Piece]] = field(default_factory=dict)
-    dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
+    dtypes: dict[Key, str] = field(default_factory=dict)
+    """Keys of SIZES."""
 
     def shape(self, key: Key) -> tuple[int, ...]:
         """Of a whole tensor."""
         return self.pieces[key][0].span.shape
 
-    def add(self, key: Key, dtype: torch.dtype, piece: Piece) -> None:
+    def nbytes(self, key: Key) -> int:
+        """Of a whole tensor."""
+        return prod(self.shape(key)) * SIZES[self.dtypes[key]]
+
+    def add(self, key: Key, dtype: str, piece: Piece) -> None:
         """Add a piece of a tensor.
 
         Raises:
             Damage: other pieces of it have another shape or dtype.
         """
         if self.dtypes.setdefault(key, dtype) != dtype:
-            raise Damage(f"{' '.join(key)} is {NAMES[dtype]} in one file and {NAMES[self.dtypes[key]]} in another")
+            raise Damage(f"{' '.join(key)} is {dtype} in one file and {self.dtypes[key]} in another")
         pieces = self.pieces.setdefault(key, [])
         if pieces and pieces[0].span.shape != piece.span.shape:
             raise Damage(
@@ -120,7 +118,7 @@ class Index:
         for key, pieces in self.pieces.items():
             named = tensors.setdefault(key.module, {}).setdefault(key.name, {"shape": self.shape(key), "states": {}})
             places = [[p.file, p.at, p.span.offset, p.span.size, p.span.start, p.span.stop] for p in pieces]
-            named["states"][key.state] = {"dtype": NAMES[self.dtypes[key]], "pieces": places}
+            named["states"][key.state] = {"dtype": self.dtypes[key], "pieces": places}
         files = [[file.name, file.size, file.header, file.hashes] for file in self.files]
         whole = {"version": VERSION, "block": BLOCK, "files": files, "tensors": tensors}
         return json.dumps(whole, separators=(",", ":")).encode()
@@ -168,17 +166,17 @@ class Index:
             index.require_whole()
         return index
 
-    def _require_inside(self, key: Key, dtype: torch.dtype, piece: Piece) -> None:
+    def _require_inside(self, key: Key, dtype: str, piece: Piece) -> None:
         span = piece.span
         fits = len(span.shape) == len(span.offset) == len(span.size) <= _DIMENSIONS and all(
             offset + size <= of for offset, size, of in zip(span.offset, span.size, span.shape, strict=True)
         )
         ranges = 0 <= span.start < span.stop <= prod(span.size)
-        aligned = piece.at % dtype.itemsize == 0
+        aligned = piece.at % SIZES[dtype] == 0
         if not fits or not ranges or not aligned or not piece.file < len(self.files):
             raise Damage(f"{' '.join(key)} has a piece that is not in it")
         file = self.files[piece.file]
-        if file.header + piece.at + span.numel * dtype.itemsize > file.size:
+        if file.header + piece.at + span.numel * SIZES[dtype] > file.size:
             raise Damage(f"{' '.join(key)} is said to reach beyond the end of {file.name}")
 
 
@@ -191,12 +189,14 @@ def _file(name: Any, size: Any, header: Any, hashes: Any) -> File:
     return File(name, size, header, tuple(hashes))
 
 
-def _pieces(tensors: Mapping[str, Any]) -> Iterator[tuple[Key, torch.dtype, Piece]]:
+def _pieces(tensors: Mapping[str, Any]) -> Iterator[tuple[Key, str, Piece]]:
     for module, names in tensors.items():
         for name, tensor in names.items():
             shape = _sizes(tensor["shape"])
             for state, stored in tensor["states"].items():
-                dtype = DTYPES[stored["dtype"]]
+                dtype = stored["dtype"]
+                if dtype not in SIZES:
+                    raise Damage(f"has elements of type {dtype!r}")
                 for file, at, offset, size, start, stop in stored["pieces"]:
                     span = Span(shape, _sizes(offset), _sizes(size), _number(start), _number(stop))
                     yield Key(module, name, state), dtype, Piece(_number(file), _number(at), span)

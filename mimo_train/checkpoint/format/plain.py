@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 import torch
 
+from mimo_train.checkpoint.format.dtypes import NAMES
 from mimo_train.checkpoint.format.files import Damage
-from mimo_train.checkpoint.format.index import NAMES
 
 _TAG = "$"
 """Key of a dict that stands for something that JSON has not."""

@@ -2,14 +2,16 @@
 
 The distributed optimizer cuts a rank's part of the parameters into flat ranges, without regard to rows; tensor
 parallelism gives a rank a box of a parameter. What a rank holds of a parameter is therefore a flat range of a box. Two
-layouts meet where such ranges overlap.
+layouts meet where such ranges overlap. Imports no torch.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Sizes = tuple[int, ...]
 
@@ -83,7 +85,7 @@ def common_range(wanted: Span, stored: Span) -> tuple[int, int] | None:
     return (min(first for first, _ in found), max(last for _, last in found)) if found else None
 
 
-def copy_common(wanted: Span, into: torch.Tensor, stored: Span, values: torch.Tensor) -> int:
+def copy_common(wanted: Span, into: "torch.Tensor", stored: Span, values: "torch.Tensor") -> int:
     """Copy the elements that both spans of a tensor have; returns their number.
 
     Args:

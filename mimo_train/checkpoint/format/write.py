@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,13 @@ from pathlib import Path
 import torch
 from xxhash import xxh3_128
 
+from mimo_train.checkpoint.format.blocks import require_size
+from mimo_train.checkpoint.format.dtypes import NAMES
 from mimo_train.checkpoint.format.durable import digest, flush_folder, put_in_place, write_file
 from mimo_train.checkpoint.format.files import INDEX, Damage, of_rank, read_file, write_marker
-from mimo_train.checkpoint.format.index import BLOCK, NAMES, File, Index, Key, Piece
+from mimo_train.checkpoint.format.index import BLOCK, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
+from mimo_train.flight.recorder import RECORDER
 
 SHOWN = 3
 """Most tensors that a message names."""
@@ -71,7 +73,7 @@ def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
     size = write_file(folder / name, _hashed(head, ordered, hashes))
     index = Index(files=[File(name, size, len(head), tuple(hashes))])
     for part, place in zip(ordered, places, strict=True):
-        index.add(part.key, part.values.dtype, Piece(0, place, part.span))
+        index.add(part.key, NAMES[part.values.dtype], Piece(0, place, part.span))
     write_file(folder / listing, [index.dump()])
 
 
@@ -106,21 +108,6 @@ def complete(
     put_in_place(partial, final)
 
 
-def require_size(folder: Path, file: File) -> None:
-    """Opens the file: on a network file system the size of one that is only looked at may be an old one.
-
-    Raises:
-        Damage: it is missing or has another size.
-    """
-    try:
-        with open(folder / file.name, "rb") as there:
-            size = os.fstat(there.fileno()).st_size
-    except FileNotFoundError:
-        raise Damage(f"{file.name} is missing") from None
-    if size != file.size:
-        raise Damage(f"{file.name} has {size} bytes, not {file.size}")
-
-
 def _name(part: Part) -> str:
     """For whoever opens a file with other tools; a checkpoint is read by its index."""
     place = ".".join(map(str, part.span.offset))
@@ -145,6 +132,7 @@ def _hashed(head: bytes, parts: Sequence[Part], hashes: list[str]) -> Iterator[b
             yield piece
             filled += len(piece)
             if filled == BLOCK:
+                RECORDER.tick()
                 hashes.append(block.hexdigest())
                 block, filled = xxh3_128(), 0
     if filled:

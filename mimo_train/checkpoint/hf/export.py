@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from encoders.weight_map import Rule, WeightMap, spelt
+from mimo_train.checkpoint.format.dtypes import TYPES
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.held import held_tensors
 from mimo_train.checkpoint.hf.directory import write_config, write_json
@@ -50,7 +51,7 @@ class Stored:
         if self._reader is None:
             return tensor.detach().cpu()
         held = self._held[id(tensor)]
-        value = torch.empty(tensor.shape, dtype=self._reader.index.dtypes[held.key()])
+        value = torch.empty(tensor.shape, dtype=TYPES[self._reader.index.dtypes[held.key()]])
         spans = held.spans(0, value.numel())
         self._reader.fill(Wanted(held.key(), span, value.view(-1)[first:last]) for first, last, span in spans)
         return value

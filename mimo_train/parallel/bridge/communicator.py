@@ -12,6 +12,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.flight.layout import BACKWARD, FORWARD
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.parallel import device
 from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
 from mimo_train.parallel.bridge.shapes import StepShapes, Turns, features_width
@@ -26,17 +28,28 @@ Received = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None
 class TimedP2PCommunicator(P2PCommunicator):
     """Megatron-Core's communicator between the stages of one module, timed as `pipeline_wait`."""
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: TransformerConfig, watch: Watch):
+    def __init__(self, pp_group: dist.ProcessGroup, config: TransformerConfig, watch: Watch, module: str = LANGUAGE):
         super().__init__(pp_group, config)
-        self._watch = watch
+        self._watch, self._place = watch, f"stages of {module}"
+        self._step, self._counts = -1, {FORWARD: 0, BACKWARD: 0}
 
     def _communicate(self, *arguments: Any, **options: Any) -> Received:
         # Every send and receive starts here, and completes here unless communication overlaps with computation.
+        self._tell(options)
         with self._watch("pipeline_wait"):
             previous, following, handles = super()._communicate(*arguments, **options)
         if handles:
             handles = {name: _TimedHandle(handle, self._watch) for name, handle in handles.items()}
         return previous, following, handles
+
+    def _tell(self, options: dict[str, Any]) -> None:
+        """Tell the flight recorder what this exchange is: microbatches of a direction follow each other."""
+        if RECORDER.step != self._step:
+            self._step, self._counts = RECORDER.step, {FORWARD: 0, BACKWARD: 0}
+        forward = options.get("recv_prev") or options.get("tensor_send_next") is not None
+        direction = FORWARD if forward else BACKWARD
+        RECORDER.at(self._place, direction, self._counts[direction])
+        self._counts[direction] += 1
 
 
 class _TimedHandle:
@@ -73,7 +86,7 @@ class ModuleStages(TimedP2PCommunicator):
     ):
         config = copy.copy(config)
         config.variable_seq_lengths = False
-        super().__init__(pp_group, config, watch)
+        super().__init__(pp_group, config, watch, module.name)
         self._module, self._shapes, self._hidden = module, shapes, hidden_size
         self._replica = (dist.get_rank() - module.first_rank) // (module.tp * module.cp) % module.dp
         self._fixed = (sequence_length // module.cp // (module.tp if module.sp else 1), batch, hidden_size)
@@ -204,8 +217,9 @@ class MegatronCommunicator(MultiModulePipelineCommunicator):
 
     def _build_rank_module_info_map(self) -> None:
         super()._build_rank_module_info_map()
-        for info in self.rank_module_map.values():
-            info.p2p_communicator = TimedP2PCommunicator(info.p2p_communicator.pp_group, self.config, self._watch)
+        for name, info in self.rank_module_map.items():
+            pp_group = info.p2p_communicator.pp_group
+            info.p2p_communicator = TimedP2PCommunicator(pp_group, self.config, self._watch, name)
 
 
 def _piped(layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig) -> tuple:

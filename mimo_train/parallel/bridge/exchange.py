@@ -21,6 +21,8 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
 from data.divide import Span, equal_parts
+from mimo_train.flight.layout import BACKWARD, FORWARD
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.parallel.bridge.shapes import (
     Part,
     StepShapes,
@@ -67,6 +69,7 @@ class Bridge:
     ):
         self.giver, self._shapes, self._watch = run.layout.modules[edge.giver], shapes, watch
         self._hidden, self._dtype, self._device = hidden_size, dtype, device
+        self._name = f"{edge.giver}->{edge.taker}"
         self._rank = rank = dist.get_rank()
         taker = run.layout.modules[edge.taker]
         giving, taking = giving_replicas(self.giver), taking_replicas(taker)
@@ -82,19 +85,23 @@ class Bridge:
 
     def _give_forward(self, features: torch.Tensor, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
         """Rows that the giver sends."""
+        RECORDER.at(self._name, FORWARD, microbatch)
         peers = self._spans_of_taker(self._forward_to)
         return self._give(features, self._giver_span(microbatch), peers, microbatch)
 
     def _take_forward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
         """Buffer for the rows that the taker receives."""
+        RECORDER.at(self._name, FORWARD, microbatch)
         peers = self._spans_of_giver(self._forward_from, microbatch)
         return self._take(self._taker_span(), peers, microbatch)
 
     def _give_backward(self, gradient: torch.Tensor | None, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
+        RECORDER.at(self._name, BACKWARD, microbatch)
         peers = self._spans_of_giver(self._backward_to, microbatch)
         return self._give(gradient, self._taker_span(), peers, microbatch)
 
     def _take_backward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
+        RECORDER.at(self._name, BACKWARD, microbatch)
         peers = self._spans_of_taker(self._backward_from)
         return self._take(self._giver_span(microbatch), peers, microbatch)
 

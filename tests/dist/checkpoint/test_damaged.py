@@ -1,4 +1,7 @@
-"""A checkpoint that cannot be loaded ends every rank with an error that names its folder, the reason and a remedy."""
+"""A checkpoint of another run ends every rank with an error that names its folder, the reason and a remedy.
+
+Of damage is `test_fallback`.
+"""
 
 import os
 import shutil
@@ -7,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.format.files import COMPLETE, INDEX
 from mimo_train.config import compose
 from mimo_train.launch.run_lock import RunLock
 from tests.dist.ranks import run_ranks
@@ -48,92 +50,6 @@ def refused(*cfgs) -> list[str]:
         assert set(kinds) != {"PeersError"}, ranks
         messages.append(one)
     return messages
-
-
-def missing(name: str):
-    def spoil(folder: Path) -> str:
-        (folder / name).unlink()
-        return name
-
-    return spoil
-
-
-def written(name: str, text: str):
-    def spoil(folder: Path) -> str:
-        (folder / name).write_text(text)
-        return name
-
-    return spoil
-
-
-def without_step(folder: Path) -> str:
-    record = folders.read_record(folder)
-    del record["layout"]
-    write_record(folder, record)
-    return f"{folders.RECORD} has no layout"
-
-
-def other_record(folder: Path) -> str:
-    write_record(folder, [])
-    return f"{folders.RECORD} holds no record"
-
-
-def of_a_rank(change):
-    """Changes the tensors that one rank has written."""
-
-    def spoil(folder: Path) -> str:
-        file = sorted(folder.glob("*.safetensors"))[-1]
-        change(file)
-        return file.name
-
-    return spoil
-
-
-def truncate(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size // 2)
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-DAMAGES = {
-    "no index": missing(INDEX),
-    "broken index": written(INDEX, "{"),
-    "no tensors": of_a_rank(Path.unlink),
-    "truncated tensors": of_a_rank(truncate),
-    "one bit": of_a_rank(flip),
-    "broken marker": written(COMPLETE, "["),
-    "other marker": written(COMPLETE, "[]"),
-    "broken record": written(folders.RECORD, "{"),
-    "other record": other_record,
-    "short record": without_step,
-}
-
-
-@pytest.fixture(scope="module")
-def starts(whole, digits, tmp_path_factory) -> dict[str, tuple[Path, str, str]]:
-    """Of each damage the checkpoint, what is damaged in it, and what a start says."""
-    runs = tmp_path_factory.mktemp("damaged")
-    found = {}
-    for damage, spoil in DAMAGES.items():
-        shutil.copytree(whole, runs / damage)
-        folder = folders.newest(runs / damage)
-        found[damage] = folder, spoil(folder)
-    said = refused(*(config("vlm_digits", runs / damage, digits, *MODEL, "train.iters=4") for damage in DAMAGES))
-    return {damage: (*found[damage], message) for damage, message in zip(DAMAGES, said, strict=True)}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named(damage, starts):
-    folder, named, message = starts[damage]
-    assert f"checkpoint {folder} is damaged: " in message
-    assert named in message
-    assert "remove this folder" in message and "checkpoint.resume" in message
-    assert folder.is_dir(), "nothing is removed by itself"
 
 
 OTHERS = {

@@ -1,5 +1,8 @@
 """What is frozen costs nothing but its forward pass, and freezing never changes numbers."""
 
+import functools
+from collections.abc import Callable
+
 import pytest
 
 from mimo_train.plan.run import resolve
@@ -18,6 +21,17 @@ def _curve(cfg, steps: int = 3) -> list[tuple]:
 
 def curve(cfg, steps: int = 3) -> list[tuple]:
     return whole(run_ranks(_curve, resolve(cfg).layout.world_size, cfg, steps))
+
+
+@pytest.fixture(scope="module")
+def on_one_process(digits, tmp_path_factory) -> Callable[..., list[tuple]]:
+    """Gives the curve of so many steps with some keys on one process, which are trained once."""
+
+    @functools.cache
+    def train(steps: int, *keys: str) -> list[tuple]:
+        return curve(vlm(digits, tmp_path_factory.mktemp("one"), "layout=one_process", *keys), steps)
+
+    return train
 
 
 @pytest.mark.parametrize(
@@ -46,13 +60,13 @@ STAGE_ONE = [f"encoders.images.{part}.*" for part in ("patch_embedding", "layers
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("frozen", [STAGE_ONE[:1], [*STAGE_ONE, "*position_embedding"]], ids=["patches", "first stage"])
-def test_recomputed_encoder_stages_learn_behind_frozen_weights(frozen, recompute, digits, tmp_path):
+def test_recomputed_encoder_stages_learn_behind_frozen_weights(frozen, recompute, on_one_process, digits, tmp_path):
     """Two layers, then one: the second stage's input needs a gradient or none."""
     freeze = (f"modules.images.freeze=[{','.join(repr(name) for name in frozen)}]",)
     common = ("modules.images.encoder.num_layers=3", *freeze)
-    one = curve(vlm(digits, tmp_path / "one", "layout=one_process", *common))
     stages = ("layout=two_processes", "modules.images.layout.pp=2", f"modules.images.recompute={recompute}")
-    assert max(largest_difference(one, curve(vlm(digits, tmp_path / "two", *common, *stages)))) < TOLERANCE
+    staged = curve(vlm(digits, tmp_path, *common, *stages))
+    assert max(largest_difference(on_one_process(3, *common), staged)) < TOLERANCE
 
 
 def _costs(cfg, steps: int) -> dict:
@@ -217,6 +231,6 @@ def test_only_the_projector_trains_behind_a_frozen_language_model(digits, tmp_pa
     [(WHOLLY,), ("modules.images.freeze_until={encoder: 2, projector: 2}",)],
     ids=["wholly", "until step 2"],
 )
-def test_numbers_without_the_way_back_are_those_of_one_process(layout, frozen, digits, tmp_path):
-    one = curve(vlm(digits, tmp_path / "one", "layout=one_process", *frozen), 4)
-    assert max(largest_difference(one, curve(vlm(digits, tmp_path / "more", *layout, *frozen), 4))) < TOLERANCE
+def test_numbers_without_the_way_back_are_those_of_one_process(layout, frozen, on_one_process, digits, tmp_path):
+    more = curve(vlm(digits, tmp_path, *layout, *frozen), 4)
+    assert max(largest_difference(on_one_process(4, *frozen), more)) < TOLERANCE

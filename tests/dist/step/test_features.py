@@ -155,8 +155,16 @@ def _order(cfg, steps: int) -> tuple[list[tuple], list[str]]:
     return Steps(cfg).train(steps), done
 
 
-@pytest.mark.parametrize("layout", ["two_processes", "images_tp2_language_pp2", "images_dp2_language_dp2"])
-@pytest.mark.parametrize("frozen", ["[encoder]", "[encoder, projector]"], ids=["projector learns", "wholly frozen"])
+@pytest.mark.parametrize(
+    ("layout", "frozen"),
+    [
+        ("two_processes", "[encoder]"),
+        ("two_processes", "[encoder, projector]"),
+        ("images_tp2_language_pp2", "[encoder]"),
+        ("images_dp2_language_dp2", "[encoder, projector]"),
+    ],
+    ids=["two processes, projector learns", "two processes, wholly frozen", "tp2 and pp2", "dp2, wholly frozen"],
+)
 def test_prefetching_changes_no_bit(layout, frozen, few, tmp_path):
     frozen = f"modules.images.freeze={frozen}"
     world, curves = None, {}

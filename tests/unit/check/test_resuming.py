@@ -139,6 +139,30 @@ def test_a_new_run_may_leave_out_an_encoder(tmp_path):
     assert fault.key == "run.dir" and "modules were images, audio, language, are images, language" in fault.message
 
 
+def test_modules_come_from_other_runs(tmp_path):
+    """Whatever else those have; a module of another meaning is a fault, or listed."""
+    saved(tmp_path, config="mixed_tiny")
+    images = "checkpoint.load_modules.images"
+    load_images = (f"{images}.path={tmp_path}", f"{images}.module=images")
+    report = check(load("mixed_tiny", *load_images, "~modules.audio"))
+    assert f"modules.images begins with the weights of images in {tmp_path}/checkpoints/step_00000200" in report.notes
+    assert not [fault for fault in report.faults if fault.key.startswith("checkpoint.")]
+    relu = (*load_images, "modules.images.encoder.activation=relu")
+    (fault,) = check(load("mixed_tiny", *relu)).faults
+    assert fault.key == images and "modules.images.encoder.activation was gelu, is relu" in fault.message
+    report = check(load("mixed_tiny", *relu, f"{images}.strict=false"))
+    assert not report.faults and f"{images}: modules.images.encoder.activation was gelu, is relu" in report.warnings
+    for override, key in (
+        (f"{images}.module=video", f"{images}.module"),
+        (f"{images}.module=language", f"{images}.module"),
+        (f"{images}.path=", f"{images}.path"),
+        (f"{images}.only=[llm]", f"{images}.only"),
+        (f"checkpoint.load_modules.video.path={tmp_path}", "checkpoint.load_modules.video"),
+    ):
+        found = check(load("mixed_tiny", *load_images, override)).faults
+        assert key in [fault.key for fault in found], override
+
+
 def test_a_checkpoint_of_another_tokenizer_is_a_fault(tmp_path):
     tokenizer = build_tokenizer("bytes", ["<image>"])
     text, vocabulary = tokenizer.fingerprint, tokenizer.vocabulary_fingerprint
@@ -194,13 +218,18 @@ def test_a_checkpoint_whose_record_holds_no_config_is_a_fault(tmp_path):
 
 
 def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
-    """Training would end on it."""
+    """Training would end on it, or set it aside where there is one before it."""
     override = saved(tmp_path)
     for text in ("{", "[]", ""):
         write_record(tmp_path / "checkpoints" / "step_00000200", text)
-        (fault,) = check(load("vlm_digits", override)).faults
-        assert fault.key == "checkpoint.resume"
-        assert "step_00000200 is damaged: run.json" in fault.message and "remove this folder" in fault.message
+        report = check(load("vlm_digits", override))
+        (warning,) = report.warnings
+        assert "step_00000200 is damaged: run.json" in warning and warning.endswith("; a run sets it aside")
+        assert not report.faults and f"resumes {tmp_path}/checkpoints/step_00000100" in report.notes
+    write_record(tmp_path / "checkpoints" / "step_00000100", "{")
+    (fault,) = check(load("vlm_digits", override)).faults
+    assert fault.key == "checkpoint.resume"
+    assert "step_00000100 is damaged: run.json" in fault.message and "remove this folder" in fault.message
 
 
 def test_folders_of_checkpoints_must_be_there(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
-from mimo_train.config.fault import UserError
+from mimo_train.config.fault import PeersError, UserError
 from tests.records import write_record
 
 
@@ -44,7 +44,7 @@ def test_the_newest_of_both_kinds_is_resumed(tmp_path, persistent, non_persisten
     for step in non_persistent:
         saved(tmp_path, step, True)
     expected = newest and folders.final_folder(tmp_path, *newest)
-    assert folders.newest(tmp_path) == folders.chosen(tmp_path, "auto") == expected
+    assert folders.newest(tmp_path) == expected and folders.newest_readable(tmp_path) == (expected, [])
     if expected:
         assert folders.chosen(tmp_path / "other", str(tmp_path)) == expected
         assert folders.chosen(tmp_path / "other", str(expected)) == expected
@@ -72,7 +72,7 @@ def test_an_unfinished_checkpoint_is_none(tmp_path):
     saved(tmp_path, 2)
     folders.partial_folder(tmp_path, 3, True).mkdir(parents=True)
     folders.final_folder(tmp_path, 1).mkdir()
-    assert folders.newest(tmp_path) == folders.chosen(tmp_path, "auto") == folders.final_folder(tmp_path, 2)
+    assert folders.newest(tmp_path) == folders.newest_readable(tmp_path)[0] == folders.final_folder(tmp_path, 2)
 
 
 @pytest.mark.parametrize("complete", [None, 2])
@@ -85,7 +85,6 @@ def test_a_checkpoint_that_lost_its_record_is_named(tmp_path, complete, spoil):
     copy.parent.mkdir(parents=True, exist_ok=True)
     spoil(copy)
     for ask in (
-        lambda: folders.chosen(tmp_path, "auto"),
         lambda: folders.chosen(tmp_path / "new", str(tmp_path)),
         lambda: folders.require_none_later(tmp_path, None),
     ):
@@ -93,6 +92,37 @@ def test_a_checkpoint_that_lost_its_record_is_named(tmp_path, complete, spoil):
             ask()
     with pytest.raises(UserError, match=f"^checkpoint.weights: {copy}"):
         folders.in_folder(tmp_path, "checkpoint.weights")
+    if complete:
+        before, (said,) = folders.newest_readable(tmp_path)
+        assert before == folders.final_folder(tmp_path, 2) and said.startswith(
+            f"checkpoint {copy} is damaged: COMPLETE"
+        )
+    else:
+        with pytest.raises(
+            UserError, match=f"^checkpoint {copy} is damaged: COMPLETE is missing, .*remove this folder"
+        ):
+            folders.newest_readable(tmp_path)
+
+
+def test_only_damage_of_the_checkpoint_itself_sets_it_aside(tmp_path):
+    """Not that of the one whose weights it leaves out; a peer's error is as good as one's own."""
+    mine, base = tmp_path / "step_00000004", tmp_path / "base"
+    error = folders.damaged(mine, "a file is missing")
+    assert folders.damage_in(mine, error) == "a file is missing" and not folders.damage_in(base, error)
+    assert folders.damage_in(mine, PeersError(str(error), type(error).__name__)) == "a file is missing"
+    assert not folders.damage_in(mine, PeersError(str(error))) and not folders.damage_in(mine, UserError(str(error)))
+
+
+def test_what_is_set_aside_is_no_checkpoint_and_stays(tmp_path):
+    for _ in range(2):
+        folders.set_aside(saved(tmp_path, 4))
+    saved(tmp_path, 2), saved(tmp_path, 3)
+    folders.remove_old(tmp_path, 1)
+    assert [path.name for path in folders.newest_first(tmp_path)] == ["step_00000003"]
+    assert sorted(path.name for path in folders.checkpoints_dir(tmp_path).glob("*.damaged*")) == [
+        "step_00000004.damaged",
+        "step_00000004.damaged.2",
+    ]
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):

@@ -13,6 +13,7 @@ from data.errors import DecodeError, ReadError, ShardError
 from data.media.decode import decode_audio, decode_picture, decode_resized
 from data.media.headers import parse_audio_header, parse_header_bytes
 from data.storage.local import ShardReader
+from data.storage.version import ShardVersion
 from tests.unit.data.helpers import encode_picture
 
 
@@ -152,9 +153,9 @@ def test_reader_errors(tmp_path):
     path = tmp_path / "s.tar"
     path.write_bytes(b"x" * 100)
     reader = ShardReader()
-    with pytest.raises(ReadError, match="20 of 30 bytes at byte 80"):
+    with pytest.raises(ShardError, match=r"s\.tar: only 20 of 30 bytes at byte 80"):
         reader.read(path, 80, 30, "bin")
-    with pytest.raises(ReadError, match="No such file"):
+    with pytest.raises(ReadError, match="gone: cannot read 1 bytes at byte 0: No such file"):
         reader.read(tmp_path / "gone", 0, 1, "bin")
     with pytest.raises(ShardError, match=r"s\.tar.*changed"):
-        ShardReader().read(path, 0, 1, "bin", stamp=(100, 1))
+        ShardReader().read(path, 0, 1, "bin", ShardVersion(100, 1, 1, ""))

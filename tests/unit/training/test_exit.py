@@ -11,7 +11,7 @@ import pytest
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.plan.run import config_faults
 from mimo_train.step.state import GlobalState
-from mimo_train.training.exit import AgreedVotes, ExitVotes, agreed_votes
+from mimo_train.training.exit import AgreedVotes, ExitVotes, StepsDiffer, agreed_votes
 from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
 from tests.unit.configs import changed
 
@@ -62,6 +62,18 @@ def test_a_clock_that_is_set_ends_no_run(monkeypatch):
 )
 def test_one_vote_on_any_rank_is_agreed_on(sums, signalled, late):
     assert agreed_votes(SimpleNamespace(arrived=sums)) == AgreedVotes(signalled, late)
+
+
+@pytest.mark.parametrize("steps", [(7, 7), (1023,) * 3, (1024, 1024), (6, 7), (5, 6, 7), (1023, 1024)])
+def test_ranks_that_sum_different_steps_end(steps):
+    votes = ExitVotes(ExitSignal(), 0, time.time())
+    sums = [sum(numbers) for numbers in zip(*map(votes.numbers, steps), strict=True)]
+    assert len(sums) == ExitVotes.NUMBER + ExitVotes.SAME_STEP
+    if len(set(steps)) == 1:
+        assert agreed_votes(SimpleNamespace(arrived=sums)) == AgreedVotes()
+    else:
+        with pytest.raises(StepsDiffer, match=f"^{len(steps)} ranks have summed different steps"):
+            agreed_votes(SimpleNamespace(arrived=sums))
 
 
 class Cycle:

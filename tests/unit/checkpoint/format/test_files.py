@@ -213,7 +213,7 @@ def test_a_checkpoint_lacks_the_part_of_a_rank(tmp_path):
 def test_blocks_are_read_once_where_neighbours_are_asked_for(folder, monkeypatch):
     reader = Reader(folder)
     read = []
-    monkeypatch.setattr(reader, "_read", lambda *place, real=reader._read: read.append(place) or real(*place))
+    monkeypatch.setattr(reader, "read", lambda *place, real=reader.read: read.append(place) or real(*place))
     reader.fill(
         Wanted(key, span, torch.empty(span.numel, dtype=tensor.dtype))
         for key, tensor in TENSORS.items()

@@ -1,0 +1,8 @@
+"""Names out of shards as people may see them: a terminal obeys control characters, and logs break at line ends."""
+
+
+def shown(text: str) -> str:
+    """The text with every character that cannot be printed written as Python writes it, such as `\\x1b`."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode() for one in text)

@@ -1,0 +1,189 @@
+"""`mimo-train checkpoint list|show|verify PATH`: what checkpoints hold and whether they are whole. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mimo_train.commands.arguments import positive
+
+if TYPE_CHECKING:
+    from mimo_train.checkpoint.inspection import Found, Tensor
+
+PATH_HELP = "folder of a run, its `checkpoints`, or one checkpoint"
+
+
+def add(subparsers: Any) -> None:
+    """Add the command and its own commands."""
+    checkpoint = subparsers.add_parser("checkpoint", help="list, show and verify checkpoints")
+    commands = checkpoint.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
+    for name, handler, summary in (
+        (
+            "list",
+            _list,
+            "list checkpoints with step, size, layout; exit code 1 if one is visibly damaged",
+        ),
+        ("show", _show, "show what is in one checkpoint, by default a run's newest: modules and tensors"),
+        ("verify", _verify, "read all of every checkpoint and compare hashes; exit code 1 if one is damaged"),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.add_argument("path", metavar="PATH", type=Path, help=PATH_HELP)
+        command.add_argument("--json", action="store_true", help="write JSON")
+        command.set_defaults(handler=handler)
+        if name == "show":
+            command.add_argument(
+                "--tensors", metavar="PATTERN", action="append", default=[],
+                help="only tensors whose `module.name` fits this shell pattern; may be given several times",
+            )  # fmt: skip
+        if name == "verify":
+            command.add_argument("--workers", type=positive, default=4, help="threads (default: 4)")
+
+
+def _list(args: argparse.Namespace) -> int:
+    from mimo_train.checkpoint import inspection
+
+    found = inspection.look(args.path)
+    if args.json:
+        _print_json([_plain(one) for one in found])
+    else:
+        rows = [("step", "kind", "saved", "files", "size", "layout", "folder")]
+        rows += [
+            (_step(one), one.kind, _when(one), str(one.files), _size(one.nbytes), _layout(one), one.path.name)
+            for one in found
+        ]
+        _print_table(rows)
+    return _complain([(one.path, one.damage) for one in found if one.damage and one.kind in inspection.CONTINUED])
+
+
+def _show(args: argparse.Namespace) -> int:
+    from mimo_train.checkpoint import inspection
+    from mimo_train.checkpoint.format.blocks import Blocks
+    from mimo_train.checkpoint.format.files import Damage
+    from mimo_train.config.fault import UserError
+
+    continued = inspection.look(args.path)
+    if len(continued) > 1:
+        continued = [one for one in continued if one.kind in inspection.CONTINUED]
+    if not continued:
+        raise UserError(f"PATH: no complete checkpoint in {args.path}")
+    one = continued[-1]
+    try:
+        index = Blocks(one.path).index
+    except (Damage, OSError) as error:
+        return _complain([(one.path, one.damage or str(error))])
+    tensors = inspection.tensors(index, args.tensors)
+    if args.tensors and not tensors:
+        raise UserError(f"--tensors: {', '.join(args.tensors)} fits no tensor of {one.path}")
+    if args.json:
+        _print_json({**_plain(one), "tensors": [_plain(tensor) for tensor in tensors]})
+    else:
+        print(f"{one.path}\nstep {_step(one)}, {one.kind}, saved {_when(one)}, {one.files} files, {_size(one.nbytes)}")
+        print(f"layout: {_layout(one)}\n")
+        _print_modules(tensors)
+        print()
+        rows = [("tensor", "shape", "type", "size", "files", "states")]
+        rows += [
+            (
+                f"{tensor.module}.{tensor.name}",
+                "x".join(map(str, tensor.shape)) or "one number",
+                tensor.dtype,
+                _size(tensor.nbytes),
+                str(tensor.files),
+                " ".join(tensor.states),
+            )
+            for tensor in tensors
+        ]
+        _print_table(rows)
+    return _complain([(one.path, one.damage)] if one.damage else [])
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from mimo_train.checkpoint import inspection
+    from mimo_train.config.fault import UserError
+
+    paths = inspection.folders_at(args.path)
+    if len(paths) > 1:
+        paths = [path for path in paths if inspection.kind_of(path) in inspection.CONTINUED]
+    if not paths:
+        raise UserError(f"PATH: no complete checkpoint in {args.path}")
+    found, start = [], time.monotonic()
+    for path in paths:
+        one = inspection.verify(path, args.workers)
+        found.append(one)
+        if not args.json:
+            state = "damaged" if one.damage else "whole"
+            print(f"{path}: {state}, {one.files} files, {_size(one.nbytes)} in {one.blocks} blocks", flush=True)
+    if args.json:
+        _print_json([_plain(one) for one in found])
+    else:
+        seconds = time.monotonic() - start
+        damaged = sum(bool(one.damage) for one in found)
+        print(
+            f"{len(found)} checkpoints, {damaged} damaged, {_size(sum(one.nbytes for one in found))}, {seconds:.1f} s"
+        )
+    return _complain([(one.path, why) for one in found for why in one.damage])
+
+
+def _print_modules(tensors: list[Tensor]) -> None:
+    rows = [("module", "tensors", "numbers", "trained", "size")]
+    for module in dict.fromkeys(tensor.module for tensor in tensors):
+        of = [tensor for tensor in tensors if tensor.module == module]
+        trained = sum(tensor.numel for tensor in of if tensor.states)
+        numbers, size = sum(tensor.numel for tensor in of), _size(sum(tensor.nbytes for tensor in of))
+        rows.append((module, str(len(of)), f"{numbers:,}", f"{trained:,}", size))
+    _print_table(rows)
+
+
+def _complain(damages: list[tuple[Path, str]]) -> int:
+    """Names what is damaged, on standard error; returns the exit code."""
+    for path, why in damages:
+        print(_printable(f"error: checkpoint {path} is damaged: {why}"), file=sys.stderr)
+    return 1 if damages else 0
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {key: str(one) if isinstance(one, Path) else one for key, one in dataclasses.asdict(value).items()}
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    shown = [[_printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _printable(text: str) -> str:
+    """Names in a file may hold what a terminal obeys."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def _step(one: Found) -> str:
+    return "?" if one.step is None else str(one.step)
+
+
+def _when(one: Found) -> str:
+    return "never" if one.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.saved_at))
+
+
+def _layout(one: Found) -> str:
+    return ", ".join(f"{name} {sizes}" for name, sizes in one.layout.items()) or "?"
+
+
+def _size(nbytes: int) -> str:
+    """With a unit of powers of 1000."""
+    number = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"

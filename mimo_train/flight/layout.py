@@ -1,0 +1,94 @@
+"""The file of a rank: a header, the phases that are open, the last message of every channel, and a ring of events.
+
+All numbers are little-endian. Times are seconds of the monotonic clock of the rank's machine; the header has what turns
+them into the time of day. A *channel* is one direction between two ranks of a group, or all collectives of a group.
+"""
+
+import struct
+
+MAGIC = b"MIMOFLY1"
+
+HEAD = struct.Struct("<8sIIQQQd64s")
+"""magic, rank, ranks of the run, process, its start time (clock ticks since boot), its launcher's process, time of day
+minus monotonic time, host."""
+LIVE = struct.Struct("<QdQdI")
+"""Heartbeats, time of the last one, signs of progress, time of the last one, last step begun."""
+EVENT = struct.Struct("<QdBBHbxiHiIQI")
+"""number, time, kind, what (phase or operation), place, direction, microbatch, group, peer, number in its channel,
+bytes, step."""
+SLOT = struct.Struct("<HbBiIHiIdQ")
+"""group, direction (0: collective), operation, peer, number of the last message, phase, microbatch, step, time, bytes
+of a channel."""
+
+HEAD_AT, QUEUED_AT, LIVE_AT, DEPTH_AT, FRAMES_AT = 0, 152, 160, 248, 256
+"""At QUEUED_AT is 1 where the host runs ahead of a device, and does not wait for its messages."""
+MAX_DEPTH = 16
+EVENT_SIZE = 48
+SLOT_SIZE = 40
+MAX_SLOTS = 512
+SLOTS_AT = FRAMES_AT + MAX_DEPTH * EVENT_SIZE
+RING = 1024
+RING_AT = SLOTS_AT + MAX_SLOTS * SLOT_SIZE
+NOTES_AT = RING_AT + RING * EVENT_SIZE
+NOTE_SIZE = 512
+READING, ERROR = 0, 1
+"""Notes: the files that threads read; the error that ends the rank."""
+SIZE = NOTES_AT + 2 * NOTE_SIZE
+assert EVENT.size <= EVENT_SIZE and SLOT.size <= SLOT_SIZE
+
+ENTER, WAIT, ISSUE = 1, 2, 3
+"""Kinds of events: a phase begins, the wait for a message begins, a message is issued."""
+FORWARD, BACKWARD = 1, 2
+DIRECTIONS = {0: "", FORWARD: "forward", BACKWARD: "backward"}
+SEND, RECEIVE = 1, 2
+"""Directions of a channel."""
+
+PHASES = (
+    "start",  # interpreter and imports
+    "join",  # the processes meet
+    "lock",
+    "demo",
+    "groups",
+    "model",
+    "optimizer build",
+    "index",
+    "load",
+    "loop",
+    "step",
+    "data_wait",
+    "forward_backward",
+    "pipeline_wait",
+    "bridge_wait",
+    "reduce",
+    "optimizer",
+    "evaluate",
+    "save",
+    "end",
+)
+"""Of a run, in their order."""
+NUMBER_OF = {name: number for number, name in enumerate(PHASES)}
+
+OPERATIONS = (
+    "send",
+    "recv",
+    "recv_anysource",
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "allgather",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "allgather_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "gather",
+    "scatter",
+    "barrier",
+)
+"""Methods of a process group."""
+EQUAL_BYTES = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "_allgather_base"})
+"""Collectives whose first argument is as large on every rank."""

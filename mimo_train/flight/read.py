@@ -1,0 +1,238 @@
+"""The files of a run's ranks, as another process reads them: of a live run, or of a dead one. Imports no torch."""
+
+import json
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mimo_train.config.fault import UserError
+from mimo_train.flight import layout
+from mimo_train.flight.processes import process
+from mimo_train.flight.recorder import FOLDER
+
+
+class Event(NamedTuple):
+    """A phase that began, a message that was issued or is waited for; fields as in `layout.EVENT`."""
+
+    number: int
+    at: float
+    kind: int
+    what: int
+    place: int
+    direction: int
+    microbatch: int
+    group: int
+    peer: int
+    message: int
+    nbytes: int
+    step: int
+
+
+class Last(NamedTuple):
+    """The last message that a rank issued in a channel."""
+
+    number: int
+    operation: int
+    phase: int
+    step: int
+    at: float
+    nbytes: int
+
+
+class Group(NamedTuple):
+    """A process group, by its name, which is the same on all of its ranks."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks)) if len(self.ranks) <= 8 else f"{len(self.ranks)} ranks"
+        return f"{self.description or f'group {self.name}'} [{ranks}]"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One reading of a rank's file. Times are of the rank's monotonic clock."""
+
+    rank: int
+    world_size: int
+    pid: int
+    start: int
+    launcher: int
+    offset: float
+    host: str
+    beats: int
+    beat_at: float
+    queued: bool
+    """Whether the host runs ahead of a device."""
+    events: int
+    progressed_at: float
+    step: int
+    frames: tuple[Event, ...]
+    groups: dict[int, Group]
+    places: dict[int, str]
+    last: dict[tuple[str, int, int], Last]
+    """By group's name, peer (-1: collectives) and direction."""
+    ring: tuple[Event, ...]
+    reading: str
+    error: str
+    stack_file: Path
+
+    @property
+    def wait(self) -> Event | None:
+        """The message that the rank waits for, if it does."""
+        return self.frames[-1] if self.frames and self.frames[-1].kind == layout.WAIT else None
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Names of the open phases, the outermost first."""
+        return tuple(_name(layout.PHASES, frame.what) for frame in self.frames if frame.kind == layout.ENTER)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rank has ended its run, with an error or without."""
+        return self.phases[:1] == ("end",)
+
+    def issued(self, group: str, peer: int, direction: int) -> int:
+        """Messages that it has issued in a channel."""
+        last = self.last.get((group, peer, direction))
+        return last.number if last else 0
+
+    @property
+    def here(self) -> bool:
+        """Whether the rank runs, or ran, on this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def now(self) -> float:
+        """The rank's clock at this moment, as well as it is known here."""
+        return time.monotonic() if self.here else time.time() - self.offset
+
+
+def newest_start(run_dir: Path) -> Path:
+    """The folder of the newest start of a run.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        starts = [path for path in (run_dir / FOLDER).iterdir() if any(path.glob("rank_*.bin"))]
+    except OSError:
+        starts = []
+    if not starts:
+        raise UserError(f"{run_dir} has no flight recorder files ({FOLDER}/*/rank_*.bin): is it the run.dir of a run?")
+    return max(starts, key=_began)
+
+
+def _began(folder: Path) -> float:
+    """When the ranks of a start last opened their files; the modification time of those would be of their last page."""
+    return max((path.stat().st_mtime for path in folder.glob("rank_*.names")), default=0.0)
+
+
+def read_ranks(folder: Path, first: int | None = None) -> dict[int, Rank]:
+    """All ranks of a start that have a whole file.
+
+    Args:
+        folder: as `newest_start` gives it.
+        first: number of ranks to read, the first of those that there are.
+    """
+    found = {}
+    for path in sorted(folder.glob("rank_*.bin"))[:first]:
+        try:
+            raw = path.read_bytes()
+        except OSError:
+            continue
+        if len(raw) == layout.SIZE and raw.startswith(layout.MAGIC):
+            rank = _rank(path, raw)
+            found[rank.rank] = rank
+    return found
+
+
+def _rank(path: Path, raw: bytes) -> Rank:
+    _, rank, world, pid, start, launcher, offset, host = layout.HEAD.unpack_from(raw, layout.HEAD_AT)
+    beats, beat_at, events, progressed_at, step = layout.LIVE.unpack_from(raw, layout.LIVE_AT)
+    groups, places = _names(path.with_suffix(".names"))
+    last = {}
+    for number in range(layout.MAX_SLOTS):
+        at = layout.SLOTS_AT + number * layout.SLOT_SIZE
+        group, direction, operation, peer, message, phase, _, of_step, when, nbytes = layout.SLOT.unpack_from(raw, at)
+        if message and group in groups:
+            last[groups[group].name, peer, direction] = Last(message, operation, phase, of_step, when, nbytes)
+    depth = min(raw[layout.DEPTH_AT], layout.MAX_DEPTH)
+    ring = (_event(raw, layout.RING_AT + number * layout.EVENT_SIZE) for number in range(layout.RING))
+    return Rank(
+        rank=rank,
+        world_size=world,
+        pid=pid,
+        start=start,
+        launcher=launcher,
+        offset=offset,
+        host=host.rstrip(b"\0").decode(errors="replace"),
+        beats=beats,
+        beat_at=beat_at,
+        queued=bool(raw[layout.QUEUED_AT]),
+        events=events,
+        progressed_at=progressed_at,
+        step=step,
+        frames=tuple(_event(raw, layout.FRAMES_AT + number * layout.EVENT_SIZE) for number in range(depth)),
+        groups=groups,
+        places=places,
+        last=last,
+        ring=tuple(sorted(event for event in ring if event.number)),
+        reading=_note(raw, layout.READING),
+        error=_note(raw, layout.ERROR),
+        stack_file=path.with_suffix(".stack"),
+    )
+
+
+def _event(raw: bytes, at: int) -> Event:
+    return Event(*layout.EVENT.unpack_from(raw, at))
+
+
+def _note(raw: bytes, which: int) -> str:
+    at = layout.NOTES_AT + which * layout.NOTE_SIZE
+    return raw[at : at + layout.NOTE_SIZE].partition(b"\0")[0].decode(errors="replace")
+
+
+def _names(path: Path) -> tuple[dict[int, Group], dict[int, str]]:
+    groups: dict[int, Group] = {}
+    places: dict[int, str] = {}
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return groups, places
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            if "group" in entry:
+                groups[entry["group"]] = Group(entry["name"], entry["description"], tuple(entry["ranks"]))
+            else:
+                places[entry["place"]] = entry["name"]
+        except (ValueError, KeyError, TypeError):  # the rank is writing this line, or died in it
+            continue
+    return groups, places
+
+
+def _name(names: tuple[str, ...], number: int) -> str:
+    return names[number] if number < len(names) else "?"
+
+
+GONE, STOPPED, SILENT, ALIVE = "gone", "stopped", "without a heartbeat", "alive"
+
+
+def state_of(first: Rank, second: Rank) -> str:
+    """GONE, STOPPED, SILENT or ALIVE.
+
+    Args:
+        first, second: two readings, further apart than two heartbeats.
+    """
+    if second.here:
+        found = process(second.pid)
+        if found is None or found.start != second.start or found.state in "ZX":
+            return GONE
+        if found.state in "Tt":
+            return STOPPED
+    return ALIVE if second.beats != first.beats else SILENT

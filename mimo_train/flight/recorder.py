@@ -1,0 +1,296 @@
+"""The recorder of this process: a few stores into a memory-mapped file for every phase and message. Imports no torch.
+
+There is one recorder a process, as there is one standard output: `RECORDER`. Phases, messages of process groups and
+places in the module graph come from code that has nothing else in common. Before `open`, and where the file cannot be
+made, it writes into memory of its own, so that callers never ask.
+"""
+
+import json
+import mmap
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from mimo_train.flight.layout import (
+    DEPTH_AT,
+    ENTER,
+    EVENT,
+    EVENT_SIZE,
+    FRAMES_AT,
+    HEAD,
+    HEAD_AT,
+    ISSUE,
+    LIVE,
+    LIVE_AT,
+    MAGIC,
+    MAX_DEPTH,
+    MAX_SLOTS,
+    NOTE_SIZE,
+    NOTES_AT,
+    NUMBER_OF,
+    QUEUED_AT,
+    RING,
+    RING_AT,
+    SIZE,
+    SLOT,
+    SLOT_SIZE,
+    SLOTS_AT,
+    WAIT,
+)
+from mimo_train.flight.processes import process
+
+FOLDER = "flight"
+"""In `run.dir`, with a folder for each start of the run."""
+KEPT_STARTS = 2
+"""Newest starts whose files stay."""
+
+_now, _event, _slot = time.monotonic, EVENT.pack_into, SLOT.pack_into
+
+
+class Channel:
+    """One direction between two ranks of a group, or the collectives of a group.
+
+    Attributes:
+        issued: messages so far.
+    """
+
+    __slots__ = ("at", "direction", "group", "issued", "peer")
+
+    def __init__(self, at: int, group: int, peer: int, direction: int):
+        self.at, self.group, self.peer, self.direction, self.issued = at, group, peer, direction, 0
+
+
+class Recorder:
+    """What this rank is doing. Methods but `open`, `beat` and `note` are called by one thread at a time.
+
+    Attributes:
+        step: the step that has begun last, counted from 1; 0 before.
+        events: signs of progress.
+        folder: of this start of the run; None while nothing is recorded.
+    """
+
+    def __init__(self) -> None:
+        self._map: mmap.mmap | bytearray = bytearray(SIZE)
+        self._names: IO[str] | None = None
+        self._clear()
+        self.folder: Path | None = None
+        self.rank = 0
+
+    def _clear(self) -> None:
+        self.step = self.events = self._depth = self._phase = self._beats = 0
+        self._place, self._direction, self._microbatch = 0, 0, -1
+        self._places: dict[str, int] = {}
+        self._slots = 0
+
+    def open(self, run_dir: Path, rank: int, world_size: int, launcher: int = 0) -> Path | None:
+        """Record into a file of `run_dir` from now on. One that cannot be made is no error: the run says so itself.
+
+        Args:
+            launcher: its process number.
+
+        Returns:
+            The folder of this start of the run; None where the file cannot be made.
+        """
+        self.close()
+        folder = run_dir / FOLDER / _start_name()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # A new file, not an old one cut short: who still maps that would die of SIGBUS.
+            with suppress(FileNotFoundError):
+                _file(folder, rank).unlink()
+            with open(_file(folder, rank), "x+b") as file:
+                file.truncate(SIZE)
+                os.posix_fallocate(file.fileno(), 0, SIZE)  # a store into a hole of a full disk would be fatal too
+                self._map = mmap.mmap(file.fileno(), SIZE)
+            self._names = open(_file(folder, rank).with_suffix(".names"), "w", buffering=1, encoding="utf-8")
+        except OSError:
+            self._map = bytearray(SIZE)
+        else:
+            self.folder = folder
+        self._clear()
+        self.rank, own = rank, process(os.getpid())
+        start, offset = own.start if own else 0, time.time() - _now()
+        host = socket.gethostname().encode()[:63]
+        HEAD.pack_into(self._map, HEAD_AT, MAGIC, rank, world_size, os.getpid(), start, launcher, offset, host)
+        self.to("start")
+        self.beat(_now())
+        return self.folder
+
+    def close(self) -> None:
+        """Record no longer; the file stays."""
+        if self._names is not None:
+            self._names.close()
+        # The map is left to the garbage collector: another thread may be about to write into it.
+        self._map, self._names, self.folder = bytearray(SIZE), None, None
+
+    def discard(self) -> None:
+        """`close`, and remove the file: this start has done nothing in the folder, which another run uses."""
+        folder = self.folder
+        self.close()
+        if folder is not None:
+            with suppress(OSError):
+                for suffix in (".bin", ".names", ".stack"):
+                    _file(folder, self.rank).with_suffix(suffix).unlink(missing_ok=True)
+                folder.rmdir()
+
+    # -- phases
+
+    def to(self, name: str) -> None:
+        """Begin a phase of the run; the one before has ended."""
+        self._depth = 0
+        self.enter(name)
+
+    def enter(self, name: str) -> None:
+        """Begin a phase inside the current one."""
+        self._phase = number = NUMBER_OF[name]
+        self.push(ENTER, number, 0, -1, 0)
+
+    def leave(self) -> None:
+        """End the innermost phase, or the wait for a message."""
+        self.events += 1
+        self._depth = depth = max(0, self._depth - 1)
+        self._map[DEPTH_AT] = min(depth, MAX_DEPTH)
+        if 0 < depth <= MAX_DEPTH:
+            at = FRAMES_AT + (depth - 1) * EVENT_SIZE
+            if self._map[at + 16] == ENTER:
+                self._phase = self._map[at + 17]
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """A block that is a phase, nowhere in the module graph."""
+        self._place, self._direction, self._microbatch = 0, 0, -1
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def push(self, kind: int, what: int, group: int, peer: int, number: int) -> None:
+        """Open a frame: a phase, or the wait for message `number` of a channel."""
+        self.events = events = self.events + 1
+        depth = self._depth
+        if depth < MAX_DEPTH:
+            _event(
+                self._map, FRAMES_AT + depth * EVENT_SIZE, events, _now(), kind, what, self._place, self._direction,
+                self._microbatch, group, peer, number, 0, self.step,
+            )  # fmt: skip
+        self._depth = depth = depth + 1
+        self._map[DEPTH_AT] = min(depth, MAX_DEPTH)
+
+    def begin_step(self, step: int) -> None:
+        """Step `step`, counted from 1, begins."""
+        self.step, self._place, self._direction, self._microbatch = step, 0, 0, -1
+
+    def at(self, place: str, direction: int, microbatch: int) -> None:
+        """Where messages from now on belong: an edge `giver->taker` or a module, FORWARD or BACKWARD, and the
+        microbatch, counted from 0."""
+        number = self._places.get(place)
+        if number is None:
+            number = self._places[place] = len(self._places) + 1
+            self._name({"place": number, "name": place})
+        self._place, self._direction, self._microbatch = number, direction, microbatch
+
+    def queued(self) -> None:
+        """Messages are queued on a device: the host does not wait for them, only for the device."""
+        self._map[QUEUED_AT] = 1
+
+    @property
+    def spins(self) -> bool:
+        """Whether this rank waits for messages of a device, which takes processor time; the first step may compile."""
+        return bool(self._map[QUEUED_AT]) and self.step > 1
+
+    def tick(self) -> None:
+        """A sign of progress inside a long phase."""
+        self.events += 1
+
+    # -- messages
+
+    def group(self, number: int, name: str, description: str, ranks: Sequence[int]) -> None:
+        """Name a process group of this rank."""
+        self._name({"group": number, "name": name, "description": description, "ranks": list(ranks)})
+
+    def channel(self, group: int, peer: int, direction: int) -> Channel:
+        """A channel that has had no message yet; `peer` is -1 for collectives."""
+        self._slots += 1
+        return Channel(self._slots - 1, group, peer, direction)
+
+    def forget_messages(self) -> None:
+        """Process groups are made anew: their messages are counted from 1 again."""
+        self._slots, end = 0, RING_AT + RING * EVENT_SIZE
+        self._map[SLOTS_AT:end] = bytes(end - SLOTS_AT)
+
+    def issue(self, channel: Channel, operation: int, nbytes: int) -> int:
+        """A message is about to be issued; returns its number in the channel, counted from 1."""
+        channel.issued = number = channel.issued + 1
+        self.events = events = self.events + 1
+        now, buffer, microbatch = _now(), self._map, self._microbatch
+        if channel.at < MAX_SLOTS:
+            _slot(
+                buffer, SLOTS_AT + channel.at * SLOT_SIZE, channel.group, channel.direction, operation, channel.peer,
+                number, self._phase, microbatch, self.step, now, nbytes,
+            )  # fmt: skip
+        _event(
+            buffer, RING_AT + events % RING * EVENT_SIZE, events, now, ISSUE, operation, self._place, self._direction,
+            microbatch, channel.group, channel.peer, number, nbytes, self.step,
+        )  # fmt: skip
+        return number
+
+    def wait(self, channel: Channel, operation: int, number: int) -> None:
+        """The wait for a message begins; it ends with `leave`."""
+        self.push(WAIT, operation, channel.group, channel.peer, number)
+
+    # -- other threads
+
+    def beat(self, progressed: float) -> None:
+        """Show that this process lives, and when it has last made progress."""
+        self._beats += 1
+        LIVE.pack_into(self._map, LIVE_AT, self._beats, _now(), self.events, progressed, self.step)
+
+    def note(self, which: int, text: str) -> None:
+        """Write one of the notes, cut to what fits."""
+        raw = text.encode(errors="replace")[: NOTE_SIZE - 1]
+        at = NOTES_AT + which * NOTE_SIZE
+        self._map[at : at + NOTE_SIZE] = raw + bytes(NOTE_SIZE - len(raw))
+
+    def stack_file(self) -> Path | None:
+        """Where the stacks of this rank are written when a run hangs."""
+        return None if self.folder is None else _file(self.folder, self.rank).with_suffix(".stack")
+
+    def _name(self, entry: dict[str, object]) -> None:
+        if self._names is not None:
+            with suppress(OSError, ValueError):  # the disk is full, or the recorder was closed
+                self._names.write(json.dumps(entry) + "\n")
+
+
+RECORDER = Recorder()
+"""The recorder of this process."""
+
+
+def remove_old_starts(run_dir: Path) -> None:
+    """Remove the files of earlier starts of a run, but for the newest; for the process that holds the run's lock."""
+    with suppress(OSError):
+        starts = sorted((run_dir / FOLDER).iterdir(), key=lambda path: path.stat().st_mtime)
+        for folder in starts[:-KEPT_STARTS]:
+            if folder.is_dir() and not folder.is_symlink():
+                for file in folder.iterdir():
+                    file.unlink(missing_ok=True)
+                folder.rmdir()
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.bin"
+
+
+def _start_name() -> str:
+    """The same on every rank of this start of the run, and another at the next: where the processes meet, and the
+    attempt; of a process without a launcher its number."""
+    parts = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    parts += [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "MIMO_RESTART")]
+    if not parts[1] or os.environ.get("WORLD_SIZE", "1") == "1":
+        parts = [socket.gethostname(), str(os.getpid())]
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", "-".join(parts))[:120]

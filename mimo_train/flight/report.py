@@ -1,0 +1,122 @@
+"""What `mimo-train hang` and the watchdog print. Imports no torch."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mimo_train.flight.blame import Verdict, judge, message_name, place_name
+from mimo_train.flight.processes import process
+from mimo_train.flight.read import ALIVE, Rank, newest_start, read_ranks, state_of
+
+PAUSE = 1.3
+"""Seconds between two readings; a rank shows a heartbeat every half second."""
+MOST_ROWS = 64
+"""Ranks with a line of their own; of more, those that wait and those to blame."""
+MOST_FRAMES = 14
+OWN_CODE = ("mimo_train/", "/data/", "encoders/")
+
+
+def look(folder: Path, sleep: Callable[[float], None] = time.sleep) -> Verdict:
+    """Read all ranks of a start twice, and judge.
+
+    Args:
+        folder: of a start of the run, see `newest_start`.
+        sleep: called between the readings.
+    """
+    first = read_ranks(folder)
+    sleep(PAUSE)
+    second = read_ranks(folder)
+    states = {number: state_of(first.get(number, rank), rank) for number, rank in second.items()}
+    return judge(first, second, states)
+
+
+def report(run_dir: Path, verdict: Verdict | None = None) -> str:
+    """The report of a run, live or dead: who is to blame, what each rank does, and the stack of the first to blame.
+
+    Args:
+        verdict: default: `look` at the newest start.
+
+    Raises:
+        UserError: the folder has no files of a flight recorder.
+    """
+    verdict = verdict or look(newest_start(run_dir))
+    lines = [f"{run_dir}: {_summary(verdict)}"]
+    lines += [f"to blame: {verdict.why}"] if verdict.blamed else []
+    for number in verdict.blamed[:1]:
+        rank = verdict.ranks.get(number)
+        if rank is not None:
+            lines += [f"  {line}" for line in (_doing(rank, verdict.states[number]), *_stack(rank))]
+    many = verdict.world_size > MOST_ROWS
+    lines += ["ranks:"]
+    for number in range(verdict.world_size):
+        if not many or number in verdict.blamed or number in verdict.waits:
+            lines.append(f"  {_row(verdict, number)}")
+        if len(lines) > 2 * MOST_ROWS:
+            lines.append(f"  ... and more, of {verdict.world_size}")
+            break
+    lines += _launchers(verdict)
+    return "\n".join(lines)
+
+
+def _summary(verdict: Verdict) -> str:
+    states = [verdict.states[rank] for rank in verdict.ranks]
+    over = sum(rank.is_over for rank in verdict.ranks.values())
+    words = [f"{verdict.world_size} rank{'s' * (verdict.world_size != 1)}"]
+    words += [f"{states.count(state)} {state}" for state in sorted(set(states))]
+    words += [f"{over} at the end of the run"] if over else []
+    if verdict.progress:
+        words.append(f"{len(verdict.progress)} making progress")
+    if not verdict.blamed:
+        words.append("nobody is to blame")
+    return ", ".join(words)
+
+
+def _row(verdict: Verdict, number: int) -> str:
+    rank = verdict.ranks.get(number)
+    if rank is None:
+        return f"rank {number}: has not begun: no flight recorder file"
+    edges = verdict.waits.get(number, [])
+    why = dict.fromkeys(edge.why for edge in edges)
+    on = ", ".join(str(edge.on) for edge in edges[:8]) + (", ..." if len(edges) > 8 else "")
+    wait = f"; waits for rank{'s' * (len(edges) > 1)} {on}: {'; '.join(why)}" if edges else ""
+    moves = ", makes progress" if number in verdict.progress else ""
+    return f"rank {number} (process {rank.pid} on {rank.host}, {verdict.states[number]}{moves}): " + (
+        _doing(rank, verdict.states[number]) + wait
+    )
+
+
+def _doing(rank: Rank, state: str) -> str:
+    """Phase, since when, step, place, and what it reads or waits for."""
+    now = rank.now if state == ALIVE else rank.beat_at
+    words = [f"step {rank.step}" if rank.step else "", " > ".join(rank.phases) or "start"]
+    last = rank.frames[-1] if rank.frames else None
+    if last is not None:
+        words.append(f"for {max(0.0, now - last.at):.1f} s")
+        words.append(place_name(rank, last))
+        if rank.wait is not None:
+            words.append(f"in {message_name(rank, rank.wait)}")
+    if rank.reading:
+        words.append(f"reads {rank.reading}")
+    if state != ALIVE:
+        seen = time.strftime("%H:%M:%S", time.localtime(rank.beat_at + rank.offset))
+        words.append(f"last seen at {seen}")
+    if rank.error:
+        words.append(f"error: {rank.error}")
+    return ", ".join(word for word in words if word)
+
+
+def _stack(rank: Rank) -> list[str]:
+    """The innermost frames of its threads, those in our code first, as the rank has written them."""
+    try:
+        text = rank.stack_file.read_text(errors="replace")
+    except OSError:
+        return []
+    threads = [block for block in text.split("\n\n") if "flight/watch.py" not in block]
+    threads.sort(key=lambda block: not any(own in block for own in OWN_CODE))
+    return [line for block in threads for line in block.splitlines()[: MOST_FRAMES // 2]][:MOST_FRAMES]
+
+
+def _launchers(verdict: Verdict) -> list[str]:
+    found = {rank.launcher for rank in verdict.ranks.values() if rank.here and rank.launcher}
+    alive = any(state == ALIVE for state in verdict.states.values())
+    return [f"the launcher (process {pid}) is gone" for pid in sorted(found) if alive and process(pid) is None]

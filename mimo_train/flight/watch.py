@@ -1,0 +1,270 @@
+"""A thread of every rank: its heartbeat, an end when the launcher is gone, a report when the run hangs. Imports no
+torch."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from data.reading import READS
+from mimo_train.flight.blame import Verdict
+from mimo_train.flight.layout import READING
+from mimo_train.flight.processes import descendants, process, runs, storage_bytes
+from mimo_train.flight.read import ALIVE, Rank, read_ranks, state_of
+from mimo_train.flight.recorder import Recorder
+from mimo_train.flight.report import PAUSE, look, report
+
+HANG_CODE = 18
+"""Exit code of a run that was ended because it hung."""
+REPORT = "report.txt"
+"""Beside the ranks' files."""
+LOOKERS = 4
+"""First ranks, which look at all others when nothing moves; those behind do if none of them lives."""
+BEAT = 0.5
+"""Seconds between heartbeats."""
+FOR_STACKS = 1.5
+"""Seconds for the other ranks to write their stacks."""
+UNSEEN = 10
+"""How often `run.hang_report_seconds` a rank may work without an event of the recorder: in a compiler, a library."""
+BUSY = 0.5
+"""Share of a processor that counts as work, where waiting costs none."""
+STORED = 2**20
+"""Bytes from or to storage that count as work: more than this thread's own file takes."""
+LAUNCHER = "MIMO_LAUNCHER"
+"""Environment variable: the launcher's process and its start time."""
+
+
+class Signs:
+    """Signs that this process works, although the recorder has no event: the main thread's place in the Python code
+    changes, storage is read or written, a program that it has started (a compiler) computes, or, where waiting costs
+    no processor time, it computes itself.
+
+    Args:
+        spins: whether a wait takes processor time now, as that for a GPU does.
+    """
+
+    def __init__(self, spins: Callable[[], bool]):
+        self._spins = spins
+        self._seen: tuple[object, int, int] | None = None
+
+    def begin(self) -> None:
+        """There was an event: what follows is looked at anew. Looking costs more than a heartbeat."""
+        self._seen = None
+
+    def work(self) -> bool:
+        """Whether there was such a sign since the last call."""
+        before, now = self._seen, self._look()
+        self._seen = now
+        if before is None:
+            return False
+        computed = now[2] - before[2] > BUSY * BEAT * os.sysconf("SC_CLK_TCK")
+        return now[0] != before[0] or now[1] - before[1] > STORED or computed
+
+    def _look(self) -> tuple[object, int, int]:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        place = (id(frame), frame.f_lasti) if frame is not None else None
+        own = os.getpid()
+        counted = [*descendants(own)] + ([] if self._spins() else [own])
+        ticks = sum(found.ticks for pid in counted if (found := process(pid)) is not None)
+        return place, storage_bytes(own), ticks
+
+
+class Watch:
+    """Watches one rank, from construction to `close`.
+
+    Args:
+        recorder: open.
+        run_dir: of the run.
+        hang_seconds: `run.hang_report_seconds`; 0: no report.
+        ends: whether a run that hangs is ended.
+        grace_seconds: how long the rank may take to save when its launcher is gone.
+        launched: whether it has one.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        run_dir: Path,
+        hang_seconds: float,
+        *,
+        ends: bool = True,
+        grace_seconds: float = 120.0,
+        launched: bool = True,
+    ):
+        self._recorder, self._run_dir, self._seconds, self._ends = recorder, run_dir, hang_seconds, ends
+        self._grace, self._signs = grace_seconds, Signs(lambda: recorder.spins)
+        self._parent, self._launcher = (os.getppid(), handed_down()) if launched else (0, None)
+        self._gone_since: float | None = None
+        self._events = self._last_event = self._progress = -1.0
+        self._stacks_of, self._next_look = -1.0, 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="flight")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        while not self._over.wait(BEAT):
+            # A rank must not be without its watch because a file system fails, or the interpreter is being shut down.
+            with suppress(Exception):
+                self._look()
+
+    def _look(self) -> None:
+        now, recorder = time.monotonic(), self._recorder
+        events = recorder.events + READS.count
+        if events != self._events:
+            self._events, self._last_event, self._progress = events, now, now
+            self._signs.begin()
+        elif self._signs.work() and now - self._last_event < UNSEEN * self._seconds:
+            self._progress = now
+        recorder.note(READING, READS.longest())
+        recorder.beat(self._progress)
+        self._end_without_launcher(now)
+        hangs = 0 < self._seconds <= now - self._progress and now >= self._next_look
+        if hangs and recorder.folder is not None:
+            self._report_hang(recorder.folder)
+
+    def _end_without_launcher(self, now: float) -> None:
+        """The run that replaces this one must not find it there: it saves after its step, as after a signal, and ends
+        for good after the grace."""
+        if not self._parent:
+            return
+        if self._gone_since is None:
+            if os.getppid() == self._parent and (self._launcher is None or runs(*self._launcher)):
+                return
+            self._gone_since = now
+            _say(
+                f"rank {self._recorder.rank}: the launcher (process {(self._launcher or (self._parent,))[0]}) is gone: "
+                f"this rank saves after its step and ends, within {self._grace:g} s (MIMO_GRACE_SECONDS)"
+            )
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif now - self._gone_since > self._grace:
+            _say(f"rank {self._recorder.rank}: did not end within {self._grace:g} s: ending it")
+            kill_session(os.getpid())
+
+    def _report_hang(self, folder: Path) -> None:
+        """Report, and end the run, if those to blame have not moved for long enough either."""
+        if self._stacks_of != self._events:
+            self._stacks_of = self._events
+            self._write_stacks()
+            self._sleep(FOR_STACKS)
+        written = folder / REPORT
+        if self._recorder.rank >= LOOKERS and self._is_looked_after(folder):
+            if written.exists():
+                self._leave()
+            self._next_look = time.monotonic() + 2 * BEAT
+            return
+        verdict = look(folder, self._sleep)
+        left = self._until_hang(verdict)
+        if left > 0:
+            # One that is waited for works, or has begun to hang later than this rank has begun to wait for it.
+            self._next_look = time.monotonic() + max(left, 2 * BEAT)
+            return
+        self._next_look = time.monotonic() + self._seconds
+        if self._is_first(written):
+            text = report(self._run_dir, verdict)
+            with suppress(OSError):
+                written.write_text(text + "\n")
+            what = f"no progress for {self._seconds:g} s (run.hang_report_seconds)"
+            _say(f"{what}{'; the run is ended' if self._ends else ''}\n{text}")
+            if self._ends:
+                _end(HANG_CODE)
+        else:
+            self._leave()
+
+    def _is_first(self, written: Path) -> bool:
+        """Whether this rank is the first that has come to a verdict; it reports."""
+        with suppress(OSError):
+            if not self._ends and time.time() - written.stat().st_mtime > self._seconds:
+                written.unlink()  # of an earlier hang
+        try:
+            written.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:  # the folder is gone or full: every rank says it
+            return True
+        return True
+
+    def _leave(self) -> None:
+        """End a little later than the rank that reports: its exit code is the launcher's. This one's is for a launcher
+        on another machine."""
+        if self._ends:
+            self._sleep(3.0)
+            _end(HANG_CODE)
+
+    def _is_looked_after(self, folder: Path) -> bool:
+        """Whether one of the first ranks lives, and looks. Thousands of ranks that read each other's files would be too
+        much for a file server."""
+        first = read_ranks(folder, LOOKERS)
+        self._sleep(PAUSE)
+        return any(state_of(first.get(n, rank), rank) == ALIVE for n, rank in read_ranks(folder, LOOKERS).items())
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, with heartbeats: the others must not take this rank for a dead one."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._recorder.beat(self._progress)
+            time.sleep(min(BEAT, left))
+
+    def _until_hang(self, verdict: Verdict) -> float:
+        """Seconds until those to blame have made no progress for long enough; 0 if that is so now."""
+        if not verdict.blamed:
+            return self._seconds / 4
+        known = [verdict.ranks[number] for number in verdict.blamed if number in verdict.ranks]
+        return max((self._seconds - self._age(rank) for rank in known), default=0.0)
+
+    def _age(self, rank: Rank) -> float:
+        """Seconds since its last progress, by its own clock."""
+        return max(rank.now, rank.beat_at) - rank.progressed_at
+
+    def _write_stacks(self) -> None:
+        path = self._recorder.stack_file()
+        if path is not None:
+            with suppress(OSError), open(path, "w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+
+
+def handed_down() -> tuple[int, int] | None:
+    """The launcher's process and its start time, as it has set them in the environment; None if it has not. The parent
+    alone would not do: a launcher that ends before this process looks has left it to another parent."""
+    try:
+        pid, start = map(int, os.environ.get(LAUNCHER, "").split(":"))
+    except ValueError:
+        return None
+    return pid, start
+
+
+def hand_down() -> None:
+    """Tell the processes that this one starts who their launcher is."""
+    own = process(os.getpid())
+    if own is not None:
+        os.environ[LAUNCHER] = f"{os.getpid()}:{own.start}"
+
+
+def kill_session(pid: int) -> None:
+    """End a process and, where it leads a group of its own, what it has started."""
+    kill: Callable[[int, int], None] = os.killpg if os.getpgid(pid) == pid else os.kill
+    kill(pid, signal.SIGKILL)
+
+
+def _end(code: int) -> None:
+    """At once: the main thread is stuck, and process groups would wait for the others."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"mimo-train: {text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,152 @@
+"""Launchers of several nodes meet at MASTER_ADDR:MASTER_PORT before torchrun opens its store there. Imports no torch.
+
+Torchrun on node 0 fails with a traceback if the port is in use, and on the other nodes waits for whoever uses it. Here
+node 0 says who holds the port, and the others, which get no answer from that program, end too.
+"""
+
+import errno
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+from mimo_train.config.fault import UserError
+
+PATIENCE = 900.0
+"""Seconds that nodes wait for each other, as torchrun's store does."""
+ANSWER = 10.0
+"""Seconds in which node 0 answers a connection."""
+_HELLO, _GO = b"mimo-train ", b"go\n"
+
+
+def meet(address: str, port: int, nodes: int, node: int) -> None:
+    """Wait until the launchers of all nodes are there; the port is free again afterwards.
+
+    Args:
+        address, port: MASTER_ADDR and MASTER_PORT.
+        nodes: number of nodes.
+        node: this one, 0 to nodes - 1.
+
+    Raises:
+        UserError: the port of node 0 is in use, a program that is no launcher answers there, nodes were started with
+            different numbers of them, or do not come.
+    """
+    (_host if node == 0 else _join)(address, port, nodes, node)
+
+
+def _host(address: str, port: int, nodes: int, _node: int) -> None:
+    try:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise UserError(f"MASTER_PORT is {port}, which cannot be opened: {error.strerror}") from error
+        who = ", ".join(_holders(port)) or "a process that is not to be seen from here"
+        raise UserError(
+            f"MASTER_PORT is {port}, which is in use on node 0 ({socket.gethostname()}) by {who}: end it, or set "
+            "MASTER_PORT to another port on all nodes"
+        ) from error
+    deadline, told = time.monotonic() + PATIENCE, time.monotonic() + ANSWER
+    arrived: dict[int, socket.socket] = {}
+    with closing(server), selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while len(arrived) < nodes - 1:
+            missing = sorted(set(range(1, nodes)) - set(arrived))
+            if time.monotonic() > deadline:
+                raise UserError(f"nodes {missing} of {nodes} did not start within {PATIENCE:g} s")
+            if time.monotonic() > told:
+                told = float("inf")
+                print(f"mimo-train: node 0 waits for nodes {missing} at {address}:{port}", file=sys.stderr, flush=True)
+            for _ in selector.select(timeout=1.0):
+                connection, _peer = server.accept()
+                number = _greeted(connection, nodes)
+                if number is None:
+                    connection.close()
+                else:
+                    arrived[number] = connection
+        for connection in arrived.values():
+            with suppress(OSError), closing(connection):
+                connection.sendall(_GO)
+
+
+def _greeted(connection: socket.socket, nodes: int) -> int | None:
+    """Answer whoever connects; the number of its node, None if it is no launcher of this run.
+
+    Raises:
+        UserError: it was started for another number of nodes.
+    """
+    connection.settimeout(ANSWER)
+    try:
+        words = _line(connection).split()
+        if len(words) != 3 or words[0] != _HELLO.strip():
+            return None
+        number, theirs = int(words[1]), int(words[2])
+        connection.sendall(_HELLO + str(nodes).encode() + b"\n")
+    except (OSError, ValueError):
+        return None
+    if theirs != nodes:
+        raise UserError(f"node {number} was started for {theirs} nodes, and node 0 for {nodes}: give both one NNODES")
+    return number
+
+
+def _join(address: str, port: int, nodes: int, node: int) -> None:
+    deadline, why = time.monotonic() + PATIENCE, ""
+    while time.monotonic() < deadline:
+        try:
+            connection = socket.create_connection((address, port), timeout=5.0)
+        except OSError as error:  # node 0 is not there yet
+            why = str(error.strerror or error)
+            time.sleep(0.5)
+            continue
+        with closing(connection):
+            connection.settimeout(ANSWER)
+            try:
+                connection.sendall(_HELLO + f"{node} {nodes}\n".encode())
+                words = _line(connection).split()
+            except OSError:
+                words = []
+            if len(words) != 2 or words[0] != _HELLO.strip():
+                raise UserError(
+                    f"MASTER_PORT is {port}: a program at {address} that is not mimo-train's launcher has it. Set "
+                    "MASTER_PORT to a free port on all nodes; node 0 says who holds this one"
+                )
+            if int(words[1]) != nodes:
+                raise UserError(f"this node was started for {nodes} nodes, and node 0 for {int(words[1])}")
+            connection.settimeout(max(1.0, deadline - time.monotonic()))
+            try:
+                answer = _line(connection)
+            except OSError:
+                answer = b""
+            if answer != _GO.strip():
+                raise UserError(f"node 0 ({address}:{port}) ended before all nodes were there")
+            return
+    raise UserError(f"node 0 does not answer at MASTER_ADDR {address}, MASTER_PORT {port} within {PATIENCE:g} s: {why}")
+
+
+def _line(connection: socket.socket) -> bytes:
+    raw = b""
+    while not raw.endswith(b"\n") and len(raw) < 100:
+        more = connection.recv(1)
+        if not more:
+            break
+        raw += more
+    return raw.strip()
+
+
+def _holders(port: int) -> Iterator[str]:
+    """Processes of this machine that listen on a port, as far as this user may see."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    inodes.add(f"socket:[{fields[9]}]")
+    for folder in Path("/proc").glob("[0-9]*") if inodes else ():
+        with suppress(OSError):
+            if any(str(entry.readlink()) in inodes for entry in (folder / "fd").iterdir()):
+                yield f"process {folder.name} ({(folder / 'comm').read_text().strip()})"

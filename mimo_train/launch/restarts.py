@@ -1,0 +1,116 @@
+"""Restarts of a run by its launcher: how often, after which time, and when another one would be of no use. Imports no
+torch."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.flight.read import read_ranks
+from mimo_train.launch.scratch import FLIGHT
+
+OPTION = "--max-restarts"
+RESTART = "MIMO_RESTART"
+"""Environment variable of the ranks: which restart this is, from 1; not set at the first start."""
+MAX_RESTARTS = "MIMO_MAX_RESTARTS"
+"""Environment variable of the ranks, set where a run may be restarted."""
+LONGEST_WAIT = 300.0
+ANOTHER_MACHINE = 16
+"""Exit code of `train.rerun` that wants another machine."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What an attempt ended with."""
+
+    code: int
+    """Exit code of the rank that failed first; negative: the signal that ended it."""
+    step: int
+    """The furthest step that a rank had begun; -1 where the run had not begun."""
+    error: str = ""
+    """The first rank's own error."""
+
+    def __str__(self) -> str:
+        how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
+        where = f"at step {self.step}" if self.step > 0 else "in set-up"
+        return f"{how} {where}" + (f" ({self.error})" if self.error else "")
+
+
+def failure_of(code: int, scratch: Path) -> Failure:
+    """What the ranks' files say about a failure.
+
+    Args:
+        scratch: the launcher's folder, in which ranks have left where their files are.
+    """
+    try:
+        ranks = read_ranks(Path((scratch / FLIGHT).read_text()))
+    except OSError:
+        return Failure(code, -1)
+    errors = sorted((rank.beat_at + rank.offset, rank.error) for rank in ranks.values() if rank.error)
+    step = max((rank.step for rank in ranks.values()), default=-1)
+    return Failure(code, step, errors[0][1] if errors else "")
+
+
+class Restarts:
+    """Decides after each failure.
+
+    Args:
+        number: `--max-restarts`.
+        first_wait: seconds before the first restart; each later one waits twice as long, at most LONGEST_WAIT.
+    """
+
+    def __init__(self, number: int, first_wait: float):
+        self._number, self._first_wait = number, first_wait
+        self._failures: list[Failure] = []
+
+    @property
+    def made(self) -> int:
+        """Restarts so far."""
+        return len(self._failures)
+
+    def after(self, failure: Failure) -> tuple[float | None, str]:
+        """Seconds to wait before the next start, or None for the end; and why, in words, empty without restarts."""
+        before = self._failures[-1] if self._failures else None
+        if not self._number:
+            return None, ""
+        if failure.step < 0:
+            return None, "not started again: the run had not begun"
+        if failure.code == ANOTHER_MACHINE:
+            return None, "not started again here"
+        if failure == before:
+            return None, f"not started again: the same failure twice, {failure}"
+        if self.made >= self._number:
+            return None, f"not started again: {self.made} of {self._number} restarts ({OPTION}) were made; {failure}"
+        self._failures.append(failure)
+        seconds = min(LONGEST_WAIT, self._first_wait * 2 ** (self.made - 1))
+        return seconds, f"{failure}; restart {self.made} of {self._number} in {seconds:g} s, from the newest checkpoint"
+
+
+def first_wait() -> float:
+    """MIMO_RESTART_SECONDS: seconds before the first restart; 5 where it is not set.
+
+    Raises:
+        UserError: it is not a number from 0 on.
+    """
+    text = os.environ.get("MIMO_RESTART_SECONDS", "5")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError(f"MIMO_RESTART_SECONDS is {text!r}: give a number of seconds, at least 0")
+    return seconds
+
+
+def require_resume(resume: str) -> None:
+    """
+    Args:
+        resume: `checkpoint.resume`.
+
+    Raises:
+        ConfigError: the launcher may start the run again, which would not continue from its newest checkpoint.
+    """
+    number = os.environ.get(MAX_RESTARTS, "0")
+    if number != "0" and resume != "auto":
+        text = f"must be auto with {OPTION} {number}, is {resume!r}: a run that starts again continues from its newest"
+        raise ConfigError([Fault("checkpoint.resume", f"{text} checkpoint")])

@@ -1,0 +1,167 @@
+"""Runs of several modules that hang in six ways: the report has the rank, the phase and the edge. By default the
+telling ones; with MIMO_ALL_HANGS=1 all, over three layouts."""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from mimo_train.flight.layout import BACKWARD
+from mimo_train.flight.recorder import RECORDER
+from mimo_train.flight.report import report
+from mimo_train.flight.watch import HANG_CODE
+from tests.dist.flight.hangs import HangingRun, endless
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, train_rank
+from tests.hang import HANG_SECONDS
+
+ALL = bool(os.environ.get("MIMO_ALL_HANGS"))
+on_demand = pytest.mark.skipif(not ALL, reason="MIMO_ALL_HANGS=1 runs it")
+TWO, FOUR = "layout=two_processes", "layout=images_tp2_language_pp2"
+
+
+def for_ever() -> None:
+    """What never happens is waited for."""
+    threading.Event().wait()
+
+
+def never_joins(cfg) -> int:
+    """Rank 1 is stuck before it has met the others."""
+    if os.environ["RANK"] == "1":
+        import mimo_train.training.setup as setup
+
+        setup.start_processes = lambda *_: for_ever()
+    return train_rank(cfg)
+
+
+def reads_for_ever_at_start(cfg) -> int:
+    """Rank 1 waits for the second shard while it indexes."""
+    if os.environ["RANK"] == "1":
+        import data.index as index
+
+        walk = index.walk_tar
+        index.walk_tar = lambda shard, *rest: for_ever() if "000001" in shard.name else walk(shard, *rest)
+    return train_rank(cfg)
+
+
+def reads_for_ever_in_evaluation(cfg) -> int:
+    """Rank 1 waits for a held-out sample."""
+    if os.environ["RANK"] == "1":
+        from data.reading import READS
+        from data.storage.local import ShardReader
+
+        read = ShardReader.read
+
+        def waits(self, path, *arguments):
+            if "held_out" in str(path):
+                with READS.of(path):
+                    for_ever()
+            return read(self, path, *arguments)
+
+        ShardReader.read = waits
+    return train_rank(cfg)
+
+
+def leaves_messages_out(cfg) -> int:
+    """Rank 1 does not exchange gradients of step 3's second microbatch."""
+    if os.environ["RANK"] == "1":
+        from mimo_train.parallel.bridge.exchange import Bridge
+
+        exchange = Bridge._exchange
+
+        def forgets(self, given, taken=None, parts=()):
+            if RECORDER.step == 3 and RECORDER._direction == BACKWARD and RECORDER._microbatch == 1:
+                given, parts = [], ()
+            exchange(self, given, taken, parts)
+
+        Bridge._exchange = forgets
+    return train_rank(cfg)
+
+
+def leaves_a_sum_out(cfg) -> int:
+    """Rank 1 does not take part in the sum at the end of step 3."""
+    if os.environ["RANK"] == "1":
+        import mimo_train.parallel.step_sum as step_sum
+
+        all_reduce = step_sum.dist.all_reduce
+
+        def forgets(tensor):
+            if RECORDER.step != 3:
+                all_reduce(tensor)
+
+        # Of this file alone: `dist` is torch's module.
+        step_sum.dist = SimpleNamespace(all_reduce=forgets)
+    return train_rank(cfg)
+
+
+def start(tmp_path, digits, function=train_rank, *overrides: str) -> HangingRun:
+    held_out = f"data.validation_shards={digits}/held_out"
+    return HangingRun(endless(tmp_path / "run", f"{digits}/train", held_out, *overrides), function)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "step"),
+    [
+        (TWO, 1, 3),
+        *(
+            pytest.param(*case, marks=on_demand)
+            for case in ((TWO, 0, 3), (FOUR, 1, 2), (FOUR, 3, 2), ("layout=images_dp2_language_dp2", 1, 2))
+        ),
+    ],
+)
+def test_a_stopped_rank_is_blamed_not_the_one_that_waits_for_it(tmp_path, digits, layout, rank, step):
+    with start(tmp_path, digits, train_rank, layout) as run:
+        run.until_step(step)
+        run.stop(rank)
+        text = run.report()
+        waiting = next(number for number in range(len(run.processes)) if number != rank)
+        run.processes[waiting].join(HANG_SECONDS)
+        assert run.processes[waiting].exitcode == HANG_CODE
+    assert f"to blame: rank {rank} is stopped" in text
+    assert f"waits for rank {rank}: " in text and "loop > step" in text
+
+
+@pytest.mark.parametrize(
+    ("function", "overrides", "words"),
+    [
+        (leaves_messages_out, [TWO], ["images->language, microbatch 1"]),
+        (reads_for_ever_in_evaluation, [TWO, "train.eval_interval=2"], ["evaluate", "held_out", "data_wait"]),
+        pytest.param(reads_for_ever_at_start, [TWO], ["index", "000001.tar"], marks=on_demand),
+        pytest.param(never_joins, [TWO], ["start", "for_ever", "rank 0 waits for it"], marks=on_demand),
+    ],
+)  # fmt: skip
+def test_a_hang_is_reported_with_rank_phase_and_edge(tmp_path, digits, function, overrides, words):
+    with start(tmp_path, digits, function, *overrides) as run:
+        text = run.report()
+    blamed = text.partition("ranks:\n")[0]
+    assert "to blame: rank" in blamed and "rank 1" in blamed.splitlines()[1], text
+    for word in words:
+        assert word in text, (word, text)
+
+
+@on_demand
+def test_a_collective_left_out_is_found_in_the_files_of_the_dead_run(tmp_path, digits):
+    with start(tmp_path, digits, leaves_a_sum_out, TWO) as run:
+        for process in run.processes:
+            process.join(HANG_SECONDS)
+    text = report(run.run_dir)
+    assert "to blame: collective #" in text and "on rank 1" in text and "is not the same on all ranks" in text
+
+
+def timeouts_of_groups(cfg) -> set[float]:
+    """Seconds of every process group of a run."""
+    import torch
+    import torch.distributed as dist
+
+    from mimo_train.training.stepped import SteppedRun
+
+    run = SteppedRun(cfg)
+    groups = [*dist.distributed_c10d._world.pg_map]
+    run.close()
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+def test_the_time_limit_reaches_all_groups(tmp_path, digits):
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "run.timeout_minutes=7")
+    assert run_ranks(timeouts_of_groups, 1, cfg) == [{420.0}]

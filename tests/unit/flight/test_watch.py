@@ -1,0 +1,63 @@
+"""The watchdog, in processes without torch."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from mimo_train.flight.watch import HANG_CODE
+from tests.hang import HANG_SECONDS
+
+RANK = """
+import sys, threading, time
+from pathlib import Path
+from data.reading import READS
+from mimo_train.flight.recorder import RECORDER
+from mimo_train.flight.watch import Watch
+
+RECORDER.open(Path(sys.argv[1]), 0, 1)
+RECORDER.to("index")
+watch = Watch(RECORDER, Path(sys.argv[1]), float(sys.argv[2]), ends=sys.argv[3] == "ends", launched=False)
+
+def long_index(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        READS.count += 1
+        time.sleep(0.05)
+"""
+STUCK = "with READS.of('shards/000007.tar'):\n    threading.Event().wait()"
+LONG = "long_index(3)"
+COMPILES = """
+import subprocess
+subprocess.run([sys.executable, "-c", "import time\\nend = time.monotonic() + 3\\nwhile time.monotonic() < end: pass"])
+"""
+
+
+def started(folder, code: str, seconds: str = "1.5", ends: str = "ends") -> subprocess.Popen:
+    program = textwrap.dedent(RANK) + code
+    command = [sys.executable, "-c", program, str(folder), seconds, ends]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_hang_is_reported_and_ends_the_rank_and_long_work_is_none(tmp_path):
+    stuck = started(tmp_path / "stuck", STUCK)
+    # With limits that a busy machine keeps: what counts is that these take longer than the limit.
+    works = [started(tmp_path / str(number), code) for number, code in enumerate((LONG, COMPILES))]
+    _, said = stuck.communicate(timeout=HANG_SECONDS)
+    assert stuck.returncode == HANG_CODE
+    assert "to blame: rank 0 waits for no rank and makes no progress" in said
+    assert "in index" in said or "index, for" in said
+    assert "reads shards/000007.tar" in said and 'File "<string>", line' in said
+    (report,) = (tmp_path / "stuck").glob("flight/*/report.txt")
+    assert report.read_text() in said
+    for work in works:
+        _, said = work.communicate(timeout=HANG_SECONDS)
+        assert (work.returncode, said) == (0, "")
+
+
+@pytest.mark.parametrize("seconds", ["0", "1000"])
+def test_without_a_limit_or_before_it_nothing_is_said(tmp_path, seconds):
+    rank = started(tmp_path, "time.sleep(1)", seconds)
+    _, said = rank.communicate(timeout=HANG_SECONDS)
+    assert (rank.returncode, said) == (0, "")

@@ -1,0 +1,57 @@
+"""When a failed run is started again."""
+
+import pytest
+
+from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.flight.layout import ERROR
+from mimo_train.flight.recorder import Recorder
+from mimo_train.launch.restarts import MAX_RESTARTS, Failure, Restarts, failure_of, first_wait, require_resume
+from mimo_train.launch.scratch import FLIGHT
+
+
+def test_waits_double_and_the_number_is_kept():
+    restarts = Restarts(3, 5.0)
+    waits = [restarts.after(Failure(1, step))[0] for step in (3, 5, 7, 9)]
+    assert waits == [5.0, 10.0, 20.0, None]
+    assert "3 of 3 restarts" in restarts.after(Failure(1, 11))[1]
+
+
+def test_the_same_failure_twice_is_the_end():
+    restarts = Restarts(9, 1.0)
+    broken = Failure(1, 7, "RuntimeError: out of memory")
+    assert restarts.after(Failure(-9, 7))[0] == 1.0
+    assert restarts.after(broken)[0] == 2.0
+    seconds, why = restarts.after(broken)
+    assert seconds is None
+    assert why == "not started again: the same failure twice, exit code 1 at step 7 (RuntimeError: out of memory)"
+
+
+@pytest.mark.parametrize(
+    ("number", "failure", "why"),
+    [(0, Failure(1, 3), ""), (3, Failure(1, -1), "not begun"), (3, Failure(16, 3), "here")],
+)
+def test_what_is_not_started_again(number, failure, why):
+    seconds, said = Restarts(number, 1.0).after(failure)
+    assert seconds is None and (why in said if why else not said)
+
+
+def test_what_failed_is_read_from_the_ranks_files(tmp_path):
+    assert failure_of(1, tmp_path) == Failure(1, -1)
+    recorder = Recorder()
+    folder = recorder.open(tmp_path / "run", 0, 1)
+    recorder.begin_step(12)
+    recorder.note(ERROR, "ValueError: seven")
+    recorder.beat(0.0)
+    (tmp_path / FLIGHT).write_text(str(folder))
+    assert failure_of(1, tmp_path) == Failure(1, 12, "ValueError: seven")
+
+
+def test_wrong_values_are_told(monkeypatch):
+    monkeypatch.setenv("MIMO_RESTART_SECONDS", "soon")
+    with pytest.raises(UserError, match="MIMO_RESTART_SECONDS is 'soon'"):
+        first_wait()
+    require_resume("never")
+    monkeypatch.setenv(MAX_RESTARTS, "2")
+    require_resume("auto")
+    with pytest.raises(ConfigError, match="checkpoint.resume: must be auto with --max-restarts 2, is 'never'"):
+        require_resume("never")
