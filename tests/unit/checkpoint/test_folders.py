@@ -142,6 +142,7 @@ def test_each_kind_is_thinned_out_by_its_own_rule(tmp_path):
     folders.partial_folder(tmp_path, 5).mkdir()
     folders.partial_folder(tmp_path, 5, True).mkdir()
     folders.remove_old(tmp_path, 2)
+    folders.remove_unfinished(tmp_path)
     assert names(tmp_path) == [3, 4] and names(tmp_path, True) == [1, 2, 3, 4]
     assert not folders.partial_folder(tmp_path, 5).exists() and folders.partial_folder(tmp_path, 5, True).exists()
     folders.remove_old(tmp_path, 0, True)
