@@ -33,6 +33,7 @@ variables:
   NPROC_PER_NODE      processes on each node (default: what the layout needs, divided by NNODES)
   OMP_NUM_THREADS     threads of one process (default: 1 on CPU)
   MIMO_GRACE_SECONDS  how long a run may take to save after SIGTERM (default: 120)
+  MIMO_MAX_RESTARTS   how often a failed run starts again, from its newest checkpoint (default: 0)
   MIMO_VENV           folder of the Python environment (default: .venv)
   MIMO_EXTRAS         extras to install in it (default: demo,dev; on GPUs give demo,dev,gpu)
   MIMO_WHEELS         folder of scripts/wheels.sh to install it from, where there is no network
@@ -135,6 +136,10 @@ mimo_launch() {
   nodes=(--standalone)
   if ((NNODES > 1)); then
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
+  fi
+  if [[ -n "${MIMO_MAX_RESTARTS:-}" ]]; then
+    mimo_whole MIMO_MAX_RESTARTS "$MIMO_MAX_RESTARTS" 0
+    nodes+=(--max-restarts="$MIMO_MAX_RESTARTS")
   fi
   # exec: a signal to this script is a signal to the launcher, which hands it to the ranks. -P, for the launcher and for
   # the ranks: a data.py or encoders/ in the working directory must not be found in the place of ours.

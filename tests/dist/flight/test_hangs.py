@@ -97,7 +97,8 @@ def leaves_a_sum_out(cfg) -> int:
 
 def start(tmp_path, digits, function=train_rank, *overrides: str) -> HangingRun:
     held_out = f"data.validation_shards={digits}/held_out"
-    return HangingRun(endless(tmp_path / "run", f"{digits}/train", held_out, *overrides), function)
+    places = (held_out, f"data.cache_dir={tmp_path}/index")  # so that every run indexes
+    return HangingRun(endless(tmp_path / "run", f"{digits}/train", *places, *overrides), function)
 
 
 @pytest.mark.parametrize(
