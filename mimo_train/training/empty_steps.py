@@ -29,7 +29,10 @@ class EmptySteps:
         Returns:
             1 if it is empty, else 0; 0-d float64 on the device.
         """
-        empty = (self._step_sum.sum_of("tokens")[0] == 0).double()
+        tokens = self._step_sum.total("tokens")
+        if tokens is None:  # a user's own loop, in which no step of ours was made
+            return torch.zeros_like(self.new)
+        empty = (tokens[0] == 0).double()
         self.new += empty
         return empty
 
