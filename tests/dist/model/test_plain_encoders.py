@@ -34,8 +34,8 @@ def plain(folder: Path, demo: Path, encoder: str, *overrides: str):
     return config(str(folder / "run.yaml"), folder, demo, *overrides)
 
 
-def dinov2(folder: Path) -> Path:
-    """A directory of a tiny model that transformers wrote."""
+def make_dinov2(folder: Path) -> None:
+    """A directory of a tiny model that transformers wrote. Run on a rank."""
     import torch
     from transformers import Dinov2Config, Dinov2Model
 
@@ -47,7 +47,6 @@ def dinov2(folder: Path) -> Path:
         '{"do_resize": true, "size": {"height": 48, "width": 48}, "resample": 3, "rescale_factor": 0.00392156862745098,'
         ' "image_mean": [0.05, 0.05, 0.05], "image_std": [0.25, 0.25, 0.25]}'
     )
-    return folder
 
 
 def test_an_own_encoder_has_the_numbers_of_one_process_recomputed_and_resumed_at_dp2(digits, tmp_path):
@@ -69,7 +68,8 @@ def test_an_own_encoder_has_the_numbers_of_one_process_recomputed_and_resumed_at
 
 
 def test_a_model_of_transformers_starts_with_its_weights_and_goes_on_without_its_directory(digits, tmp_path):
-    path = dinov2(tmp_path / "dinov2")
+    path = tmp_path / "dinov2"
+    run_ranks(make_dinov2, 1, path)
     keys = f"{{family: transformers, path: {path}}}"
     stop = ("checkpoint.save_interval=2", "train.iters=2")
     flat = "optim.decay=constant"

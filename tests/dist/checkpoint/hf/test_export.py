@@ -150,7 +150,7 @@ def adapted(digits, tmp_path_factory):
 
 
 def test_the_demo_leaves_as_llava_and_answers_alike(adapted, digits, tmp_path):
-    """Merged, and as a base with an adapter for peft: all held-out questions."""
+    """Merged, all held-out questions; as a base with an adapter for peft, some of them."""
     folder, prompts, answers = adapted
     asked = questions(digits / "held_out", len(prompts))
     assert len(prompts) == 40 and len({tuple(answer) for answer in answers}) > 10
@@ -164,9 +164,10 @@ def test_the_demo_leaves_as_llava_and_answers_alike(adapted, digits, tmp_path):
     assert [tokens for tokens, _ in here] == answers, "from the directory, by our own code"
     adapter = json.loads((tmp_path / "apart" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(tmp_path / "apart" / "base")
-    ((wrong, _, bare),) = run_ranks(_transformers_answers, 1, tmp_path / "apart" / "base", None, asked)
-    ((also, _, found),) = run_ranks(_transformers_answers, 1, tmp_path / "apart" / "base", tmp_path / "apart", asked)
-    assert (wrong, also) == ({}, {}) and bare != answers and found == answers
+    base, some = tmp_path / "apart" / "base", asked[:12]
+    ((wrong, _, bare),) = run_ranks(_transformers_answers, 1, base, None, some)
+    ((also, _, found),) = run_ranks(_transformers_answers, 1, base, tmp_path / "apart", some)
+    assert (wrong, also) == ({}, {}) and bare != answers[:12] and found == answers[:12]
 
 
 def _make_tower(kind: str, folder: Path) -> None:
