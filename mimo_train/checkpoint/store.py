@@ -311,6 +311,7 @@ def _own_parts(held: list[Held], optimizer: ModuleOptimizer, finite: bool) -> It
 def _read(reader: Reader, held: list[Held], updated: list[Updated], by_parameter: dict[int, Held]) -> None:
     """Fill tensors and the optimizer's values."""
     targets: list[tuple[Key, Span, torch.Tensor]] = []
+    filled = {id(one.tensor) for one in held}
     for one in held:
         flat = one.tensor.detach().view(-1)
         targets += [(one.key(), span, flat[first:last]) for first, last, span in one.spans(0, one.tensor.numel())]
@@ -318,6 +319,10 @@ def _read(reader: Reader, held: list[Held], updated: list[Updated], by_parameter
         for first, last, span in by_parameter[id(each.parameter)].spans(each.start, each.stop):
             for state, values in each.values.items():
                 into = values[first - each.start : last - each.start]
+                # In fp32 the master copy is the parameter itself.
+                own = each.parameter.data_ptr() + first * each.parameter.element_size()
+                if id(each.parameter) in filled and into.data_ptr() == own and into.dtype == each.parameter.dtype:
+                    continue
                 targets.append((by_parameter[id(each.parameter)].key(state), span, into))
     fill(reader, targets)
 

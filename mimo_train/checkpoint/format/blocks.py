@@ -53,8 +53,11 @@ class Blocks:
         with ThreadPoolExecutor(workers) as pool:
             return found + [said for said in pool.map(self._damage, blocks) if said]
 
-    def read(self, number: int, block: int) -> memoryview:
+    def read(self, number: int, block: int, into: memoryview | None = None) -> memoryview:
         """A block behind the header of a file, after its hash was compared.
+
+        Args:
+            into: memory of its size, which it is read into.
 
         Raises:
             Damage: it is not what was written; names file and tensors.
@@ -64,7 +67,7 @@ class Blocks:
             if number not in self._open:
                 self._open[number] = os.open(self.folder / file.name, os.O_RDONLY)
         begin = file.header + block * BLOCK
-        view = memoryview(bytearray(min(BLOCK, file.size - begin)))
+        view = memoryview(bytearray(min(BLOCK, file.size - begin))) if into is None else into
         done = 0
         while done < len(view):
             count = os.preadv(self._open[number], [view[done:]], begin + done)

@@ -57,8 +57,8 @@ class Reader(Blocks):
                 raise Damage(f"{' '.join(one.key)} has no element of {one.span}")
         copied: dict[int, int] = {}
         for piece, one, first, last in sorted(jobs, key=lambda job: (job[0].file, job[0].at)):
-            for part, values in self._values(one.key, piece, first, last):
-                count = copy_common(one.span, one.into, part, values)
+            for part, values in self._values(one, piece, first, last):
+                count = part.numel if values is None else copy_common(one.span, one.into, part, values)
                 copied[id(one)] = copied.get(id(one), 0) + count
         for _, one, *_ in jobs:
             if copied[id(one)] != one.span.numel:
@@ -76,22 +76,33 @@ class Reader(Blocks):
         super().close()
         self._kept.clear()
 
-    def _values(self, key: Key, piece: Piece, first: int, last: int) -> Iterator[tuple[Span, torch.Tensor]]:
-        """A range of a piece, as its blocks have it."""
-        dtype = TYPES[self.index.dtypes[key]]
+    def _values(self, one: Wanted, piece: Piece, first: int, last: int) -> Iterator[tuple[Span, torch.Tensor | None]]:
+        """A range of a piece, as its blocks have it: to be used before the next one. None for values that were read
+        into their place."""
+        dtype = TYPES[self.index.dtypes[one.key]]
         base = piece.at - piece.span.start * dtype.itemsize
         begin, end = base + first * dtype.itemsize, base + last * dtype.itemsize
+        data_size = self.index.files[piece.file].size - self.index.files[piece.file].header
+        in_order = one.span.box == piece.span.box and one.into.dtype == dtype and one.into.is_contiguous()
         for number in range(begin // BLOCK, -(-end // BLOCK)):
             low, high = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
-            data = self._block(piece.file, number)[low - number * BLOCK : high - number * BLOCK]
             part = piece.span.part((low - base) // dtype.itemsize, (high - base) // dtype.itemsize)
-            yield part, torch.frombuffer(data, dtype=dtype)
+            is_whole = high - low == min(BLOCK, data_size - number * BLOCK)
+            # One element counts as contiguous at any stride, and then has no view as bytes.
+            if in_order and is_whole and part.numel > 1 and (piece.file, number) not in self._kept:
+                into = one.into[part.start - one.span.start : part.stop - one.span.start]
+                self.read(piece.file, number, memoryview(into.view(torch.uint8).numpy()))
+                yield part, None
+            else:
+                data = self._block(piece.file, number)[low - number * BLOCK : high - number * BLOCK]
+                yield part, torch.frombuffer(data, dtype=dtype)
 
     def _block(self, file: int, number: int) -> memoryview:
         place = file, number
         if place not in self._kept:
-            self._kept[place] = self.read(file, number)
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+            # New memory costs more than what is read into it.
+            used = self._kept.popitem(last=False)[1] if len(self._kept) == KEPT else None
+            size = min(BLOCK, self.index.files[file].size - self.index.files[file].header - number * BLOCK)
+            self._kept[place] = self.read(file, number, used if used is not None and len(used) == size else None)
         self._kept.move_to_end(place)
         return self._kept[place]
