@@ -171,7 +171,8 @@ class Dataset:
         return sample
 
     def media(self, number: int, module: str) -> list[torch.Tensor]:
-        """The module's inputs, one per picture (uint8 [3, height, width]) or clip (float32 [samples]); zeros if bad.
+        """The module's inputs, one per picture (uint8 [3, height, width], in tiles [tiles, 3, side, side]) or clip
+        (float32 [samples]); zeros if bad.
 
         Reads media members only. Raises TooManyBadSamples.
         """
@@ -212,16 +213,14 @@ class Dataset:
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
         """`media`, but a bad sample is returned instead of counted."""
         spec, outline = self._by_module[module], self.outline(number)
-        members, sizes = outline.members[spec.kind], outline.input_sizes(spec)
+        members, extents = outline.members[spec.kind], outline.extents(spec)
         if outline.bad_reason is None and not self.blind:
             try:
-                return [self._decode(spec, outline, *pair) for pair in zip(members, sizes, strict=True)], None
+                return [self._decode(spec, outline, *pair) for pair in zip(members, extents, strict=True)], None
             except Exception as error:
                 outline = replace(outline, bad_reason=self._reason(outline, error))
-        if spec.kind == "image":
-            zeros = [torch.zeros(3, height, width, dtype=torch.uint8) for height, width in sizes]
-        else:
-            zeros = [torch.zeros(samples) for samples, _ in sizes]
+        dtype = torch.uint8 if spec.kind == "image" else torch.float32
+        zeros = [torch.zeros(spec.blank_shape(extent), dtype=dtype) for extent in extents]
         return zeros, None if outline.bad_reason is None else self._bad(outline, outline.bad_reason)
 
     def close(self) -> None:
@@ -246,10 +245,10 @@ class Dataset:
         places = {self._placeholders[spec.module]: outline.places(spec) for spec in self.modules}
         return replace(sample, positions=axis_positions(sample.input_ids, places))
 
-    def _decode(self, spec: Media, outline: SampleOutline, member: Member, size: tuple[int, int]) -> torch.Tensor:
-        raw = self._read(outline, member)
+    def _decode(self, spec: Media, outline: SampleOutline, member: Member, extent: tuple[int, int]) -> torch.Tensor:
+        raw, canvas = self._read(outline, member), spec.canvas(*extent) if spec.canvas else None
         try:
-            return decode_media(spec.kind, raw, size, spec.resize, self._bounds)
+            return decode_media(spec.kind, raw, spec.size(*extent), spec.resize, canvas, self._bounds)
         except MemoryShortage:
             raise
         except Exception as error:

@@ -55,6 +55,7 @@ class StepLoader:
         self._readers = list(readers)
         self._sizes_only = {reader.module for reader in readers if reader.sizes_only}
         self._fields = {item.module: item.field for item in dataset.modules} | dict.fromkeys(self._sizes_only, "sizes")
+        self._tiled = {item.module for item in dataset.modules if item.canvas} - self._sizes_only
         self._language = next((reader for reader in readers if reader.module == LANGUAGE), None)
         self._next, self._issued, self._closed = consumed_samples, 0, False
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers else None
@@ -194,8 +195,10 @@ class StepLoader:
         if module in self._sizes_only:
             return _MediaRead(self._dataset.input_sizes(number, module), None)
         lookup = self._dataset.lookups.get(module)
+        assert lookup is None or module not in self._tiled, "features of tiles are no rows of the sequence"
         if lookup is None:
-            return _MediaRead(*self._dataset.read_media(number, module))
+            sizes = self._dataset.input_sizes(number, module) if module in self._tiled else ()
+            return _MediaRead(*self._dataset.read_media(number, module), sizes=sizes)
         rows = self._dataset.token_counts(number)[module]
         identity = self._dataset.identity(number)
         features = lookup(identity) if rows else None
@@ -206,6 +209,8 @@ class StepLoader:
 
     def _inputs(self, module: str, reads: Sequence[_MediaRead]) -> dict[str, Any] | None:
         tensors = collate_media([item for read in reads for item in read.items], self._fields[module])
+        if tensors and module in self._tiled:
+            tensors["sizes"] = [size for read in reads for size in read.sizes]
         samples = tuple(read.sample for read in reads if read.sample is not None and read.sample.rows)
         if not samples:
             return tensors
@@ -222,6 +227,8 @@ class _MediaRead(NamedTuple):
     items: Sequence[torch.Tensor | tuple[int, int]]
     bad: BadSample | None
     sample: SampleMedia | None = None
+    sizes: Sequence[tuple[int, int]] = ()
+    """Of pictures that are cut into tiles."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class Media:
     grid: Callable[[int, int], Grid | None] | None = None
     """Rows and columns of the tokens of one picture, for a language model with positions on three axes; None for any
     other language model. It gives None where the tokens form no grid."""
+    canvas: Callable[[int, int], tuple[int, int]] | None = None
+    """Where pictures are cut into tiles: (height, width) of what is cut; (0, 0) where nothing is. `size` is then the
+    picture's own."""
+    cut_several: bool = True
+    """Whether pictures of a sample with several are cut into tiles too; else all functions get (0, 0) for these."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("image", "audio"):
@@ -49,6 +54,21 @@ class Media:
     def field(self) -> str:
         """Name of its tensor in a batch."""
         return "pixels" if self.kind == "image" else "waveforms"
+
+    def extents(self, extents: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What the functions get for each of a sample's media of this kind, from their own extents."""
+        return [(0, 0)] * len(extents) if not self.cut_several and len(extents) > 1 else list(extents)
+
+    def blank_shape(self, extent: tuple[int, int]) -> tuple[int, ...]:
+        """Shape of a picture's or clip's tensor."""
+        first, second = self.size(*extent)
+        if self.kind == "audio":
+            return (first,)
+        if self.canvas is None:
+            return 3, first, second
+        height, width = self.canvas(*extent)
+        side = self.resize.tile
+        return 1 + height * width // side**2, 3, side, side
 
 
 class MediaSize(NamedTuple):
@@ -77,22 +97,25 @@ class SampleOutline:
 
     def input_sizes(self, media: Media) -> list[tuple[int, int]]:
         """`Media.size` of each of the module's pictures or clips."""
-        return [media.size(*member.extent) for member in self.members[media.kind]]
+        return [media.size(*extent) for extent in self.extents(media)]
+
+    def extents(self, media: Media) -> list[tuple[int, int]]:
+        """`Media.extents` of the module's pictures or clips."""
+        return media.extents([member.extent for member in self.members[media.kind]])
 
     def places(self, media: Media) -> list[Place]:
         """Tokens in the sequence, and their grid, of each of the module's pictures or clips."""
-        extents = [member.extent for member in self.members[media.kind]]
-        grids = [media.grid(*extent) if media.grid else None for extent in extents]
+        grids = [media.grid(*extent) if media.grid else None for extent in self.extents(media)]
         return list(zip(self.tokens[media.module], grids, strict=True))
 
     def media_size(self, media: Media) -> MediaSize:
         """What all of the module's pictures or clips take."""
         tokens = inner = self.tokens[media.module]
         if media.inner_tokens:
-            inner = [media.inner_tokens(*member.extent) for member in self.members[media.kind]]
+            inner = [media.inner_tokens(*extent) for extent in self.extents(media)]
         pairs = [count**2 for count in inner]
         if media.pairs:
-            pairs = [media.pairs(*member.extent) for member in self.members[media.kind]]
+            pairs = [media.pairs(*extent) for extent in self.extents(media)]
         return MediaSize(sum(tokens), sum(inner), sum(pairs))
 
 
@@ -106,14 +129,15 @@ def count_tokens(
     tokens: dict[str, list[int]] = {}
     for media in modules:
         tokens[media.module] = []
-        for member in members[media.kind]:
+        extents = media.extents([member.extent for member in members[media.kind]])
+        for member, extent in zip(members[media.kind], extents, strict=True):
             if 0 in member.extent:
                 return {}, f"member .{shown(member.extension)} ({member.size} bytes) {_why_unreadable(member)}"
             if above := (bounds.of_picture if member.kind == "image" else bounds.of_clip)(*member.extent):
                 return {}, f"member .{shown(member.extension)}: {above}"
             try:
-                media.size(*member.extent)
-                tokens[media.module].append(media.num_tokens(*member.extent))
+                media.size(*extent)
+                tokens[media.module].append(media.num_tokens(*extent))
             except Exception as error:  # an EncoderError, or whatever a user's own encoder raises
                 where = f"member .{shown(member.extension)} of {member.extent}"
                 said = error if isinstance(error, ValueError) else reason_of(error)

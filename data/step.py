@@ -65,7 +65,8 @@ class StepBatch:
     [3, B, S], see `data.positions`), loss_mask float32 [B, S], and `texts` (list of (question, truth)) if the dataset
     keeps text. With media modules: `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in
     sample order, a list of tensors if sizes differ, None in place of the inner dict if there are none; audio has
-    "waveforms": float32 [N, samples]; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these
+    "waveforms": float32 [N, samples]; pictures in tiles are [tiles, 3, side, side] each, and have "sizes"
+    (`Media.size`) beside them; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these
     `media` (`MicrobatchMedia`) for modules whose features the dataset looks up, and then N are the pictures of the
     samples without features only. Always: `sample_numbers` int64 [B], of the language slice, else of the first media
     module's.

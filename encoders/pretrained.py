@@ -185,8 +185,8 @@ def preprocessor_config(spec: PictureSpec) -> dict[str, Any]:
     Raises:
         EncoderError: pictures keep their aspect ratio.
     """
-    if spec.resize == "native":
-        raise EncoderError("resize is native, and transformers' class has pictures of one size")
+    if spec.resize in ("native", "tiles"):
+        raise EncoderError(f"resize is {spec.resize}, and transformers' class has pictures of one size")
     side = {"height": spec.image_size, "width": spec.image_size}
     is_cut = spec.resize == "crop"
     resample = {ours: theirs for theirs, ours in _RESAMPLE.items()}[spec.interpolation]

@@ -20,12 +20,18 @@ class PictureTransform:
     shortest_edge: int = 0
     """Pixels that the shorter side gets before the middle is cut out; 0: nothing is cut, both sides are resized to what
     they become."""
+    tile: int = 0
+    """Side in pixels of the tiles that it is cut into; 0: it is not."""
+    background: tuple[int, int, int] = (0, 0, 0)
+    """Of a square around a picture that is not cut where others are: red, green, blue."""
 
 
 class Merging(Protocol):
     """What the arithmetic of an encoder needs of the projector behind it."""
 
     merge: int
+    """See `encoders.projectors.spec.ProjectorSpec`."""
+    newline: bool
     """See `encoders.projectors.spec.ProjectorSpec`."""
 
     @property
@@ -226,6 +232,19 @@ def picture_transform(encoder: EncoderSpec) -> PictureTransform:
     return getattr(encoder, "transform", PictureTransform())
 
 
+def is_tiled(encoder: EncoderSpec) -> bool:
+    """Whether pictures are cut into tiles (`encoders.vit.tiles`)."""
+    return getattr(encoder, "resize", "") == "tiles"
+
+
+def most_features(encoder: EncoderSpec, projector: Merging) -> int:
+    """Features of the largest medium in front of the projector. A spec without `most_features` has as many as
+    tokens."""
+    if hasattr(encoder, "most_features"):
+        return encoder.most_features(projector.merge)
+    return encoder.most_tokens(projector.merge)
+
+
 def patches_of(encoder: EncoderSpec, projector: Merging, tokens: float) -> float:
     """Patches or frames of media that take `tokens` in the sequence, all together. A spec without `patches_of` keeps
     nothing but these."""
@@ -241,7 +260,15 @@ def input_size(encoder: EncoderSpec, projector: Merging, *extent: int) -> tuple[
 
 def joint_faults(encoder: EncoderSpec, projector: Merging) -> list[tuple[str, str]]:
     """(field of the module, sentence) of faults of an encoder and a projector together."""
-    return encoder.joint_faults(projector.merge)
+    found, tiled = encoder.joint_faults(projector.merge), is_tiled(encoder)
+    if tiled and projector.latents:
+        text = f"is {projector.latents}, and with encoder.resize tiles a picture has lines of features: set it to 0"
+        found.append(("projector.resampler.latents", text))
+    if tiled != projector.newline:
+        text = f"encoder.resize {getattr(encoder, 'resize', 'of another kind')} "
+        text += "has rows behind lines: set it to true" if tiled else "has no lines in the sequence: set it to false"
+        found.append(("projector.newline", f"is {str(projector.newline).lower()}, and {text}"))
+    return found
 
 
 def joined_width(encoder: Joining, projector: Merging) -> int:

@@ -7,6 +7,8 @@ applied by our own header parser and not by the decoder, so that sizes agree wit
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,18 @@ from data.media.resize import STRETCHED, Resize
 _FRAMES = 1 << 20  # of a clip, decoded at once
 
 
-def decode_media(kind: str, raw: bytes, size: tuple[int, int], resize: Resize, bounds: Bounds = BOUNDS) -> torch.Tensor:
-    """A picture as uint8 [3, height, width], or a clip as float32 [samples], of `Media.size`. Raises DecodeError."""
+def decode_media(
+    kind: str,
+    raw: bytes,
+    size: tuple[int, int],
+    resize: Resize,
+    canvas: tuple[int, int] | None = None,
+    bounds: Bounds = BOUNDS,
+) -> torch.Tensor:
+    """A picture as uint8 [3, height, width], or a clip as float32 [samples], of `Media.size`; a picture with a `canvas`
+    (`Media.canvas`) as tiles, [tiles, 3, side, side]. Raises DecodeError."""
+    if canvas is not None:
+        return decode_tiles(raw, canvas, resize, bounds)
     if kind == "image":
         return decode_resized(raw, *size, resize, bounds)
     return decode_audio(raw, rate=size[1], samples=size[0], bounds=bounds)
@@ -69,10 +81,27 @@ def decode_resized(
     if resize.shortest_edge:
         shortest = min(picture.shape[1:])
         whole = [resize.shortest_edge * side // shortest for side in picture.shape[1:]]
-    if list(picture.shape[1:]) != whole:
-        picture = transforms.resize(picture, whole, InterpolationMode(resize.interpolation), antialias=True)
+    picture = _resized(picture, whole, resize)
     top, left = (whole[0] - height) // 2, (whole[1] - width) // 2
     return picture[:, top : top + height, left : left + width].contiguous()
+
+
+def decode_tiles(raw: bytes, canvas: tuple[int, int], resize: Resize, bounds: Bounds = BOUNDS) -> torch.Tensor:
+    """`decode_picture` in tiles, uint8 [tiles, 3, side, side]: first all of it as one tile, stretched; then, row by
+    row, those of a black canvas with the picture in its middle, resized to fit into it. With a canvas of no size the
+    first alone, and of a picture with its background around it to make a square."""
+    picture, side = decode_picture(raw, bounds), resize.tile
+    if not min(canvas):
+        return _resized(_centred(picture, [max(picture.shape[1:])] * 2, resize.background), [side] * 2, resize)[None]
+    height, width = picture.shape[1:]
+    down, across = canvas[0] / height, canvas[1] / width
+    if across < down:
+        fitted = [min(math.ceil(height * across), canvas[0]), canvas[1]]
+    else:
+        fitted = [canvas[0], min(math.ceil(width * down), canvas[1])]
+    whole = _centred(_resized(picture, fitted, resize), canvas, (0, 0, 0))
+    tiles = whole.unfold(1, side, side).unfold(2, side, side)  # 3, rows, columns, side, side
+    return torch.cat([_resized(picture, [side] * 2, resize)[None], tiles.permute(1, 2, 0, 3, 4).flatten(0, 1)])
 
 
 def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Bounds = BOUNDS) -> torch.Tensor:
@@ -112,6 +141,21 @@ def _mono(file: Any) -> np.ndarray:
     while len(block := file.read(min(_FRAMES, file.frames), dtype="int16", always_2d=True)):
         parts.append(block.astype(np.float32).mean(axis=1))
     return np.concatenate(parts)
+
+
+def _resized(picture: torch.Tensor, size: list[int], resize: Resize) -> torch.Tensor:
+    """A picture [3, H, W] stretched to `size`, (height, width)."""
+    if list(picture.shape[1:]) == size:
+        return picture
+    return transforms.resize(picture, size, InterpolationMode(resize.interpolation), antialias=True)
+
+
+def _centred(picture: torch.Tensor, size: Sequence[int], colour: tuple[int, int, int]) -> torch.Tensor:
+    """A picture [3, H, W] in the middle of one of `size`; of an odd border the larger part is at its right or below."""
+    top, left = ((whole - own) // 2 for whole, own in zip(size, picture.shape[1:], strict=True))
+    found = torch.tensor(colour, dtype=torch.uint8)[:, None, None].repeat(1, *size)
+    found[:, top : top + picture.shape[1], left : left + picture.shape[2]] = picture
+    return found
 
 
 def _decode_with_pillow(raw: bytes) -> torch.Tensor:

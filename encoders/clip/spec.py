@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from encoders.pretrained import CLIP_MEAN, CLIP_STD
-from encoders.vit.picture import TowerSpec
+from encoders.vit.tower import TowerSpec
 
 
 @dataclass

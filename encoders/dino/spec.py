@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from encoders.pretrained import IMAGENET_MEAN, IMAGENET_STD
-from encoders.vit.picture import TowerSpec
+from encoders.vit.tower import TowerSpec
 
 
 @dataclass

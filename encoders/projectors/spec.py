@@ -120,6 +120,9 @@ class ProjectorSpec:
     """Epsilon of that norm."""
     bias: bool = True
     """Whether the linear layers have biases. Those of Idefics3 and SmolVLM have none."""
+    newline: bool = False
+    """Whether a learned row stands behind every line of features of a picture that is cut into tiles, and behind one
+    that is not: with `encoder.resize: tiles`, as LLaVA-NeXT has it."""
     resampler: ResamplerSpec = field(default_factory=ResamplerSpec)
     """Latents that attend to what is projected."""
 
@@ -182,5 +185,6 @@ class ProjectorSpec:
         elif self.bias:
             split += (2 if self.gated else 1) * (self.ffn_hidden_size or language_width)
             whole += language_width
+        whole += language_width if self.newline else 0
         resampled = self.resampler.split_parameters(language_width)
         return split + resampled, whole + self.resampler.num_parameters(language_width) - resampled

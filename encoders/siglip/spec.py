@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from encoders.vit.picture import TowerSpec
+from encoders.vit.tower import TowerSpec
 
 
 @dataclass

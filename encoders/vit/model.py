@@ -13,10 +13,12 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.projectors.merge import merge_patches
+from encoders.spec import is_tiled
 from encoders.staged import Size, StagedEncoder
 from encoders.vit.picture import PictureSpec
 from encoders.vit.positions import interpolate_positions
 from encoders.vit.rotary import rotary_angles
+from encoders.vit.tower import TowerSpec
 
 
 class VisionTransformer(StagedEncoder):
@@ -33,15 +35,22 @@ class VisionTransformer(StagedEncoder):
         """What this stage makes of the pictures.
 
         Args:
-            pixels: on the first stage: uint8 [N, 3, height, width], or [3, height, width] of each picture.
-            sizes: on later stages: (height, width) of each picture.
+            pixels: on the first stage: uint8 [N, 3, height, width], or [3, height, width] of each picture; of one that
+                is cut into tiles [tiles, 3, height, width].
+            sizes: on later stages, and of pictures that are cut into tiles on all: (height, width) of each picture.
             hidden_states: on later stages: what the stage before returned.
 
         Returns:
-            Rows of one picture after the other. On the last stage features [N * P / merge^2, H * merge^2]; before it
-            the tokens inside the encoder, [R, H].
+            Rows of one picture after the other, and of its tiles. On the last stage features [N * P / merge^2, H *
+            merge^2]; before it the tokens inside the encoder, [R, H].
         """
-        if not sizes:
+        if is_tiled(self.spec):
+            assert sizes, "how many tiles a picture has follows from its own size"
+            assert isinstance(self.spec, TowerSpec)
+            tiles = sum(self.spec.tiling(*size).tiles for size in sizes)
+            pixels = None if pixels is None else torch.cat(list(pixels))
+            sizes = [(self.spec.image_size, self.spec.image_size)] * tiles
+        elif not sizes:
             assert pixels is not None, "the first stage gets pictures, the others their sizes"
             sizes = [(picture.shape[-2], picture.shape[-1]) for picture in pixels]
         return self._run(pixels, sizes, hidden_states)

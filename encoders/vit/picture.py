@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from encoders.spec import PictureTransform, built_layers, layer_faults, layer_parameters
-
-RESIZES = ("fixed", "crop", "native")
 
 
 @dataclass
@@ -56,6 +55,8 @@ class PictureSpec:
     pixel_std: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
     """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
+    resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native")
+    """What `resize` may be."""
     normalization = "LayerNorm"
     whole_patches = True
     """Whether patches cover a picture; otherwise pixels that are left over at its right and lower edge are not read."""
@@ -169,6 +170,10 @@ class PictureSpec:
         """Tokens that a picture takes inside the encoder: patches, class and register tokens."""
         return math.prod(self.grid(height, width, merge)) + self.leading_tokens
 
+    def attention_pairs(self, height: int, width: int, merge: int = 1) -> int:
+        """Pairs of tokens of a picture that attend to each other: all."""
+        return self.inner_tokens(height, width, merge=merge) ** 2
+
     def num_tokens(self, height: int, width: int, merge: int = 1) -> int:
         """Tokens that a picture takes in the sequence: patches / merge^2, and the class token where it is kept."""
         rows, columns = self.grid(height, width, merge)
@@ -257,8 +262,9 @@ class PictureSpec:
                 found.append(
                     ("patch_size", f"{self.patch_size} does not divide {name} {getattr(self, name)}: change one")
                 )
-        if self.resize not in RESIZES:
-            found.append(("resize", f"must be fixed, crop or native, is {self.resize!r}"))
+        if self.resize not in self.resizes:
+            *others, last = self.resizes
+            found.append(("resize", f"must be {', '.join(others)} or {last}, is {self.resize!r}"))
         if self.interpolation not in ("bicubic", "bilinear"):
             found.append(("interpolation", f"must be bicubic or bilinear, is {self.interpolation!r}"))
         found += self._bound_faults()
@@ -340,14 +346,3 @@ class PictureSpec:
                 )
             ]
         return []
-
-
-@dataclass
-class TowerSpec(PictureSpec):
-    """The base of the specs of published encoders: what of them is read."""
-
-    feature_layer: int = -1
-    """The layer whose output is read, counted from the last one: -1 is the last, -2 the one before it. Layers behind it
-    are not built."""
-    final_norm: bool = True
-    """Whether the norm that the encoder has behind its last layer is applied to what is read."""

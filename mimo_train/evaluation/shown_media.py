@@ -27,10 +27,11 @@ def shown_media(dataset: Dataset, number: int) -> dict[str, list[str]]:
 
 
 def _png(picture: torch.Tensor) -> str:
-    """uint8 [3, height, width] as base64 of a PNG file."""
+    """uint8 [3, height, width] as base64 of a PNG file; of tiles, [tiles, 3, height, width], the first: all of it."""
     from PIL import Image
 
     buffer = io.BytesIO()
+    picture = picture[0] if picture.ndim == 4 else picture
     Image.fromarray(picture.permute(1, 2, 0).numpy()).save(buffer, format="PNG")
     return base64.b64encode(buffer.getvalue()).decode()
 

@@ -1,7 +1,7 @@
 """Files and turns of a conversation -> tokens and inputs of the encoders, as in training."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class Medium:
     """By module: uint8 [3, height, width] or float32 [samples]."""
     places: dict[str, Place]
     """By module: its tokens, and their grid for positions on three axes."""
+    sizes: dict[str, tuple[int, int]]
+    """By module that cuts pictures into tiles: its own."""
+    among_several: "Medium | None" = None
+    """Itself in a conversation with several of the kind, where it is read in another way then."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,25 @@ class Prompts:
         extent = parse_extent(kind, raw)
         if extent is None:
             raise UserError(f"--{kind}: {file} ({len(raw)} bytes) has no readable header of a {NAMES[kind]}")
+        alone = self._medium(kind, raw, {item.module: extent for item in readers})
+        if all(item.cut_several for item in readers):
+            return alone
+        several = {item.module: item.extents([extent] * 2)[0] for item in readers}
+        return replace(alone, among_several=self._medium(kind, raw, several))
+
+    def _medium(self, kind: str, raw: bytes, extents: dict[str, tuple[int, int]]) -> Medium:
+        """A file as the modules take it, by what `Media` calls its extent for each."""
+        readers = [(item, extents[item.module]) for item in self._modules if item.module in extents]
+        inputs = {}
+        for item, extent in readers:
+            canvas = item.canvas(*extent) if item.canvas else None
+            inputs[item.module] = decode_media(kind, raw, item.size(*extent), item.resize, canvas, self._bounds)
         return Medium(
             kind,
-            [(self._places[item.module], item.num_tokens(*extent)) for item in readers],
-            {item.module: decode_media(kind, raw, item.size(*extent), item.resize, self._bounds) for item in readers},
-            {item.module: (item.num_tokens(*extent), item.grid(*extent) if item.grid else None) for item in readers},
+            [(self._places[item.module], item.num_tokens(*extent)) for item, extent in readers],
+            inputs,
+            {item.module: (item.num_tokens(*ext), item.grid(*ext) if item.grid else None) for item, ext in readers},
+            {item.module: item.size(*extent) for item, extent in readers if item.canvas},
         )
 
     def of_conversation(self, turns: Sequence[Turn], media: Sequence[Medium]) -> Prompt:
@@ -87,6 +105,8 @@ class Prompts:
             media: of all turns, those of a kind in the order of their places.
         """
         kinds = {item.kind for item in self._modules}
+        several = {kind for kind in kinds if sum(medium.kind == kind for medium in media) > 1}
+        media = [(medium.among_several if medium.kind in several else None) or medium for medium in media]
         tokens = {kind: [medium.tokens for medium in media if medium.kind == kind] for kind in kinds}
         return self._prompt(encode_prompt(turns, self._tokenizer, tokens), media)
 
@@ -99,6 +119,8 @@ class Prompts:
         inputs = {}
         for item in self._modules:
             own = collate_media([one.inputs[item.module] for one in media if item.module in one.inputs], item.field)
+            if own is not None and item.canvas:
+                own["sizes"] = [one.sizes[item.module] for one in media if item.module in one.sizes]
             inputs[item.module] = None if own is None else {item.module: own}
         rows = {name: ids.count(place) for name, place in self._places.items()}
         return Prompt(ids, inputs, rows, self._positions(ids, media))

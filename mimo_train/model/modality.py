@@ -39,6 +39,9 @@ class StagedModality(VisionModalitySubmodules):
         if not self.is_last_stage:
             return outputs[0]
         (projector,) = self.input_projections
+        if getattr(projector, "newline", None) is not None:
+            tilings = [encoder.spec.tiling(*size) for size in encoder_inputs[name]["sizes"]]
+            return projector(self.combine_embeddings(outputs), tilings=tilings)
         if getattr(projector, "resampler", None) is None:
             return self.project_embeddings(outputs)
         return projector(self.combine_embeddings(outputs), _features_of_each(encoder, encoder_inputs[name]))

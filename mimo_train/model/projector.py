@@ -1,5 +1,5 @@
-"""The projector of an encoder: Megatron-Core's, with a norm in front and a resampler behind it where the spec has
-them."""
+"""The projector of an encoder: Megatron-Core's, with a norm in front and a resampler or learned rows behind it where
+the spec has them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,10 @@ from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.projectors.lines import lines_of_tiles
 from encoders.projectors.resampler import PerceiverResampler
 from encoders.projectors.spec import ProjectorSpec
+from encoders.vit.tiles import Tiling
 from mimo_train.config.parts import PARTS
 from mimo_train.model.lora import add_adapters
 
@@ -41,18 +43,33 @@ class Projector(MultimodalProjector):
         if spec.latents:
             torch.manual_seed(config.init_seed + 2)
             self.resampler = PerceiverResampler(resampler_config, spec.latents, norm, pg_collection.tp)
+        self.newline = None
+        if spec.newline:
+            torch.manual_seed(config.init_seed + 3)
+            drawn = torch.randn(config.hidden_size) * config.hidden_size**-0.5
+            self.newline = torch.nn.Parameter(drawn.to(config.params_dtype))
 
-    def forward(self, hidden_states: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        counts: Sequence[int] | None = None,
+        tilings: Sequence[Tiling] | None = None,
+    ) -> torch.Tensor:
         """
         Args:
             hidden_states: joined features, rows of one medium after the other, [rows, width].
             counts: rows of each medium; only a resampler needs them.
+            tilings: of each picture; only where there is a newline.
 
         Returns:
-            [rows, language model's hidden size]; of a resampler the latents of every medium.
+            [rows, language model's hidden size]; of a resampler the latents of every medium, with a newline the lines
+            of every picture.
         """
         features = hidden_states if self.norm is None else self.norm(hidden_states)
         projected = super().forward(features)
+        if self.newline is not None:
+            assert tilings is not None, "pictures that are cut into tiles have sizes"
+            return lines_of_tiles(projected, tilings, self.newline)
         if self.resampler is None:
             return projected
         assert counts is not None and sum(counts) == len(projected), (counts, projected.shape)

@@ -95,12 +95,13 @@ def projector_faults(module: ModuleConfig, width: int, name: str) -> Iterator[Fa
                 f"{resampler.num_attention_heads} does not divide the language model's hidden size {width}: change it, "
                 f"or set {place}.resampler.head_size",
             )
+    others = {
+        f"a resampler makes {resampler.latents} of however many": resampler.latents,
+        "those of tiles (encoder.resize tiles) are put in lines": projector.newline,
+    }
+    for why in [why for why, on in others.items() if on]:
         for kept in [name for name, on in _features_kept(module).items() if on]:
-            yield Fault(
-                f"{key}.{kept}",
-                "keeps features by their rows in the sequence, and a resampler makes "
-                f"{resampler.latents} of however many: leave it out, or set {place}.resampler.latents to 0",
-            )
+            yield Fault(f"{key}.{kept}", f"keeps features by their rows in the sequence, and {why}: leave it out")
     yield from _tp_faults(tp, key, **sizes)
 
 

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.spec import GATED, EncoderSpec, built_layers, encoders_in, joined_width, patches_of
+from encoders.spec import GATED, EncoderSpec, built_layers, encoders_in, is_tiled, joined_width, patches_of
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
@@ -240,6 +240,8 @@ class StepFlops:
                     pictures = rows / projector.latents
                     kept = pictures * getattr(encoder, "kept_tokens", 0)
                     patches = tokens - pictures * getattr(encoder, "leading_tokens", 0)
+                elif is_tiled(encoder):
+                    patches, kept = tokens * encoder.most_patches() / encoder.token_unit(), 0.0
                 else:
                     patches = patches_of(encoder, projector, rows)
                     kept = rows - patches / encoder.joined(projector.merge)

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.bounds import Bounds
-from encoders.spec import attention_pairs, inner_tokens, input_size, num_tokens, picture_transform, token_grid
+from encoders.spec import (
+    attention_pairs,
+    inner_tokens,
+    input_size,
+    is_tiled,
+    num_tokens,
+    picture_transform,
+    token_grid,
+)
 from mimo_train.config.schema import ConfigContainer
 
 if TYPE_CHECKING:
@@ -43,6 +51,8 @@ def media_of(cfg: ConfigContainer) -> list[Media]:
             pairs=partial(attention_pairs, module.encoder, module.projector),
             resize=Resize(**asdict(picture_transform(module.encoder))),
             grid=partial(token_grid, module.encoder, module.projector) if cfg.llm.mrope_section else None,
+            canvas=getattr(module.encoder, "canvas", None) if is_tiled(module.encoder) else None,
+            cut_several=getattr(module.encoder, "cut_several", True),
         )
         for name, module in cfg.encoders.items()
     ]

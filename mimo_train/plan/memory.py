@@ -15,7 +15,16 @@ import math
 from dataclasses import dataclass
 
 from encoders.plain.spec import PlainSpec
-from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, joined_width, layer_options
+from encoders.spec import (
+    GATED,
+    EncoderSpec,
+    built_layers,
+    deepstack_layers,
+    encoders_in,
+    joined_width,
+    layer_options,
+    most_features,
+)
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -288,7 +297,7 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
         per_token += (5 if projector.gated else 2) * (projector.ffn_hidden_size or width) // tp
     # Mergers of states keep their input, and what is behind norm, first linear layer and activation.
     per_token += deepstack_layers(encoder) * (4 * joined + width)
-    kept = encoder.most_tokens(projector.merge) * per_token * size
+    kept = most_features(encoder, projector) * per_token * size
     if resampler.latents:
         head = resampler.head_width(width)
         keys = resampler.key_heads * head
@@ -302,6 +311,6 @@ def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int)
             gated=resampler.activation == GATED,
             tp=tp,
         )
-        features = encoder.most_tokens(projector.merge) * (2 * width + 2 * keys // tp) * size
+        features = most_features(encoder, projector) * (2 * width + 2 * keys // tp) * size
         kept += resampler.num_layers * (layer + features)
     return media * kept

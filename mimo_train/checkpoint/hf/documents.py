@@ -131,13 +131,17 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer) -> Document:
             carried[name] = new
     config = read_directory(str(source), parts[0].key).config
     names = list(dict.fromkeys(part.module for part in parts))
+    composite = COMPOSITES.get(config["model_type"], Composite(""))
     if LANGUAGE in names:
-        config = COMPOSITES.get(config["model_type"], Composite("")).with_vocabulary(config, cfg.llm.vocab_size)
+        config = composite.with_vocabulary(config, cfg.llm.vocab_size)
+    loaded = {part.begins: loaded_spelling(part.weights) for part in parts}
+    if composite.encoder_loaded is not None:
+        loaded[ENCODER] = composite.encoder_loaded
     return Document(
         names[0],
         f"{' and '.join(names)} ({config['model_type']})",
         config,
-        [Written(part.module, part.written, loaded_spelling(part.weights)) for part in parts],
+        [Written(part.module, part.written, loaded[part.begins]) for part in parts],
         [carried_tensor(folder, name, new) for name, new in carried.items()],
         write_files=lambda to: copy_files(source, to),
         source=source,

@@ -8,6 +8,7 @@ from data.tokens import Tokenizer
 from encoders.errors import EncoderError
 from encoders.pretrained import ACTIVATION_NAMES, preprocessor_config
 from encoders.registry import FAMILIES
+from encoders.spec import is_tiled
 from encoders.weight_map import WeightMap
 from mimo_train.checkpoint.hf.directory import write_json, write_run_tokenizer
 from mimo_train.checkpoint.hf.documents import (
@@ -82,7 +83,7 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
         "image_token_index": pad,
         "image_seq_length": encoder.most_tokens(1),
         "projector_hidden_act": _activations()[module.projector.activation],
-        "multimodal_projector_bias": True,
+        "multimodal_projector_bias": module.projector.bias,
         "vision_feature_layer": encoder.feature_layer if module.pretrained else -1,
         "vision_feature_select_strategy": strategy,
         "tie_word_embeddings": bool(text.get("tie_word_embeddings", cfg.llm.tie_embeddings)),
@@ -123,6 +124,8 @@ def _require_llava(name: str, module: ModuleConfig, width: int) -> None:
         raise NoLlava(f"{name} reads no pictures")
     if encoder.family not in TOWERS:
         raise NoLlava(f"{prefix}.encoder.family is {encoder.family}, and towers of {', '.join(TOWERS)} are written")
+    if is_tiled(encoder):
+        raise NoLlava(f"{prefix}.encoder.resize is tiles, and LLaVA reads pictures in one piece")
     if encoder.final_norm:
         raise NoLlava(
             f"{prefix}.encoder.final_norm is true, and LLaVA reads its tower without the norm behind the layers: "
@@ -132,14 +135,13 @@ def _require_llava(name: str, module: ModuleConfig, width: int) -> None:
         "projector.kind": (projector.kind, "mlp"),
         "projector.merge": (projector.merge, 1),
         "projector.norm": (projector.norm, ""),
-        "projector.bias": (projector.bias, True),
         "projector.resampler.latents": (projector.latents, 0),
         "projector.ffn_hidden_size": (projector.ffn_hidden_size or width, width),
     }
     for key, (value, needed) in wrong.items():
         if value != needed:
             raise NoLlava(f"{prefix}.{key} is {value}, and LLaVA's projector has {needed}")
-    known = {"name", "kind", "ffn_hidden_size", "activation", "merge"}
+    known = {"name", "kind", "ffn_hidden_size", "activation", "merge", "bias"}
     for one in changed_fields(projector):
         if one not in known:
             raise NoLlava(f"{prefix}.projector.{one} is set, which LLaVA's projector has not")

@@ -26,7 +26,7 @@ CHOICES = {
     "placeholder": {"start", "end", "mark"},
 }
 """Keys by part that a user may set to something else than the directory says: no weight depends on them."""
-PROJECTOR: dict[str, Any] = {"norm": "", "bias": True, "resampler": {"latents": 0}}
+PROJECTOR: dict[str, Any] = {"norm": "", "bias": True, "newline": False, "resampler": {"latents": 0}}
 """Keys of the projector of a directory, where its family has no others."""
 ANY_SIZE = ("dinov2", "dinov3")
 """Families of encoders for which `image_size` is one of these keys too."""
@@ -49,10 +49,16 @@ def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
             key = f"modules.{name}.pretrained" if own else "pretrained"
             found[name] = read_directory(own or of_all, key)
     alike = [name for name, directory in found.items() if directory.key == "pretrained" and name != LANGUAGE]
-    if len(alike) > 1:
+    # What is no model of several parts, and no encoder, is refused for that.
+    if len(alike) > 1 and found[alike[0]].model_type in {*COMPOSITES, *UNREAD, *_encoder_kinds()}:
         text = f"{of_all} has one encoder, and modules {', '.join(alike)} would all get it: give them their own"
         raise ConfigError([Fault("pretrained", f"{text}, modules.{alike[0]}.pretrained")])
     return found
+
+
+def _encoder_kinds() -> set[str]:
+    """`model_type` of everything that encoders are read from."""
+    return {kind for how in FAMILIES.values() for kind in how.readers}
 
 
 def replaced_parts(found: Mapping[str, Directory]) -> list[str]:
@@ -173,7 +179,7 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
         return {"llm": {"name": directory.folder.name, **language_keys(config)}}
     family = next((family for family, how in FAMILIES.items() if config["model_type"] in how.readers), None)
     if family is None:
-        known = sorted({kind for how in FAMILIES.values() for kind in how.readers})
+        known = sorted(_encoder_kinds())
         raise ConfigError(
             [
                 Fault(
@@ -185,7 +191,10 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
         )
     try:
         keys: dict[str, Any] = {"name": directory.folder.name, "family": family}
-        keys |= FAMILIES[family].read(config, directory.preprocessor)
+        preprocessor: Mapping[str, Any] = directory.preprocessor
+        if composite is not None and composite.preprocessor is not None:
+            preprocessor = composite.preprocessor(directory.config, preprocessor)
+        keys |= FAMILIES[family].read(config, preprocessor)
         if composite is not None and composite.encoder_keys is not None:
             keys |= composite.encoder_keys(directory.config, FAMILIES[family].spec, keys)
         parts = {"encoder": keys}

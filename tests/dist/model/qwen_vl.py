@@ -1,4 +1,5 @@
-"""A Qwen-VL that transformers makes, tiny and of odd sizes, samples for it, and what transformers makes of them."""
+"""A Qwen-VL or a LLaVA of tiles that transformers makes, tiny and of odd sizes, samples for it, and what transformers
+makes of them."""
 
 import io
 import json
@@ -27,11 +28,18 @@ VISION_3 = {
     "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2], "spatial_merge_size": 2,
 }  # fmt: skip
 SECTION_3 = [3, 1, 2]
+TILE = 4 * PATCH
+LLAVA_TEXT = {**TEXT, "head_dim": 12}
+LLAVA_VISION = {
+    "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 60, "num_hidden_layers": 3, "image_size": TILE,
+    "patch_size": PATCH,
+}  # fmt: skip
+PINPOINTS = [[TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]]
 PIXELS = {"min_pixels": 4 * PATCH**2, "max_pixels": 80 * PATCH**2}
 SAMPLES: list[tuple[list[Any], str]] = [
     (["what is ", (30, 50), " in front of ", (61, 25), " the other?"], "a small wall, and a long one"),
     (["no picture: which digit is green?"], "three"),
-    ([(70, 70), "read the digits"], "1 2 3"),
+    ([(70, 45), "read the digits"], "1 2 3"),
     (["both?", (13, 40), (40, 90)], "yes"),
 ]
 """Parts of the question, pictures as (height, width), and the answer."""
@@ -74,11 +82,19 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     return compute(model, folder / "model")
 
 
+def _pictures(parts: list[Any]) -> list[list[Any]] | None:
+    """Of one sample, as the processors take those of a batch."""
+    found = [picture(*part) for part in parts if isinstance(part, tuple)]
+    return [found] if found else None
+
+
 def _content(parts: list[Any]) -> list[dict[str, str]]:
     return [{"type": "image"} if isinstance(part, tuple) else {"type": "text", "text": part} for part in parts]
 
 
 def _model(kind: str, transformers: Any) -> Any:
+    if kind.startswith("llava"):
+        return _llava(kind, transformers)
     rope = {"rope_type": "default", "rope_theta": 5000.0}
     if kind == "qwen3_vl":
         rope |= {"mrope_section": SECTION_3, "mrope_interleaved": True}
@@ -89,12 +105,48 @@ def _model(kind: str, transformers: Any) -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
+def _llava(kind: str, transformers: Any) -> Any:
+    own: dict[str, Any] = {"image_grid_pinpoints": PINPOINTS}
+    if kind == "llava_next":
+        towers, family = transformers.CLIPVisionConfig, "LlavaNext"
+        text = transformers.LlamaConfig(**LLAVA_TEXT)
+        own["vision_feature_layer"] = -2
+    else:
+        towers, family = transformers.SiglipVisionConfig, "LlavaOnevision"
+        text = transformers.Qwen2Config(**TEXT, tie_word_embeddings=True)
+        own["vision_aspect_ratio"] = "anyres_max_1"
+    vision = towers(**LLAVA_VISION, **({} if kind == "llava_next" else {"vision_use_head": False}))
+    config = getattr(transformers, f"{family}Config")(vision_config=vision, text_config=text, **own)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")
+    return model._from_config(config, attn_implementation="eager")
+
+
+def _llava_processor(kind: str, tokenizer: Any, transformers: Any) -> Any:
+    side = {"height": TILE, "width": TILE}
+    own = {"tokenizer": tokenizer, "image_token": "<|image_pad|>", "chat_template": tokenizer.chat_template}
+    if kind == "llava_next":
+        pictures = transformers.LlavaNextImageProcessor(
+            size={"shortest_edge": TILE}, crop_size=side, image_grid_pinpoints=PINPOINTS
+        )
+        own |= {"patch_size": PATCH, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+        return transformers.LlavaNextProcessor(pictures, **own)
+    pictures = transformers.LlavaOnevisionImageProcessor(size=side, image_grid_pinpoints=PINPOINTS)
+    own |= {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_1"}
+    films = transformers.LlavaOnevisionVideoProcessor(size=side)
+    return transformers.LlavaOnevisionProcessor(pictures, video_processor=films, **own)
+
+
 def _processor(folder: Path, kind: str, transformers: Any) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_tokenizer(folder.parent / "tokenizer", QWEN_VL))
     config = json.loads((folder / "config.json").read_text())
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end")}
     config |= {"image_token_id": ids["image_pad"], "video_token_id": 410}
     config |= {f"{name}_token_id": ids[name] for name in ("vision_start", "vision_end")}
+    if kind.startswith("llava"):
+        config["image_token_index"] = ids["image_pad"]
+        (folder / "config.json").write_text(json.dumps(config))
+        _llava_processor(kind, tokenizer, transformers).save_pretrained(folder)
+        return
     (folder / "config.json").write_text(json.dumps(config))
     sizes = {"patch_size": PATCH, **PIXELS}
     pictures, videos = transformers.Qwen2VLImageProcessor(**sizes), transformers.Qwen2VLVideoProcessor(patch_size=PATCH)
@@ -119,15 +171,15 @@ def compute(model: Any, folder: Path) -> dict[str, Any]:
     total, count, marker = torch.zeros(()), 0, processor.tokenizer.encode("<|im_start|>assistant\n")
     for parts, answer in SAMPLES:
         question = [{"role": "user", "content": _content(parts)}]
-        pictures = [picture(*part) for part in parts if isinstance(part, tuple)] or None
+        pictures = _pictures(parts)
         prompt = processor.apply_chat_template(question, add_generation_prompt=True)
         batch = processor(text=prompt + answer + "<|im_end|>\n", images=pictures, return_tensors="pt")
         ids = batch["input_ids"]
-        grids = batch.get("image_grid_thw")
-        positions, _ = model.model.get_rope_index(ids, batch["mm_token_type_ids"], grids)
+        if hasattr(model.model, "get_rope_index"):
+            positions, _ = model.model.get_rope_index(ids, batch["mm_token_type_ids"], batch.get("image_grid_thw"))
+            found["positions"].append(positions[:, 0].numpy())
         logits = model(**batch).logits[0]
         found["ids"].append(ids[0].tolist())
-        found["positions"].append(positions[:, 0].numpy())
         found["logits"].append(logits.detach().numpy())
         # Learned: what is behind the last marker, but for the line break behind the end of the turn.
         begin = max(at for at in range(ids.size(1)) if ids[0, at : at + len(marker)].tolist() == marker) + len(marker)
@@ -164,7 +216,7 @@ def exported(checkpoint: Path, folder: Path) -> dict[str, Any]:
     processor = AutoProcessor.from_pretrained(folder)
     logits = []
     for parts, answer in SAMPLES:
-        pictures = [picture(*part) for part in parts if isinstance(part, tuple)] or None
+        pictures = _pictures(parts)
         prompt = processor.apply_chat_template(
             [{"role": "user", "content": _content(parts)}], add_generation_prompt=True
         )

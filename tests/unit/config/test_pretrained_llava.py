@@ -16,6 +16,9 @@ TOWER = {
 }  # fmt: skip
 LLAVA = {"model_type": "llava", "vision_config": TOWER, "text_config": LLAMA, "image_token_index": 259}
 SIGLIP = {"vision_config": TOWER | {"model_type": "siglip_vision_model"}}
+PINPOINTS = [[42, 84], [84, 84]]
+NEXT = {"model_type": "llava_next", "image_grid_pinpoints": PINPOINTS}
+ONEVISION = {"model_type": "llava_onevision", "image_grid_pinpoints": PINPOINTS, **SIGLIP}
 FULL = {"vision_feature_select_strategy": "full"}
 TOKENS = {"added_tokens": [{"id": 259, "content": "<picture>"}], "model": {"vocab": {"a": 0}}}
 
@@ -78,16 +81,38 @@ def test_layer_and_class_token(directory, changes, layer, class_token):
         ({"vision_feature_layer": -5}, "vision_feature_layer is -5, and the tower has 4 layers"),
         ({"vision_feature_select_strategy": "cls"}, "is 'cls', must be default or full"),
         (SIGLIP, "has no class token: it would drop a patch"),
-        ({"multimodal_projector_bias": False}, "multimodal_projector_bias is False"),
         ({"projector_hidden_act": "gelu_fast"}, "projector_hidden_act is 'gelu_fast'"),
         ({"image_token_index": 7}, "has 7 as the id of a picture's tokens, and its tokenizer none"),
-        ({"model_type": "llava_next"}, "is of family llava_next, which cuts pictures into tiles"),
-        ({"model_type": "llava_onevision"}, "is of family llava_onevision, which cuts pictures into tiles"),
+        ({"model_type": "llava_next_video"}, "is of family llava_next_video, which joins the features of a film's"),
+        ({**NEXT, **FULL}, "is 'full', which keeps the class token, and features of tiles"),
+        ({**NEXT, "use_image_newline_parameter": False}, "use_image_newline_parameter is False"),
+        ({**NEXT, "image_grid_pinpoints": [[42, 80]]}, "has [42, 80], and tiles of 42 x 42 pixels"),
+        ({**ONEVISION, "vision_aspect_ratio": "anyres"}, "is 'anyres', and only anyres_max_N can be built"),
     ],
 )
 def test_what_cannot_be_built_is_named(directory, changes, words):
     fault = said(directory(changes))
-    assert fault.startswith("pretrained: ") and words in fault
+    assert fault.startswith(("pretrained: ", "modules.images.encoder.grid_pinpoints")) and words in fault
+
+
+def test_tiles(directory):
+    cfg = load("vlm_digits", [f"pretrained={directory({**NEXT, 'multimodal_projector_bias': False})}"])
+    encoder, projector = cfg.modules["images"].encoder, cfg.modules["images"].projector
+    assert (encoder.resize, encoder.grid_pinpoints, encoder.max_tiles, encoder.cut_several, encoder.feature_layer) == (
+        *("tiles", PINPOINTS, 0, True, -2),
+    )
+    assert (projector.newline, projector.bias) == (True, False)
+    cfg = load("vlm_digits", [f"pretrained={directory({**ONEVISION, 'vision_aspect_ratio': 'anyres_max_3'})}"])
+    encoder = cfg.modules["images"].encoder
+    assert (encoder.max_tiles, encoder.cut_several, encoder.feature_layer, encoder.family) == (3, False, -1, "siglip")
+    own = {"size": {"height": 42, "width": 42}, "image_grid_pinpoints": PINPOINTS, "do_pad": True}
+    folder = directory(ONEVISION, preprocessor_config=own)
+    # Where a preprocessor names none, those of its class.
+    assert load("vlm_digits", [f"pretrained={folder}"]).modules["images"].encoder.pixel_mean[0] == 0.48145466
+    folder = directory(ONEVISION, preprocessor_config=own | {"image_grid_pinpoints": [[42, 84]]})
+    assert "the model would count other tokens than the processor" in said(folder)
+    folder = directory(NEXT, preprocessor_config={"size": {"shortest_edge": 48}, "image_grid_pinpoints": PINPOINTS})
+    assert "only tiles that are equal squares" in said(folder)
 
 
 def test_pictures_that_are_padded_are_refused(directory):
@@ -119,9 +144,12 @@ def test_the_placeholder_is_the_token_of_the_id(directory):
     assert fault.startswith("modules.images.placeholder.pad: is '<b>', and ") and "makes it '<a>'" in fault
 
 
-def test_one_directory_for_two_encoders_is_refused(directory):
+def test_one_directory_for_two_encoders_is_refused(directory, tmp_path):
     second = ("encoder@modules.details.encoder=vit_tiny", "projector@modules.details.projector=mlp")
     assert "has one encoder, and modules images, details would all get it" in said(directory(), *second)
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    assert "is of family 'llama', which is no encoder" in said(tmp_path / "llama", *second)
 
 
 def test_the_vocabulary_may_get_more_rows_and_not_fewer(directory):

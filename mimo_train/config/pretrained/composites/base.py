@@ -19,12 +19,17 @@ class Composite:
     """Key of the language model's part; empty: config.json itself."""
     encoder_names: tuple[str, ...] = ("",)
     """What may be in front of the encoder's names."""
+    encoder_loaded: str | None = None
+    """What is in front of the encoder's names in the memory of version 5, where that is not as for the encoder alone;
+    None: as there."""
     language_names: tuple[Spelling, ...] = ()
     """How the language model's names may be spelt; empty: as alone."""
     absent: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Parts that config.json may lack, and what they are then; a part without a family is of the same."""
     encoder_keys: Callable[[Mapping[str, Any], type, Mapping[str, Any]], dict[str, Any]] | None = None
     """(config.json, class of the encoder's spec, keys that its own part gives) -> keys of what is read of it."""
+    preprocessor: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """(config.json, preprocessor's config) -> the preprocessor's config as the encoder alone would have it."""
     pad_id: Callable[[Mapping[str, Any]], int] | None = None
     """config.json -> id of the token that is repeated for each token of a medium."""
     processor: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None

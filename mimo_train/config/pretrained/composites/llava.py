@@ -6,7 +6,7 @@ from typing import Any
 
 from encoders.errors import EncoderError
 from encoders.pretrained import ConfigFile
-from encoders.weight_map import Spelling, WeightMap, same, with_biases
+from encoders.weight_map import Rule, Spelling, WeightMap, same, with_biases
 from mimo_train.config.pretrained.composites.base import Composite
 from mimo_train.config.schema_modules import ModuleConfig
 
@@ -17,14 +17,14 @@ LANGUAGE_NAMES: tuple[Spelling, ...] = (
 )
 """Names as hubs have them, and as version 5 has them in memory."""
 
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "image_token_index": 32000,
     "projector_hidden_act": "gelu",
     "multimodal_projector_bias": True,
     "vision_feature_select_strategy": "default",
     "vision_feature_layer": -2,
 }
-_ABSENT: dict[str, dict[str, Any]] = {
+ABSENT: dict[str, dict[str, Any]] = {
     "text_config": {"model_type": "llama"},
     "vision_config": {
         "model_type": "clip_vision_model",
@@ -42,13 +42,24 @@ _TOWERS = ("clip", "siglip", "dinov2")
 """Whose hidden states are read as they are behind a layer, without the norm that follows the last one."""
 
 
-def _file(config: Mapping[str, Any]) -> ConfigFile:
-    return ConfigFile("config.json", config, _DEFAULTS)
+_OF_KIND: dict[str, dict[str, Any]] = {
+    "llava_onevision": {
+        "image_token_index": 151646,
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+    },
+}
+"""Other defaults than `_DEFAULTS`, by `model_type`."""
 
 
-def _encoder(config: Mapping[str, Any], spec: type, tower: Mapping[str, Any]) -> dict[str, Any]:
-    """What is read of the tower: a layer, with the class token or without."""
-    file, family = _file(config), tower["family"]
+def llava_file(config: Mapping[str, Any]) -> ConfigFile:
+    """config.json of a LLaVA of any kind, with what it lacks as in its class."""
+    return ConfigFile("config.json", config, _DEFAULTS | _OF_KIND.get(config.get("model_type", ""), {}))
+
+
+def tower_keys(config: Mapping[str, Any], spec: type, tower: Mapping[str, Any]) -> dict[str, Any]:
+    """What is read of the tower: a layer, with the class token or without. Raises EncoderError."""
+    file, family = llava_file(config), tower["family"]
     if family not in _TOWERS:
         raise EncoderError(
             f"config.json: the tower is of family {family}, and of a LLaVA {', '.join(_TOWERS)} are read"
@@ -85,31 +96,52 @@ def _layer(file: ConfigFile, layers: int) -> int:
     return layer
 
 
-def _projector(config: Mapping[str, Any]) -> dict[str, Any]:
-    file = _file(config)
-    file.require(multimodal_projector_bias=True)
-    return {"kind": "mlp", "ffn_hidden_size": 0, "activation": file.activation("projector_hidden_act"), "merge": 1}
+def projector_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an MLP of two layers."""
+    file = llava_file(config)
+    keys = {"kind": "mlp", "ffn_hidden_size": 0, "activation": file.activation("projector_hidden_act"), "merge": 1}
+    return keys | {"bias": bool(file["multimodal_projector_bias"])}
+
+
+def projector_rules(width: int, bias: bool, before: str = "") -> tuple[Rule, ...]:
+    """The weights of an MLP of two layers in a language model of `width`.
+
+    Args:
+        bias: whether they have biases.
+        before: what is in front of their names.
+    """
+    layers = [("encoder.linear_fc1", "linear_1"), ("encoder.linear_fc2", "linear_2")]
+    rules = [same(f"{ours}.weight", f"{before}{theirs}.weight", width) for ours, theirs in layers]
+    return tuple(with_biases(rules) if bias else rules)
 
 
 def _projector_weights(module: ModuleConfig, width: int) -> WeightMap:
-    layers = [("encoder.linear_fc1", "linear_1"), ("encoder.linear_fc2", "linear_2")]
-    rules = with_biases(same(f"{ours}.weight", f"{theirs}.weight", width) for ours, theirs in layers)
-    return WeightMap(tuple(rules), prefixes=("multi_modal_projector.", "model.multi_modal_projector."))
+    return WeightMap(
+        projector_rules(width, module.projector.bias),
+        prefixes=("multi_modal_projector.", "model.multi_modal_projector."),
+    )
 
 
-def _pad_id(config: Mapping[str, Any]) -> int:
-    return config.get("image_token_id") or _file(config)["image_token_index"]
+def pad_id(config: Mapping[str, Any]) -> int:
+    """Id of the token of a picture."""
+    return config.get("image_token_id") or llava_file(config)["image_token_index"]
 
 
 def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of these the processor counts a picture's tokens; without `patch_size` it fails."""
-    tower = LLAVA.part(config, "")
+    return {"processor_class": "LlavaProcessor", **counting_keys(config, LLAVA.part(config, ""))}
+
+
+def counting_keys(config: Mapping[str, Any], tower: Mapping[str, Any]) -> dict[str, Any]:
+    """By these the processor counts a picture's tokens; without `patch_size` it fails.
+
+    Args:
+        tower: the vision tower's part of config.json.
+    """
     patch, class_token = _PATCHES.get(tower["model_type"], (None, 0))
     return {
-        "processor_class": "LlavaProcessor",
         "patch_size": tower.get("patch_size") or patch,
         "num_additional_image_tokens": class_token,
-        "vision_feature_select_strategy": _file(config)["vision_feature_select_strategy"],
+        "vision_feature_select_strategy": llava_file(config)["vision_feature_select_strategy"],
     }
 
 
@@ -121,10 +153,10 @@ LLAVA = Composite(
     "text_config",
     encoder_names=TOWER_NAMES,
     language_names=LANGUAGE_NAMES,
-    absent=_ABSENT,
-    encoder_keys=_encoder,
-    pad_id=_pad_id,
+    absent=ABSENT,
+    encoder_keys=tower_keys,
+    pad_id=pad_id,
     processor=_processor,
-    projector=_projector,
+    projector=projector_keys,
     projector_weights=_projector_weights,
 )

@@ -1,0 +1,42 @@
+"""Features of pictures that are cut into tiles (`encoders.vit.tiles`) -> lines in the sequence.
+
+Shape suffixes: R, C rows and columns of features, H hidden size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from encoders.vit.positions import interpolate_positions
+from encoders.vit.tiles import Tiling
+
+
+def lines_of_tiles(features: torch.Tensor, tilings: Sequence[Tiling], newline: torch.Tensor) -> torch.Tensor:
+    """
+    Args:
+        features: of one picture after the other: of its tile as a whole, then of its other tiles, row by row, each
+            [side^2, H], [rows, H].
+        tilings: of each picture.
+        newline: the row behind a line, [H].
+
+    Returns:
+        [sum of `Tiling.tokens`, H], in the order of the pictures.
+    """
+    pictures = features.split([one.tiles * one.side**2 for one in tilings])
+    newline = newline.to(features.dtype)
+    return torch.cat([_one(rows, tiling, newline) for rows, tiling in zip(pictures, tilings, strict=True)])
+
+
+def _one(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Tensor:
+    whole, tiles = rows.split([tiling.side**2, len(rows) - tiling.side**2])
+    if not tiling.rows:
+        return torch.cat([whole, newline[None]])
+    canvas = tiles.view(tiling.rows, tiling.columns, tiling.side, tiling.side, -1).transpose(1, 2)
+    canvas_RCH = canvas.reshape(tiling.rows * tiling.side, tiling.columns * tiling.side, -1)
+    inner = tiling.inner
+    lines_RCH = canvas_RCH[tiling.top : tiling.top + inner[0], tiling.left : tiling.left + inner[1]]
+    if tiling.pooled:
+        # By a matrix for each axis: torch's own has a gradient that differs from run to run on CUDA.
+        lines_RCH = interpolate_positions(lines_RCH, *tiling.pooled, "bilinear")
+    ends = newline.expand(len(lines_RCH), 1, -1)
+    return torch.cat([whole, torch.cat([lines_RCH, ends], dim=1).flatten(0, 1)])

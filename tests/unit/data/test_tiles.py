@@ -1,0 +1,83 @@
+"""Tiles of pictures, and the tokens that they take, are those of transformers' image processors and processors."""
+
+import io
+
+import pytest
+import torch
+from PIL import Image
+
+from data.media.decode import Resize, decode_tiles
+from encoders.clip.spec import ClipSpec
+from encoders.siglip.spec import SiglipSpec
+from encoders.vit.tiles import UNCUT
+from tests.unit.data.test_preprocessing import embedder, picture
+
+PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+SIZES = [(97, 131), (300, 61), (56, 56), (113, 517), (40, 41), (61, 55), (224, 223), (1000, 30)]
+"""(height, width) of pictures."""
+SQUARES = [[56 * rows, 56 * columns] for rows in range(1, 5) for columns in range(1, 5)]
+
+
+def next_case():
+    from transformers import LlavaNextImageProcessor, LlavaNextProcessor
+
+    side = {"height": 56, "width": 56}
+    pictures = LlavaNextImageProcessor(size={"shortest_edge": 56}, crop_size=side, image_grid_pinpoints=PINPOINTS)
+    pixels = {"pixel_mean": pictures.image_mean, "pixel_std": pictures.image_std}
+    spec = ClipSpec(resize="tiles", image_size=56, patch_size=7, grid_pinpoints=PINPOINTS, **pixels)
+    return spec, pictures, LlavaNextProcessor, {"patch_size": 7, "num_additional_image_tokens": 1}
+
+
+def onevision_case():
+    from transformers import LlavaOnevisionImageProcessor, LlavaOnevisionProcessor
+
+    size = {"height": 56, "width": 56}
+    pictures = LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=SQUARES, image_mean=[0.5, 0.4, 0.3])
+    # 8 patches of 6 pixels, and 8 pixels that are not read.
+    pixels = {"pixel_mean": pictures.image_mean, "pixel_std": pictures.image_std, "image_size": 56, "patch_size": 6}
+    spec = SiglipSpec(resize="tiles", grid_pinpoints=SQUARES, max_tiles=3, cut_several=False, **pixels)
+    own = {"num_image_tokens": 81, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_3"}
+    return spec, pictures, LlavaOnevisionProcessor, own
+
+
+def normalised(spec, tiles: torch.Tensor) -> torch.Tensor:
+    own = embedder(spec)
+    return (tiles.float() - own.pixel_mean) / own.pixel_std
+
+
+@pytest.mark.parametrize("case", [next_case, onevision_case])
+def test_pixels_and_tokens(case):
+    spec, pictures, processor, options = case()
+    counter = processor.__new__(processor)
+    counter.image_processor, counter.vision_feature_select_strategy = pictures, "default"
+    for name, value in options.items():
+        setattr(counter, name, value)
+    resize = Resize(tile=56, background=spec.transform.background)
+    pooled, cut = 0, set()
+    for size in SIZES:
+        raw = picture(*size)
+        found = pictures(Image.open(io.BytesIO(raw)), return_tensors="pt")
+        tiles = decode_tiles(raw, spec.canvas(*size), resize)
+        assert torch.equal(normalised(spec, tiles), found.pixel_values[0]), size
+        tiling = spec.tiling(*size)
+        assert len(tiles) == tiling.tiles
+        expected = counter._get_number_of_features(*size, 56, 56) - (
+            counter.vision_feature_select_strategy == "default"
+        )
+        assert spec.num_tokens(*size) == expected, size
+        assert (
+            spec.num_tokens(*size) <= spec.most_tokens()
+            and tiling.tiles * spec.token_unit() <= spec.most_inner_tokens()
+        )
+        pooled, cut = pooled + (tiling.pooled is not None), cut | {(tiling.top > 0, tiling.left > 0)}
+    assert {(True, False), (False, True), (False, False)} <= cut and bool(pooled) == bool(spec.max_tiles)
+
+
+def test_of_several_pictures_each_is_a_square():
+    spec, pictures, _, _ = onevision_case()
+    raws = [picture(*size) for size in SIZES[:2]]
+    found = pictures([[Image.open(io.BytesIO(raw)) for raw in raws]], return_tensors="pt").pixel_values
+    resize = Resize(tile=56, background=spec.transform.background)
+    for raw, theirs in zip(raws, found, strict=True):
+        assert torch.equal(normalised(spec, decode_tiles(raw, spec.canvas(*UNCUT), resize)), theirs)
+    assert spec.num_tokens(*UNCUT) == 9**2 + 1 and spec.inner_tokens(*UNCUT) == 81
