@@ -8,7 +8,9 @@ from PIL import Image
 
 from data.media.decode import Resize, decode_tiles
 from encoders.clip.spec import ClipSpec
+from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
 from encoders.siglip.spec import SiglipSpec
+from encoders.spec import joint_faults
 from encoders.vit.tiles import UNCUT
 from tests.unit.data.test_preprocessing import embedder, picture
 
@@ -81,3 +83,22 @@ def test_of_several_pictures_each_is_a_square():
     for raw, theirs in zip(raws, found, strict=True):
         assert torch.equal(normalised(spec, decode_tiles(raw, spec.canvas(*UNCUT), resize)), theirs)
     assert spec.num_tokens(*UNCUT) == 9**2 + 1 and spec.inner_tokens(*UNCUT) == 81
+
+
+def test_what_cannot_be_built_is_named():
+    tiles = {"resize": "tiles", "image_size": 56, "patch_size": 7}
+    for keys, field in [
+        ({**tiles}, "grid_pinpoints"),
+        ({**tiles, "grid_pinpoints": [[56, 100]]}, "grid_pinpoints"),
+        ({**tiles, "grid_pinpoints": [[56, 112]], "max_tiles": -1}, "max_tiles"),
+        ({"grid_pinpoints": [[224, 448]]}, "grid_pinpoints"),
+        ({"cut_several": False}, "cut_several"),
+    ]:
+        assert [name for name, _ in ClipSpec(**keys).faults()] == [field], keys
+    spec = ClipSpec(**tiles, grid_pinpoints=PINPOINTS)
+    assert not spec.faults() and not joint_faults(spec, ProjectorSpec(newline=True))
+    assert joint_faults(spec, ProjectorSpec())[0][0] == "projector.newline"
+    assert joint_faults(ClipSpec(), ProjectorSpec(newline=True))[0][0] == "projector.newline"
+    latents = ProjectorSpec(newline=True, resampler=ResamplerSpec(latents=4))
+    assert joint_faults(spec, latents)[0][0] == "projector.resampler.latents"
+    assert joint_faults(spec, ProjectorSpec(newline=True, merge=2))[0][0] == "projector.merge"
