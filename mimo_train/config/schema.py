@@ -72,7 +72,7 @@ class PlacementConfig:
     mode: str = key("disjoint", choices=("disjoint", "shared"))
     """`disjoint` (one module after the other) or `shared` (every encoder on the ranks of the language model's first
     stage)."""
-    first_rank: dict[str, int] = key(factory=dict, at_least=0, at_most=MOST_RANKS)
+    first_rank: dict[str, int] = key(factory=dict, at_most=MOST_RANKS)
     """First rank of each module by name, instead of one after the other: `'placement.first_rank={images: 1, language:
     0}'`. Names every module or none; with mode `disjoint`."""
     allow_idle: bool = False
@@ -91,6 +91,9 @@ class PlacementConfig:
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be. Ranks and modules are looked at together in `mimo_train.plan.placement`."""
         yield from value_faults(self, "placement")
+        for name, rank in self.first_rank.items():
+            if rank < 0:
+                yield Fault(f"placement.first_rank.{name}", f"must be at least 0, is {rank}")
         if self.first_rank and self.mode == "shared":
             yield Fault(
                 "placement.first_rank", "applies to mode disjoint; shared modules all start at rank 0: remove it"

@@ -146,7 +146,7 @@ def fits(cfg: Any, path: tuple[str, ...], value: Any) -> bool:
         ("run.dir", ""),
         ("run.timeout_minutes", 1e-300),
         ("train.skip_iters", [0]),
-        ("placement.first_rank", {"images": 0, "language": -1}),
+        ("placement.first_rank", {"images": 0, "language": 10**9}),
         ("log.tensorboard", 2),
     ],
 )
