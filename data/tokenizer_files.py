@@ -1,10 +1,14 @@
-"""A fingerprint of the files that decide how a Hugging Face tokenizer cuts text, in a folder or in the hub's cache."""
+"""Files of a folder with a Hugging Face tokenizer: that none of them is code, and a fingerprint of those that decide
+how it cuts text."""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from data.errors import DataError
 
 FILES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tokenizer.model"}
 """Names that most classes use; others have names of their own (`vocab_files_names`). Not tokenizer_config.json: a model
@@ -26,13 +30,31 @@ def files_fingerprint(tokenizer: Any, path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _files(path: str | os.PathLike[str], names: list[str]) -> Iterator[Path]:
-    if Path(path).is_dir():
-        yield from (file for name in names if (file := Path(path) / name).is_file())
-        return
-    from huggingface_hub import try_to_load_from_cache
+def require_plain_files(path: str | os.PathLike[str]) -> None:
+    """
+    Raises:
+        DataError: it is no folder, or one whose tokenizer is code of its own (`auto_map`), which is not run.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise DataError(
+            f"data.tokenizer: no folder {str(path)!r}: give bytes, or a folder with a Hugging Face tokenizer; nothing "
+            "is downloaded"
+        )
+    for name in ("tokenizer_config.json", "config.json"):
+        file = folder / name
+        try:
+            config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"data.tokenizer: {file} cannot be read ({error}): copy it again") from error
+        found = config.get("auto_map") if isinstance(config, dict) else None
+        code = found.get("AutoTokenizer") if isinstance(found, dict) else found
+        if code:
+            raise DataError(
+                f"data.tokenizer: {file} names code of its own for the tokenizer ({code}, in auto_map), which is not "
+                "run: give a tokenizer of transformers, or remove auto_map if its tokenizer_class is one"
+            )
 
-    for name in names:
-        cached = try_to_load_from_cache(str(path), name)
-        if isinstance(cached, str):
-            yield Path(cached)
+
+def _files(folder: str | os.PathLike[str], names: list[str]) -> Iterator[Path]:
+    yield from (file for name in names if (file := Path(folder) / name).is_file())

@@ -23,7 +23,7 @@ from data.errors import DataError
 from data.jinja_template import JinjaTemplate
 from data.placeholders import Placeholder, as_placeholders, resolved
 from data.templates import OwnTemplate, Template
-from data.tokenizer_files import files_fingerprint
+from data.tokenizer_files import files_fingerprint, require_plain_files
 
 ROLES = ("user", "assistant", "system")
 
@@ -81,7 +81,7 @@ def build_tokenizer(
     """The tokenizer of a run.
 
     Args:
-        name: `data.tokenizer`: "bytes", or a folder or hub name of a Hugging Face tokenizer.
+        name: `data.tokenizer`: "bytes", or a folder with a Hugging Face tokenizer. Nothing is looked up in a network.
         placeholders: one per media module, e.g. ["<image>"].
         chat_template: `data.chat_template`: "auto" (the tokenizer's own, ours if it has none), "own" (ours), or a file
             with a Jinja template.
@@ -173,12 +173,14 @@ class HuggingFaceTokenizer:
         template_variables: Mapping[str, Any] | None = None,
     ) -> None:
         """See `build_tokenizer`."""
+        require_plain_files(path)
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
+            # Neither the network nor code of the folder, and no question on a terminal whether to run it.
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a damaged file makes a class of transformers raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
             raise DataError(
                 f"data.tokenizer: cannot load {str(path)!r}: {reason}. Use 'bytes' or a Hugging Face tokenizer"
             ) from error

@@ -1,8 +1,9 @@
 """Sizes of the vision tower of CLIP. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from encoders.pretrained import CLIP_MEAN, CLIP_STD
+from encoders.ranges import key
 from encoders.vit.tower import TowerSpec
 
 
@@ -17,7 +18,7 @@ class ClipSpec(TowerSpec):
     """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     resize: str = "crop"
     """As in family `vit`: `fixed`, `crop` or `native`."""
-    layernorm_epsilon: float = 1e-5
+    layernorm_epsilon: float = key(1e-5, above=0, below=1)
     """Epsilon of every norm."""
     activation: str = "quick_gelu"
     """As in family `vit`; `quick_gelu` in OpenAI's models, `gelu` in most of LAION's."""
@@ -26,9 +27,9 @@ class ClipSpec(TowerSpec):
     final_norm: bool = False
     """Whether the norm that the tower has behind its last layer is applied to what is read. CLIP itself applies it to
     the class token alone."""
-    pixel_mean: list[float] = field(default_factory=lambda: list(CLIP_MEAN))
+    pixel_mean: list[float] = key(factory=lambda: list(CLIP_MEAN), at_least=-1e6, at_most=1e6)
     """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
-    pixel_std: list[float] = field(default_factory=lambda: list(CLIP_STD))
+    pixel_std: list[float] = key(factory=lambda: list(CLIP_STD), above=0, at_most=1e6)
     """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
     pre_norm = True

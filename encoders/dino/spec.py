@@ -1,8 +1,9 @@
 """Sizes of DINOv2 and DINOv3 encoders. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from encoders.pretrained import IMAGENET_MEAN, IMAGENET_STD
+from encoders.ranges import MOST_PIXELS, key
 from encoders.vit.tower import TowerSpec
 
 
@@ -17,22 +18,22 @@ class Dinov2Spec(TowerSpec):
     """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     resize: str = "crop"
     """As in family `vit`: `fixed`, `crop` or `native`."""
-    image_size: int = 224
+    image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
     """Height and width of every picture in pixels; with `resize: native` of one of average size."""
-    position_size: int = 518
+    position_size: int = key(518, at_least=1, at_most=MOST_PIXELS)
     """Height and width, in pixels, of the grid of learned positions; they are interpolated to that of a picture. 0:
     `image_size`."""
-    patch_size: int = 14
+    patch_size: int = key(14, at_least=1, at_most=MOST_PIXELS)
     """Height and width of one patch in pixels. Must divide `image_size` and `position_size`."""
-    register_tokens: int = 0
+    register_tokens: int = key(0, at_least=0, at_most=4096)
     """Learned tokens between the class token and the patches; they are dropped behind the layers."""
     keep_class_token: bool = False
     """Whether the class token is in the sequence, in front of the patches; else it is dropped behind the layers."""
-    layer_scale: float = 1.0
-    """Initial factor of the learned scales. Above 0."""
-    pixel_mean: list[float] = field(default_factory=lambda: list(IMAGENET_MEAN))
+    layer_scale: float = key(1.0, above=0)
+    """Initial factor of the learned scales."""
+    pixel_mean: list[float] = key(factory=lambda: list(IMAGENET_MEAN), at_least=-1e6, at_most=1e6)
     """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
-    pixel_std: list[float] = field(default_factory=lambda: list(IMAGENET_STD))
+    pixel_std: list[float] = key(factory=lambda: list(IMAGENET_STD), above=0, at_most=1e6)
     """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
     class_token = True
@@ -64,19 +65,19 @@ class Dinov3Spec(TowerSpec):
     """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     interpolation: str = "bilinear"
     """As in family `vit`."""
-    layernorm_epsilon: float = 1e-5
+    layernorm_epsilon: float = key(1e-5, above=0, below=1)
     """Epsilon of every norm."""
-    register_tokens: int = 4
+    register_tokens: int = key(4, at_least=0, at_most=4096)
     """Learned tokens between the class token and the patches; they are dropped behind the layers."""
-    rotary_base: float = 100.0
-    """Base of the frequencies of positions. Above 0."""
+    rotary_base: float = key(100.0, above=0)
+    """Base of the frequencies of positions."""
     keep_class_token: bool = False
     """Whether the class token is in the sequence, in front of the patches; else it is dropped behind the layers."""
-    layer_scale: float = 1.0
-    """Initial factor of the learned scales. Above 0."""
-    pixel_mean: list[float] = field(default_factory=lambda: list(IMAGENET_MEAN))
+    layer_scale: float = key(1.0, above=0)
+    """Initial factor of the learned scales."""
+    pixel_mean: list[float] = key(factory=lambda: list(IMAGENET_MEAN), at_least=-1e6, at_most=1e6)
     """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
-    pixel_std: list[float] = field(default_factory=lambda: list(IMAGENET_STD))
+    pixel_std: list[float] = key(factory=lambda: list(IMAGENET_STD), above=0, at_most=1e6)
     """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
     class_token = True

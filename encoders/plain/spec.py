@@ -2,10 +2,11 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from encoders.errors import EncoderError
+from encoders.ranges import MOST_PIXELS, MOST_WIDTH, key
 
 
 @dataclass
@@ -17,9 +18,9 @@ class PlainSpec(ABC):
     family: str = ""
     """Which code builds the encoder: a name of `encoders.registry.FAMILIES`, `package.module:Spec` or the name of an
     installed entry point. See docs/your-encoder.md."""
-    hidden_size: int = 0
+    hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of the features."""
-    dropout: float = 0.0
+    dropout: float = key(0.0, at_least=0, below=1)
     """Largest probability of dropout inside the encoder, of any kind; 0: features of a picture or clip never change."""
 
     builder: ClassVar[str] = ""
@@ -104,13 +105,13 @@ class PictureSpec(PlainSpec):
     row. A subclass says `grid` and `num_parameters`; the pictures have one size unless it overrides `input_size`,
     `sizes_vary`, `most_tokens` and `most_inner_tokens` too."""
 
-    image_size: int = 224
+    image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
     """Height and width in pixels that every picture is resized to; its aspect ratio is not kept."""
-    pixel_scale: float = 1 / 255
+    pixel_scale: float = key(1 / 255, above=0, at_most=1e6)
     """What pixels, 0 to 255, are multiplied with."""
-    pixel_mean: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    pixel_mean: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], at_least=-1e6, at_most=1e6)
     """Mean per channel (red, green, blue), of scaled pixels."""
-    pixel_std: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    pixel_std: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], above=0, at_most=1e6)
     """Standard deviation per channel, of scaled pixels."""
 
     kind: ClassVar[str] = "image"
@@ -185,9 +186,9 @@ class ClipSpec(PlainSpec):
     """A torch module from clips to features: float [N, samples] -> [N, tokens, hidden_size]. A subclass says `tokens`,
     `shortest` and `num_parameters`. Clips keep their length, those of one length go together."""
 
-    sample_rate: int = 16000
+    sample_rate: int = key(16000, at_least=1, at_most=2**20)
     """Samples per second that every clip is resampled to."""
-    max_seconds: float = 30.0
+    max_seconds: float = key(30.0, above=0, at_most=86400)
     """Longest clip, in seconds. A sample with a longer one is bad."""
 
     kind: ClassVar[str] = "audio"

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 
+from encoders.ranges import MOST_LAYERS, MOST_WIDTH, key
 from encoders.spec import ACTIVATIONS, GATED
 
 NORMS = ("LayerNorm", "RMSNorm")
@@ -14,24 +15,24 @@ class ResamplerSpec:
     et al. 2024, arXiv 2405.02246): learned latents attend to all features of a picture or clip and to each other, layer
     by layer. Its linear layers have no bias; it is as wide as the language model."""
 
-    latents: int = 0
+    latents: int = key(0, at_least=0, at_most=2**20)
     """Rows that every picture or clip takes in the sequence, whatever its size; 0: there is no resampler."""
-    num_layers: int = 3
+    num_layers: int = key(3, at_least=1, at_most=MOST_LAYERS)
     """Layers, each an attention and a feed-forward block."""
-    num_attention_heads: int = 16
+    num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
     """Query heads. Must be divisible by the module's `tp`."""
-    num_query_groups: int = 0
+    num_query_groups: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Key heads, which must divide `num_attention_heads` and be divisible by the module's `tp`; 0: as many."""
-    head_size: int = 0
+    head_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of a head; 0: the language model's hidden size divided by `num_attention_heads`."""
-    ffn_hidden_size: int = 0
+    ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of the feed-forward block; 0: four times the language model's hidden size. Must be divisible by the
     module's `tp`."""
     activation: str = "swiglu"
     """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     normalization: str = "RMSNorm"
     """`RMSNorm` or `LayerNorm`: in front of latents, features and feed-forward block, and behind the last layer."""
-    layernorm_epsilon: float = 1e-6
+    layernorm_epsilon: float = key(1e-6, above=0, below=1)
     """Epsilon of every norm."""
 
     @property
@@ -105,18 +106,18 @@ class ProjectorSpec:
     """Free name, shown in tables."""
     kind: str = "mlp"
     """`mlp` (two linear layers with an activation between them) or `linear` (one)."""
-    ffn_hidden_size: int = 0
-    """Hidden width of the mlp, at least 0; 0: the language model's hidden size."""
+    ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
+    """Hidden width of the mlp; 0: the language model's hidden size."""
     activation: str = "gelu"
     """Of the mlp: `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
-    merge: int = 1
+    merge: int = key(1, at_least=1, at_most=1024)
     """What is joined into one token before the projection: of a picture the square of neighbouring patches with this
     side (pixel shuffle; 2 makes a quarter of the tokens, each four times as wide), row by row, as Idefics3, SmolVLM,
-    InternVL and Qwen-VL join them; of a clip so many neighbouring frames. At least 1. Must divide the patch grid of
+    InternVL and Qwen-VL join them; of a clip so many neighbouring frames. Must divide the patch grid of
     `resize: fixed`."""
     norm: str = ""
     """`LayerNorm` or `RMSNorm` of the joined features in front of the projection, as InternVL has it; empty: none."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = key(1e-5, above=0, below=1)
     """Epsilon of that norm."""
     bias: bool = True
     """Whether the linear layers have biases. Those of Idefics3 and SmolVLM have none."""

@@ -1,8 +1,9 @@
 """Sizes of the vision transformer of Qwen3-VL, and the arithmetic derived from them. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from encoders.qwen_vit.spec import nearest_size
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 from encoders.vit.picture import PictureSpec
 
 
@@ -20,31 +21,31 @@ class Qwen3VitSpec(PictureSpec):
     resize: str = "native"
     """`native`, the only one: a picture keeps its aspect ratio; sides become the nearest multiples of `patch_size *
     merge`."""
-    image_size: int = 768
+    image_size: int = key(768, at_least=1, at_most=MOST_PIXELS)
     """Height and width, in pixels, of the grid of learned positions. Its square is the largest area where `max_pixels`
     is 0."""
-    min_pixels: int = 65536
+    min_pixels: int = key(65536, at_least=0)
     """Smaller pictures are enlarged to at least this area in pixels."""
-    max_pixels: int = 16777216
+    max_pixels: int = key(16777216, at_least=0)
     """Larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
-    hidden_size: int = 1152
+    hidden_size: int = key(1152, at_least=1, at_most=MOST_WIDTH)
     """Width of the residual stream."""
-    num_layers: int = 27
+    num_layers: int = key(27, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers."""
-    num_attention_heads: int = 16
+    num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
     """Attention heads, of a multiple of 4. Must divide `hidden_size` and be divisible by the module's `tp`."""
-    ffn_hidden_size: int = 4304
+    ffn_hidden_size: int = key(4304, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     activation: str = "gelu_tanh"
     """As in family `vit`."""
-    rotary_base: float = 10000.0
-    """Base of the frequencies of positions. Above 0."""
-    deepstack: list[int] = field(default_factory=lambda: [8, 16, 24])
+    rotary_base: float = key(10000.0, above=0)
+    """Base of the frequencies of positions."""
+    deepstack: list[int] = key(factory=lambda: [8, 16, 24], at_least=0)
     """Layers, counted from 0, whose states the language model gets behind its first, second, ... layer, each through a
     merger of its own. The first stage of the language model must have as many layers, the encoder one stage."""
-    deepstack_width: int = 4096
+    deepstack_width: int = key(4096, at_least=1, at_most=MOST_WIDTH)
     """Width of these features: the language model's `hidden_size`."""
-    merge_size: int = 2
+    merge_size: int = key(2, at_least=1, at_most=64)
     """Side of the squares of patches that these mergers join: the projector's `merge`."""
 
     patch_frames = 2

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from encoders.errors import EncoderError
+from encoders.ranges import MOST_LAYERS, MOST_WIDTH, key
 from encoders.whisper.spec import WhisperSpec
 
 POOLED = 2
@@ -21,18 +22,18 @@ class QwenAudioSpec(WhisperSpec):
     """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     pad_clips: bool = False
     """`false`, the only one: a clip keeps its length."""
-    padded_seconds: float = 30.0
+    padded_seconds: float = key(30.0, above=0, at_most=86400)
     """Seconds up to which the spectrogram has silence behind a clip; no layer sees it, but the convolutions at the end
     of a clip do. At least `max_seconds`."""
-    num_mels: int = 128
+    num_mels: int = key(128, at_least=1, at_most=4096)
     """Mel bands of the spectrogram."""
-    hidden_size: int = 1280
+    hidden_size: int = key(1280, at_least=1, at_most=MOST_WIDTH)
     """Width of the residual stream. Must be even."""
-    num_layers: int = 32
+    num_layers: int = key(32, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers."""
-    num_attention_heads: int = 20
+    num_attention_heads: int = key(20, at_least=1, at_most=MOST_WIDTH)
     """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
-    ffn_hidden_size: int = 5120
+    ffn_hidden_size: int = key(5120, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     key_bias: bool = False
     """Whether keys have a bias. The published model's have none, which changes no output."""

@@ -1,10 +1,11 @@
 """Sizes of the vision transformer of Qwen2.5-VL, and the arithmetic derived from them. Imports no torch."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from encoders.errors import EncoderError
 from encoders.pretrained import CLIP_MEAN, CLIP_STD
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 from encoders.vit.picture import PictureSpec
 
 LONGEST = 200
@@ -24,33 +25,33 @@ class QwenVitSpec(PictureSpec):
     resize: str = "native"
     """`native`, the only one: a picture keeps its aspect ratio; sides become the nearest multiples of `patch_size *
     merge`."""
-    image_size: int = 1008
+    image_size: int = key(1008, at_least=1, at_most=MOST_PIXELS)
     """Its square is the largest area in pixels where `max_pixels` is 0."""
-    min_pixels: int = 3136
+    min_pixels: int = key(3136, at_least=0)
     """Smaller pictures are enlarged to at least this area in pixels."""
-    max_pixels: int = 1003520
+    max_pixels: int = key(1003520, at_least=0)
     """Larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
-    patch_size: int = 14
+    patch_size: int = key(14, at_least=1, at_most=MOST_PIXELS)
     """Height and width of one patch in pixels. Must divide `image_size` and `window_size`."""
-    window_size: int = 112
+    window_size: int = key(112, at_least=1, at_most=MOST_PIXELS)
     """Height and width in pixels of the windows inside which layers attend."""
-    full_attention: list[int] = field(default_factory=lambda: [7, 15, 23, 31])
+    full_attention: list[int] = key(factory=lambda: [7, 15, 23, 31], at_least=0)
     """Layers, counted from 0, that attend to the whole picture."""
-    hidden_size: int = 1280
+    hidden_size: int = key(1280, at_least=1, at_most=MOST_WIDTH)
     """Width of the residual stream."""
-    num_layers: int = 32
+    num_layers: int = key(32, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers."""
-    num_attention_heads: int = 16
+    num_attention_heads: int = key(16, at_least=1, at_most=MOST_WIDTH)
     """Attention heads, of a multiple of 4. Must divide `hidden_size` and be divisible by the module's `tp`."""
-    ffn_hidden_size: int = 3420
+    ffn_hidden_size: int = key(3420, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     activation: str = "swiglu"
     """As in family `vit`."""
-    rotary_base: float = 10000.0
-    """Base of the frequencies of positions. Above 0."""
-    pixel_mean: list[float] = field(default_factory=lambda: list(CLIP_MEAN))
+    rotary_base: float = key(10000.0, above=0)
+    """Base of the frequencies of positions."""
+    pixel_mean: list[float] = key(factory=lambda: list(CLIP_MEAN), at_least=-1e6, at_most=1e6)
     """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
-    pixel_std: list[float] = field(default_factory=lambda: list(CLIP_STD))
+    pixel_std: list[float] = key(factory=lambda: list(CLIP_STD), above=0, at_most=1e6)
     """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
     normalization = "RMSNorm"

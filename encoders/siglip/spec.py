@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from encoders.ranges import MOST_PIXELS, key
 from encoders.vit.tower import TowerSpec
 
 
@@ -16,7 +17,7 @@ class SiglipSpec(TowerSpec):
     """Free name, shown in tables."""
     family: str = "siglip"
     """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
-    patch_size: int = 16
+    patch_size: int = key(16, at_least=1, at_most=MOST_PIXELS)
     """Height and width of one patch in pixels. What it leaves of `image_size` at the right and lower edge is not read,
     of 384 pixels 6 with patches of 14."""
     activation: str = "gelu_tanh"
@@ -36,9 +37,9 @@ class Siglip2Spec(TowerSpec):
     """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
     resize: str = "native"
     """`native`, the only one: a picture keeps its aspect ratio; sides are multiples of `patch_size * merge`."""
-    image_size: int = 256
+    image_size: int = key(256, at_least=1, at_most=MOST_PIXELS)
     """Height and width, in pixels, of the grid of learned positions."""
-    max_patches: int = 256
+    max_patches: int = key(256, at_least=1, at_most=2**24)
     """Most patches of a picture. It is made as large as this allows, whatever its size."""
     interpolation: str = "bilinear"
     """As in family `vit`."""

@@ -85,6 +85,15 @@ DROPPED = ("dropout", "layerdrop", "drop_path_rate", "mask_time_prob", "mask_fea
 """What names of keys end with, or contain, by which a model drops or masks something while it is trained."""
 
 
+ASIDE = (
+    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id"),
+    *("auto_map", "attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+)
+"""Keys of a config that are not taken over: what the features do not depend on (where and how it was saved, the names
+of a classifier's labels), and what names code to load."""
+
+
 def tower_config(path: str, part: str) -> dict[str, Any]:
     """The config of the tower of a directory: its `part` (`vision_config`, `audio_config`), if it has one, else all.
 
@@ -100,9 +109,9 @@ def tower_config(path: str, part: str) -> dict[str, Any]:
     kind = of_part if kind in {name for known in KNOWN.values() for name in known.parts} else kind
     if not kind:
         raise EncoderError(f"{path}/config.json does not say the model_type of its {part}: add it there")
-    # What the features do not depend on: where and how it was saved, and the names of a classifier's labels.
-    aside = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id")
-    return {key: value for key, value in tower.items() if key not in aside} | {"model_type": kind}
+    if whole.get("quantization_config") or tower.get("quantization_config"):
+        raise EncoderError(f"the weights of {path} are quantized (quantization_config), which is not read")
+    return {key: value for key, value in tower.items() if key not in ASIDE} | {"model_type": kind}
 
 
 def preprocessing(path: str, kind: str) -> dict[str, Any]:
@@ -153,7 +162,7 @@ def _read(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise EncoderError(f"no file {file}: give a directory as transformers saves it") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EncoderError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise EncoderError(f"{file} is no JSON object")

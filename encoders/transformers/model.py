@@ -5,13 +5,14 @@ Shape suffixes: N media, T tokens of the model, H width, W samples.
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
 from encoders.errors import EncoderError
-from encoders.transformers.directory import drops, value_of
+from encoders.transformers.directory import ASIDE, drops, value_of
 from encoders.transformers.spec import WHISPER_HOP, FromDirectory, TransformersAudioSpec, TransformersSpec
 from encoders.whisper.model import log_mel_spectrogram, mel_filters
 from encoders.whisper.spec import WhisperSpec
@@ -51,12 +52,19 @@ class Tower(torch.nn.Module):
         """
         if self.spec.weights != "load":
             return
+        if (Path(self.spec.path) / "adapter_config.json").is_file():
+            # It names the place of another model, which transformers would load instead.
+            raise EncoderError(
+                f"encoder.path: {self.spec.path} holds an adapter of PEFT (adapter_config.json): give the directory of "
+                "the model with the adapter merged into it"
+            )
         try:
             loaded, found = self.whole_class.from_pretrained(
                 self.spec.path,
                 config=self.hf_config,
                 dtype=torch.float32,
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -193,12 +201,13 @@ class AudioTower(Tower):
 
 def _class_of(spec: FromDirectory) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """The model's class, and its config with dropout as the spec has it."""
-    given = dict(spec.model_config)
+    # Also those of a config that a checkpoint brings along.
+    given = {key: value for key, value in spec.model_config.items() if key not in ASIDE}
     kind = given.pop("model_type")
     try:
         config = AutoConfig.for_model(kind, **given)
         built = AutoModel._model_mapping[type(config)]
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever the class of its config raises about a value
         raise EncoderError(
             f"encoder.path: transformers has no model of its own for the type {kind!r} of {spec.path or 'model_config'}"
         ) from error

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from encoders.errors import EncoderError
 from encoders.plain.spec import ClipSpec, PictureSpec
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 from encoders.transformers.directory import (
     KNOWN,
     largest_dropout,
@@ -36,7 +37,7 @@ class FromDirectory:
     def __post_init__(self) -> None:
         # A directory that cannot be read is a fault, which `faults` gives with its key.
         with suppress(EncoderError):
-            self._fill()
+            self._filled()
 
     def layers(self) -> int:
         """Layers of the encoder; 0 if not known."""
@@ -47,7 +48,7 @@ class FromDirectory:
     def own_faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of what is wrong with the directory and the keys about it."""
         try:
-            self._fill()
+            self._filled()
         except EncoderError as error:
             return [("path", str(error))]
         model_type = str(self.model_config.get("model_type"))
@@ -89,8 +90,17 @@ class FromDirectory:
     def _most_inside(self) -> int:
         raise AssertionError("pictures and clips say it")
 
-    def _fill(self) -> None:
+    def _filled(self) -> None:
         """Fill in what the directory says. Raises EncoderError: it cannot be read, or contradicts `model_config`."""
+        try:
+            self._fill()
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            if isinstance(error, EncoderError):
+                raise
+            what = f"{self.path}/config.json" if self.path else "model_config"
+            raise EncoderError(f"{what} is damaged, a value is none ({error!r}): copy it again") from error
+
+    def _fill(self) -> None:
         if self.path:
             try:
                 read = tower_config(self.path, self.PART)
@@ -129,28 +139,28 @@ class TransformersSpec(FromDirectory, PictureSpec):
     weights: str = "load"
     """`load`: a run starts with the weights of the directory (safetensors). `random`: with random ones, of
     `config.json` alone."""
-    hidden_state: int | None = None
+    hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
     """Which of the model's `hidden_states` are the features, such as -2; not set: its `last_hidden_state`."""
     keep_prefix: bool = False
     """Whether the tokens in front of the patches (class token, registers) are features too. If so, `projector.merge`
     must be 1."""
-    prefix_tokens: int = -1
+    prefix_tokens: int = key(-1, at_least=-1, at_most=2**16)
     """Number of tokens in front of the patches; -1: known of the model's type."""
-    patch_size: int = 0
+    patch_size: int = key(0, at_least=0, at_most=MOST_PIXELS)
     """Pixels of a side of the square that one feature stands for; 0: as `config.json` says, of a known type."""
-    tokens: int = 0
+    tokens: int = key(0, at_least=0, at_most=2**24)
     """Features of a picture, for a model whose features are no grid of patches; 0: they are one."""
-    hidden_size: int = 0
+    hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of the features; 0: as `config.json` says."""
-    dropout: float = -1.0
+    dropout: float = key(-1.0, at_least=-1, below=1)
     """Largest probability of dropout of any kind; -1: as `config.json` says. 0 switches all of them off."""
-    image_size: int = 0
+    image_size: int = key(0, at_least=0, at_most=MOST_PIXELS)
     """Height and width in pixels that every picture is resized to; 0: as the directory's preprocessing says."""
-    pixel_scale: float = 0.0
+    pixel_scale: float = key(0.0, at_least=0, at_most=1e6)
     """What pixels, 0 to 255, are multiplied with; 0: as the directory's preprocessing says."""
-    pixel_mean: list[float] = field(default_factory=list)
+    pixel_mean: list[float] = key(factory=list, at_least=-1e6, at_most=1e6)
     """Mean per channel, of scaled pixels; empty: as the directory's preprocessing says."""
-    pixel_std: list[float] = field(default_factory=list)
+    pixel_std: list[float] = key(factory=list, above=0, at_most=1e6)
     """Standard deviation per channel, of scaled pixels; empty: as the directory's preprocessing says."""
     model_config: dict[str, Any] = field(default_factory=dict)
     """The config of the model; empty: read from the directory. A run keeps it, so that its checkpoints are used without
@@ -251,8 +261,8 @@ class TransformersSpec(FromDirectory, PictureSpec):
             return
         scales, normalises = given.get("do_rescale", True), given.get("do_normalize", True)
         self.pixel_scale = self.pixel_scale or (float(given.get("rescale_factor", 1 / 255)) if scales else 1.0)
-        for name, key, none in (("pixel_mean", "image_mean", 0.0), ("pixel_std", "image_std", 1.0)):
-            values = given.get(key) if normalises else [none] * 3
+        for name, theirs, none in (("pixel_mean", "image_mean", 0.0), ("pixel_std", "image_std", 1.0)):
+            values = given.get(theirs) if normalises else [none] * 3
             if not getattr(self, name) and values is not None:
                 setattr(self, name, [float(value) for value in values])
 
@@ -271,13 +281,13 @@ class TransformersAudioSpec(FromDirectory, ClipSpec):
     weights: str = "load"
     """`load`: a run starts with the weights of the directory (safetensors). `random`: with random ones, of
     `config.json` alone."""
-    hidden_state: int | None = None
+    hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
     """Which of the model's `hidden_states` are the features; not set: its `last_hidden_state`."""
-    hidden_size: int = 0
+    hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of the features; 0: as `config.json` says."""
-    dropout: float = -1.0
+    dropout: float = key(-1.0, at_least=-1, below=1)
     """Largest probability of dropout of any kind; -1: as `config.json` says. 0: none, no masking either."""
-    sample_rate: int = 0
+    sample_rate: int = key(0, at_least=0, at_most=2**20)
     """Samples per second that every clip is resampled to; 0: as the directory's preprocessing says."""
     normalize: bool | None = None
     """Whether every clip is brought to mean 0 and variance 1; not set: as the directory's preprocessing says."""

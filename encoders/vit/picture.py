@@ -1,9 +1,10 @@
 """Sizes of transformers over the patches of pictures, and the arithmetic derived from them. Imports no torch."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 from encoders.spec import PictureTransform, built_layers, layer_faults, layer_parameters
 
 
@@ -21,38 +22,38 @@ class PictureSpec:
     shorter side becomes `shortest_edge`, and the middle `image_size` x `image_size` is cut out. `native`: it keeps its
     aspect ratio; sides become the nearest multiples of `patch_size * merge`, and learned positions are interpolated to
     its grid."""
-    image_size: int = 224
+    image_size: int = key(224, at_least=1, at_most=MOST_PIXELS)
     """Height and width, in pixels, of the grid of learned positions; with `resize: fixed` or `crop`, of every
     picture."""
-    shortest_edge: int = 0
+    shortest_edge: int = key(0, at_least=0, at_most=MOST_PIXELS)
     """With `resize: crop`: pixels of the shorter side before the middle is cut out. 0: `image_size`."""
     interpolation: str = "bicubic"
     """How pictures are resized: `bicubic` or `bilinear`, both with antialiasing."""
-    min_pixels: int = 0
+    min_pixels: int = key(0, at_least=0)
     """With `resize: native`: smaller pictures are enlarged to about this area in pixels. 0: no bound."""
-    max_pixels: int = 0
+    max_pixels: int = key(0, at_least=0)
     """With `resize: native`: larger pictures are reduced to at most this area in pixels. 0: `image_size` squared."""
-    patch_size: int = 16
+    patch_size: int = key(16, at_least=1, at_most=MOST_PIXELS)
     """Height and width of one patch in pixels. Must divide `image_size`."""
-    hidden_size: int = 768
+    hidden_size: int = key(768, at_least=1, at_most=MOST_WIDTH)
     """Width of the residual stream."""
-    num_layers: int = 12
+    num_layers: int = key(12, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers."""
-    num_attention_heads: int = 12
+    num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
     """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
-    ffn_hidden_size: int = 3072
+    ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block. Must be divisible by the module's `tp`."""
-    layernorm_epsilon: float = 1e-6
+    layernorm_epsilon: float = key(1e-6, above=0, below=1)
     """Epsilon of every norm."""
     activation: str = "gelu"
     """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
-    dropout: float = 0.0
+    dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of hidden states and attention."""
-    init_std: float = 0.02
+    init_std: float = key(0.02, at_least=0, at_most=1000)
     """Standard deviation of the initial weights."""
-    pixel_mean: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    pixel_mean: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], at_least=-1e6, at_most=1e6)
     """Mean per channel (red, green, blue), of pixels scaled to [0, 1]."""
-    pixel_std: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    pixel_std: list[float] = key(factory=lambda: [0.5, 0.5, 0.5], above=0, at_most=1e6)
     """Standard deviation per channel, of pixels scaled to [0, 1]."""
 
     resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native")

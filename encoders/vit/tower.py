@@ -1,10 +1,11 @@
 """Sizes of published vision towers: a layer of them is read, and pictures may be cut into tiles. Imports no torch."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from encoders.errors import EncoderError
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, key
 from encoders.spec import PictureTransform, is_tiled
 from encoders.vit.picture import PictureSpec
 from encoders.vit.tiles import POOLED_FROM, UNCUT, Tiling, best_canvas, tiling
@@ -14,17 +15,17 @@ from encoders.vit.tiles import POOLED_FROM, UNCUT, Tiling, best_canvas, tiling
 class TowerSpec(PictureSpec):
     """The base of the specs of published encoders: what of them is read, and of what."""
 
-    feature_layer: int = -1
+    feature_layer: int = key(-1, at_least=-MOST_LAYERS, at_most=-1)
     """The layer whose output is read, counted from the last one: -1 is the last, -2 the one before it. Layers behind it
     are not built."""
     final_norm: bool = True
     """Whether the norm that the encoder has behind its last layer is applied to what is read."""
-    grid_pinpoints: list[list[int]] = field(default_factory=list)
+    grid_pinpoints: list[list[int]] = key(factory=list, at_least=1, at_most=MOST_PIXELS)
     """With `resize: tiles`, which reads a picture as `fixed` does and then cut into tiles of `image_size` too: (height,
     width) in pixels of the canvases that pictures are fitted into and cut from, multiples of `image_size`. The canvas
     that keeps most of a picture's pixels is taken, and of several the one with the smallest border. Needs
     `projector.newline`."""
-    max_tiles: int = 0
+    max_tiles: int = key(0, at_least=0, at_most=10_000, zero_means="none are")
     """With `resize: tiles`: features of clearly more tiles than so many are averaged to about so many. 0: none are."""
     cut_several: bool = True
     """With `resize: tiles`: whether pictures of a sample that has several are cut too; else each is read once, in a

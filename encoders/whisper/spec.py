@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from encoders.errors import EncoderError
+from encoders.ranges import MOST_LAYERS, MOST_WIDTH, key
 from encoders.spec import layer_faults, layer_parameters
 
 
@@ -16,38 +17,38 @@ class WhisperSpec:
     """Free name, shown in tables."""
     family: str = "whisper"
     """Which code builds the encoder: a key of `encoders.registry.FAMILIES`."""
-    sample_rate: int = 16000
+    sample_rate: int = key(16000, at_least=1, at_most=2**20)
     """Samples per second that every clip is resampled to."""
-    max_seconds: float = 30.0
+    max_seconds: float = key(30.0, above=0, at_most=86400)
     """Longest clip, in seconds. A sample with a longer one is bad."""
     pad_clips: bool = False
     """Whether every clip gets silence behind it up to `max_seconds`, as Whisper was trained; otherwise it keeps its
     length."""
-    num_mels: int = 80
+    num_mels: int = key(80, at_least=1, at_most=4096)
     """Mel bands of the spectrogram."""
-    window: int = 400
+    window: int = key(400, at_least=1, at_most=2**20)
     """Samples of one window of the Fourier transform. Must be below 4 times `hop`."""
-    hop: int = 160
+    hop: int = key(160, at_least=1, at_most=2**20)
     """Samples from one window to the next; the layers see one frame for every two windows."""
-    hidden_size: int = 768
+    hidden_size: int = key(768, at_least=1, at_most=MOST_WIDTH)
     """Width of the residual stream. Must be even."""
-    num_layers: int = 12
+    num_layers: int = key(12, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers."""
-    num_attention_heads: int = 12
+    num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
     """Attention heads. Must divide `hidden_size` and be divisible by the module's `tp`."""
-    ffn_hidden_size: int = 3072
+    ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block. Must be divisible by the module's `tp`."""
     normalization: str = "LayerNorm"
     """`LayerNorm` or `RMSNorm`."""
-    layernorm_epsilon: float = 1e-5
+    layernorm_epsilon: float = key(1e-5, above=0, below=1)
     """Epsilon of every norm."""
     activation: str = "gelu"
     """`gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `silu`, or `swiglu` (gated)."""
     key_bias: bool = True
     """Whether keys have a bias. Whisper's have none, which changes no output."""
-    dropout: float = 0.0
+    dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of hidden states and attention."""
-    init_std: float = 0.02
+    init_std: float = key(0.02, at_least=0, at_most=1000)
     """Standard deviation of the initial weights."""
 
     @property

@@ -205,7 +205,7 @@ def read_record(folder: Path, *needed: str) -> dict[str, Any]:
     """
     try:
         record = json.loads(marked_file(folder, RECORD))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, f"{RECORD} cannot be read ({error})") from error
     if not isinstance(record, dict):
         raise damaged(folder, f"{RECORD} holds no record, but {type(record).__name__}")

@@ -1,7 +1,6 @@
 """YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes. Imports no torch."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from mimo_train.config.schema import CheckpointConfig, ConfigContainer
 from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.slips import left_open, override_slips, value_slips
+from mimo_train.config.sources import resolver_faults, source_faults
+from mimo_train.config.typed import shown_plain, structured
 
 RECIPES = "recipes"
 """Folder in that of the shipped configs, with whole runs of models that people use and a `layout/` group of their own;
@@ -51,6 +52,9 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
         ConfigError: unknown file, group choice, key or family, or a value of the wrong type; with the nearest names.
     """
     path = _find(config)
+    faults = list(source_faults(path, overrides, (path.parent, shipped_configs())))
+    if faults:
+        raise ConfigError(faults)
     choices, values = _sort_overrides(overrides, path)
     _require_no_gaps(path, values)
     plain = _composed(path, choices, values)
@@ -81,10 +85,16 @@ def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict
     """Nested dicts of the file, with Hydra's overrides and values."""
     try:
         composed = _composed_files(path, tuple(choices))
-        plain = OmegaConf.to_container(OmegaConf.merge(composed, OmegaConf.from_dotlist(list(values))), resolve=True)
+        merged = OmegaConf.merge(composed, OmegaConf.from_dotlist(list(values)))
+        calls = list(resolver_faults(OmegaConf.to_container(merged, resolve=False)))
+        if calls:
+            raise ConfigError(calls)
+        plain = OmegaConf.to_container(merged, resolve=True)
     except MissingConfigException as error:
         raise ConfigError([_missing_choice(error, path)]) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError([Fault(path.name, " ".join(str(error).split()))]) from error
     assert isinstance(plain, dict), type(plain)
     return {str(key): value for key, value in plain.items()}
@@ -124,19 +134,27 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
     """A `ConfigContainer` from nested dicts, as `load` composes them and `config.yaml` of a run holds them.
 
     Raises:
-        ConfigError: every unknown key, and the first value of a wrong type, each by its full key.
+        ConfigError: every unknown key, or else every value of a wrong type, each by its full key.
     """
     faults = [*left_open(plain), *value_slips(plain)] or list(_unknown_keys(plain, ConfigContainer, ""))
     if faults:
         raise ConfigError(faults)
     modules = {name: dict(module or {}) for name, module in (plain.get("modules") or {}).items()}
     specs = {name: {key: module.pop(key, None) for key in ("encoder", "projector")} for name, module in modules.items()}
-    cfg = _structured(ConfigContainer, {**plain, "modules": modules}, "")
+    cfg, faults = structured(ConfigContainer, {**plain, "modules": modules}, "")
     for name, parts in specs.items():
+        prefix = f"modules.{name}"
+        found: dict[str, tuple[Any, list[Fault]]] = {"encoder": (None, []), "projector": (None, [])}
         if parts["encoder"] is not None:
-            cfg.modules[name].encoder = _encoder(parts["encoder"], f"modules.{name}.encoder")
+            found["encoder"] = _encoder(parts["encoder"], f"{prefix}.encoder")
         if parts["projector"] is not None:
-            cfg.modules[name].projector = _structured(ProjectorSpec, parts["projector"], f"modules.{name}.projector")
+            found["projector"] = structured(ProjectorSpec, parts["projector"], f"{prefix}.projector")
+        for part, (spec, wrong) in found.items():
+            faults += wrong
+            if not faults:
+                setattr(cfg.modules[name], part, spec)
+    if faults:
+        raise ConfigError(faults)
     return cfg
 
 
@@ -229,7 +247,7 @@ def _defaults_keys(path: Path) -> set[str]:
 def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
     """Faults of the keys of `plain` that are no field of `cls`, and below."""
     if not isinstance(plain, dict):
-        yield Fault(prefix, f"must be a mapping of keys, is {plain!r}")
+        yield Fault(prefix, f"must be a mapping of keys, is {shown_plain(plain)}")
         return
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key, value in plain.items():
@@ -238,10 +256,12 @@ def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
             yield Fault(full, f"unknown key{nearest(str(key), fields)}")
         elif cls is ConfigContainer and key == "modules":
             if not isinstance(value, dict):
-                yield Fault(full, f"must be a mapping of module names to modules, is {value!r}")
+                yield Fault(full, f"must be a mapping of module names to modules, is {shown_plain(value)}")
                 continue
             for name, module in value.items():
-                yield from _unknown_keys(module or {}, ModuleConfig, f"modules.{name}")
+                if not isinstance(name, str) or not name.isidentifier():
+                    yield Fault(full, f"the name of a module is a word of letters, digits and _, one is {name!r}")
+                yield from _unknown_keys({} if module is None else module, ModuleConfig, f"modules.{name}")
         elif cls is ModuleConfig and value is not None and key in ("encoder", "projector", "llm"):
             yield from _unknown_spec_keys(value, key, full)
         elif cls is CheckpointConfig and key == "load_modules" and isinstance(value, dict):
@@ -274,30 +294,13 @@ def _family(encoder: dict[str, Any]) -> Family:
     return family_of(name)
 
 
-def _encoder(plain: dict[str, Any], prefix: str) -> Any:
-    """The spec of an encoder, with those of the encoders that are joined in it."""
-    spec = _structured(_family(plain).spec, plain, prefix)
+def _encoder(plain: dict[str, Any], prefix: str) -> tuple[Any, list[Fault]]:
+    """The spec of an encoder, with those of the encoders that are joined in it, and faults of their values."""
+    spec, faults = structured(_family(plain).spec, plain, prefix)
     if isinstance(spec, JoinedSpec):
         for part, keys in spec.parts.items():
             if isinstance(keys, dict):
-                setattr(spec, part, _encoder(keys, f"{prefix}.{part}"))
-    return spec
-
-
-def _structured(cls: type, plain: dict[str, Any], prefix: str) -> Any:
-    """An instance of the dataclass `cls`, types checked by OmegaConf."""
-    try:
-        merged = OmegaConf.merge(_defaults_of(cls), DictConfig(plain))
-        return OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        key = ".".join(part for part in (prefix, error.full_key or "") if part)
-        message = str(error.msg or error).split("\n")[0]
-        if "is not a ListConfig" in message:
-            message = "must be a list, for example [a, b]"
-        raise ConfigError([Fault(key, message)]) from error
-
-
-@functools.cache
-def _defaults_of(cls: type) -> DictConfig:
-    """The fields of the dataclass `cls`; to be merged, which copies it."""
-    return OmegaConf.structured(cls)
+                found, wrong = _encoder(keys, f"{prefix}.{part}")
+                setattr(spec, part, found)
+                faults += wrong
+    return spec, faults

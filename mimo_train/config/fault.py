@@ -32,7 +32,7 @@ class Fault:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.message}" if self.key else self.message
+        return printable(f"{self.key}: {self.message}" if self.key else self.message)
 
 
 class ConfigError(UserError):
@@ -41,6 +41,16 @@ class ConfigError(UserError):
     def __init__(self, faults: Iterable[Fault]):
         self.faults = list(faults)
         super().__init__("\n".join(str(fault) for fault in self.faults))
+
+
+def printable(text: str) -> str:
+    """A text that a terminal shows and does not obey: control characters, those of direction among them, by their
+    number."""
+    return "".join(one if one.isprintable() or one in "\n\t" else _escaped(one) for one in text)
+
+
+def _escaped(one: str) -> str:
+    return one.encode("unicode_escape").decode("ascii")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -3,12 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from encoders import ranges
 from mimo_train.config.fault import Fault
 from mimo_train.config.keys import changed_fields, key, value_faults
 from mimo_train.config.rope_spec import RopeScaling
 
 GATED = ("swiglu", "geglu")
 """Activations of two halves, of which one gates the other."""
+
+MOST_LAYERS, MOST_WIDTH = ranges.MOST_LAYERS, ranges.MOST_WIDTH
+"""Bounds of the numbers of layers, and of heads and widths."""
 
 
 @dataclass
@@ -17,19 +21,19 @@ class LlmSpec:
 
     name: str = "gpt"
     """Free name, shown in tables."""
-    num_layers: int = key(12, at_least=1)
+    num_layers: int = key(12, at_least=1, at_most=MOST_LAYERS)
     """Transformer layers over all pipeline stages."""
-    hidden_size: int = key(768, at_least=1)
+    hidden_size: int = key(768, at_least=1, at_most=MOST_WIDTH)
     """Width of the residual stream."""
-    num_attention_heads: int = key(12, at_least=1)
+    num_attention_heads: int = key(12, at_least=1, at_most=MOST_WIDTH)
     """Query heads. Must divide `hidden_size`, unless `head_size` is set."""
-    num_query_groups: int = key(0, at_least=0, zero_means="as many as query heads")
+    num_query_groups: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="as many as query heads")
     """Key and value heads (grouped-query attention); 0: as many as query heads. Must divide `num_attention_heads`."""
-    head_size: int = key(0, at_least=0, zero_means="hidden_size / num_attention_heads")
+    head_size: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="hidden_size / num_attention_heads")
     """Width of a head; 0: `hidden_size / num_attention_heads`. Even with `position: rope`."""
-    ffn_hidden_size: int = key(3072, at_least=1)
+    ffn_hidden_size: int = key(3072, at_least=1, at_most=MOST_WIDTH)
     """Width of the feed-forward block, of each of its two halves with a gate."""
-    vocab_size: int = key(0, at_least=0, zero_means="as many as the tokenizer has tokens")
+    vocab_size: int = key(0, at_least=0, at_most=2**28, zero_means="as many as the tokenizer has tokens")
     """Rows of the embedding, which may be more than the tokenizer has tokens, and more than a `pretrained` directory
     has: new ones are drawn; 0: as many as tokens. The table is padded to a multiple of 128; padding has no part in the
     softmax."""
@@ -38,7 +42,7 @@ class LlmSpec:
     `rope_scaling.kind: dynamic`."""
     normalization: str = key("RMSNorm", choices=("RMSNorm", "LayerNorm"))
     """`RMSNorm` or `LayerNorm`."""
-    layernorm_epsilon: float = key(1e-5, above=0)
+    layernorm_epsilon: float = key(1e-5, above=0, below=1)
     """Epsilon of every norm."""
     zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight, the head norms too. `RMSNorm` only."""
@@ -54,11 +58,11 @@ class LlmSpec:
     """Whether the output projection of attention has a bias though the feed-forward block has none."""
     position: str = key("rope", choices=("rope", "learned"))
     """`rope` (rotary) or `learned` (absolute). `learned` ties a checkpoint to its `data.sequence_length`."""
-    rope_base: float = key(10000.0, above=0)
+    rope_base: float = key(10000.0, at_least=1)
     """Base period of rotary position embeddings."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How frequencies are changed for longer sequences."""
-    mrope_section: list[int] = field(default_factory=list)
+    mrope_section: list[int] = key(factory=list, at_least=0)
     """Frequencies of a head that turn by a token's time, row and column (M-RoPE, arXiv 2409.12191): three numbers that
     make half of its width together. Tokens of text have the same on all axes, those of a picture their row and column
     in it. Empty: all turn by the place in the sequence."""
@@ -69,7 +73,7 @@ class LlmSpec:
     """Base period in the layers with a `window`, whose frequencies are then not scaled; 0: as in the other layers."""
     window: int = key(0, at_least=0, zero_means="all")
     """Tokens that a token attends to, itself and those before it; 0: all."""
-    full_attention_layers: list[int] = field(default_factory=list)
+    full_attention_layers: list[int] = key(factory=list, at_least=0)
     """Layers, counted from 0, that attend to all tokens in spite of `window`."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
@@ -85,21 +89,21 @@ class LlmSpec:
     """Whether the output layer shares the input embedding's weights."""
     dropout: float = key(0.0, at_least=0, below=1)
     """Dropout probability of hidden states and attention."""
-    init_std: float = key(0.02, at_least=0)
+    init_std: float = key(0.02, at_least=0, at_most=1000)
     """Standard deviation of the initial weights."""
-    num_experts: int = key(0, at_least=0)
+    num_experts: int = key(0, at_least=0, at_most=2**16)
     """Experts of every layer's feed-forward block (mixture of experts); 0: a dense model. See
     docs/layouts.md#experts."""
-    experts_per_token: int = 2
+    experts_per_token: int = key(2, at_least=0, at_most=2**16)
     """Experts that the router picks for a token. From 1 to `num_experts`."""
     router_renormalise: bool = True
     """Whether the weights of a token's experts sum to 1: a softmax over those that it passes. If not, or with one
     expert for a token, over all."""
-    dense_layers: list[int] = field(default_factory=list)
+    dense_layers: list[int] = key(factory=list, at_least=0)
     """Layers, counted from 0, without experts in a model with experts; their width is `ffn_hidden_size`."""
-    expert_ffn_hidden_size: int = key(0, at_least=0)
+    expert_ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of one expert; 0: `ffn_hidden_size`."""
-    shared_expert_ffn_hidden_size: int = key(0, at_least=0)
+    shared_expert_ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)
     """Width of the expert that every token passes; 0: none."""
     shared_expert_gate: bool = False
     """Whether a learned gate scales the shared expert's output."""

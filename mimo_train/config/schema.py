@@ -16,7 +16,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
 from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
-from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
 
 LEAST_PATIENCE = 0.25
@@ -33,28 +33,26 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 class RunConfig:
     """Where a run lives and what it runs on."""
 
-    dir: str = "runs/run"
+    dir: str = key("runs/run", filled="the folder that the run writes into")
     """Folder that the run writes into. The same folder again resumes the run."""
-    seed: int = key(1234, at_least=0)
+    seed: int = key(1234, at_least=0, at_most=2**63 - 1)
     """Seed of initial weights, of the order of samples and of dropout."""
     device: str = key("auto", choices=("auto", "cuda", "cpu"))
     """`auto` (CUDA where each process of a machine gets a device), `cuda` or `cpu`. On CUDA each process takes a GPU of
     its own."""
-    timeout_minutes: float = key(10.0, above=0, below=YEAR)
+    timeout_minutes: float = key(10.0, at_least=0.001, below=YEAR)
     """Minutes that a rank waits for its peers in a collective before it gives up, less than a year. With
     `inprocess_restarts` above 0.25."""
     hang_report_seconds: float = key(300.0, at_least=0, below=60 * YEAR, zero_means="never")
     """Seconds without progress, in set-up too, after which a run says which rank is to blame and ends with exit code
     18; 0: never. See docs/reliability.md#hangs."""
-    inprocess_restarts: int = key(0, at_least=0)
+    inprocess_restarts: int = key(0, at_least=0, at_most=1_000_000)
     """How often a failed run starts again inside its processes, from its newest checkpoint; 0: never. Needs the extra
     `resiliency`. See docs/reliability.md#in-process-restart."""
 
     def faults(self, resume: str) -> Iterator[Fault]:
         """Values that cannot be, alone and together with `checkpoint.resume`."""
         yield from value_faults(self, "run")
-        if not self.dir.strip():
-            yield Fault("run.dir", "is empty: give the folder that the run writes into")
         yield from library_faults(
             self, "run", {"inprocess_restarts": ("nvidia_resiliency_ext.inprocess", "'mimo-train[resiliency]'")}
         )
@@ -79,13 +77,13 @@ class PlacementConfig:
     mode: str = key("disjoint", choices=("disjoint", "shared"))
     """`disjoint` (one module after the other) or `shared` (every encoder on the ranks of the language model's first
     stage)."""
-    first_rank: dict[str, int] = field(default_factory=dict)
+    first_rank: dict[str, int] = key(factory=dict, at_most=MOST_RANKS)
     """First rank of each module by name, instead of one after the other: `'placement.first_rank={images: 1, language:
     0}'`. Names every module or none; with mode `disjoint`."""
     allow_idle: bool = False
     """Whether processes may be without a module: those in holes between modules, and those beyond the last one. They
     end at once."""
-    ranks_per_node: int = key(0, at_least=0)
+    ranks_per_node: int = key(0, at_least=0, at_most=MOST_RANKS)
     """Ranks of a node, for `mimo-train check` before there is a launcher; 0: as many as the launcher has started on
     each."""
     tp_across_nodes: bool = False
@@ -138,11 +136,11 @@ class DataConfig:
     demo: str = key("", choices=("", "digits", "mixed", "text"))
     """`digits`, `mixed` (pictures, sounds and texts) or `text`: make the demo's shards at `shards` and
     `validation_shards` on first use. Empty: never; set it so for shards of your own."""
-    sequence_length: int = key(1024, at_least=1)
+    sequence_length: int = key(1024, at_least=1, at_most=2**27)
     """Tokens of one sample, placeholders of media included. Longer texts are cut at the end."""
-    tokenizer: str = "bytes"
+    tokenizer: str = key("bytes", filled="bytes or a folder")
     """`bytes` (built in), or a folder with a Hugging Face tokenizer."""
-    chat_template: str = "auto"
+    chat_template: str = key("auto", filled="auto, own or a file")
     """How conversations become tokens: `auto` (the tokenizer's own chat template; our own format if it has none), `own`
     (our own format), or a file with a Jinja template. See docs/data.md#chat-templates."""
     template_variables: dict[str, Any] = field(default_factory=dict)
@@ -155,12 +153,12 @@ class DataConfig:
     max_bad_samples: int = key(0, at_least=0)
     """Samples that may be unreadable, in all, before the run stops. Held-out samples are counted apart. See
     docs/data.md#bad-samples."""
-    read_retries: int = key(5, at_least=0)
+    read_retries: int = key(5, at_least=0, at_most=1000)
     """Times that a read is tried again after an I/O error, after pauses of 0.5, 1, 2, ... seconds; then the run ends.
     See docs/data.md#bad-samples."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
     """How large the parts of a sample may be. See docs/data.md#bounds."""
-    workers: int = key(2, at_least=0)
+    workers: int = key(2, at_least=0, at_most=1024)
     """Threads that read and decode ahead on each rank; 0 reads in the training thread."""
     cache_dir: str = ""
     """Folder for shard indexes, instead of beside the shards; empty: beside them, or in the user's cache where that
@@ -168,8 +166,10 @@ class DataConfig:
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
-        yield from value_faults(self, "data")
-        yield from value_faults(self.bounds, "data.bounds")
+        found = [*value_faults(self, "data"), *value_faults(self.bounds, "data.bounds")]
+        yield from found
+        if found:
+            return  # paths that are none
         yield from self._tokenizer_faults()
         if self.demo and not self.shards:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
@@ -226,7 +226,7 @@ class CheckpointConfig:
 
     save_interval: int = key(0, at_least=0)
     """Steps between checkpoints; 0: at the end only."""
-    resume: str = "auto"
+    resume: str = key("auto", filled="auto, never or a folder")
     """`auto` (the newest complete checkpoint of `run.dir`, if any), `never`, a checkpoint's folder, or another run's
     folder."""
     weights: str = ""
@@ -308,6 +308,7 @@ class ConfigContainer:
     def faults(self) -> Iterator[Fault]:
         """What is wrong with values of keys, alone and between sections. Sizes of models, layouts, placement and batch
         are looked at in `mimo_train.plan`."""
+        yield from value_faults(self, "")
         yield from self.run.faults(self.checkpoint.resume)
         for name, module in self.modules.items():
             yield from module.faults(name, self.optim, self.placement.bridge)

@@ -35,7 +35,7 @@ class LogConfig:
     """Number of gradient elements that are zero."""
     memory: bool = False
     """Statistics of the CUDA allocator in 10^9 bytes, the largest over ranks; without CUDA, resident memory."""
-    throughput_window: int = key(0, at_least=0)
+    throughput_window: int = key(0, at_least=0, at_most=1_000_000)
     """Steps of a rolling mean of batches, samples and tokens per second; 0: not logged."""
     runtime_unit: str = key("", choices=("", "seconds", "minutes", "hours", "days"))
     """`seconds`, `minutes`, `hours` or `days`: log elapsed and remaining time in this unit; empty: not logged."""
@@ -81,9 +81,9 @@ class ProfilingConfig:
     """Snapshot of the CUDA allocator with its history at `step_end`, in `profile/` of the run's folder. Needs CUDA."""
     step_start: int = key(10, at_least=1)
     """First step that is recorded; steps are counted from 1."""
-    step_end: int = 12
+    step_end: int = key(12, at_least=1)
     """Last step that is recorded. At least `step_start`."""
-    ranks: list[int] = key(factory=lambda: [0])
+    ranks: list[int] = key(factory=lambda: [0], at_least=0, at_most=2**20)
     """Ranks that record."""
     record_shapes: bool = False
     """Whether the trace holds the shapes of operands."""

@@ -7,32 +7,35 @@ from typing import Any
 
 from mimo_train.config.fault import Fault
 from mimo_train.config.keys import key, value_faults
-from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH, LlmSpec
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
-from mimo_train.config.schema_train import DECAYS, RECOMPUTE, OptimConfig
+from mimo_train.config.schema_train import DECAYS, MOST_DECAY, MOST_RATE, RECOMPUTE, OptimConfig
+
+MOST_RANKS = 2**20
+"""Ranks of a run, a million; more is a slip of the pen."""
 
 
 @dataclass
 class LayoutConfig:
     """Parallel sizes of one module. Its ranks are tp * cp * dp * pp."""
 
-    tp: int = key(1, at_least=1)
+    tp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Tensor parallel size. Must divide attention heads and the feed-forward width; key-value heads must be a multiple
     or a divisor of it."""
-    pp: int = key(1, at_least=1)
+    pp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Pipeline stages, at most the layers; layers left over go to the first stage. Encoders on ranks of `language` have
     one."""
-    dp: int = key(1, at_least=1)
+    dp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Data parallel size: replicas."""
-    cp: int = key(1, at_least=1)
+    cp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Context parallel size: ranks that each sequence is cut over; `language` only. `data.sequence_length` must be a
     multiple of `2 cp` (with `sp`, of `2 cp tp`). See docs/context-parallel.md."""
-    ep: int = key(1, at_least=1)
+    ep: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Expert parallel size: ranks that the experts are dealt to. Must divide `num_experts`; `ep * etp` must divide `tp
     * cp * dp`."""
-    etp: int = key(1, at_least=1)
+    etp: int = key(1, at_least=1, at_most=MOST_RANKS)
     """Expert tensor parallel size: ranks that each expert is cut over. Must divide its width."""
-    vpp: int = key(1, at_least=1)
+    vpp: int = key(1, at_least=1, at_most=MOST_LAYERS)
     """Virtual pipeline size: model chunks of each stage, for the interleaved schedule. Needs `pp` above 1; a language
     model alone only."""
     sp: bool = False
@@ -51,19 +54,19 @@ class LayoutConfig:
 class ModuleOptimConfig:
     """What one module does differently from `optim`; a value that is not set is the run's."""
 
-    lr: float | None = key(None, at_least=0)
+    lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
     """Peak learning rate."""
-    min_lr: float | None = key(None, at_least=0)
+    min_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
     """Learning rate at the last step."""
     warmup_iters: int | None = key(None, at_least=0)
     """Steps of linear warm-up from 0."""
     decay: str | None = key(None, choices=DECAYS)
     """`cosine`, `linear` or `constant`."""
-    weight_decay: float | None = key(None, at_least=0)
+    weight_decay: float | None = key(None, at_least=0, at_most=MOST_DECAY)
     """Decoupled weight decay, on matrices only."""
     clip_grad: float | None = key(None, at_least=0)
     """Largest gradient norm of this module alone: set, the module is its own clip group; 0 does not clip."""
-    projector_lr: float | None = key(None, at_least=0)
+    projector_lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
     """Peak learning rate of the module's projector, where it differs from its encoder's."""
 
     def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
@@ -96,13 +99,13 @@ class ModuleOptimConfig:
 class LoraConfig:
     """Low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
-    rank: int = key(0, at_least=0, zero_means="no adapters")
+    rank: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="no adapters")
     """Rank of the adapters; 0: none. Above 0 the module's other weights are frozen, except an encoder's projector that
     has none. Needed wherever another key of adapters is set."""
-    alpha: float = 16.0
-    """The adapters' output is multiplied by `alpha / rank` (see `rslora`). Above 0."""
-    dropout: float = 0.0
-    """Dropout probability of the adapters' input. At least 0 and below 1."""
+    alpha: float = key(16.0, above=0)
+    """The adapters' output is multiplied by `alpha / rank` (see `rslora`)."""
+    dropout: float = key(0.0, at_least=0, below=1)
+    """Dropout probability of the adapters' input."""
     targets: list[str] = field(default_factory=lambda: list(ADAPTED))
     """Linear layers that have adapters, as shell patterns. Without a dot, of the last part of a layer's name:
     `linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`, or projections of these with adapters of their own, as PEFT
@@ -128,11 +131,7 @@ class LoraConfig:
         yield from value_faults(self, prefix)
         if self.rank <= 0:
             return
-        if self.alpha <= 0:
-            yield Fault(f"{prefix}.alpha", f"must be above 0, is {self.alpha:g}")
-        if not 0 <= self.dropout < 1:
-            yield Fault(f"{prefix}.dropout", f"must be at least 0 and below 1, is {self.dropout:g}")
-        elif self.dora and self.dropout:
+        if self.dora and self.dropout:
             yield Fault(
                 f"{prefix}.dropout",
                 f"is {self.dropout:g}, and DoRA scales the sum of weight and adapter, whose inputs would differ: "
@@ -187,7 +186,7 @@ class ModuleConfig:
     """What is not trained: `encoder`, `projector` (encoder modules), `llm` (language), or shell patterns of parameter
     names such as `"*embedding*"`. Layers are counted from 0 over all stages. A pattern that matches nothing is an
     error. See docs/frozen.md."""
-    freeze_until: dict[str, int] = field(default_factory=dict)
+    freeze_until: dict[str, int] = key(factory=dict, at_least=0)
     """What is not trained in the first steps, with their number: `{encoder: 1000}`; same names as in `freeze`. See
     docs/configuration.md#stages."""
     placeholder: PlaceholderConfig = field(default_factory=PlaceholderConfig)
@@ -196,7 +195,7 @@ class ModuleConfig:
     """Low-rank adapters beside the frozen layers of the encoder or the language model. See docs/frozen.md#lora."""
     feature_cache: FeatureCacheConfig = field(default_factory=FeatureCacheConfig)
     """Features of a frozen encoder on disk, from one epoch to the next. See docs/frozen.md#feature-cache."""
-    prefetch_microbatches: int = key(0, at_least=0)
+    prefetch_microbatches: int = key(0, at_least=0, at_most=1_000_000)
     """Microbatches whose features a frozen encoder on its own ranks computes ahead, while it waits; 0: none. See
     docs/frozen.md#prefetching."""
     optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
@@ -226,6 +225,7 @@ class ModuleConfig:
             yield Fault(f"{prefix}.balance", f"is {self.balance!r}, and divides the work of encoders only: remove it")
         if name == LANGUAGE and self.placeholder != PlaceholderConfig():
             yield Fault(f"{prefix}.placeholder", "the language model has no features of media: set it at the encoder's")
+        yield from value_faults(self.placeholder, f"{prefix}.placeholder")
         yield from self.optim.faults(name, optim)
         yield from self._freeze_faults(name)
         yield from self.lora.faults(f"{prefix}.lora")
@@ -251,15 +251,10 @@ class ModuleConfig:
         for entry in self.freeze:
             if entry in PARTS and entry not in parts:
                 yield Fault(f"{prefix}.freeze", f"{entry!r} is no part of this module, it has {' and '.join(parts)}")
-        for entry, step in self.freeze_until.items():
+        for entry in self.freeze_until:
             if entry in PARTS and entry not in parts:
                 yield Fault(
                     f"{prefix}.freeze_until", f"{entry!r} is no part of this module, it has {' and '.join(parts)}"
-                )
-            if step < 0:
-                yield Fault(
-                    f"{prefix}.freeze_until",
-                    f"{entry}: {step} is no step: give the number of steps without training it, 0 or more",
                 )
             if entry in self.freeze:
                 yield Fault(

@@ -13,6 +13,15 @@ RECOMPUTE = ("none", "selective", "full")
 DECAYS = ("cosine", "linear", "constant")
 """Values of `optim.decay`."""
 
+MOST_RATE, MOST_DECAY = 1000.0, 1000.0
+"""Largest learning rate and weight decay: what is above is a slip of the pen."""
+
+MOST_SCALE = 2.0**126
+"""Largest loss scale: above it, a gradient of 1 is not finite in fp32."""
+
+MOST_MINUTES = 100 * 365 * 24 * 60
+"""A hundred years."""
+
 
 @dataclass
 class TrainConfig:
@@ -20,9 +29,9 @@ class TrainConfig:
 
     iters: int = key(1000, at_least=1)
     """Optimizer steps in all."""
-    global_batch_size: int = key(32, at_least=1)
+    global_batch_size: int = key(32, at_least=1, at_most=2**24)
     """Samples of one optimizer step."""
-    micro_batch_size: int = key(8, at_least=1)
+    micro_batch_size: int = key(8, at_least=1, at_most=2**24)
     """Samples of one microbatch on one data-parallel rank of the language module. `micro_batch_size * dp` must divide
     every global batch."""
     precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
@@ -39,10 +48,10 @@ class TrainConfig:
     """Held-out samples with question, answer and truth in the report; 0 decodes none."""
     log_interval: int = key(1, at_least=1)
     """Steps between lines of the log."""
-    rampup_batch_size: list[int] = field(default_factory=list)
+    rampup_batch_size: list[int] = key(factory=list, at_least=0, at_most=2**53)
     """`[first size, increment, samples]`: the global batch grows from the first size to `global_batch_size` in equal
     steps over that many samples; empty: no ramp-up. Every size is a multiple of `micro_batch_size * dp`."""
-    skip_iters: list[int] = field(default_factory=list)
+    skip_iters: list[int] = key(factory=list, at_least=1)
     """Steps, counted from 1, whose samples are skipped: no forward pass, no update, no step of the learning
     rate."""
     loss_weights: dict[str, float] = field(default_factory=dict)
@@ -58,7 +67,7 @@ class TrainConfig:
     docs/reliability.md#suspect-losses."""
     exit_interval: int = key(0, at_least=0)
     """The run saves and ends at a step that is a multiple of this; 0: never."""
-    exit_duration_minutes: float = key(0.0, at_least=0)
+    exit_duration_minutes: float = key(0.0, at_least=0, at_most=MOST_MINUTES)
     """The run saves and ends after this many minutes; 0: never."""
     manual_gc_interval: int = key(0, at_least=0)
     """Steps between garbage collections, on all ranks at once, with Python's own collector off; 0: Python decides."""
@@ -71,8 +80,6 @@ class TrainConfig:
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be."""
         yield from value_faults(self, "train")
-        if any(step < 1 for step in self.skip_iters):
-            yield Fault("train.skip_iters", f"steps are counted from 1, has {min(self.skip_iters)}")
         for entry in self.callbacks:
             if not re.fullmatch(r"\w+(\.\w+)*:\w+", entry):
                 yield Fault("train.callbacks", f"must be entries package.module:Class, one is {entry!r}")
@@ -84,29 +91,29 @@ class OptimConfig:
 
     name: str = key("adamw", choices=("adamw",))
     """`adamw`."""
-    lr: float = key(1e-3, at_least=0)
+    lr: float = key(1e-3, at_least=0, at_most=MOST_RATE)
     """Peak learning rate."""
-    min_lr: float = key(1e-5, at_least=0)
+    min_lr: float = key(1e-5, at_least=0, at_most=MOST_RATE)
     """Learning rate at the last step. At most `lr`."""
     warmup_iters: int = key(0, at_least=0)
     """Steps of linear warm-up from 0."""
     decay: str = key("cosine", choices=DECAYS)
     """`cosine`, `linear` or `constant`, from the end of warm-up to `train.iters`."""
-    weight_decay: float = key(0.01, at_least=0)
+    weight_decay: float = key(0.01, at_least=0, at_most=MOST_DECAY)
     """Decoupled weight decay, on matrices only."""
     beta1: float = key(0.9, at_least=0, below=1)
     """Decay rate of the first moment."""
     beta2: float = key(0.95, at_least=0, below=1)
     """Decay rate of the second moment."""
-    eps: float = key(1e-8, above=0)
+    eps: float = key(1e-8, above=0, at_most=1000)
     """Added to the denominator of the update."""
     clip_grad: float = key(1.0, at_least=0)
     """Largest gradient norm over all modules that have no `clip_grad` of their own; 0 does not clip."""
-    loss_scale: float = key(0.0, at_least=0, zero_means="dynamic")
+    loss_scale: float = key(0.0, at_least=0, at_most=MOST_SCALE, zero_means="dynamic")
     """Fixed loss scale of fp16, a power of 2; 0: dynamic. See docs/configuration.md#fp16."""
-    initial_loss_scale: float = key(65536.0, above=0)
+    initial_loss_scale: float = key(65536.0, above=0, at_most=MOST_SCALE)
     """First dynamic loss scale. At least `min_loss_scale`."""
-    min_loss_scale: float = key(1.0, above=0)
+    min_loss_scale: float = key(1.0, above=0, at_most=MOST_SCALE)
     """Least dynamic loss scale."""
     loss_scale_window: int = key(1000, at_least=1)
     """Steps without overflow after which the dynamic loss scale doubles."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -9,23 +10,31 @@ from mimo_train.config.fault import PeersError, UserError
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
+def agreed(told: Any = None) -> Iterator[list[Any]]:
     """A block without collectives in which any rank may raise a UserError; at its end, all ranks do. Collective: one
     gathering of messages. Other errors are ours, and are not waited with.
+
+    Args:
+        told: what this rank tells the others with the same message.
+
+    Yields:
+        A list that holds, behind the block, what every rank has told, in their order.
 
     Raises:
         UserError: a rank has raised one; the lowest such rank raises its own, the others a `PeersError` with its text.
     """
     own: UserError | None = None
+    everyones: list[Any] = []
     try:
-        yield
+        yield everyones
     except UserError as error:
         own = error
-    messages: list[tuple[str, str] | None] = [None if own is None else (str(own), _kind(own))]
+    messages: list[tuple[tuple[str, str] | None, Any]] = [(None if own is None else (str(own), _kind(own)), told)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         messages *= dist.get_world_size()
         dist.all_gather_object(messages, messages[0])
-    rank, first = next(((rank, text) for rank, text in enumerate(messages) if text is not None), (0, None))
+    everyones += [one for _, one in messages]
+    rank, first = next(((rank, text) for rank, (text, _) in enumerate(messages) if text is not None), (0, None))
     if first is None:
         return
     if own is not None and (len(messages) == 1 or rank == dist.get_rank()):

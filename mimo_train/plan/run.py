@@ -12,7 +12,7 @@ from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
 from mimo_train.plan.adapters import adapter_faults
 from mimo_train.plan.batch import Batch, batch_faults
 from mimo_train.plan.bridge_limits import bridge_faults
@@ -98,6 +98,10 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         )
     if of_modules:
         return
+    too_many = [*_world_faults(cfg)]
+    yield from too_many
+    if too_many:
+        return
     width = cfg.llm.hidden_size
     yield from (fault for name, module in cfg.modules.items() for fault in adapter_faults(name, module, width))
     yield from (fault for name, module in cfg.encoders.items() for fault in projector_faults(module, width, name))
@@ -107,6 +111,16 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if not misplaced:
         yield from bridge_faults(cfg, lay_out(cfg))
     yield from batch_faults(cfg)
+
+
+def _world_faults(cfg: ConfigContainer) -> Iterator[Fault]:
+    """Modules of more ranks than any run has, whose ranks need not be listed to see that they do not fit."""
+    for name, module in cfg.modules.items():
+        layout = module.layout
+        ranks = layout.tp * layout.cp * layout.dp * layout.pp
+        if ranks > MOST_RANKS:
+            sizes = f"tp {layout.tp} * cp {layout.cp} * dp {layout.dp} * pp {layout.pp}"
+            yield Fault(f"modules.{name}.layout", f"{sizes} are {ranks} ranks, more than {MOST_RANKS}: lower one")
 
 
 def _is_empty(module: ModuleConfig) -> bool:

@@ -44,6 +44,7 @@ from mimo_train.parallel import device as devices
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
+from mimo_train.parallel.one_run import Start, require_one_config, require_one_folder
 from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
@@ -123,22 +124,25 @@ def setup(
         pre_wrap_hook: changes the model chunks before they are wrapped for data parallelism.
 
     Raises:
-        UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used, or another process uses
-            `run.dir`; with the config key.
+        UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used, another process uses `run.dir`,
+            or ranks were started with different configs or see different folders; with the config key.
     """
     kind, device = start_processes(run.cfg, store)
     lock: RunLock | None = None
     RECORDER.to("lock")
+    start, longest = Start.of(run.cfg), 30 * run.cfg.run.timeout_minutes
     try:
-        with agreed():
+        with agreed(start) as starts:
             make_folder(run.dir)
             if dist.get_rank() == 0:
-                lock = RunLock(run.dir, min(PATIENCE, 30 * run.cfg.run.timeout_minutes))
+                lock = RunLock(run.dir, min(PATIENCE, longest), start.mark)
                 remove_old_starts(run.dir)
     except UserError:
         RECORDER.discard()  # the folder is another run's
         raise
     try:
+        require_one_config(run.cfg, starts)
+        require_one_folder(run.dir, starts, min(PATIENCE, longest))
         return _build(run, votes, kind, device, lock, start_time, pre_wrap_hook)
     except BaseException:
         if lock is not None:

@@ -89,7 +89,7 @@ def adapted_paths(folder: Path) -> list[str]:
     try:
         with file.open("rb") as opened:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    except (OSError, ValueError, OverflowError, MemoryError) as error:
+    except (OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     found: dict[str, None] = {}
     for name in header:

@@ -81,7 +81,7 @@ def _read(path: Path, key: str) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([Fault(key, f"{path} is damaged ({error}): copy it again")]) from error
     if not isinstance(content, dict):
         raise ConfigError([Fault(key, f"{path} is damaged, it holds no mapping: copy it again")])

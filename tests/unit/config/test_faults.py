@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data.demo.make import DEMOS
-from mimo_train.config.keys import rules_of
+from mimo_train.config.keys import rules_of, shown
 from mimo_train.config.schema import DataConfig
 from mimo_train.plan.run import config_faults
 from tests.unit.configs import changed, load
@@ -29,17 +29,24 @@ def wrong_values() -> Iterator[tuple[str, Any, str]]:
         }
     for prefix, section in sections.items():
         for field in dataclasses.fields(section):
-            rules, key = rules_of(field), f"{prefix}.{field.name}"
-            if isinstance(getattr(section, field.name), float):
+            rules, key, now = rules_of(field), f"{prefix}.{field.name}", getattr(section, field.name)
+
+            def holding(number: float, now: Any = now) -> Any:
+                """A number where the key has one, or a list or mapping of them."""
+                return [number] if isinstance(now, list) else {"images": number} if isinstance(now, dict) else number
+
+            if isinstance(now, float):
                 yield key, math.nan, "must be finite, is nan"
             if rules.choices:
                 yield key, "wrong", "'wrong'"
-            if rules.at_least is not None:
-                yield key, rules.at_least - 1, f"at least {rules.at_least}"
+            if rules.at_least is not None and "batch_size" not in key:
+                yield key, holding(rules.at_least - 1), f"at least {shown(rules.at_least)}"
             if rules.above is not None:
-                yield key, rules.above, f"above {rules.above}"
+                yield key, holding(rules.above), f"above {rules.above}"
             if rules.below is not None:
-                yield key, rules.below, f"below {rules.below}, is {rules.below}"
+                yield key, holding(rules.below), f"below {rules.below}, is {rules.below}"
+            if rules.at_most is not None and "batch_size" not in key:
+                yield key, holding(rules.at_most + max(1, abs(rules.at_most))), f"at most {shown(rules.at_most)}"
 
 
 def test_rules_are_many():
@@ -57,21 +64,21 @@ def test_rules_are_many():
         ("modules.images.optim.lr", math.nan, "must be finite, is nan"),
         ("train.loss_weights", {"lm loss": math.nan}, "must be finite, has nan"),
         ("run.dir", " ", "is empty: give the folder that the run writes into"),
-        ("run.timeout_minutes", 1e12, "above 0 and below 525600, is 1e+12"),
+        ("run.timeout_minutes", 1e12, "at least 0.001 and below 525600, is 1e+12"),
         ("modules.images.encoder.dropout", 1.5, "at least 0 and below 1, is 1.5"),
-        ("modules.images.encoder.dropout", -1.0, "at least 0 and below 1, is -1.0"),
-        ("modules.images.encoder.init_std", -1.0, "at least 0, is -1.0"),
-        ("modules.images.encoder.layernorm_epsilon", -1.0, "above 0, is -1.0"),
-        ("modules.images.encoder.pixel_std", [0.5, 0, 0.5], "above 0 for each channel, is [0.5, 0, 0.5]"),
+        ("modules.images.encoder.dropout", -1.0, "at least 0 and below 1, is -1"),
+        ("modules.images.encoder.init_std", -1.0, "at least 0 and at most 1000, is -1"),
+        ("modules.images.encoder.layernorm_epsilon", -1.0, "above 0 and below 1, is -1"),
+        ("modules.images.encoder.pixel_std", [0.5, 0, 0.5], "must be above 0 and at most 1e+06, has 0"),
         ("modules.images.encoder.pixel_mean", [0.5, math.nan, 0.5], "must be finite, has nan"),
-        ("modules.images.projector.ffn_hidden_size", -5, "at least 0, is -5"),
+        ("modules.images.projector.ffn_hidden_size", -5, "at least 0 and at most 4194304, is -5"),
         ("modules.language.llm.shared_expert_ffn_hidden_size", 8, "there are no experts"),
         ("modules.language.llm.experts_per_token", 0, "modules.language.llm.num_experts is 0: remove it"),
         ("modules.language.llm.router_aux_loss", 5.0, "there are no experts"),
         ("data.tokenizer", "gpt2", "no folder gpt2: give bytes, or a folder"),
         ("data.shards", "", "data.demo=digits needs a folder"),
         ("modules.language.llm.num_attention_heads", 32, "even width, it is 3 (hidden_size 96 / 32 heads)"),
-        ("modules.language.llm.num_query_groups", -1, "at least 0 (0: as many as query heads), is -1"),
+        ("modules.language.llm.num_query_groups", -1, "at least 0 and at most 4194304 (0: as many as query heads)"),
         ("modules.images.freeze", ["llm"], "'llm' is no part of this module, it has encoder and projector"),
         ("modules.language.freeze", ["encoder"], "'encoder' is no part of this module, it has llm"),
     ],

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_a_lock_of_another_machine_is_waited_for(tmp_path, holder, monkeypatch):
         holder.wait()
 
     monkeypatch.setattr(run_lock.time, "sleep", end)
-    RunLock(tmp_path, patience=1000).close()
+    RunLock(tmp_path, patience=1000, beat=0.01).close()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]"])
@@ -73,6 +74,46 @@ def test_a_process_may_take_its_own_lock_again(tmp_path):
     """An in-process restart whose last attempt was aborted."""
     locks = [RunLock(tmp_path), RunLock(tmp_path)]
     assert [lock.close() for lock in locks] == [None, None]
+
+
+def written_by(host: str, beat: int) -> str:
+    return json.dumps({"host": host, "pid": 7, "since": "then", "beat": beat})
+
+
+def test_a_holder_that_shows_signs_of_life_is_believed_where_a_lock_is_not(tmp_path, monkeypatch):
+    """A file system that knows locks on one machine alone gives every machine the same one."""
+    (tmp_path / LOCK_FILE).write_text(written_by("elsewhere", 1))
+    beats = iter(range(2, 1000))
+    monkeypatch.setattr(
+        run_lock.time, "sleep", lambda _: (tmp_path / LOCK_FILE).write_text(written_by("elsewhere", next(beats)))
+    )
+    with pytest.raises(UserError, match="in use by process 7 on elsewhere, since then"):
+        RunLock(tmp_path, beat=1000)
+
+
+def test_a_holder_on_another_machine_that_stands_still_is_taken_over(tmp_path):
+    (tmp_path / LOCK_FILE).write_text(written_by("elsewhere", 1))
+    RunLock(tmp_path, beat=0.02).close()
+    (tmp_path / LOCK_FILE).write_text(written_by("elsewhere", 1))
+    os.utime(tmp_path / LOCK_FILE, (1, 1))
+    RunLock(tmp_path, beat=1000).close()  # nothing to wait for: the last sign of life is long ago
+
+
+def test_a_holder_shows_signs_of_life_and_learns_that_it_was_taken_over(tmp_path):
+    lost, came = [], threading.Event()
+    lock = RunLock(tmp_path, mark="ours", beat=0.02, on_lost=lambda why: (lost.append(why), came.set()))
+    first = json.loads((tmp_path / LOCK_FILE).read_text() or "{}").get("beat", 0)
+    while json.loads((tmp_path / LOCK_FILE).read_text() or "{}").get("beat", 0) <= first + 1:
+        pass
+    (tmp_path / LOCK_FILE).write_text(written_by("elsewhere", 1))
+    assert came.wait(60) and "is in use by process 7 on elsewhere" in lost[0]
+    lock.close()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == "elsewhere"  # theirs is left alone
+
+
+def test_a_run_that_has_ended_leaves_nothing_to_wait_for(tmp_path):
+    RunLock(tmp_path).close()
+    assert (tmp_path / LOCK_FILE).read_text() == ""
 
 
 def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):

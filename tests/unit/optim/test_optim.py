@@ -133,7 +133,7 @@ def test_a_rank_without_such_parameters_releases_at_the_same_step():
 @pytest.mark.parametrize(
     ("values", "key", "said"),
     [
-        ({"modules.images.optim.lr": -1.0}, "modules.images.optim.lr", "at least 0, is -1"),
+        ({"modules.images.optim.lr": -1.0}, "modules.images.optim.lr", "at least 0 and at most 1000, is -1"),
         ({"modules.images.optim.clip_grad": -1.0}, "modules.images.optim.clip_grad", "at least 0"),
         ({"modules.language.optim.warmup_iters": -1}, "modules.language.optim.warmup_iters", "at least 0"),
         ({"modules.images.optim.decay": "steep"}, "modules.images.optim.decay", "cosine or linear or constant"),

@@ -1,0 +1,105 @@
+"""The values that a key of a config accepts, declared beside its default. Imports no torch."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+RULES = "rules"
+"""Key of a field's metadata."""
+
+MOST = 2**31 - 1
+"""Largest whole number of a key that declares no other bound: what counters and sizes of libraries hold."""
+
+LARGEST = 1e30
+"""Largest magnitude of a key with fractions that declares no other bound: its square is finite in double precision, and
+it is finite in single precision."""
+
+MOST_LAYERS, MOST_WIDTH, MOST_PIXELS = 10_000, 2**22, 2**16
+"""Bounds of the numbers of layers, of heads and widths, and of the pixels of a side: what is above is a slip."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The values that a key accepts. A value of None is not checked. Texts have no control characters, which a terminal
+    would obey. Numbers are finite, and where no bound is set, not
+    beyond `MOST` or `LARGEST`."""
+
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    zero_means: str = ""
+    """Meaning of 0 where it is a special value; for the message."""
+    filled: str = ""
+    """What a text that may not be empty has to say."""
+
+    def complaint(self, value: Any) -> str:
+        """What is wrong with a value; empty if nothing is. Bounds are those of every number in a list or mapping."""
+        if value is None:
+            return ""
+        if self.choices and value not in self.choices:
+            return f"must be {' or '.join(choice or 'empty' for choice in self.choices)}, is {value!r}"
+        if self.filled and not str(value).strip():
+            return f"is empty: give {self.filled}"
+        has = isinstance(value, list | tuple | dict)
+        for one in _leaves(value):
+            if isinstance(one, str) and any(not char.isprintable() and char not in "\n\t" for char in one):
+                return f"must have no control characters, {'has' if has else 'is'} {one!r}"
+            if isinstance(one, bool) or not isinstance(one, int | float):
+                continue
+            if isinstance(one, float) and not math.isfinite(one):
+                return f"must be finite, {'has' if has else 'is'} {one}"
+            if not self.holds(one):
+                zero = f" (0: {self.zero_means})" if self.zero_means else ""
+                widest = f"between {-LARGEST:g} and {LARGEST:g}" if isinstance(one, float) else f"at most {MOST}"
+                return f"must be {self.bounds() or widest}{zero}, {'has' if has else 'is'} {shown(one)}"
+        return ""
+
+    def holds(self, number: float) -> bool:
+        """Whether a finite number is in the range."""
+        low = (self.at_least is None or number >= self.at_least) and (self.above is None or number > self.above)
+        high = (self.at_most is None or number <= self.at_most) and (self.below is None or number < self.below)
+        widest = LARGEST if isinstance(number, float) else MOST
+        return low and high and abs(number) <= max(widest, self.at_most or 0, self.below or 0)
+
+    def bounds(self) -> str:
+        """The range of a number in words; empty if it has none."""
+        bounds = {"at least": self.at_least, "above": self.above, "below": self.below, "at most": self.at_most}
+        return " and ".join(f"{name} {shown(bound)}" for name, bound in bounds.items() if bound is not None)
+
+
+def key(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rules: Any) -> Any:
+    """A dataclass field with its default (or the `factory` of one) and the `Rules` of its values."""
+    metadata = {RULES: Rules(**rules)}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def rules_of(field: dataclasses.Field) -> Rules:
+    """The rules of a field; one that has none allows every finite number of a reasonable size."""
+    return field.metadata.get(RULES, Rules())
+
+
+def complaints(section: Any) -> list[tuple[str, str]]:
+    """(field, sentence) of the values of a dataclass that its fields do not accept; dataclasses inside are not looked
+    at."""
+    rules = {field.name: rules_of(field) for field in dataclasses.fields(section)}
+    named = {name: rule.complaint(getattr(section, name)) for name, rule in rules.items()}
+    return [(name, sentence) for name, sentence in named.items() if sentence]
+
+
+def shown(value: Any) -> str:
+    """A number as people write it."""
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What is in a value, in lists and mappings of it too; of mappings the keys as well."""
+    if isinstance(value, dict):
+        return [leaf for pair in value.items() for one in pair for leaf in _leaves(one)]
+    if isinstance(value, list | tuple):
+        return [leaf for one in value for leaf in _leaves(one)]
+    return [value]

@@ -1,0 +1,172 @@
+"""Every key of a config with values of every kind: a fault with a key, or a value in its declared range; no traceback,
+nothing that does not end."""
+
+import copy
+import dataclasses
+import math
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from encoders.projectors.spec import ProjectorSpec
+from encoders.ranges import RULES, rules_of
+from encoders.registry import FAMILIES
+from mimo_train.config import compose
+from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.plan.run import config_faults
+
+NAN, INF, ESCAPE = math.nan, math.inf, "\x1b[31mred\x1b[0m"
+KINDS = (None, True, -1, 0, 1, 0.5, 1.5, -0.5, NAN, INF, 1e300, 10**20, "abc", "", ESCAPE, [], [-1], [NAN], {"a": 1})
+KINDS += ([[1]],)
+
+SECONDS = 2
+"""Of this process's own time, for one value: a thousand times what it takes."""
+
+
+def sections(cls: type) -> Iterator[type]:
+    """A dataclass of the config, and those inside."""
+    yield cls
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.default_factory):
+            yield from sections(field.default_factory)
+
+
+ALL = {*sections(ConfigContainer), *sections(ModuleConfig), *sections(ProjectorSpec), LlmSpec}
+ALL |= {family.spec for family in FAMILIES.values()}
+
+
+@pytest.mark.parametrize("cls", sorted(ALL, key=lambda cls: cls.__name__))
+def test_every_number_declares_its_range_and_its_default_is_in_it(cls):
+    for field in dataclasses.fields(cls):
+        if field.type not in (int, float, int | None, float | None, list[int], list[float], dict[str, int]):
+            continue
+        rules = field.metadata.get(RULES)
+        assert rules is not None and rules.bounds(), f"{cls.__name__}.{field.name}"
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        assert not rules.complaint(default), f"{cls.__name__}.{field.name}"
+
+
+def keys(plain: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, value in plain.items():
+        yield (*path, name)
+        if isinstance(value, dict):
+            yield from keys(value, (*path, name))
+
+
+def faults_of(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault]]:
+    try:
+        cfg = compose.from_dict(plain)
+    except ConfigError as error:
+        return None, error.faults
+    return cfg, config_faults(cfg)
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    return compose.to_dict(compose.load("vlm_digits"))
+
+
+@pytest.fixture(autouse=True)
+def ends() -> Iterator[None]:
+    def too_long(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, too_long)
+    yield
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
+
+
+def test_every_key_with_every_kind_of_value(run):
+    wrong, tried = [], 0
+    for path in [*keys(run)]:
+        *outer, name = path
+        key = ".".join(path)
+        for value in KINDS:
+            at = run
+            for one in outer:
+                at = at[one]
+            was = at[name]
+            if type(was) is type(value) and was == value:
+                continue
+            at[name] = value
+            tried += 1
+            signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+            try:
+                cfg, found = faults_of(run)
+            except Exception as error:
+                wrong.append(f"{key}={value!r}: {error!r}")
+                continue
+            finally:
+                at[name] = was
+            if any(not fault.key or not fault.message or "\x1b" in str(fault) for fault in found):
+                wrong.append(f"{key}={value!r}: {[*map(str, found)]!r}")
+            if cfg is None and not any(key.startswith(fault.key) or fault.key.startswith(key) for fault in found):
+                wrong.append(f"{key}={value!r} is of another type, and only {[fault.key for fault in found]} are named")
+            if not found and not fits(cfg, path, value):
+                wrong.append(f"{key}={value!r} is accepted")
+    assert not wrong, "\n".join(wrong)
+    assert tried > 4500
+
+
+def fits(cfg: Any, path: tuple[str, ...], value: Any) -> bool:
+    """Whether a value that was accepted is what the key is for."""
+    *outer, name = path
+    for one in outer:
+        cfg = cfg[one] if isinstance(cfg, dict) else getattr(cfg, one)
+    if not dataclasses.is_dataclass(cfg):
+        return True
+    field, taken = next(one for one in dataclasses.fields(cfg) if one.name == name), getattr(cfg, name)
+    if field.type in (int, float, bool):
+        return type(taken) is field.type and not isinstance(value, list | dict) and not rules_of(field).complaint(taken)
+    return ESCAPE not in str(taken) and isinstance(taken, list) == isinstance(value, list)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("modules", []),
+        ("modules.images", []),
+        ("modules.images.encoder.family", []),
+        ("modules.images.encoder.num_layers", 10**9),
+        ("modules.images.layout.dp", 10**9),
+        ("modules.language.llm.rope_base", -1.0),
+        ("modules.language.llm.layernorm_epsilon", -1e-5),
+        ("modules.language.lora.dropout", 1.5),
+        ("data.max_bad_samples", -1),
+        ("data.chat_template", ""),
+        ("optim.eps", -1e-8),
+        ("checkpoint.resume", ""),
+        ("checkpoint.keep", True),
+        ("run.dir", ""),
+        ("run.timeout_minutes", 1e-300),
+        ("train.skip_iters", [0]),
+        ("placement.first_rank", {"images": 0, "language": 10**9}),
+        ("log.tensorboard", 2),
+    ],
+)
+def test_senseless_values_are_faults_of_their_key(run, key, value):
+    plain = copy.deepcopy(run)
+    *outer, name = key.split(".")
+    at = plain
+    for one in outer:
+        at = at[one]
+    at[name] = value
+    assert key in {fault.key for fault in faults_of(plain)[1]}
+
+
+def test_all_wrong_types_are_named_at_once(run):
+    plain = copy.deepcopy(run)
+    plain["train"]["iters"], plain["optim"]["lr"] = "many", []
+    plain["modules"]["images"]["encoder"]["patch_size"] = {}
+    found = {fault.key: fault.message for fault in faults_of(plain)[1]}
+    assert found == {
+        "train.iters": "must be a whole number, is 'many'",
+        "optim.lr": "must be a number, is []",
+        "modules.images.encoder.patch_size": "must be a whole number, is {}",
+    }
