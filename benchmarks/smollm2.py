@@ -157,7 +157,7 @@ class _Ours:
         source = open_source(run)
         resolved = resolve(source.cfg)
         self._parts = build_parts(resolved, *start_processes(resolved.cfg))
-        source.load(resolved.layout, self._parts.pipeline.model)
+        source.load(self._parts.pipeline, self._parts.tokenizer)
         self._decoder = Decoder(self._parts.pipeline)
         self._prompts = Prompts(resolved.cfg, self._parts.tokenizer)
         self._answers = lambda most: Answers(

@@ -40,6 +40,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         demos = make_demos(folder)
+        total = sum(len(rows) for rows in chosen.values())
         for model, rows in chosen.items():
             one = trained(model, demos, folder / f"{model}-one")
             for row in rows:
@@ -49,7 +50,9 @@ def main() -> int:
                     failed.append(f"{model}: {row}: {found}")
                 numbers = (f"{value:.1e}" for value in (found.loss, found.norm, found.parameter))
                 good = "yes" if within(model, found) else "NO"
-                table.add_row(model, str(row), *numbers, good, f"{time.monotonic() - start:.0f}")
+                cells = (model, str(row), *numbers, good, f"{time.monotonic() - start:.0f}")
+                table.add_row(*cells)
+                print(f"{number}/{total}", *cells, sep="  ", file=sys.stderr, flush=True)
     console = Console(width=150)
     console.print(table)
     console.print(
