@@ -17,7 +17,6 @@ import torch.distributed as dist
 from mimo_train.config.compose import to_dict
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.launch.run_lock import LOCK_FILE
 from mimo_train.parallel.agreement import agreed
 
 LISTED = 5
@@ -73,10 +72,11 @@ def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
             raise ConfigError(faults)
 
 
-def require_one_folder(run_dir: Path, starts: Sequence[Start], patience: float = PATIENCE) -> None:
-    """Every rank looks for the lock that rank 0 has just written. Collective over all ranks.
+def require_one_folder(file: Path, starts: Sequence[Start], patience: float = PATIENCE) -> None:
+    """Every rank looks for a file that rank 0 has just written. Collective over all ranks.
 
     Args:
+        file: the lock of `run.dir`, with the mark of rank 0 in it.
         patience: seconds that a rank on another host than rank 0 waits for it.
 
     Raises:
@@ -87,24 +87,24 @@ def require_one_folder(run_dir: Path, starts: Sequence[Start], patience: float =
     rank = dist.get_rank()
     with agreed():
         # Not on rank 0: closing the file there would free the lock.
-        if rank == 0 or _sees(run_dir, starts[0].mark, patience if starts[rank].host != starts[0].host else 0.0):
+        if rank == 0 or _sees(file, starts[0].mark, patience if starts[rank].host != starts[0].host else 0.0):
             return
         hosts = len({start.host for start in starts})
         raise UserError(
             f"run.dir: rank {rank} on {starts[rank].host} does not see what rank 0 on {starts[0].host} writes into "
-            f"{run_dir.absolute()}: give a folder on a file system that all {hosts} host(s) of this run share"
+            f"{file.parent.absolute()}: give a folder on a file system that all {hosts} host(s) of this run share"
         )
 
 
 _NOT = "not set"
 
 
-def _sees(run_dir: Path, mark: str, patience: float) -> bool:
+def _sees(file: Path, mark: str, patience: float) -> bool:
     deadline = time.monotonic() + patience
     while True:
         try:
-            os.listdir(run_dir)  # asks the server again
-            if mark in (run_dir / LOCK_FILE).read_text(errors="replace"):
+            os.listdir(file.parent)  # asks the server again
+            if mark in file.read_text(errors="replace"):
                 return True
         except OSError:
             pass

@@ -26,7 +26,7 @@ from mimo_train.diagnose.rerun import Rerun
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.launch.processes import is_first_of_node
-from mimo_train.launch.run_lock import PATIENCE, RunLock
+from mimo_train.launch.run_lock import LOCK_FILE, PATIENCE, RunLock
 from mimo_train.metrics import progress
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.metrics_log import build_metrics_log
@@ -142,7 +142,7 @@ def setup(
         raise
     try:
         require_one_config(run.cfg, starts)
-        require_one_folder(run.dir, starts, min(PATIENCE, longest))
+        require_one_folder(run.dir / LOCK_FILE, starts, min(PATIENCE, longest))
         return _build(run, votes, kind, device, lock, start_time, pre_wrap_hook)
     except BaseException:
         if lock is not None:

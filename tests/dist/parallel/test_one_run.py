@@ -32,11 +32,10 @@ def _start(cfgs, folder):
     for place in (own, Path(folder)):
         with agreed(start) as starts:
             if rank == 0:
-                (place / "lock").write_text(starts_mark := start.mark)
-                assert starts_mark
+                (place / "lock").write_text(start.mark)
         try:
             one_run.require_one_config(cfgs[0], starts)
-            one_run.require_one_folder(place, starts, patience=0.0)
+            one_run.require_one_folder(place / "lock", starts, patience=0.0)
         except UserError as error:
             said.append(str(error))
     return said

@@ -1,0 +1,118 @@
+"""Files that execute when they are loaded plainly do not when they are given here: each is refused, by a sentence."""
+
+import json
+import pickle
+import socket
+
+import pytest
+import torch
+
+from data.errors import DataError
+from data.index import build_index
+from data.tokens import build_tokenizer
+from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.hf.tensors import TensorFolder
+from mimo_train.config.fault import UserError
+from mimo_train.config.pretrained.adapter import adapted_paths
+from tests.tars import write_tar
+
+
+class Hostile:
+    """What a pickle of this runs."""
+
+    def __init__(self, ran):
+        self.ran = ran
+
+    def __reduce__(self):
+        return open, (str(self.ran), "w")
+
+
+@pytest.fixture
+def crafted(tmp_path):
+    """A file that torch.load executes, and the file that shows that it did."""
+    ran, file = tmp_path / "ran", tmp_path / "crafted.pt"
+    file.write_bytes(pickle.dumps(Hostile(ran)))
+    torch.save(Hostile(ran), file)
+    torch.load(file, weights_only=False).close()
+    assert ran.exists()  # a plain load runs it
+    ran.unlink()
+    yield file, ran
+    assert not ran.exists()
+
+
+def copied(crafted, folder, name):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(crafted[0].read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
+def test_an_adapter(tmp_path, crafted, name):
+    with pytest.raises(UserError, match="is a pickle, which is not read|cannot be read"):
+        adapted_paths(copied(crafted, tmp_path / "adapter", name))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
+def test_the_directory_of_a_model(tmp_path, crafted, name):
+    folder = copied(crafted, tmp_path / "model", name)
+    with pytest.raises(UserError, match="modules.language.pretrained: "):
+        TensorFolder(folder, "modules.language.pretrained")
+
+
+@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", ".metadata", "mp_rank_00/model_optim_rng.pt"])
+def test_a_checkpoint_of_other_programs(tmp_path, crafted, name):
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    copied(crafted, (folder / name).parent, name.rpartition("/")[2])
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        folders.in_folder(folder, "checkpoint.resume")
+
+
+def test_the_record_of_a_checkpoint(tmp_path, crafted):
+    folder = copied(crafted, tmp_path / "step_00000002", folders.RECORD)
+    copied(crafted, folder, folders.COMPLETE)
+    with pytest.raises(UserError):
+        folders.read_record(folder)
+
+
+def test_members_of_a_shard_that_other_decoders_unpickle(tmp_path, crafted):
+    members = {f"a.{name}": crafted[0].read_bytes() for name in ("pyd", "pickle", "pth", "npy")} | {"a.txt": b"a"}
+    shard = tmp_path / "x.tar"
+    write_tar(shard, members.items())
+    assert len(build_index(shard)) == 1
+
+
+def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
+    ran, folder = tmp_path / "ran", tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        f"open({str(ran)!r}, 'w').close()\n"
+        "class Own(PreTrainedTokenizerFast): pass\n"
+    )
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises((OSError, ValueError, TypeError)):
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert ran.exists()  # a plain load that trusts it runs it, and then finds no vocabulary
+    ran.unlink()
+
+    def asked(*_):
+        raise AssertionError("a question on a terminal")
+
+    monkeypatch.setattr("builtins.input", asked)
+    with pytest.raises(DataError, match="names code of its own for the tokenizer .*own.Own.*which is not run"):
+        build_tokenizer(folder)
+    assert not ran.exists()
+
+
+def test_a_name_that_is_no_folder_asks_no_network(monkeypatch):
+    def asked(*_, **__):
+        raise AssertionError("a network was asked")
+
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    with pytest.raises(DataError, match="no folder 'somebody/tokenizer'.* nothing is downloaded"):
+        build_tokenizer("somebody/tokenizer")
