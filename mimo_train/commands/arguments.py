@@ -61,5 +61,7 @@ def users_faults() -> tuple[type[Exception], ...]:
 
 def print_fault(error: Exception, prefix: str = "") -> None:
     """A line for each fault, on standard error."""
-    for line in str(error).splitlines():
+    from mimo_train.config.fault import printable
+
+    for line in printable(str(error)).splitlines():
         print(f"error: {prefix}{line}", file=sys.stderr)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo_train.commands.arguments import positive, whole
-from mimo_train.config.fault import UserError
+from mimo_train.config.fault import UserError, printable
 
 
 def add(subparsers: Any) -> None:
@@ -110,7 +110,7 @@ def _index(args: argparse.Namespace) -> int:
         for path, (count, faults, error) in zip(paths, results, strict=True):
             if error:
                 failed += 1
-                print(f"error: {error}", file=sys.stderr)
+                print(printable(f"error: {error}"), file=sys.stderr)
             else:
                 samples, bad = samples + count, bad + faults
                 print(f"{path}: {count} samples" + (f", {faults} of them cannot be used" if faults else ""))
@@ -159,7 +159,7 @@ def _inspect(args: argparse.Namespace) -> int:
             if shown < args.samples:
                 shown += 1
                 listed = ", ".join(_describe(member) for member in members)
-                print(f"{path.name}  {index.key(row)}  {listed}")
+                print(printable(f"{path.name}  {index.key(row)}  {listed}"))
     print(f"\n{len(paths)} shards, {samples} samples, {total / 1e6:.1f} MB, {len(faults)} samples cannot be used")
     print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
     for extension, count in sorted(counts.items()):
@@ -174,7 +174,7 @@ def _inspect(args: argparse.Namespace) -> int:
             print(f"and {len(pictures) - 10} other sizes")
     _print_clips(clips)
     for fault in faults[:10]:
-        print(f"bad: {fault}")
+        print(printable(f"bad: {fault}"))
     return 0
 
 
@@ -215,7 +215,7 @@ def _verify(args: argparse.Namespace) -> int:
                 index = open_index(path, args.cache_dir)
             except DataError as error:
                 broken += 1
-                print(f"bad shard: {error}")
+                print(printable(f"bad shard: {error}"))
                 continue
             # In blocks: a shard may hold a million samples, and each waiting result takes memory.
             for start in range(0, len(index), 4096):
@@ -226,7 +226,7 @@ def _verify(args: argparse.Namespace) -> int:
                     checked += 1
                     if reason:
                         bad += 1
-                        print(f"bad: {path}: key {index.key(row)}: {reason}")
+                        print(printable(f"bad: {path}: key {index.key(row)}: {reason}"))
     print(f"{checked} samples checked, {bad} bad; {broken} shards cannot be read")
     return 1 if bad or broken else 0
 

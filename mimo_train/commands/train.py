@@ -125,9 +125,11 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _print_error(error: BaseException, rank: int) -> None:
+    from mimo_train.config.fault import printable
+
     prefix = f"rank {rank}: "
     if isinstance(error, users_faults()):
-        prefix, text = f"error: {prefix}", str(error)
+        prefix, text = f"error: {prefix}", printable(str(error))
     else:
         text = traceback.format_exc()
     # In one write: ranks that fail together would mix their lines.

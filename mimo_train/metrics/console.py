@@ -12,6 +12,8 @@ from typing import Protocol, TextIO
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from mimo_train.config.fault import printable
+
 _SECONDS_BETWEEN_LINES = 1.0
 _LEARNING_RATE = "learning_rate/"
 
@@ -112,7 +114,7 @@ class _Lines:
         self.print(line)
 
     def print(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write(printable(text) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ class _Bar:
         self._progress.update(self._task, completed=step, numbers="  ".join(shown))
 
     def print(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()
