@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.shown import shown
 from mimo_train.commands.arguments import positive
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _print_modules(tensors: list[Tensor]) -> None:
 def _complain(damages: list[tuple[Path, str]]) -> int:
     """Names what is damaged, on standard error; returns the exit code."""
     for path, why in damages:
-        print(_printable(f"error: checkpoint {path} is damaged: {why}"), file=sys.stderr)
+        print(shown(f"error: checkpoint {path} is damaged: {why}"), file=sys.stderr)
     return 1 if damages else 0
 
 
@@ -156,15 +157,10 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    shown = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    for row in shown:
+    cells = [[shown(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _printable(text: str) -> str:
-    """Names in a file may hold what a terminal obeys."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _step(one: Found) -> str:

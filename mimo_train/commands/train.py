@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.shown import shown_lines
 from mimo_train.commands.arguments import add_config_command, print_fault, users_faults
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _first_line(run: "Run") -> str:
 def _print_error(error: BaseException, rank: int) -> None:
     prefix = f"rank {rank}: "
     if isinstance(error, users_faults()):
-        prefix, text = f"error: {prefix}", str(error)
+        prefix, text = f"error: {prefix}", shown_lines(str(error))
     else:
         text = traceback.format_exc()
     # In one write: ranks that fail together would mix their lines.

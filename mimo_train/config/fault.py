@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from data.shown import shown_lines
+
 
 class UserError(ValueError):
     """Base of this package's errors that a user can cause; the message contains the remedy.
@@ -32,7 +34,7 @@ class Fault:
     message: str
 
     def __str__(self) -> str:
-        return printable(f"{self.key}: {self.message}" if self.key else self.message)
+        return shown_lines(f"{self.key}: {self.message}" if self.key else self.message)
 
 
 class ConfigError(UserError):
@@ -41,16 +43,6 @@ class ConfigError(UserError):
     def __init__(self, faults: Iterable[Fault]):
         self.faults = list(faults)
         super().__init__("\n".join(str(fault) for fault in self.faults))
-
-
-def printable(text: str) -> str:
-    """A text that a terminal shows and does not obey: control characters, those of direction among them, by their
-    number."""
-    return "".join(one if one.isprintable() or one in "\n\t" else _escaped(one) for one in text)
-
-
-def _escaped(one: str) -> str:
-    return one.encode("unicode_escape").decode("ascii")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

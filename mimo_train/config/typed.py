@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mimo_train.config.fault import Fault, printable
+from data.shown import shown_lines
+from mimo_train.config.fault import Fault
 
 LONGEST_SHOWN = 80
 """Characters of a value that a message repeats."""
@@ -51,7 +52,7 @@ def structured(cls: type, plain: Any, prefix: str) -> tuple[Any, list[Fault]]:
 
 def shown_plain(value: Any) -> str:
     """A value as a message repeats it: in one line, not for ever."""
-    text = printable(repr(value))
+    text = shown_lines(repr(value))
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 

@@ -13,6 +13,8 @@ from typing import Protocol, TextIO
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from data.shown import shown_lines
+
 _SECONDS_BETWEEN_LINES = 1.0
 _LEARNING_RATE = "learning_rate/"
 
@@ -123,7 +125,7 @@ class _Lines:
         self.print(line)
 
     def print(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write(shown_lines(text) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -154,7 +156,7 @@ class _Bar:
         self._progress.update(self._task, completed=step, numbers="  ".join(shown))
 
     def print(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(shown_lines(text), markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()

@@ -259,3 +259,12 @@ def test_wrong_usage_exits_2(argv, capsys):
 def test_the_shards_command_is_there(capsys):
     assert main(["shards", "inspect", os.path.join(os.getcwd(), "none.tar")]) == 1
     assert "none.tar" in capsys.readouterr().err
+
+
+def test_control_characters_of_a_message_do_not_reach_the_terminal(capsys):
+    """Keys of samples and names of files come from data: a terminal would obey them."""
+    from data.errors import DataError
+    from mimo_train.commands.arguments import print_fault
+
+    print_fault(DataError("sample a\x1b]0;title\x07b \u202e in x.tar"))
+    assert capsys.readouterr().err == "error: sample a\\x1b]0;title\\x07b \\u202e in x.tar\n"
