@@ -6,12 +6,15 @@ where it has no class for it, as our own.
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data.tokens import Tokenizer
+from data.errors import DataError
+from data.tokenizer_directory import COPIED as TOKENIZER_FILES
+from data.tokens import Tokenizer, build_tokenizer
 from encoders.errors import EncoderError
 from encoders.registry import FAMILIES
 from encoders.weight_map import WeightMap
@@ -19,7 +22,7 @@ from mimo_train.checkpoint.hf.directory import copy_files, write_json, write_run
 from mimo_train.checkpoint.hf.fill import Reader
 from mimo_train.checkpoint.hf.parts import Part, pretrained_parts
 from mimo_train.checkpoint.hf.tensors import TensorFolder
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES, Composite
@@ -103,7 +106,7 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
     by_folder: dict[Path, list[Part]] = {}
     for part in parts:
         by_folder.setdefault(part.folder, []).append(part)
-    found = [as_it_came(own, cfg) for own in by_folder.values()]
+    found = [as_it_came(own, cfg, tokenizer) for own in by_folder.values()]
     from_folders = {(part.module, part.begins) for part in parts}
     for name, module in cfg.modules.items():
         if name == LANGUAGE:
@@ -117,8 +120,12 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
     return found
 
 
-def as_it_came(parts: list[Part], cfg: ConfigContainer) -> Document:
-    """Parts of one directory, which becomes what it was."""
+def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) -> Document:
+    """Parts of one directory, which becomes what it was; a language model of its own gets the tokenizer of the run.
+
+    Raises:
+        UserError: the directory has other parts beside its language model, whose files count on another tokenizer.
+    """
     source = parts[0].folder
     folder = TensorFolder(source, parts[0].key)
     readers = [Reader(folder, part.weights, part.key) for part in parts]
@@ -129,11 +136,20 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer) -> Document:
         new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
         if name not in made and new not in spelt:
             carried[name] = new
-    config = read_directory(str(source), parts[0].key).config
+    config = dict(read_directory(str(source), parts[0].key).config)
     names = list(dict.fromkeys(part.module for part in parts))
     composite = COMPOSITES.get(config["model_type"], Composite(""))
     if LANGUAGE in names:
         config = composite.with_vocabulary(config, cfg.llm.vocab_size)
+    write_files = partial(copy_files, source)
+    if LANGUAGE in names and _has_another_tokenizer(source, cfg, tokenizer):
+        if config["model_type"] in COMPOSITES:
+            raise UserError(
+                f"data.tokenizer: {cfg.data.tokenizer} is not the tokenizer of {source}, whose processor and "
+                "placeholders count on its own: a directory of this model cannot be written with another one"
+            )
+        config = config | special_ids(tokenizer)
+        write_files = partial(_write_with_tokenizer, source, cfg, tokenizer)
     loaded = {part.begins: loaded_spelling(part.weights) for part in parts}
     if composite.encoder_loaded is not None:
         loaded[ENCODER] = composite.encoder_loaded
@@ -143,10 +159,30 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer) -> Document:
         config,
         [Written(part.module, part.written, loaded[part.begins]) for part in parts],
         [carried_tensor(folder, name, new) for name, new in carried.items()],
-        write_files=lambda to: copy_files(source, to),
+        write_files=write_files,
         source=source,
         sources=parts,
     )
+
+
+def _has_another_tokenizer(source: Path, cfg: ConfigContainer, tokenizer: Tokenizer) -> bool:
+    """Whether a directory has a tokenizer, and that of the run is not it."""
+    if Path(cfg.data.tokenizer).resolve() == source.resolve():
+        return False
+    try:
+        own = build_tokenizer(str(source), [])
+    except DataError:  # it has none
+        return False
+    return own.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint
+
+
+def _write_with_tokenizer(source: Path, cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:
+    copy_files(source, to)
+    for pattern in TOKENIZER_FILES:  # of the directory's own
+        for file in to.glob(pattern):
+            file.unlink()
+    write_run_tokenizer(cfg, tokenizer, to)
+    write_json(to / "generation_config.json", generation_config(tokenizer))
 
 
 def carried_tensor(folder: TensorFolder, name: str, to: str) -> Extra:

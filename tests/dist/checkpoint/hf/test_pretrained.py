@@ -150,22 +150,23 @@ def _refused(cfg) -> str:
 
 
 def test_transformers_reads_what_was_trained(llama, prose, tmp_path):
-    """And computes the loss that the run computes."""
-    train_on_ranks(pretrained("gpt_tiny", tmp_path / "run", prose, llama, "train.iters=3"))
+    """With the tokenizer that it was trained with."""
+    train_on_ranks(pretrained("gpt_tiny", tmp_path / "run", prose, llama, "train.iters=3", "data.tokenizer=bytes"))
     export(tmp_path / "run", tmp_path / "out", "--dtype", "bf16")
     went = tensors(tmp_path / "out")
     assert {value.dtype for value in went.values()} == {torch.bfloat16}
     assert not torch.equal(went["lm_head.weight"].float(), tensors(llama)["lm_head.weight"])
-    ((missing, dtype),) = run_ranks(_loaded, 1, tmp_path / "out")
+    ((missing, dtype, ids),) = run_ranks(_loaded, 1, tmp_path / "out")
     assert (missing, dtype) == ([], "torch.bfloat16")
+    assert ids == [65, 66]
 
 
-def _loaded(folder: Path) -> tuple[list[str], str]:
+def _loaded(folder: Path) -> tuple[list[str], str, list[int]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoTokenizer.from_pretrained(folder)
+    ids = AutoTokenizer.from_pretrained(folder).encode("AB", add_special_tokens=False)
     model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    return [*found["missing_keys"], *found["unexpected_keys"]], str(model.dtype)
+    return [*found["missing_keys"], *found["unexpected_keys"]], str(model.dtype), ids
 
 
 def test_adapters_alone_are_saved_and_the_directory_is_their_base(llama, prose, tmp_path):
