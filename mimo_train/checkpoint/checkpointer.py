@@ -229,7 +229,7 @@ class Checkpointer:
                 **self._fingerprints.record(),
             }
             record = record_of(self._run, self._optimizer, self._schedulers, self._train_state, others)
-            beside = beside and (cfg.asynchronous == "true" or (cfg.asynchronous == "auto" and fits(demands)))
+            beside = beside and (cfg.asynchronous is True or (cfg.asynchronous == "auto" and fits(demands)))
             self._save, hold = begin_save(target, parts, record, sizes, self._snapshot if beside else None)
         self._optimizer.before_update, self._heard = hold, self._optimizer.arrivals
         return beside

@@ -6,7 +6,7 @@ Imports no torch; reading YAML is in `compose`. Sizes, ranks and batches are loo
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data.bounds import BOUNDS
 from mimo_train.config.fault import Fault
@@ -238,7 +238,7 @@ class CheckpointConfig:
     """Leave weights that the run never trains out of checkpoints: with adapters a checkpoint holds these, other trained
     weights such as a projector, and the optimizer's state. The rest comes from `weights`, or from `run.seed`, again.
     See docs/frozen.md#small-checkpoints."""
-    asynchronous: str = key("auto", choices=("auto", "true", "false"))
+    asynchronous: bool | Literal["auto"] = "auto"
     """Whether training goes on while a checkpoint is written, from a copy in the host's memory: `true`, `false`, or
     `auto`: where each host has twice the memory free that its ranks' copies take. See
     docs/checkpoints.md#while-training-goes-on."""
@@ -252,10 +252,6 @@ class CheckpointConfig:
     non_persistent_interval: int = key(0, at_least=0)
     """Steps between checkpoints of which only the newest stays, besides the others; `resume: auto` takes the newest of
     both kinds. 0: none."""
-
-    def __post_init__(self) -> None:
-        # A key of words makes True of YAML's true.
-        self.asynchronous = str(self.asynchronous).lower()
 
 
 @dataclass

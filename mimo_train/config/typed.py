@@ -60,7 +60,7 @@ class _Misfit(ValueError):
     """A value of another type than its field's."""
 
     def __init__(self, key: str, wanted: str, value: Any):
-        self.key, self.sentence = key, f"must be {wanted}, is {shown_plain(value)}"
+        self.key, self.wanted, self.sentence = key, wanted, f"must be {wanted}, is {shown_plain(value)}"
         super().__init__(self.sentence)
 
 
@@ -97,14 +97,17 @@ def _value(wanted: Any, value: Any, key: str) -> tuple[Any, list[Fault]]:
 def _one_of(choices: tuple[Any, ...], value: Any, key: str) -> tuple[Any, list[Fault]]:
     if value is None and type(None) in choices:
         return None, []
-    real = [choice for choice in choices if choice is not type(None)]
-    for at, choice in enumerate(real):
+    misfits = []
+    for choice in choices:
+        if choice is type(None):
+            continue
         try:
             return _value(choice, value, key)
-        except _Misfit:
-            if at == len(real) - 1:
-                raise
-    raise AssertionError(choices)
+        except _Misfit as misfit:
+            misfits.append(misfit)
+    if len(misfits) == 1:
+        raise misfits[0]
+    raise _Misfit(key, " or ".join(misfit.wanted for misfit in misfits), value)
 
 
 def _mapping(inner: tuple[Any, ...], value: Any, key: str) -> tuple[dict[Any, Any], list[Fault]]:

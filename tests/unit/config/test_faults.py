@@ -44,7 +44,8 @@ def wrong_values() -> Iterator[tuple[str, Any, str]]:
             if rules.above is not None:
                 yield key, holding(rules.above), f"above {rules.above}"
             if rules.below is not None:
-                yield key, holding(rules.below), f"below {rules.below}, is {rules.below}"
+                zero = f" (0: {rules.zero_means})" if rules.zero_means else ""
+                yield key, holding(rules.below), f"below {rules.below}{zero}, is {rules.below}"
             if rules.at_most is not None and "batch_size" not in key:
                 yield key, holding(rules.at_most + max(1, abs(rules.at_most))), f"at most {shown(rules.at_most)}"
 
