@@ -35,9 +35,11 @@ LAYOUTS = {
     },
     "llava_next": {
         "one process": ONE,
+        # A tile has 17 tokens in its encoder, the class token among them, which two ranks cannot share.
         "tp2": (
             "layout=one_process",
-            *(f"modules.{name}.layout.{size}" for name in ("images", "language") for size in ("tp=2", "sp=true")),
+            "modules.images.layout.tp=2",
+            *(f"modules.language.layout.{size}" for size in ("tp=2", "sp=true")),
         ),
         "pp2": (APART, "modules.images.layout.pp=2", "modules.language.layout.pp=2"),
         "split": (APART, "modules.images.layout.dp=2"),

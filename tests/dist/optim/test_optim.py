@@ -75,7 +75,7 @@ def _norms_and_clipping(cfg) -> tuple[dict, float, dict]:
         for name, info in optimizer.module_infos.items():
             squares = [
                 float(parameter.grad.double().square().sum())
-                for part in optimizer._inner(info)
+                for part in optimizer.inner(info)
                 for parameter in part.get_parameters()
             ]
             left[name] = math.sqrt(sum(squares))

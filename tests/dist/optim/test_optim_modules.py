@@ -29,7 +29,7 @@ def _rates_of_groups(cfg) -> dict[str, set[tuple[float, float]]]:
     run.train(5)
     return {
         name: {
-            (group["lr"], group["weight_decay"]) for part in run.optimizer._inner(info) for group in part.param_groups
+            (group["lr"], group["weight_decay"]) for part in run.optimizer.inner(info) for group in part.param_groups
         }
         for name, info in run.optimizer.module_infos.items()
         if info.optimizer is not None
@@ -222,7 +222,7 @@ def _resumed_rates(cfg, save: bool) -> tuple[list[tuple], set[float]]:
     numbers = run.train(2)
     if save:
         run.save()
-    inner = run.optimizer._inner(run.optimizer.module_infos["images"])
+    inner = run.optimizer.inner(run.optimizer.module_infos["images"])
     return numbers, {round(group["lr"], 9) for part in inner for group in part.param_groups}
 
 
