@@ -130,9 +130,13 @@ def _first_line(run: "Run") -> str:
     """What is about to run, while the libraries are imported."""
     modules = ", ".join(f"{name} ({sizes})" for name, sizes in run.layout.modules.items())
     ranks = f"{run.layout.world_size} processes" if run.layout.world_size > 1 else "one process"
+    families = [getattr(module.encoder, "family", "") for module in run.cfg.modules.values()]
+    own = [*(family for family in families if "." in family or ":" in family), *run.cfg.train.callbacks]
     return (
         f"{run.dir}: {modules} on {ranks}; {run.cfg.train.iters} steps of "
-        f"{run.batch.global_batch_size} samples of {run.cfg.data.sequence_length} tokens; starting"
+        f"{run.batch.global_batch_size} samples of {run.cfg.data.sequence_length} tokens; "
+        + (f"with code of {', '.join(own)}; " if own else "")
+        + "starting"
     )
 
 
