@@ -5,14 +5,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 
-from mimo_train.commands import check, checkpoint, config, export, generate, hang, shards, train
-from mimo_train.commands.arguments import print_fault, users_faults
 from mimo_train.config.fault import UserError
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
-
-COMMANDS = (train, check, config, generate, export, checkpoint, shards, hang)
-"""Modules that add commands, in the order of the help."""
 
 DESCRIPTION = """\
 Train vision-language models on Megatron-Core, each module with its own parallel layout.
@@ -36,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_own_packages()
     except UserError as error:  # the same on every rank
         if os.environ.get("RANK", "0") == "0":
-            print_fault(error)
+            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 1
+    from mimo_train.commands.arguments import print_fault, users_faults
+
     args = _parser().parse_args(argv)
     try:
         return args.handler(args) or 0
@@ -53,13 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def command_modules() -> tuple[ModuleType, ...]:
+    """Modules that add commands, in the order of the help."""
+    # Not at the top: they import `data`, which may be another package until `require_own_packages` has looked.
+    from mimo_train.commands import check, checkpoint, config, export, generate, hang, shards, train
+
+    return train, check, config, generate, export, checkpoint, shards, hang
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mimo-train", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"mimo-train {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in COMMANDS:
+    for module in command_modules():
         module.add(commands)
     return parser
 

@@ -4,8 +4,6 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from data.shown import shown_lines
-
 
 class UserError(ValueError):
     """Base of this package's errors that a user can cause; the message contains the remedy.
@@ -34,6 +32,9 @@ class Fault:
     message: str
 
     def __str__(self) -> str:
+        # `data` may be another package until `mimo_train.launch.own_packages` has looked, which imports this module.
+        from data.shown import shown_lines
+
         return shown_lines(f"{self.key}: {self.message}" if self.key else self.message)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from data.reading import READS
 from mimo_train.flight.blame import Verdict
 from mimo_train.flight.layout import READING
 from mimo_train.flight.processes import descendants, process, runs, storage_bytes
@@ -120,6 +119,8 @@ class Watch:
 
     def _look(self) -> None:
         now, recorder = time.monotonic(), self._recorder
+        from data.reading import READS  # not where the launcher imports this module: `data` may be another package
+
         events = recorder.events + READS.count
         if events != self._events:
             self._events, self._last_event, self._progress = events, now, now

@@ -165,7 +165,7 @@ def unknown_identifiers(quoted: str) -> list[str]:
 
 
 def unknown_commands(text: str) -> list[str]:
-    known = {module.__name__.rpartition(".")[2] for module in cli.COMMANDS} | {"world"}
+    known = {module.__name__.rpartition(".")[2] for module in cli.command_modules()} | {"world"}
     return [name for name in re.findall(r"(?<![\w'.-])mimo-train ([a-z][a-z-]*)(?= )", text) if name not in known]
 
 
