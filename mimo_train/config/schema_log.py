@@ -118,6 +118,6 @@ class ProfilingConfig:
                 f"is {self.step_start}, but the run ends at train.iters {iters}: nothing would be recorded; lower it",
             )
         ranks = self.ranks
-        if not ranks or min(ranks) < 0 or (world_size is not None and max(ranks) >= world_size):
+        if not ranks or (world_size is not None and max(ranks) >= world_size):
             allowed = "0 or more" if world_size is None else f"from 0 to {world_size - 1}"
             yield Fault("profiling.ranks", f"must name at least one rank, each {allowed}, is {ranks}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from mimo_train.checkpoint import folders
 from mimo_train.metrics.sinks.jsonl import read_metrics
 from mimo_train.plan.run import resolve
+from mimo_train.training.exit import ExitVotes
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, curve
@@ -26,8 +27,10 @@ def _rank(cfg, callback: At | None, late_rank: int | None) -> int:
     from mimo_train.commands.train import main
     from mimo_train.training import pretrain
 
+    if late_rank is not None:
+        cfg.train.exit_duration_minutes = 60
     if int(os.environ["RANK"]) == late_rank:
-        cfg.train.exit_duration_minutes = 1e-6
+        pretrain.ExitVotes = lambda signal, minutes, start_time: ExitVotes(signal, minutes, start_time - 3600)
     original = pretrain.pretrain
     pretrain.pretrain = lambda run, **options: original(run, callbacks=[callback] if callback else [], **options)
     return main(resolve(cfg))

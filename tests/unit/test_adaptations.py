@@ -144,11 +144,18 @@ def test_torch_s_launcher_passes_a_signal_to_ranks_as_an_error():
     assert "raise SignalException(" in inspect.getsource(api._terminate_process_handler)
 
 
+def test_a_message_of_torch_has_no_place_for_what_a_recorder_knows_of_it():
+    """Else `parallel/recorded.py` need not keep works by their identity."""
+    from torch.distributed import Work
+
+    assert Work.__dictoffset__ == 0
+
+
 def test_every_adaptation_on_the_page_has_its_reason():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Adaptations", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| `mimo_train/(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 20
-    looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py"}
+    looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py", "parallel/recorded.py"}
     by_running = ("tests/dist/parallel/test_device.py", "tests/dist/model/test_projectors.py")
     for ours, tests in rows:
         assert ours in looked_at or any(test in tests for test in by_running), ours

@@ -23,7 +23,7 @@ def test_an_impossible_value_counts_only_where_a_profiler_is_on():
         ({"train.iters": 9}, "profiling.step_start", "is 10, but the run ends at train.iters 9"),
         ({"profiling.ranks": []}, "profiling.ranks", "at least one rank, each from 0 to 1, is []"),
         ({"profiling.ranks": [0, 2]}, "profiling.ranks", "each from 0 to 1, is [0, 2]"),
-        ({"profiling.ranks": [-1]}, "profiling.ranks", "each from 0 to 1, is [-1]"),
+        ({"profiling.ranks": [-1]}, "profiling.ranks", "must be at least 0 and at most 1048576, has -1"),
         ({"profiling.nsys": True}, "profiling.nsys", "cannot record at once: set profiling.torch=false"),
     ],
 )
