@@ -17,8 +17,9 @@ MOST_BYTES, MOST_VALUES, MOST_DEPTH = 4_000_000, 100_000, 50
 """Bounds of one file or override: its length, its values once aliases are written out, mappings and lists inside each
 other. The largest shipped run has 300 values, 5 deep."""
 
-RESOLVER = re.compile(r"\$\{\s*[\w.]+\s*:")
-"""An interpolation that calls something, `${oc.env:NAME}`, instead of naming a key, `${run.seed}`."""
+RESOLVER = re.compile(r"\$\{[^}]*[:$]")
+"""An interpolation that calls something, `${oc.env:NAME}`, or may after another one in it, instead of naming a key,
+`${run.seed}`."""
 
 
 def source_faults(path: Path, overrides: Sequence[str], roots: Sequence[Path]) -> Iterator[Fault]:

@@ -19,8 +19,9 @@ ADVANCED, SKIPPED, NAN = "advanced iterations", "skipped iterations", "nan itera
 """Counters among the sums of an interval: steps with an update, steps without, and of these the ones with a non-finite
 loss."""
 
-EMPTY = "empty iterations"
-"""A counter on the device: updates in whose step no token had a loss, which have none to take the mean of."""
+EMPTY = "empty iterations of "
+"""What the names of counters on the device begin with: updates in whose step no token had this loss, which have none to
+take the mean of. Losses that are no token's, as those of routers, have values in such steps."""
 
 
 def add_step(
@@ -40,8 +41,8 @@ def add_step(
     if not skipped_iter:
         for name, value in losses.items():
             totals[name] = totals.get(name, 0.0) + value
-        if empty is not None:
-            totals[EMPTY] = totals.get(EMPTY, 0.0) + empty
+            if empty is not None:
+                totals[EMPTY + name] = totals.get(EMPTY + name, 0.0) + empty * (value == 0)
     elif losses:
         finite = torch.stack([value.isfinite().all() for value in losses.values()]).all()
         totals[NAN] = totals[NAN] + (~finite).double()
@@ -50,9 +51,13 @@ def add_step(
 def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Mean of every loss over the updates of an interval, NaN if none had a token with loss, and the number of steps
     with a non-finite loss; resets all sums to zero."""
-    updates, nan_steps = max(totals.get(ADVANCED, 0), 1) - totals.pop(EMPTY, 0), totals.get(NAN, 0)
+    updates, nan_steps = max(totals.get(ADVANCED, 0), 1), totals.get(NAN, 0)
     counters = (ADVANCED, SKIPPED, NAN)
-    means = {name: total / updates for name, total in totals.items() if name not in counters}
+    means = {
+        name: total / (updates - totals.get(EMPTY + name, 0))
+        for name, total in totals.items()
+        if name not in counters and not name.startswith(EMPTY)
+    }
     if isinstance(nan_steps, torch.Tensor):
         means[NAN] = nan_steps
     totals.clear()

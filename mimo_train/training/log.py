@@ -77,7 +77,7 @@ class StepLog:
         self._totals: dict[str, Any] = {}
         self._shows_memory = True
         self._history: list[float] = []
-        self._loaded_step = self._state.train_state.step
+        self._loaded_step, self._empty_said = self._state.train_state.step, self._state.train_state.empty_steps
         self._started, self._last = 0.0, StepResult()
         self._rates: dict[str, float] = {}
         straggler = self._state.cfg.log.straggler
@@ -176,9 +176,10 @@ class StepLog:
             TooManyBadSamples: more bad samples than `data.max_bad_samples`; on every rank at the same step.
             UserError: more steps without any token with loss than `train.max_empty_steps`, likewise.
         """
-        state, cfg, empty_before = self._state, self._state.cfg, self._state.train_state.empty_steps
+        state, cfg = self._state, self._state.cfg
         numbers = self._interval.collect(take_means(totals))
-        if empty := state.train_state.empty_steps - empty_before:
+        empty, self._empty_said = state.train_state.empty_steps - self._empty_said, state.train_state.empty_steps
+        if empty:
             state.console.message(
                 f"step {state.train_state.step}: {empty} of the last {numbers.steps} steps had no token with loss"
             )

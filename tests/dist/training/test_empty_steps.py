@@ -54,3 +54,11 @@ def test_the_mean_of_an_interval_is_over_the_steps_with_tokens():
     assert math.isnan(take_means(totals)["lm loss"])
     add_step(totals, {"lm loss": torch.tensor(7.0)}, 0, torch.tensor(0.0))
     assert float(take_means(totals)["lm loss"]) == 7.0
+
+
+def test_a_loss_that_is_no_token_s_counts_in_every_step():
+    totals: dict = {}
+    for empty in (1.0, 0.0, 0.0, 0.0):
+        losses = {"lm loss": torch.tensor(2.0 - 2 * empty), "z_loss": torch.tensor(1.0)}
+        add_step(totals, losses, 0, torch.tensor(empty))
+    assert {name: float(mean) for name, mean in take_means(totals).items()} == {"lm loss": 2.0, "z_loss": 1.0}

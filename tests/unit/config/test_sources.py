@@ -27,6 +27,8 @@ def faults(config, *overrides):
         ("run: &a {dir: [*a]}\n", "the alias *a stands inside of what it stands for"),
         ("run: {dir: '${oc.env:HOME}'}\n", "run.dir: is '${oc.env:HOME}', and a config calls nothing"),
         ("data: {shards: 'x-${oc.env:SECRET,none}.tar'}\n", "data.shards: is"),
+        ("data: {shards: '${oc.${run.dir}:HOME}'}\nrun: {dir: env}\n", "data.shards: is"),
+        ("data: {shards: '${${run.dir}:HOME}'}\nrun: {dir: oc.env}\n", "data.shards: is"),
         ("hydra: {searchpath: ['pkg://hostile_package']}\n", "hydra: keys of Hydra itself"),
         ("run: !!python/object/apply:os.system ['touch ran']\n", "could not determine a constructor"),
     ],
