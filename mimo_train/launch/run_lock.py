@@ -162,6 +162,8 @@ class RunLock:
                 if self._descriptor is None:
                     return
                 try:
+                    if not self._is_in_place():
+                        self._put_in_place()
                     holder = self._holder()
                     if not holder or self._is_mine(holder):
                         self._write()
@@ -170,6 +172,27 @@ class RunLock:
                     continue  # a file system that does not answer: training goes on
             self._on_lost(f"{self._in_use(holder)}; this process ends")
             return
+
+    def _is_in_place(self) -> bool:
+        """Whether the file that is locked still has its name: removed, it keeps no other run away."""
+        assert self._descriptor is not None
+        mine = os.fstat(self._descriptor)
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def _put_in_place(self) -> None:
+        """Lock a new file in the place of a removed one; that of another run, if one was faster, is looked at only.
+
+        Raises:
+            OSError: the folder is not there.
+        """
+        before, self._descriptor = self._descriptor, os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        assert before is not None
+        os.close(before)
+        self._taken()
 
     def _is_mine(self, holder: dict[str, object]) -> bool:
         return all(holder.get(key) == self._me[key] for key in ("host", "pid"))

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -15,17 +16,20 @@ from mimo_train.config.fault import UserError
 from mimo_train.launch import run_lock
 from mimo_train.launch.run_lock import LOCK_FILE, RunLock
 
-HOLD = (
-    "import sys, pathlib, mimo_train.launch.run_lock as l; k = l.RunLock(pathlib.Path('.')); print(1); sys.stdin.read()"
-)
+HOLD = """
+import sys, pathlib, mimo_train.launch.run_lock as l
+k = l.RunLock(pathlib.Path('.'), beat=float(sys.argv[1])); print(1); sys.stdin.read()
+"""
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """A process that holds the lock of `tmp_path`."""
+@pytest.fixture(params=[10.0])
+def holder(request, tmp_path):
+    """A process that holds the lock of `tmp_path`; the parameter is the seconds between its signs of life."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-u", "-c", HOLD], cwd=tmp_path, env=environment, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", HOLD, str(request.param)], cwd=tmp_path, env=environment, **pipes
+    )
     assert process.stdout.readline() == b"1\n"
     yield process
     process.kill()
@@ -109,6 +113,24 @@ def test_a_holder_shows_signs_of_life_and_learns_that_it_was_taken_over(tmp_path
     assert came.wait(60) and "is in use by process 7 on elsewhere" in lost[0]
     lock.close()
     assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == "elsewhere"  # theirs is left alone
+
+
+@pytest.mark.parametrize("holder", [0.1], indirect=True)
+def test_a_removed_file_is_put_back(tmp_path, holder):
+    (tmp_path / LOCK_FILE).unlink()
+    while not ((tmp_path / LOCK_FILE).exists() and (tmp_path / LOCK_FILE).stat().st_size):
+        time.sleep(0.01)
+    with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
+        RunLock(tmp_path)
+
+
+def test_a_run_ends_where_another_has_the_place_of_its_removed_file(tmp_path):
+    lost, came = [], threading.Event()
+    lock = RunLock(tmp_path, beat=0.02, on_lost=lambda why: (lost.append(why), came.set()))
+    (tmp_path / "new").write_text(written_by("elsewhere", 1))
+    (tmp_path / "new").replace(tmp_path / LOCK_FILE)
+    assert came.wait(60) and "is in use by process 7 on elsewhere" in lost[0]
+    lock.close()
 
 
 def test_a_run_that_has_ended_leaves_nothing_to_wait_for(tmp_path):
