@@ -27,6 +27,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mimo_train.flight.recorder import START
 from mimo_train.flight.watch import HANG_CODE, hand_down
 from mimo_train.launch.grace import grace_seconds
 from mimo_train.launch.meeting import meet
@@ -192,10 +193,13 @@ def _attempts(attempt: Callable[[], object], options: Any, ranks: Ranks, folder:
 
 
 def _meet(options: Any) -> None:
-    """Meets the launchers of other nodes where torchrun will open its store."""
+    """Meets the launchers of other nodes where torchrun will open its store, and tells the ranks what is new of this
+    start."""
+    os.environ.pop(START, None)  # of whoever has started this launcher
     static = options.rdzv_backend == "static" and not options.standalone and not options.rdzv_endpoint
     if static and options.nnodes.isdecimal() and int(options.nnodes) > 1:
-        meet(options.master_addr, int(options.master_port), int(options.nnodes), int(options.node_rank))
+        nodes, node = int(options.nnodes), int(options.node_rank)
+        os.environ[START] = meet(options.master_addr, int(options.master_port), nodes, node)
 
 
 def _adapt(context_class: Any, ranks: Ranks) -> None:
