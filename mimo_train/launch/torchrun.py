@@ -94,14 +94,20 @@ class Ranks:
         self.context, self.starting = context, False
         if self.supervisor is not None:
             self.supervisor.started(handler.proc.pid for handler in context.subprocess_handlers.values())
+        if self.stop_asked:  # torchrun has started ranks again meanwhile: these do not know
+            self._signal(signal.SIGTERM)
         if self._early is not None:
-            self.ask_to_stop(self._early, None)
+            early, self._early = self._early, None
+            self.ask_to_stop(early, None)
 
     def stopped_within(self, seconds: float) -> bool:
         """Wait before a restart; whether a stop was requested meanwhile."""
         self.context, deadline = _Waiting(), time.monotonic() + seconds
         while time.monotonic() < deadline and not self.stop_asked:
             time.sleep(0.1)
+        # As before the first start: a signal while nodes wait for each other ends the launcher. One that came before
+        # this line has set what is returned.
+        self.context = None
         return self.stop_asked
 
     def end_of_grace(self, _signum: int, _frame: object) -> None:
