@@ -12,6 +12,9 @@ from mimo_train.flight import layout
 from mimo_train.flight.processes import process
 from mimo_train.flight.recorder import FOLDER
 
+CLOCKS = 10.0
+"""Seconds by which the clocks of machines may differ."""
+
 
 class Event(NamedTuple):
     """A phase that began, a message that was issued or is waited for; fields as in `layout.EVENT`."""
@@ -102,6 +105,11 @@ class Rank:
         return last.number if last else 0
 
     @property
+    def seen_at(self) -> float:
+        """Time of day of its last heartbeat."""
+        return self.beat_at + self.offset
+
+    @property
     def here(self) -> bool:
         """Whether the rank runs, or ran, on this machine."""
         return self.host == socket.gethostname()
@@ -132,12 +140,14 @@ def _began(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.glob("rank_*.names")), default=0.0)
 
 
-def read_ranks(folder: Path, first: int | None = None) -> dict[int, Rank]:
-    """All ranks of a start that have a whole file.
+def read_ranks(folder: Path, first: int | None = None, since: float = 0.0) -> dict[int, Rank]:
+    """All ranks of a start that have a whole file. Files of an earlier start may lie there too: those of a run of
+    another size are left out.
 
     Args:
         folder: as `newest_start` gives it.
         first: number of ranks to read, the first of those that there are.
+        since: time of day; ranks that were seen last before it are left out.
     """
     found = {}
     for path in sorted(folder.glob("rank_*.bin"))[:first]:
@@ -147,8 +157,10 @@ def read_ranks(folder: Path, first: int | None = None) -> dict[int, Rank]:
             continue
         if len(raw) == layout.SIZE and raw.startswith(layout.MAGIC):
             rank = _rank(path, raw)
-            found[rank.rank] = rank
-    return found
+            if rank.seen_at >= since - CLOCKS:
+                found[rank.rank] = rank
+    newest = max(found.values(), key=lambda rank: rank.seen_at, default=None)
+    return {number: rank for number, rank in found.items() if newest and rank.world_size == newest.world_size}
 
 
 def _rank(path: Path, raw: bytes) -> Rank:

@@ -48,6 +48,10 @@ FOLDER = "flight"
 """In `run.dir`, with a folder for each start of the run."""
 KEPT_STARTS = 2
 """Newest starts whose files stay."""
+REPORT = "report.txt"
+"""Of a hang, beside the ranks' files."""
+START = "MIMO_START"
+"""Environment variable of the ranks: what the launchers of several nodes have agreed on for this start."""
 
 _now, _event, _slot = time.monotonic, EVENT.pack_into, SLOT.pack_into
 
@@ -72,6 +76,7 @@ class Recorder:
         step: the step that has begun last, counted from 1; 0 before.
         events: signs of progress.
         folder: of this start of the run; None while nothing is recorded.
+        opened: when its file was made, by the clock of the file system.
     """
 
     def __init__(self) -> None:
@@ -79,7 +84,7 @@ class Recorder:
         self._names: IO[str] | None = None
         self._clear()
         self.folder: Path | None = None
-        self.rank = 0
+        self.rank, self.opened = 0, 0.0
 
     def _clear(self) -> None:
         self.step = self.events = self._depth = self._phase = self._beats = 0
@@ -100,6 +105,8 @@ class Recorder:
         folder = run_dir / FOLDER / _start_name()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                _remove_left(folder, world_size)
             # A new file, not an old one cut short: who still maps that would die of SIGBUS.
             with suppress(FileNotFoundError):
                 _file(folder, rank).unlink()
@@ -108,6 +115,7 @@ class Recorder:
                 os.posix_fallocate(file.fileno(), 0, SIZE)  # a store into a hole of a full disk would be fatal too
                 self._map = mmap.mmap(file.fileno(), SIZE)
             self._names = open(_file(folder, rank).with_suffix(".names"), "w", buffering=1, encoding="utf-8")
+            self.opened = os.fstat(self._names.fileno()).st_mtime
         except OSError:
             self._map = bytearray(SIZE)
         else:
@@ -286,11 +294,27 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.bin"
 
 
+def _remove_left(folder: Path, world_size: int) -> None:
+    """Remove what an earlier start of the same name has left and this one does not write anew."""
+    (folder / REPORT).unlink(missing_ok=True)
+    for file in folder.glob("rank_*.*"):
+        number = file.stem.removeprefix("rank_")
+        if number.isdecimal() and int(number) >= world_size:
+            file.unlink(missing_ok=True)
+
+
 def _start_name() -> str:
-    """The same on every rank of this start of the run, and another at the next: where the processes meet, and the
-    attempt; of a process without a launcher its number."""
+    """The same on every rank of this start of the run: where the processes meet, and the attempt; of a process without
+    a launcher its number. Another at the next start, but on several nodes that torchrun alone has started, and for
+    processes that something else has: nothing that all of these know is new then."""
     parts = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
     parts += [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "MIMO_RESTART")]
+    # Torchrun makes a folder of a random name, with one for each attempt and in it one for each rank.
+    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if stamp := os.environ.get(START):
+        parts.append(stamp)
+    elif os.environ.get("GROUP_WORLD_SIZE") == "1" and len(own.parts) > 3:
+        parts.append(own.parts[-4])
     if not parts[1] or os.environ.get("WORLD_SIZE", "1") == "1":
         parts = [socket.gethostname(), str(os.getpid())]
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", "-".join(parts))[:120]
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", "-".join(parts))[-120:]

@@ -16,16 +16,17 @@ MOST_FRAMES = 14
 OWN_CODE = ("mimo_train/", "/data/", "encoders/")
 
 
-def look(folder: Path, sleep: Callable[[float], None] = time.sleep) -> Verdict:
+def look(folder: Path, sleep: Callable[[float], None] = time.sleep, since: float = 0.0) -> Verdict:
     """Read all ranks of a start twice, and judge.
 
     Args:
         folder: of a start of the run, see `newest_start`.
         sleep: called between the readings.
+        since: see `read_ranks`.
     """
-    first = read_ranks(folder)
+    first = read_ranks(folder, since=since)
     sleep(PAUSE)
-    second = read_ranks(folder)
+    second = read_ranks(folder, since=since)
     states = {number: state_of(first.get(number, rank), rank) for number, rank in second.items()}
     return judge(first, second, states)
 
@@ -98,7 +99,7 @@ def _doing(rank: Rank, state: str) -> str:
     if rank.reading:
         words.append(f"reads {rank.reading}")
     if state != ALIVE:
-        seen = time.strftime("%H:%M:%S", time.localtime(rank.beat_at + rank.offset))
+        seen = time.strftime("%H:%M:%S", time.localtime(rank.seen_at))
         words.append(f"last seen at {seen}")
     if rank.error:
         words.append(f"error: {rank.error}")

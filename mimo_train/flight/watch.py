@@ -15,13 +15,11 @@ from mimo_train.flight.blame import Verdict
 from mimo_train.flight.layout import READING
 from mimo_train.flight.processes import descendants, process, runs, storage_bytes
 from mimo_train.flight.read import ALIVE, Rank, read_ranks, state_of
-from mimo_train.flight.recorder import Recorder
+from mimo_train.flight.recorder import REPORT, Recorder
 from mimo_train.flight.report import PAUSE, look, report
 
 HANG_CODE = 18
 """Exit code of a run that was ended because it hung."""
-REPORT = "report.txt"
-"""Beside the ranks' files."""
 LOOKERS = 4
 """First ranks, which look at all others when nothing moves; those behind do if none of them lives."""
 BEAT = 0.5
@@ -160,11 +158,11 @@ class Watch:
             self._sleep(FOR_STACKS)
         written = folder / REPORT
         if self._recorder.rank >= LOOKERS and self._is_looked_after(folder):
-            if written.exists():
+            if self._is_reported(written):
                 self._leave()
             self._next_look = time.monotonic() + 2 * BEAT
             return
-        verdict = look(folder, self._sleep)
+        verdict = look(folder, self._sleep, self._recorder.opened)
         left = self._until_hang(verdict)
         if left > 0:
             # One that is waited for works, or has begun to hang later than this rank has begun to wait for it.
@@ -185,8 +183,9 @@ class Watch:
     def _is_first(self, written: Path) -> bool:
         """Whether this rank is the first that has come to a verdict; it reports."""
         with suppress(OSError):
-            if not self._ends and time.time() - written.stat().st_mtime > self._seconds:
-                written.unlink()  # of an earlier hang
+            earlier = not self._ends and time.time() - written.stat().st_mtime > self._seconds
+            if earlier or not self._is_reported(written):
+                written.unlink()  # of an earlier hang, or of an earlier start
         try:
             written.touch(exist_ok=False)
         except FileExistsError:
@@ -194,6 +193,13 @@ class Watch:
         except OSError:  # the folder is gone or full: every rank says it
             return True
         return True
+
+    def _is_reported(self, written: Path) -> bool:
+        """Whether there is a report of this start: one of an earlier start of the same name is older than its file."""
+        try:
+            return written.stat().st_mtime >= self._recorder.opened
+        except OSError:
+            return False
 
     def _leave(self) -> None:
         """End a little later than the rank that reports: its exit code is the launcher's. This one's is for a launcher
@@ -205,9 +211,11 @@ class Watch:
     def _is_looked_after(self, folder: Path) -> bool:
         """Whether one of the first ranks lives, and looks. Thousands of ranks that read each other's files would be too
         much for a file server."""
-        first = read_ranks(folder, LOOKERS)
+        since = self._recorder.opened
+        first = read_ranks(folder, LOOKERS, since)
         self._sleep(PAUSE)
-        return any(state_of(first.get(n, rank), rank) == ALIVE for n, rank in read_ranks(folder, LOOKERS).items())
+        second = read_ranks(folder, LOOKERS, since)
+        return any(state_of(first.get(n, rank), rank) == ALIVE for n, rank in second.items())
 
     def _sleep(self, seconds: float) -> None:
         """Wait, with heartbeats: the others must not take this rank for a dead one."""

@@ -5,6 +5,7 @@ node 0 says who holds the port, and the others, which get no answer from that pr
 """
 
 import errno
+import secrets
 import selectors
 import socket
 import sys
@@ -19,10 +20,10 @@ PATIENCE = 900.0
 """Seconds that nodes wait for each other, as torchrun's store does."""
 ANSWER = 10.0
 """Seconds in which node 0 answers a connection."""
-_HELLO, _GO = b"mimo-train ", b"go\n"
+_HELLO, _GO = b"mimo-train ", b"go "
 
 
-def meet(address: str, port: int, nodes: int, node: int) -> None:
+def meet(address: str, port: int, nodes: int, node: int) -> str:
     """Wait until the launchers of all nodes are there; the port is free again afterwards.
 
     Args:
@@ -30,14 +31,17 @@ def meet(address: str, port: int, nodes: int, node: int) -> None:
         nodes: number of nodes.
         node: this one, 0 to nodes - 1.
 
+    Returns:
+        A word that is the same for all launchers, and new at each start.
+
     Raises:
         UserError: the port of node 0 is in use, a program that is no launcher answers there, nodes were started with
             different numbers of them, or do not come.
     """
-    (_host if node == 0 else _join)(address, port, nodes, node)
+    return (_host if node == 0 else _join)(address, port, nodes, node)
 
 
-def _host(address: str, port: int, nodes: int, _node: int) -> None:
+def _host(address: str, port: int, nodes: int, _node: int) -> str:
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -68,9 +72,11 @@ def _host(address: str, port: int, nodes: int, _node: int) -> None:
                     connection.close()
                 else:
                     arrived[number] = connection
+        stamp = secrets.token_hex(4)
         for connection in arrived.values():
             with suppress(OSError), closing(connection):
-                connection.sendall(_GO)
+                connection.sendall(_GO + stamp.encode() + b"\n")
+    return stamp
 
 
 def _greeted(connection: socket.socket, nodes: int) -> int | None:
@@ -93,7 +99,7 @@ def _greeted(connection: socket.socket, nodes: int) -> int | None:
     return number
 
 
-def _join(address: str, port: int, nodes: int, node: int) -> None:
+def _join(address: str, port: int, nodes: int, node: int) -> str:
     deadline, why = time.monotonic() + PATIENCE, ""
     while time.monotonic() < deadline:
         try:
@@ -121,9 +127,9 @@ def _join(address: str, port: int, nodes: int, node: int) -> None:
                 answer = _line(connection)
             except OSError:
                 answer = b""
-            if answer != _GO.strip():
+            if not answer.startswith(_GO):
                 raise UserError(f"node 0 ({address}:{port}) ended before all nodes were there")
-            return
+            return answer.removeprefix(_GO).decode()
     raise UserError(f"node 0 does not answer at MASTER_ADDR {address}, MASTER_PORT {port} within {PATIENCE:g} s: {why}")
 
 

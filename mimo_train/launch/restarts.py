@@ -46,7 +46,7 @@ def failure_of(code: int, scratch: Path) -> Failure:
         ranks = read_ranks(Path((scratch / FLIGHT).read_text()))
     except OSError:
         return Failure(code, -1)
-    errors = sorted((rank.beat_at + rank.offset, rank.error) for rank in ranks.values() if rank.error)
+    errors = sorted((rank.seen_at, rank.error) for rank in ranks.values() if rank.error)
     step = max((rank.step for rank in ranks.values()), default=-1)
     return Failure(code, step, errors[0][1] if errors else "")
 

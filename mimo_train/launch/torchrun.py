@@ -27,6 +27,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mimo_train.flight.recorder import START
 from mimo_train.flight.watch import HANG_CODE, hand_down
 from mimo_train.launch.grace import grace_seconds
 from mimo_train.launch.meeting import meet
@@ -93,14 +94,20 @@ class Ranks:
         self.context, self.starting = context, False
         if self.supervisor is not None:
             self.supervisor.started(handler.proc.pid for handler in context.subprocess_handlers.values())
+        if self.stop_asked:  # torchrun has started ranks again meanwhile: these do not know
+            self._signal(signal.SIGTERM)
         if self._early is not None:
-            self.ask_to_stop(self._early, None)
+            early, self._early = self._early, None
+            self.ask_to_stop(early, None)
 
     def stopped_within(self, seconds: float) -> bool:
         """Wait before a restart; whether a stop was requested meanwhile."""
         self.context, deadline = _Waiting(), time.monotonic() + seconds
         while time.monotonic() < deadline and not self.stop_asked:
             time.sleep(0.1)
+        # As before the first start: a signal while nodes wait for each other ends the launcher. One that came before
+        # this line has set what is returned.
+        self.context = None
         return self.stop_asked
 
     def end_of_grace(self, _signum: int, _frame: object) -> None:
@@ -192,10 +199,13 @@ def _attempts(attempt: Callable[[], object], options: Any, ranks: Ranks, folder:
 
 
 def _meet(options: Any) -> None:
-    """Meets the launchers of other nodes where torchrun will open its store."""
+    """Meets the launchers of other nodes where torchrun will open its store, and tells the ranks what is new of this
+    start."""
+    os.environ.pop(START, None)  # of whoever has started this launcher
     static = options.rdzv_backend == "static" and not options.standalone and not options.rdzv_endpoint
     if static and options.nnodes.isdecimal() and int(options.nnodes) > 1:
-        meet(options.master_addr, int(options.master_port), int(options.nnodes), int(options.node_rank))
+        nodes, node = int(options.nnodes), int(options.node_rank)
+        os.environ[START] = meet(options.master_addr, int(options.master_port), nodes, node)
 
 
 def _adapt(context_class: Any, ranks: Ranks) -> None:

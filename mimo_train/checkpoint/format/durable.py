@@ -3,10 +3,16 @@
 import ctypes
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
+
+from mimo_train.flight.recorder import RECORDER
+
+FLUSHED = 2**28
+"""Bytes after which a file is flushed: one flush of a large file takes minutes without a sign of progress."""
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -22,12 +28,23 @@ def write_all(file: int, data: bytes | memoryview) -> None:
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> int:
-    """Write a new file and flush it; returns its size. The file is removed if that fails."""
+    """Write a new file and flush it; returns its size. The file is removed if that fails. What reaches the disk
+    meanwhile, FLUSHED bytes at a time, is a sign of progress."""
     size, file = 0, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        for part in parts:
-            write_all(file, part)
-            size += len(part)
+        # In a thread, which begins with the first flush: what comes next is made and written meanwhile.
+        with ThreadPoolExecutor(1, "flush") as thread:
+            flushed, flush = 0, Future[None]()
+            flush.set_result(None)
+            for piece in _pieces(parts):
+                write_all(file, piece)
+                size += len(piece)
+                if size - flushed >= FLUSHED:
+                    flush.result()
+                    RECORDER.tick()
+                    flushed, flush = size, thread.submit(os.fdatasync, file)
+            flush.result()
+            RECORDER.tick()
         os.fsync(file)
     except BaseException:
         path.unlink(missing_ok=True)
@@ -35,6 +52,15 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> int:
     finally:
         os.close(file)
     return size
+
+
+def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The parts, those above FLUSHED bytes in several."""
+    for part in parts:
+        left = memoryview(part)
+        while left:
+            yield left[:FLUSHED]
+            left = left[FLUSHED:]
 
 
 def put_in_place(new: Path, final: Path) -> None:
