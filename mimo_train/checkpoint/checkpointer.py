@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
@@ -256,7 +257,9 @@ class Checkpointer:
         if folder is not None:
             return folder
         if cfg.checkpoint.weights:
-            weights = folders.in_folder(Path(cfg.checkpoint.weights), "checkpoint.weights")
+            key = "checkpoint.weights"
+            weights = chosen_by_first(lambda: folders.in_folder(Path(cfg.checkpoint.weights), key), key)
+            assert weights is not None
             self._require_none(partial(self._weights_faults, weights))
             load_weights(weights, layout, self._model)
             read = True
@@ -317,18 +320,13 @@ class Checkpointer:
         return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=mine)
 
     def _chosen(self) -> Path | None:
-        """The checkpoint that the config names: rank 0 chooses, and every rank must find it. Collective."""
-        box = list[Path | None]([None])
-        with agreed():
-            if dist.get_rank() == 0:
-                folders.finish_renames(self._run.dir)
-                box = [folders.chosen(self._run.dir, self._run.cfg.checkpoint.resume)]
-        dist.broadcast_object_list(box)
-        folder = box[0]
-        with agreed():
-            if folder is not None:
-                folders.require_seen(folder)
-        return folder
+        """The checkpoint that `checkpoint.resume` names. Collective."""
+
+        def choose() -> Path | None:
+            folders.finish_renames(self._run.dir)
+            return folders.chosen(self._run.dir, self._run.cfg.checkpoint.resume)
+
+        return chosen_by_first(choose, "checkpoint.resume")
 
     def close(self) -> None:
         """Wait for what this rank writes, also after a failure: not collective."""

@@ -223,11 +223,11 @@ def record_text(record: dict[str, Any]) -> bytes:
     return json.dumps(record, indent=1).encode()
 
 
-def require_seen(folder: Path) -> None:
-    """Raises UserError where this rank does not find a complete checkpoint that another one has found."""
+def require_seen(folder: Path, key: str = "run.dir") -> None:
+    """Raises UserError, with `key`, where this rank does not find a complete checkpoint that another one has found."""
     if not (folder / COMPLETE).is_file():
         raise UserError(
-            f"run.dir: a rank does not find {folder}, which rank 0 continues from: it must be on a file system that "
+            f"{key}: a rank does not find {folder}, which rank 0 has chosen: it must be on a file system that "
             "all nodes see"
         )
 
