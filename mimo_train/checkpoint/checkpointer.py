@@ -267,7 +267,7 @@ class Checkpointer:
             read = self._read_initial_weights()
             # Collective, and whether an encoder has brought weights differs by rank.
             read = self._read_adapters() or read
-        self._load_modules()
+        self.loaded = load_modules(cfg, self._model, self._fingerprints.vocabulary)
         if read or self.loaded:
             # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
@@ -287,15 +287,13 @@ class Checkpointer:
             self._read_initial_weights()
         load_base(folder, layout, self._model, cfg.checkpoint.weights)
         if partly:
-            self._load_modules()
+            # As its run began: `loaded` tells of what a new run has taken.
+            load_modules(cfg, self._model, self._fingerprints.vocabulary)
         whole = (self._model, self._optimizer, self._schedulers, self._train_state)
         record = load_checkpoint(folder, layout, *whole)
         self._resumed = self._train_state.step, record.get(SUMS)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
             self._rerun.load_state_dict(record["rerun"])
-
-    def _load_modules(self) -> None:
-        self.loaded = load_modules(self._run.cfg, self._model, self._fingerprints.vocabulary)
 
     def _read_initial_weights(self) -> bool:
         """Weights of a new run that are not drawn; whether there are any. Collective."""
