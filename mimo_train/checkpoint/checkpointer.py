@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
@@ -256,7 +257,9 @@ class Checkpointer:
         if folder is not None:
             return folder
         if cfg.checkpoint.weights:
-            weights = folders.in_folder(Path(cfg.checkpoint.weights), "checkpoint.weights")
+            key = "checkpoint.weights"
+            weights = chosen_by_first(lambda: folders.in_folder(Path(cfg.checkpoint.weights), key), key)
+            assert weights is not None
             self._require_none(partial(self._weights_faults, weights))
             load_weights(weights, layout, self._model)
             read = True
@@ -264,7 +267,7 @@ class Checkpointer:
             read = self._read_initial_weights()
             # Collective, and whether an encoder has brought weights differs by rank.
             read = self._read_adapters() or read
-        self._load_modules()
+        self.loaded = load_modules(cfg, self._model, self._fingerprints.vocabulary)
         if read or self.loaded:
             # The optimizer holds master copies of the initial weights.
             self._optimizer.reload_model_params()
@@ -284,15 +287,13 @@ class Checkpointer:
             self._read_initial_weights()
         load_base(folder, layout, self._model, cfg.checkpoint.weights)
         if partly:
-            self._load_modules()
+            # As its run began: `loaded` tells of what a new run has taken.
+            load_modules(cfg, self._model, self._fingerprints.vocabulary)
         whole = (self._model, self._optimizer, self._schedulers, self._train_state)
         record = load_checkpoint(folder, layout, *whole)
         self._resumed = self._train_state.step, record.get(SUMS)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
             self._rerun.load_state_dict(record["rerun"])
-
-    def _load_modules(self) -> None:
-        self.loaded = load_modules(self._run.cfg, self._model, self._fingerprints.vocabulary)
 
     def _read_initial_weights(self) -> bool:
         """Weights of a new run that are not drawn; whether there are any. Collective."""
@@ -317,18 +318,13 @@ class Checkpointer:
         return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=mine)
 
     def _chosen(self) -> Path | None:
-        """The checkpoint that the config names: rank 0 chooses, and every rank must find it. Collective."""
-        box = list[Path | None]([None])
-        with agreed():
-            if dist.get_rank() == 0:
-                folders.finish_renames(self._run.dir)
-                box = [folders.chosen(self._run.dir, self._run.cfg.checkpoint.resume)]
-        dist.broadcast_object_list(box)
-        folder = box[0]
-        with agreed():
-            if folder is not None:
-                folders.require_seen(folder)
-        return folder
+        """The checkpoint that `checkpoint.resume` names. Collective."""
+
+        def choose() -> Path | None:
+            folders.finish_renames(self._run.dir)
+            return folders.chosen(self._run.dir, self._run.cfg.checkpoint.resume)
+
+        return chosen_by_first(choose, "checkpoint.resume")
 
     def close(self) -> None:
         """Wait for what this rank writes, also after a failure: not collective."""

@@ -1,13 +1,13 @@
 """A checkpoint that could not be written: the same error on every rank, at the same step."""
 
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import Any, cast
 
 from mimo_train.checkpoint.format.files import Damage
 from mimo_train.checkpoint.format.write import NotFinite
 from mimo_train.checkpoint.full_disk import why_full
 from mimo_train.config.fault import PeersError, UserError
+from mimo_train.parallel.agreement import agreed
 
 
 class SaveFailed(UserError):
@@ -59,22 +59,27 @@ def raise_together(own: BaseException | None, run_dir: Path) -> None:
 
     Raises:
         SaveFailed: a peer's is a PeersError too.
-        BaseException: `own`, where it is no error that a user can cause.
+        BaseException: `own`, where it is no error of a save that a user can cause; on the other ranks a PeersError
+            that is no SaveFailed, since no run goes on without that rank.
     """
     mine = None if own is None else named(own, run_dir)
-    strange = own is not None and mine is None
-    told: list[tuple[str, bool] | None] = [None]
-    if own is not None:
-        told = [(str(mine), mine.is_final) if mine is not None else (f"{type(own).__name__}: {own}", True)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        told *= dist.get_world_size()
-        dist.all_gather_object(told, told[0])
-    if strange and own is not None:
+    strange = None
+    if own is not None and mine is None:
+        strange = str(own) if isinstance(own, UserError) else f"{type(own).__name__}: {own}"
+    failed, everyones = cast(UserError | None, None), list[Any]()
+    try:
+        with agreed(strange) as everyones:
+            if mine is not None:
+                raise mine
+    except UserError as error:
+        failed = error
+    if strange is not None and own is not None:
         raise own
-    rank, first = next(((rank, one) for rank, one in enumerate(told) if one is not None), (0, None))
-    if first is None:
-        return
-    if mine is not None and (len(told) == 1 or rank == dist.get_rank()):
-        raise mine from own
-    text, is_final = first
-    raise (_PeersNotFiniteWeights if is_final else _PeersSaveFailed)(text) from own
+    for text in everyones:
+        if text is not None:
+            raise PeersError(text) from own
+    if isinstance(failed, PeersError):
+        is_final = failed.kind in (NotFiniteWeights.__name__, _PeersNotFiniteWeights.__name__)
+        raise (_PeersNotFiniteWeights if is_final else _PeersSaveFailed)(str(failed)) from own
+    if failed is not None:
+        raise failed from own

@@ -5,13 +5,14 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mimo_train.checkpoint.format.files import COMPLETE, Damage, marked_file
+from mimo_train.checkpoint.format.files import COMPLETE, Damage, marked_file, patiently
 from mimo_train.config.fault import PeersError, UserError
 
 _STEP = re.compile(r"step_(\d{8})")
@@ -161,7 +162,7 @@ def in_folder(folder: Path, key: str) -> Path:
     Raises:
         UserError: the folder holds no complete checkpoint, or a later one that is not.
     """
-    found = folder if (folder / COMPLETE).is_file() else _newest_of_whole(folder, key)
+    found = folder if _is_complete(folder) else _newest_of_whole(folder, key)
     if found is None:
         raise UserError(f"{key}: no complete checkpoint in {folder}: give the folder of a run or of a checkpoint")
     return found
@@ -174,6 +175,33 @@ _REMEDY = "; remove this folder, and checkpoint.resume=auto takes the newest tha
 def damaged(folder: Path, why: str) -> DamagedCheckpoint:
     """The error of a checkpoint whose files are not those that were written."""
     return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{why}{_REMEDY}")
+
+
+def _unreadable(folder: Path, error: OSError) -> UserError:
+    """The error where the file system does not say what a checkpoint holds: no damage, so that nothing is moved."""
+    return UserError(
+        f"checkpoint {folder} cannot be read ({error}): an error of the file system or of this machine, which says "
+        "nothing about the checkpoint: mend that, and start again"
+    )
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a folder has the marker of a complete checkpoint. `Path.is_file` may say no after any error.
+
+    Raises:
+        UserError: the file system does not tell.
+    """
+
+    def look() -> bool:
+        try:
+            return stat.S_ISREG((folder / COMPLETE).stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    try:
+        return patiently(look, folder / COMPLETE)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
 
 
 def damage_in(folder: Path, error: UserError) -> str:
@@ -189,8 +217,9 @@ def require_complete(folder: Path) -> None:
     """
     Raises:
         DamagedCheckpoint: a folder that has the name of a checkpoint has no marker that it is complete.
+        UserError: the file system does not tell.
     """
-    if not (folder / COMPLETE).is_file():
+    if not _is_complete(folder):
         raise damaged(folder, f"{COMPLETE} is missing, as in one that was copied in part: copy what is missing")
 
 
@@ -201,11 +230,15 @@ def read_record(folder: Path, *needed: str) -> dict[str, Any]:
         needed: keys that it must have.
 
     Raises:
-        UserError: it cannot be read, lacks one of them, or is of another step than the folder is named after.
+        DamagedCheckpoint: it is not what was written, lacks one of them, or is of another step than the folder is named
+            after.
+        UserError: the file system fails, also when it is tried again.
     """
     try:
         record = json.loads(marked_file(folder, RECORD))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    except (ValueError, RecursionError) as error:
         raise damaged(folder, f"{RECORD} cannot be read ({error})") from error
     if not isinstance(record, dict):
         raise damaged(folder, f"{RECORD} holds no record, but {type(record).__name__}")
@@ -223,11 +256,11 @@ def record_text(record: dict[str, Any]) -> bytes:
     return json.dumps(record, indent=1).encode()
 
 
-def require_seen(folder: Path) -> None:
-    """Raises UserError where this rank does not find a complete checkpoint that another one has found."""
-    if not (folder / COMPLETE).is_file():
+def require_seen(folder: Path, key: str = "run.dir") -> None:
+    """Raises UserError, with `key`, where this rank does not find a complete checkpoint that another one has found."""
+    if not _is_complete(folder):
         raise UserError(
-            f"run.dir: a rank does not find {folder}, which rank 0 continues from: it must be on a file system that "
+            f"{key}: a rank does not find {folder}, which rank 0 has chosen: it must be on a file system that "
             "all nodes see"
         )
 
@@ -253,11 +286,14 @@ def require_room(folder: Path, nbytes: int) -> None:
 
 @contextmanager
 def damage_named(folder: Path) -> Iterator[None]:
-    """Turns `Damage` and errors of the file system into errors that name the checkpoint and the remedy."""
+    """Turns `Damage`, and errors of the file system, which are none, into errors that name the checkpoint and the
+    remedy."""
     try:
         yield
-    except (Damage, OSError) as error:
+    except (Damage, FileNotFoundError) as error:
         raise damaged(folder, str(error)) from error
+    except OSError as error:
+        raise _unreadable(folder, error) from error
 
 
 def finish_renames(run_dir: Path) -> None:

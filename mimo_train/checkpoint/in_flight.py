@@ -17,6 +17,10 @@ from mimo_train.checkpoint.failed_save import raise_together
 PATIENCE = 3.0
 """Seconds that rank 0 waits, at the end of a run that has failed, for parts of others that are almost written."""
 
+LONGEST_CLOSE = 300.0
+"""Seconds that a rank waits, at the end of a run that has failed, for what it writes itself: a file system that hangs
+may never return."""
+
 
 class Job:
     """Work in a thread, or at once."""
@@ -44,10 +48,11 @@ class Job:
         """Whether it goes on."""
         return self._thread is not None and self._thread.is_alive()
 
-    def join(self) -> None:
-        """Wait for its end."""
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for its end, not longer than `timeout` seconds; whether it has come."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self.is_busy
 
 
 class InFlight:
@@ -118,9 +123,10 @@ class InFlight:
         return self.folder
 
     def close(self) -> None:
-        """Wait for what this rank does, after a failure too: not collective. A checkpoint that all ranks have written
-        is completed."""
-        self._job.join()
+        """Wait for what this rank does, up to `LONGEST_CLOSE`, after a failure too: not collective. A checkpoint that
+        all ranks have written is completed."""
+        if not self._job.join(LONGEST_CLOSE):
+            return
         if self._over or self._commits or self._job.error is not None or not self._is_first:
             return
         until = time.monotonic() + PATIENCE

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.frozen_base import base_of
@@ -68,13 +70,14 @@ def load_modules(cfg: ConfigContainer, model: list[MegatronModule], vocabulary_f
 
 def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], vocabulary: str) -> Loaded:
     load, key = cfg.checkpoint.load_modules[name], f"checkpoint.load_modules.{name}"
+    folder = chosen_by_first(lambda: folders.in_folder(Path(load.path), f"{key}.path"), f"{key}.path")
+    assert folder is not None
     with agreed():
-        folder = folders.in_folder(Path(load.path), f"{key}.path")
         record = folders.read_record(folder, "config")
         faults, changes = module_faults(folder, record, cfg, name, vocabulary_fingerprint=vocabulary)
         if faults:
             raise ConfigError(faults)
-        base = base_of(folder)
+    base = chosen_by_first(partial(base_of, folder), "checkpoint.weights")
     with ExitStack() as stack:
         # What a checkpoint of trained weights leaves out is in the one that its run began with.
         readers = [opened(one)[0] for one in (folder, base) if one is not None]

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.failed_save import raise_together
 from mimo_train.checkpoint.format.files import of_rank
 from mimo_train.checkpoint.format.index import WEIGHT, Key
@@ -274,8 +276,7 @@ def load_weights(folder: Path, layout: RunLayout, model: list[MegatronModule], b
 def load_base(folder: Path, layout: RunLayout, model: list[MegatronModule], given: str = "") -> None:
     """Load the weights that the checkpoint in `folder` leaves out, if any, unless they are those of its run's seed.
     Arguments as of `load_weights`. Collective."""
-    with agreed():
-        base = base_of(folder, given)
+    base = chosen_by_first(partial(base_of, folder, given), "checkpoint.weights")
     if base is not None:
         load_weights(base, layout, model)
 

@@ -67,7 +67,7 @@ def train(
                 if not passed_over:
                     nan_policy.end_step(result, data)
             if result.should_checkpoint:
-                saver.save(data, "asked by the step")
+                saver.save(data, "asked by the step", must_succeed=result.should_exit)
             if result.should_exit:
                 exit_code = result.exit_code
                 break

@@ -4,11 +4,12 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
 from mimo_train.checkpoint.format.durable import digest
-from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file
+from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file, patiently
 from mimo_train.checkpoint.format.index import BLOCK, SIZES, File, Index
 
 SHOWN = 3
@@ -29,6 +30,7 @@ class Blocks:
         self.folder = folder
         self.index = Index.load(marked_file(folder, INDEX))
         self._open: dict[int, int] = {}
+        self._stale: list[int] = []
         self._opening = Lock()
 
     def require_files(self) -> None:
@@ -38,7 +40,7 @@ class Blocks:
             Damage: one is missing, or its size or header is not what was written.
         """
         for file in self.index.files:
-            self._require_file(file)
+            patiently(partial(self._require_file, file), self.folder / file.name)
 
     def damage(self, workers: int = 4) -> list[str]:
         """What is damaged, by file and tensors. Reads all of the checkpoint, in as many threads."""
@@ -61,16 +63,35 @@ class Blocks:
 
         Raises:
             Damage: it is not what was written; names file and tensors.
+            OSError: it cannot be read, also when it is tried again.
         """
+
+        def once() -> memoryview:
+            try:
+                return self._read(number, block, into)
+            except OSError:
+                # A handle that the server has forgotten stays bad. Another thread may be reading from it yet.
+                with self._opening:
+                    if number in self._open:
+                        self._stale.append(self._open.pop(number))
+                raise
+
+        return patiently(once, self.folder / self.index.files[number].name)
+
+    def _read(self, number: int, block: int, into: memoryview | None = None) -> memoryview:
         file = self.index.files[number]
         with self._opening:
             if number not in self._open:
-                self._open[number] = os.open(self.folder / file.name, os.O_RDONLY)
+                try:
+                    self._open[number] = os.open(self.folder / file.name, os.O_RDONLY)
+                except FileNotFoundError:
+                    raise Damage(f"{file.name} is missing") from None
+            there = self._open[number]
         begin = file.header + block * BLOCK
         view = memoryview(bytearray(min(BLOCK, file.size - begin))) if into is None else into
         done = 0
         while done < len(view):
-            count = os.preadv(self._open[number], [view[done:]], begin + done)
+            count = os.preadv(there, [view[done:]], begin + done)
             if not count:
                 raise Damage(f"{file.name} was cut short while it was read")
             done += count
@@ -82,10 +103,11 @@ class Blocks:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._open.values():
+        for file in (*self._open.values(), *self._stale):
             with suppress(OSError):
                 os.close(file)
         self._open.clear()
+        self._stale.clear()
 
     def _require_file(self, file: File) -> None:
         require_size(self.folder, file)
@@ -95,7 +117,7 @@ class Blocks:
 
     def _damage(self, place: tuple[int, int]) -> str:
         try:
-            self.read(*place)
+            self._read(*place)  # once: of a disk that fails everywhere the pauses would add up
         except (Damage, OSError) as error:
             return str(error)
         return ""

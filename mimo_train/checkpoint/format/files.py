@@ -7,12 +7,19 @@ COMPLETE                     sizes and hashes of the two, written last
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from data.errors import ReadError
+from data.storage.retry import retrying
 from mimo_train.checkpoint.format.durable import digest, write_file
 
 INDEX, COMPLETE = "index.json", "COMPLETE"
+
+
+RETRIES = 4
+"""Times that a read is tried again after an error of the file system; with the pauses in between 7.5 seconds."""
 
 
 class Damage(ValueError):
@@ -39,16 +46,31 @@ def marked_file(folder: Path, name: str) -> bytes:
 
     Raises:
         Damage: it is not there, or not what was written.
+        OSError: it cannot be read, also when it is tried again.
     """
-    marker = read_file(folder / COMPLETE)
+    marker = patiently(partial(read_file, folder / COMPLETE), folder / COMPLETE)
     try:
         size, said = json.loads(marker)[name]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise Damage(f"{COMPLETE} does not name {name}") from error
-    content = read_file(folder / name)
+    content = patiently(partial(read_file, folder / name), folder / name)
     if len(content) != size or digest(content) != said:
         raise Damage(f"{name} is not what {COMPLETE} says: it has {len(content)} bytes")
     return content
+
+
+def patiently[Result](read: Callable[[], Result], path: Path) -> Result:
+    """What `read` returns, which is done again a few times after an error of the file system: a server that is away for
+    a while, or a full table of files, says nothing about what was written.
+
+    Raises:
+        OSError: it failed each time, or for a reason that does not pass.
+    """
+    try:
+        return retrying(read, f"{path}: cannot read it", RETRIES)
+    except ReadError as error:
+        assert error.__cause__ is not None
+        raise error.__cause__ from None
 
 
 def read_file(path: Path) -> bytes:

@@ -135,6 +135,27 @@ def test_a_save_that_fails_does_not_end_the_run_until_too_many_do(digits, tmp_pa
     assert folders.newest(tmp_path).name == "step_00000012"
 
 
+def _asked_to_exit(cfg) -> str:
+    """A run whose first step wants a checkpoint and another machine; how it ends."""
+    from mimo_train.checkpoint.failed_save import SaveFailed
+    from mimo_train.diagnose.rerun import Rerun
+    from mimo_train.training.pretrain import pretrain
+
+    Rerun.verdict = lambda self: (True, True, 16)
+    Fails({1: errno.EIO})
+    try:
+        return f"exit code {pretrain(cfg)}"
+    except SaveFailed as error:
+        return str(error)
+
+
+def test_a_run_that_a_step_ends_does_not_pass_over_its_last_save(digits, tmp_path):
+    """Exit 16 says that a checkpoint is there, to go on from on another machine."""
+    cfg = run_config(digits, tmp_path, "train.iters=2", "checkpoint.max_failed_saves=5")
+    one, other = run_ranks(_asked_to_exit, 2, cfg)
+    assert one == other and "Input/output error" in one, one
+
+
 class Spoil(Callback):
     """A weight becomes NaN as by an update, on the rank of the language model."""
 

@@ -131,3 +131,23 @@ def test_adapters_that_a_model_has_not_are_not_lost(tiny):
     ((_, folder),) = run_ranks(_train, 1, tiny("adapted"), 1, 1)
     with pytest.raises(RankFailure, match="so that its adapters would be lost"):
         run_ranks(_train, 1, tiny("plain", "modules.language.lora.rank=0", f"checkpoint.weights={folder}"), 1)
+
+
+def _told(source, cfg) -> list[list[str]]:
+    """Modules that a new run, and then its next start, say they have taken from another run."""
+    Steps(source).save()
+    told = []
+    for _ in range(2):
+        run = Steps(cfg)
+        told.append([loaded.module for loaded in run.session.checkpointer.loaded])
+        run.save()
+        run.session.close()
+    return told
+
+
+def test_only_a_new_run_tells_of_modules_that_it_takes(tiny):
+    """A run that continues reads them again, for what its checkpoint leaves out, and takes nothing new."""
+    source = tiny("source", "modules.language.lora.rank=0", "run.seed=7")
+    modules = f"checkpoint.load_modules.language.path={source.run.dir}"
+    ((first, again),) = run_ranks(_told, 1, source, tiny("run", modules, "checkpoint.trained_only=true"))
+    assert first == ["language"] and again == []

@@ -1,0 +1,102 @@
+"""An error of the file system is no damage: a read is tried again, and then ends the start and moves nothing."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.storage import retry
+from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.format import blocks
+from mimo_train.checkpoint.format.files import RETRIES, Damage
+from mimo_train.checkpoint.format.index import WEIGHT, Key
+from mimo_train.checkpoint.format.read import Reader
+from mimo_train.checkpoint.format.spans import Span
+from mimo_train.checkpoint.format.write import Part, complete, write_rank
+from mimo_train.config.fault import UserError
+
+KEY = Key("language", "weight", WEIGHT)
+PASSING = [errno.EIO, errno.ESTALE, errno.EMFILE]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(retry, "_FIRST_PAUSE", 0)
+    partial = folders.partial_folder(tmp_path, 4)
+    partial.mkdir(parents=True)
+    write_rank(partial, 0, [Part(KEY, Span.of_whole((8,)), torch.ones(8), True)])
+    complete(partial, folders.final_folder(tmp_path, 4), 1, {folders.RECORD: folders.record_text({"step": 4})})
+    return folders.final_folder(tmp_path, 4)
+
+
+@pytest.fixture
+def fails(monkeypatch):
+    """Makes a function of an object fail for so many calls; returns the list of its calls."""
+
+    def make(owner, name: str, code: int, times: int) -> list:
+        function, calls = getattr(owner, name), []
+
+        def call(*arguments, **kwargs):
+            calls.append(arguments)
+            if len(calls) <= times:
+                raise OSError(code, os.strerror(code))
+            return function(*arguments, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+        return calls
+
+    return make
+
+
+def refused(folder: Path, work) -> None:
+    with pytest.raises(UserError, match=f"^checkpoint {folder} cannot be read .* mend that") as raised:
+        work()
+    assert not folders.damage_in(folder, raised.value)
+
+
+@pytest.mark.parametrize("code", PASSING)
+@pytest.mark.parametrize("name", ["stat", "read_bytes"])
+def test_an_error_that_passes_is_passed_over(code, name, folder, fails):
+    fails(Path, name, code, RETRIES)
+    folders.require_complete(folder)
+    assert folders.read_record(folder)["step"] == 4
+
+
+@pytest.mark.parametrize("code", [*PASSING, errno.EACCES])
+def test_an_error_that_stays_is_no_damage(code, folder, fails):
+    run_dir = folder.parents[1]
+    fails(Path, "read_bytes", code, 99)
+    refused(folder, lambda: folders.read_record(folder))
+    refused(folder, lambda: folders.newest_readable(run_dir))
+    fails(Path, "stat", code, 999)
+    refused(folder, lambda: folders.require_complete(folder))
+
+
+def test_a_stale_handle_is_opened_again(folder, fails, monkeypatch):
+    monkeypatch.setattr(blocks.os, "open", os.open)
+    opened, reader = fails(blocks.os, "open", errno.EMFILE, 1), Reader(folder)
+    fails(blocks.os, "preadv", errno.ESTALE, 1)
+    assert reader.whole(KEY).tolist() == [1.0] * 8
+    reader.close()
+    assert len(opened) == 3
+
+    fails(blocks.os, "preadv", errno.EIO, 99)
+    reader = Reader(folder)
+
+    def read() -> None:
+        with folders.damage_named(folder):
+            reader.whole(KEY)
+
+    refused(folder, read)
+    reader.close()
+
+
+def test_a_file_that_is_gone_is_damage(folder):
+    reader = Reader(folder)
+    next(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(Damage, match=r"rank_00000.safetensors is missing"):
+        reader.whole(KEY)
+    with pytest.raises(folders.DamagedCheckpoint), folders.damage_named(folder):
+        raise FileNotFoundError(errno.ENOENT, "gone")
