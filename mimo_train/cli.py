@@ -23,7 +23,8 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 a user error, 2 wrong usage, 3 `hang` blames a
-    rank, 16 and 17 a loss that cannot be trusted (`train.rerun`), 18 a run that hung, 130 interrupted.
+    rank, 16 and 17 a loss that cannot be trusted (`train.rerun`), 18 a run that hung, 130 interrupted,
+    141 nobody reads the output.
 
     A user error is printed as `error: ` and one line per fault. Anything unexpected keeps its traceback.
     """
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of the output has closed it (`| head`). Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 141  # as of a process that SIGPIPE ends: no fault was found
     except users_faults() as error:
         several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
         print_fault(error, f"rank {os.environ.get('RANK', '0')}: " if several else "")

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 
 from mimo_train.checkpoint.format.durable import digest
-from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file, patiently
+from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file, open_file, patiently
 from mimo_train.checkpoint.format.index import BLOCK, SIZES, File, Index
 
 SHOWN = 3
@@ -82,10 +82,7 @@ class Blocks:
         file = self.index.files[number]
         with self._opening:
             if number not in self._open:
-                try:
-                    self._open[number] = os.open(self.folder / file.name, os.O_RDONLY)
-                except FileNotFoundError:
-                    raise Damage(f"{file.name} is missing") from None
+                self._open[number] = open_file(self.folder / file.name)
             there = self._open[number]
         begin = file.header + block * BLOCK
         view = memoryview(bytearray(min(BLOCK, file.size - begin))) if into is None else into
@@ -111,7 +108,7 @@ class Blocks:
 
     def _require_file(self, file: File) -> None:
         require_size(self.folder, file)
-        with open(self.folder / file.name, "rb") as there:
+        with os.fdopen(open_file(self.folder / file.name), "rb") as there:
             if digest(there.read(file.header)) != file.hashes[0]:
                 raise Damage(f"{file.name} is damaged in its header")
 
@@ -142,10 +139,10 @@ def require_size(folder: Path, file: File) -> None:
     Raises:
         Damage: it is missing or has another size.
     """
+    there = open_file(folder / file.name)
     try:
-        with open(folder / file.name, "rb") as there:
-            size = os.fstat(there.fileno()).st_size
-    except FileNotFoundError:
-        raise Damage(f"{file.name} is missing") from None
+        size = os.fstat(there).st_size
+    finally:
+        os.close(there)
     if size != file.size:
         raise Damage(f"{file.name} has {size} bytes, not {file.size}")

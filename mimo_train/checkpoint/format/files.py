@@ -7,6 +7,8 @@ COMPLETE                     sizes and hashes of the two, written last
 """
 
 import json
+import os
+import stat
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,8 @@ from data.storage.retry import retrying
 from mimo_train.checkpoint.format.durable import digest, write_file
 
 INDEX, COMPLETE = "index.json", "COMPLETE"
-
+MOST_MARKER = 100_000
+"""Bytes of a marker, which has about 150."""
 
 RETRIES = 4
 """Times that a read is tried again after an error of the file system; with the pauses in between 7.5 seconds."""
@@ -48,12 +51,14 @@ def marked_file(folder: Path, name: str) -> bytes:
         Damage: it is not there, or not what was written.
         OSError: it cannot be read, also when it is tried again.
     """
-    marker = patiently(partial(read_file, folder / COMPLETE), folder / COMPLETE)
+    marker = patiently(partial(read_file, folder / COMPLETE, at_most=MOST_MARKER), folder / COMPLETE)
     try:
         size, said = json.loads(marker)[name]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise Damage(f"{COMPLETE} does not name {name}") from error
-    content = patiently(partial(read_file, folder / name), folder / name)
+    if not isinstance(size, int):
+        raise Damage(f"{COMPLETE} has no size for {name}")
+    content = patiently(partial(read_file, folder / name, at_most=size), folder / name)
     if len(content) != size or digest(content) != said:
         raise Damage(f"{name} is not what {COMPLETE} says: it has {len(content)} bytes")
     return content
@@ -73,13 +78,35 @@ def patiently[Result](read: Callable[[], Result], path: Path) -> Result:
         raise error.__cause__ from None
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, at_most: int | None = None) -> bytes:
     """A small file.
 
+    Args:
+        at_most: bytes that it may have; more are not read.
+
     Raises:
-        Damage: it is missing.
+        Damage: it is missing, larger, or no file.
+        OSError: it cannot be read.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if at_most is not None and size > at_most:
+            raise Damage(f"{path.name} has {size} bytes, not {at_most}")
+        return file.read()
+
+
+def open_file(path: Path) -> int:
+    """A descriptor to read a file of a checkpoint with: to open a FIFO in its place would wait for ever.
+
+    Raises:
+        Damage: it is missing, or no file.
+        OSError: it cannot be opened.
     """
     try:
-        return path.read_bytes()
+        found = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise Damage(f"{path.name} is missing") from None
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise Damage(f"{path.name} is no file")
+    return found

@@ -1,6 +1,7 @@
 """Files of a checkpoint: any ranges in, any ranges out, and every damage is named."""
 
 import json
+import os
 import random
 from math import prod
 from pathlib import Path
@@ -109,7 +110,7 @@ def use(folder: Path) -> None:
         reader.whole(key)
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "gone", "longer"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "gone", "longer", "fifo"])
 def test_every_damage_of_every_file_is_named(how, folder, tmp_path):
     for number, path in enumerate(sorted(folder.iterdir())):
         content = path.read_bytes()
@@ -127,6 +128,8 @@ def test_every_damage_of_every_file_is_named(how, folder, tmp_path):
                 target.write_bytes(content[:place])
             elif how == "empty":
                 target.touch()
+            elif how == "fifo":
+                os.mkfifo(target)
             elif how == "longer":
                 target.write_bytes(content + b"\0")
             with pytest.raises(Damage) as damage:
