@@ -1,6 +1,9 @@
-"""What the kernel says of processes of this machine, by /proc; nothing is known elsewhere. Imports no torch."""
+"""Processes of this machine: what the kernel says of them by /proc, where nothing is known elsewhere, and their end.
+Imports no torch."""
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +48,12 @@ def descendants(pid: int) -> Iterator[int]:
         for child in map(int, children):
             yield child
             yield from descendants(child)
+
+
+def kill_session(pid: int) -> None:
+    """End a process and, where it leads a group of its own, what it has started."""
+    kill: Callable[[int, int], None] = os.killpg if os.getpgid(pid) == pid else os.kill
+    kill(pid, signal.SIGKILL)
 
 
 def storage_bytes(pid: int) -> int:

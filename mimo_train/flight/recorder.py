@@ -76,6 +76,7 @@ class Recorder:
         step: the step that has begun last, counted from 1; 0 before.
         events: signs of progress.
         folder: of this start of the run; None while nothing is recorded.
+        in_use: whether `open` was called, also where the file could not be made.
         opened: when its file was made, by the clock of the file system.
     """
 
@@ -84,7 +85,7 @@ class Recorder:
         self._names: IO[str] | None = None
         self._clear()
         self.folder: Path | None = None
-        self.rank, self.opened = 0, 0.0
+        self.rank, self.opened, self.in_use = 0, 0.0, False
 
     def _clear(self) -> None:
         self.step = self.events = self._depth = self._phase = self._beats = 0
@@ -102,6 +103,7 @@ class Recorder:
             The folder of this start of the run; None where the file cannot be made.
         """
         self.close()
+        self.in_use = True
         folder = run_dir / FOLDER / _start_name()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +136,7 @@ class Recorder:
         if self._names is not None:
             self._names.close()
         # The map is left to the garbage collector: another thread may be about to write into it.
-        self._map, self._names, self.folder = bytearray(SIZE), None, None
+        self._map, self._names, self.folder, self.in_use = bytearray(SIZE), None, None, False
 
     def discard(self) -> None:
         """`close`, and remove the file: this start has done nothing in the folder, which another run uses."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mimo_train.flight.blame import Verdict
 from mimo_train.flight.layout import READING
-from mimo_train.flight.processes import descendants, process, runs, storage_bytes
+from mimo_train.flight.processes import descendants, kill_session, process, runs, storage_bytes
 from mimo_train.flight.read import ALIVE, Rank, read_ranks, state_of
 from mimo_train.flight.recorder import REPORT, Recorder
 from mimo_train.flight.report import PAUSE, look, report
@@ -141,13 +141,13 @@ class Watch:
             if os.getppid() == self._parent and (self._launcher is None or runs(*self._launcher)):
                 return
             self._gone_since = now
-            _say(
+            say(
                 f"rank {self._recorder.rank}: the launcher (process {(self._launcher or (self._parent,))[0]}) is gone: "
                 f"this rank saves after its step and ends, within {self._grace:g} s (MIMO_GRACE_SECONDS)"
             )
             os.kill(os.getpid(), signal.SIGTERM)
         elif now - self._gone_since > self._grace:
-            _say(f"rank {self._recorder.rank}: did not end within {self._grace:g} s: ending it")
+            say(f"rank {self._recorder.rank}: did not end within {self._grace:g} s: ending it")
             kill_session(os.getpid())
 
     def _report_hang(self, folder: Path) -> None:
@@ -174,7 +174,7 @@ class Watch:
             with suppress(OSError):
                 written.write_text(text + "\n")
             what = f"no progress for {self._seconds:g} s (run.hang_report_seconds)"
-            _say(f"{what}{'; the run is ended' if self._ends else ''}\n{text}")
+            say(f"{what}{'; the run is ended' if self._ends else ''}\n{text}")
             if self._ends:
                 _end(HANG_CODE)
         else:
@@ -259,12 +259,6 @@ def hand_down() -> None:
         os.environ[LAUNCHER] = f"{os.getpid()}:{own.start}"
 
 
-def kill_session(pid: int) -> None:
-    """End a process and, where it leads a group of its own, what it has started."""
-    kill: Callable[[int, int], None] = os.killpg if os.getpgid(pid) == pid else os.kill
-    kill(pid, signal.SIGKILL)
-
-
 def _end(code: int) -> None:
     """At once: the main thread is stuck, and process groups would wait for the others."""
     with suppress(Exception):
@@ -273,7 +267,8 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line of mimo-train's own on standard error, if that is still there."""
     with suppress(OSError, ValueError):
         sys.stderr.write(f"mimo-train: {text}\n")
         sys.stderr.flush()

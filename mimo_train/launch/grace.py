@@ -1,4 +1,4 @@
-"""How long ranks may take to save and end. Imports no torch."""
+"""Times that the environment sets: how long ranks may take to save and end. Imports no torch."""
 
 import os
 
@@ -11,11 +11,24 @@ def grace_seconds() -> float:
     Raises:
         UserError: it is not a positive number.
     """
-    text = os.environ.get("MIMO_GRACE_SECONDS", "120")
+    return seconds_of("MIMO_GRACE_SECONDS", 120.0)
+
+
+def seconds_of(variable: str, default: float, *, or_none: bool = False) -> float:
+    """A variable of seconds.
+
+    Args:
+        or_none: whether 0 is one.
+
+    Raises:
+        UserError: it is not such a number.
+    """
+    text = os.environ.get(variable, str(default))
     try:
         seconds = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UserError(f"MIMO_GRACE_SECONDS is {text!r}: give a positive number of seconds")
+        seconds = -1.0
+    if not 0 <= seconds < float("inf") or (seconds == 0 and not or_none):
+        wanted = "a number of seconds, at least 0" if or_none else "a positive number of seconds"
+        raise UserError(f"{variable} is {text!r}: give {wanted}")
     return seconds

@@ -5,8 +5,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.flight.read import read_ranks
+from mimo_train.launch.grace import seconds_of
 from mimo_train.launch.scratch import FLIGHT
 
 OPTION = "--max-restarts"
@@ -92,14 +93,7 @@ def first_wait() -> float:
     Raises:
         UserError: it is not a number from 0 on.
     """
-    text = os.environ.get("MIMO_RESTART_SECONDS", "5")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UserError(f"MIMO_RESTART_SECONDS is {text!r}: give a number of seconds, at least 0")
-    return seconds
+    return seconds_of("MIMO_RESTART_SECONDS", 5.0, or_none=True)
 
 
 def require_resume(resume: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mimo_train.flight.processes import process, runs
+from mimo_train.flight.processes import kill_session, process, runs
 from mimo_train.launch.own_packages import HOME
 
 
@@ -77,7 +77,7 @@ def main(grace_seconds: float, folder: Path, lines: Iterable[str]) -> None:
         if runs(pid, start):
             with suppress(OSError):
                 # Torchrun gives each rank a session: what it has started ends with it.
-                (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+                kill_session(pid)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mimo_train.flight.recorder import START
-from mimo_train.flight.watch import HANG_CODE, hand_down
+from mimo_train.flight.watch import HANG_CODE, hand_down, say
 from mimo_train.launch.grace import grace_seconds
 from mimo_train.launch.meeting import meet
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
@@ -75,14 +75,14 @@ class Ranks:
             sys.exit(128 + signum)  # nothing runs yet, and nothing is to be saved
         elif not self.stop_asked:
             self.stop_asked = True
-            _say(
+            say(
                 f"{signal.Signals(signum).name}: the ranks finish their step and save, for at most "
                 f"{self.grace_seconds:g} s (MIMO_GRACE_SECONDS)"
             )
             signal.setitimer(signal.ITIMER_REAL, self.grace_seconds)
             self._signal(signal.SIGTERM)
         elif signum == signal.SIGINT:
-            _say("SIGINT again: ending the ranks now")
+            say("SIGINT again: ending the ranks now")
             self._signal(signal.SIGKILL)
 
     def started(self, context: Any) -> None:
@@ -112,7 +112,7 @@ class Ranks:
 
     def end_of_grace(self, _signum: int, _frame: object) -> None:
         """Handler of the timer: ends the ranks that are still there."""
-        _say(f"the ranks did not finish within {self.grace_seconds:g} s (MIMO_GRACE_SECONDS): ending them")
+        say(f"the ranks did not finish within {self.grace_seconds:g} s (MIMO_GRACE_SECONDS): ending them")
         self._signal(signal.SIGKILL)
 
     def _signal(self, signum: signal.Signals) -> None:
@@ -185,9 +185,9 @@ def _attempts(attempt: Callable[[], object], options: Any, ranks: Ranks, folder:
             seconds, why = restarts.after(failure_of(first.exitcode, folder))
             if ranks.stop_asked or seconds is None:
                 if why and not ranks.stop_asked:
-                    _say(why)
+                    say(why)
                 return code
-            _say(why)
+            say(why)
             if ranks.stopped_within(seconds):
                 return code
             (folder / FLIGHT).unlink(missing_ok=True)
@@ -228,7 +228,7 @@ def _report(failures: dict[int, Any], stop_asked: bool) -> int:
     """Print which rank failed first, and return its exit code. The other ranks failed or were ended because of it."""
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     if failure.exitcode in ASKED_FOR:
-        _say(f"exit code {failure.exitcode}: {ASKED_FOR[failure.exitcode]}. All ranks of this node have ended.")
+        say(f"exit code {failure.exitcode}: {ASKED_FOR[failure.exitcode]}. All ranks of this node have ended.")
         return failure.exitcode
     if stop_asked and failure.exitcode == -signal.SIGTERM:
         how = "was stopped before training began: nothing was saved"
@@ -237,7 +237,7 @@ def _report(failures: dict[int, Any], stop_asked: bool) -> int:
         how = f"was killed by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
     else:
         how = f"failed with exit code {failure.exitcode}; the messages above say why"
-    _say(f"rank {rank} (process {failure.pid}) {how}. All ranks of this node have ended.")
+    say(f"rank {rank} (process {failure.pid}) {how}. All ranks of this node have ended.")
     return max(1, failure.exitcode)
 
 
@@ -250,13 +250,9 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
 
 
-def _say(text: str) -> None:
-    print(f"mimo-train: {text}", file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except ValueError as error:
-        _say(str(error))
+        say(str(error))
         sys.exit(1)

@@ -20,7 +20,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote pr
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
     """A block that is recorded and watched; inside another one it has no effect."""
-    if RECORDER.folder is not None:
+    if RECORDER.in_use:
         yield
         return
     launcher = handed_down()

@@ -132,15 +132,15 @@ def setup(
     RECORDER.to("lock")
     start, longest = Start.of(run.cfg), 30 * run.cfg.run.timeout_minutes
     try:
-        with agreed(start) as starts:
-            make_folder(run.dir)
-            if dist.get_rank() == 0:
-                lock = RunLock(run.dir, min(PATIENCE, longest), start.mark)
-                remove_old_starts(run.dir)
-    except UserError:
-        RECORDER.discard()  # the folder is another run's
-        raise
-    try:
+        try:
+            with agreed(start) as starts:
+                make_folder(run.dir)
+                if dist.get_rank() == 0:
+                    lock = RunLock(run.dir, min(PATIENCE, longest), start.mark)
+                    remove_old_starts(run.dir)
+        except UserError:
+            RECORDER.discard()  # the folder is another run's
+            raise
         require_one_config(run.cfg, starts)
         require_one_folder(run.dir / LOCK_FILE, starts, min(PATIENCE, longest))
         return _build(run, votes, kind, device, lock, start_time, pre_wrap_hook)

@@ -5,6 +5,7 @@ import pytest
 from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.flight.layout import ERROR
 from mimo_train.flight.recorder import Recorder
+from mimo_train.launch.grace import grace_seconds
 from mimo_train.launch.restarts import MAX_RESTARTS, Failure, Restarts, failure_of, first_wait, require_resume
 from mimo_train.launch.scratch import FLIGHT
 
@@ -50,6 +51,11 @@ def test_wrong_values_are_told(monkeypatch):
     monkeypatch.setenv("MIMO_RESTART_SECONDS", "soon")
     with pytest.raises(UserError, match="MIMO_RESTART_SECONDS is 'soon'"):
         first_wait()
+    monkeypatch.setenv("MIMO_RESTART_SECONDS", "0")
+    assert first_wait() == 0.0
+    monkeypatch.setenv("MIMO_GRACE_SECONDS", "0")
+    with pytest.raises(UserError, match="MIMO_GRACE_SECONDS is '0': give a positive number"):
+        grace_seconds()
     require_resume("never")
     monkeypatch.setenv(MAX_RESTARTS, "2")
     require_resume("auto")

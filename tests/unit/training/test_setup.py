@@ -1,0 +1,25 @@
+"""What setup leaves behind when it fails."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from mimo_train.config.fault import PeersError
+from mimo_train.training import setup as module
+from tests.unit.configs import load
+
+
+def test_the_lock_is_given_back_where_another_rank_cannot_make_the_folder(tmp_path, monkeypatch):
+    @contextmanager
+    def agreed(_told):
+        yield []
+        raise PeersError("run.dir: cannot be made", "UserError")
+
+    monkeypatch.setattr(module, "start_processes", lambda cfg, store: ("cpu", None))
+    monkeypatch.setattr(module, "agreed", agreed)
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    run = SimpleNamespace(cfg=load("vlm_digits"), dir=tmp_path / "run")
+    for _ in range(2):  # the second would find the folder locked
+        with pytest.raises(PeersError, match="cannot be made"):
+            module.setup(run, None, start_time=0.0)
