@@ -14,6 +14,7 @@ from typing import Any
 
 from data.errors import DataError, RecordError
 from data.index import AUDIO, IMAGES
+from data.listed import listed
 from data.records import parse_record
 from data.storage.write import write_shard
 
@@ -68,10 +69,9 @@ def build_shards(
         except RecordError as error:
             faults.append(str(error))
     if faults and not skip_bad:
-        more = f"\nand {len(faults) - NAMED} more" if len(faults) > NAMED else ""
         raise DataError(
             f"{len(faults)} of {len(samples) + len(faults)} records of {records} cannot be used; nothing was written. "
-            "Mend them, or leave them out with --skip-bad:\n" + "\n".join(faults[:NAMED]) + more
+            "Mend them, or leave them out with --skip-bad:\n" + listed(faults, NAMED, between="\n", before_more="\n")
         )
     if len(samples) <= held_out:
         raise DataError(f"{records} has {len(samples)} records that can be used: hold out fewer, not {held_out}")

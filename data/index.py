@@ -27,6 +27,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from data.errors import DataError, ShardError
+from data.listed import listed
 from data.media.headers import parse_audio_header, parse_header
 from data.reading import READS
 from data.shards import refuse_compressed
@@ -262,9 +263,8 @@ def _find_record(names: list[str]) -> tuple[int, str | None]:
             )
         if found:
             return found[0], None
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    listed = ", ".join("." + shown(name) for name in names[:_NAMED])
-    return -1, f"no .json and no .txt member (members: {listed}{more})"
+    members = listed(["." + shown(name) for name in names], _NAMED)
+    return -1, f"no .json and no .txt member (members: {members})"
 
 
 def _kind(extension: str) -> str:

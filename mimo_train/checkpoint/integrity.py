@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from data.listed import listed
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
@@ -20,9 +21,6 @@ from mimo_train.parallel.agreement import agreed
 
 RECORD_KEYS = (*("step", "train_state", "schedulers", "optimizer", "layout", "data_fingerprint", "rerun", "config"),)
 """What a record holds, see `store.save_checkpoint`."""
-
-SHOWN = 3
-"""Most tensors that a message names."""
 
 
 def opened(folder: Path) -> tuple[Reader, dict[str, Any]]:
@@ -57,13 +55,13 @@ def require_held(asked: Iterable[Held], reader: Reader, folder: Path, *, states:
                     complaints.setdefault(f"{one.module} {one.name}", why)
         if complaints and states:
             raise UserError(
-                f"checkpoint {folder} is of a run that trained other parameters: {listed(complaints)}; give the "
+                f"checkpoint {folder} is of a run that trained other parameters: {told(complaints)}; give the "
                 "config that it was saved with, or begin a new run with its weights: another run.dir, and "
                 f"checkpoint.weights={folder}"
             )
         if complaints:
             raise UserError(
-                f"checkpoint {folder} is of another model: {listed(complaints)}; give the config that it was saved "
+                f"checkpoint {folder} is of another model: {told(complaints)}; give the config that it was saved "
                 "with, or begin a new run in another run.dir"
             )
 
@@ -88,7 +86,7 @@ def require_taken(held: Iterable[Held], reader: Reader, folder: Path, modules: C
         if lost:
             named = dict.fromkeys((f"{key.module} {key.name}" for key in lost), "has no place in this one")
             raise UserError(
-                f"checkpoint {folder} is of another model: {listed(named)}; give the config that it was saved with, "
+                f"checkpoint {folder} is of another model: {told(named)}; give the config that it was saved with, "
                 "its adapters (modules.*.lora) and its changes to the model too"
             )
 
@@ -104,10 +102,9 @@ def _weights(keys: Iterable[Key], modules: Collection[str] | None) -> list[Key]:
     ]
 
 
-def listed(complaints: dict[str, str]) -> str:
+def told(complaints: dict[str, str]) -> str:
     """Some of what is wrong with tensors, by their names."""
-    first = ", ".join(f"{key} {why}" for key, why in list(complaints.items())[:SHOWN])
-    return f"{first}, and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else first
+    return listed([f"{key} {why}" for key, why in complaints.items()])
 
 
 def _complaint(key: Key, asked: Held, reader: Reader) -> str:

@@ -19,7 +19,7 @@ from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.frozen_base import base_of
 from mimo_train.checkpoint.held import Held, held_tensors
-from mimo_train.checkpoint.integrity import listed, opened
+from mimo_train.checkpoint.integrity import opened, told
 from mimo_train.checkpoint.same_run import module_faults
 from mimo_train.checkpoint.weights import fill_weights
 from mimo_train.config.fault import ConfigError, UserError
@@ -151,7 +151,7 @@ def _require_shapes(key: str, wanted: list[Held], places: dict[str, tuple[Reader
         if was != now:
             others[one.name] = f"has shape {was} there and {now} here"
     if others:
-        raise UserError(f"{key}: {listed(others)}; give the same config of the module, or leave it out by {key}.only")
+        raise UserError(f"{key}: {told(others)}; give the same config of the module, or leave it out by {key}.only")
 
 
 def _require_all(report: Loaded, load: LoadConfig, key: str) -> None:

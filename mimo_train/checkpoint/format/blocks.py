@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
+from data.listed import listed
 from mimo_train.checkpoint.format.durable import digest
 from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file, open_file, patiently
 from mimo_train.checkpoint.format.index import BLOCK, SIZES, File, Index
-
-SHOWN = 3
-"""Most tensors that a message names."""
 
 
 class Blocks:
@@ -121,8 +119,7 @@ class Blocks:
 
     def _held(self, number: int, block: int) -> str:
         """The tensors that a block has parts of."""
-        names = list(self._names(number, block))
-        return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        return listed(list(self._names(number, block)))
 
     def _names(self, number: int, block: int) -> Iterator[str]:
         for key, pieces in self.index.pieces.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from xxhash import xxh3_128
 
+from data.listed import listed
 from mimo_train.checkpoint.format.blocks import require_size
 from mimo_train.checkpoint.format.dtypes import NAMES
 from mimo_train.checkpoint.format.durable import digest, flush_folder, put_in_place, write_file
@@ -16,9 +17,6 @@ from mimo_train.checkpoint.format.files import INDEX, Damage, of_rank, read_file
 from mimo_train.checkpoint.format.index import BLOCK, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.flight.recorder import RECORDER
-
-SHOWN = 3
-"""Most tensors that a message names."""
 
 
 @dataclass(frozen=True)
@@ -148,5 +146,4 @@ def _not_finite(parts: Sequence[Part]) -> NotFinite:
     found = dict.fromkeys(
         f"{part.key.module} {part.key.name}" for part in parts if part.must_be_finite and not _are_finite(part.values)
     )
-    names = list(found)
-    return NotFinite(", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""))
+    return NotFinite(listed(list(found)))

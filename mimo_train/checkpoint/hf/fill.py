@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from data.listed import listed
 from encoders.weight_map import Rows, Rule, Spelling, WeightMap, spelt
 from encoders.whisper.positions import sinusoids
 from mimo_train.checkpoint.hf.tensors import TensorFolder
@@ -105,8 +106,8 @@ class Reader:
         unknown = [name for name in parameters if name not in self._rules]
         if unknown:
             raise UserError(
-                f"{self._key}: {self._folder.folder} has no tensor for {_listed(unknown)}: the model has parameters "
-                "that its family has not; remove the keys that add them"
+                f"{self._key}: {self._folder.folder} has no tensor for {listed(unknown, SHOWN)}: the model has "
+                "parameters that its family has not; remove the keys that add them"
             )
         wrong = [said for name, value in parameters.items() if (said := self._mismatch(name, value, cuts[name]))]
         if wrong:
@@ -156,7 +157,7 @@ class Reader:
             if spelt(first, spelling) in self._folder.tensors:
                 return spelling
         tried = " or ".join(spelt(first, spelling) for spelling in of.prefixes)
-        there = _listed(list(self._folder.tensors))
+        there = listed(list(self._folder.tensors), SHOWN)
         raise UserError(f"{self._key}: {self._folder.folder} has no tensor {tried}; it has {there}")
 
     def _require_tensors(self) -> None:
@@ -168,7 +169,7 @@ class Reader:
             if theirs in there and there[theirs].shape[:1] != (self._counts[name],)
         ][:SHOWN]
         if missing:
-            found.insert(0, f"it lacks {_listed(missing)}")
+            found.insert(0, f"it lacks {listed(missing, SHOWN)}")
         if found:
             raise UserError(f"{self._key}: {self._folder.folder} does not fit the model: {'; '.join(found)}")
 
@@ -203,8 +204,8 @@ def require_all_used(folder: TensorFolder, readers: Iterable[Reader], key: str, 
     ]
     if unexpected:
         raise UserError(
-            f"{key}: {folder.folder} has {_listed(unexpected)}, for which the model has no place: it would not be the "
-            "model that was saved"
+            f"{key}: {folder.folder} has {listed(unexpected, SHOWN)}, for which the model has no place: it would not "
+            "be the model that was saved"
         )
 
 
@@ -217,8 +218,3 @@ def _pieces(rule: Rule, cut: Cut) -> Iterator[Rows]:
             if begin < end:
                 yield replace(rows, count=end - begin, first=rows.first + begin - at)
             at += rows.count
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
