@@ -9,7 +9,7 @@ import torch
 
 from data.storage import retry
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.format import blocks
+from mimo_train.checkpoint.format import blocks, files
 from mimo_train.checkpoint.format.files import RETRIES, Damage
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
@@ -57,9 +57,9 @@ def refused(folder: Path, work) -> None:
 
 
 @pytest.mark.parametrize("code", PASSING)
-@pytest.mark.parametrize("name", ["stat", "read_bytes"])
-def test_an_error_that_passes_is_passed_over(code, name, folder, fails):
-    fails(Path, name, code, RETRIES)
+@pytest.mark.parametrize(("owner", "name"), [(Path, "stat"), (files, "open_file")])
+def test_an_error_that_passes_is_passed_over(code, owner, name, folder, fails):
+    fails(owner, name, code, RETRIES)
     folders.require_complete(folder)
     assert folders.read_record(folder)["step"] == 4
 
@@ -67,16 +67,15 @@ def test_an_error_that_passes_is_passed_over(code, name, folder, fails):
 @pytest.mark.parametrize("code", [*PASSING, errno.EACCES])
 def test_an_error_that_stays_is_no_damage(code, folder, fails):
     run_dir = folder.parents[1]
-    fails(Path, "read_bytes", code, 99)
+    fails(files, "open_file", code, 99)
     refused(folder, lambda: folders.read_record(folder))
     refused(folder, lambda: folders.newest_readable(run_dir))
     fails(Path, "stat", code, 999)
     refused(folder, lambda: folders.require_complete(folder))
 
 
-def test_a_stale_handle_is_opened_again(folder, fails, monkeypatch):
-    monkeypatch.setattr(blocks.os, "open", os.open)
-    opened, reader = fails(blocks.os, "open", errno.EMFILE, 1), Reader(folder)
+def test_a_stale_handle_is_opened_again(folder, fails):
+    opened, reader = fails(blocks, "open_file", errno.EMFILE, 1), Reader(folder)
     fails(blocks.os, "preadv", errno.ESTALE, 1)
     assert reader.whole(KEY).tolist() == [1.0] * 8
     reader.close()
