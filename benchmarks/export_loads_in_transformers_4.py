@@ -37,6 +37,11 @@ LANGUAGE = {
     "Gemma 3": ("Gemma3", {"sliding_window": 8, "query_pre_attn_scalar": 20}),
 }  # fmt: skip
 """Class of a family in transformers, and what it has besides the sizes."""
+COMPOSITES = {
+    "LLaVA-NeXT": "llava_next", "LLaVA-OneVision": "llava_onevision",
+    "Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl",
+}  # fmt: skip
+"""As the tests make them."""
 
 
 def make(family: str, folder: Path) -> None:
@@ -133,6 +138,8 @@ def compare(name: str, folder: Path, environment: Path) -> str:
 def make_all(work: Path) -> dict[str, Path]:
     """Every directory, by what it is."""
     from data.demo.make import make_demo, make_text_demo
+    from tests.dist.model.qwen_vl import SAMPLES
+    from tests.dist.model.qwen_vl import make as make_composite
     from tests.dist.ranks import run_ranks
 
     prose, digits = (
@@ -159,6 +166,13 @@ def make_all(work: Path) -> dict[str, Path]:
         "vlm_digits",
         [*pictures, f"modules.language.pretrained={work / 'from Qwen2.5'}", "data.tokenizer=bytes"],
     )
+    for name, kind in COMPOSITES.items():
+        source = work / f"from {name}"
+        source.mkdir()
+        run_ranks(make_composite, 1, source, kind)
+        own = [f"pretrained={source / 'model'}", f"data.shards={source / 'samples.tar'}", "layout=one_process"]
+        own += ["data.sequence_length=240", f"train.global_batch_size={len(SAMPLES)}", "train.micro_batch_size=1"]
+        runs[name] = ("vlm_digits", own)
     for name, (config, own) in runs.items():
         run_ranks(train, 1, config, [*step, *own, f"run.dir={work / f'run {name}'}"])
         found[name] = work / f"out {name}"

@@ -38,7 +38,7 @@ def write_tokenizer(tokenizer: Tokenizer, source: str, to: Path, media: Mapping[
             for path in sorted(Path(source).glob(pattern)):
                 shutil.copy2(path, to / path.name)
         pads = [pad for own in media.values() for pad in own]
-        _make_readable_by_version_4(to)
+        make_readable_by_version_4(to)
         _add_special(to, {pad: tokenizer.shown([pad]) for pad in pads})
     text = chat_template(tokenizer, media)
     if text is not None:
@@ -187,7 +187,7 @@ def _add_special(to: Path, tokens: Mapping[int, str]) -> None:
         _write(config, settings)
 
 
-def _make_readable_by_version_4(to: Path) -> None:
+def make_readable_by_version_4(to: Path) -> None:
     """Version 5 names a class that version 4 does not know, for a tokenizer that both read."""
     config = to / "tokenizer_config.json"
     settings = _read(config)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer_directory import write_tokenizer
+from data.tokenizer_directory import make_readable_by_version_4, write_tokenizer
 from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
 from mimo_train.config.pretrained.composites import COMPOSITES
@@ -35,12 +35,13 @@ def new_directory(folder: Path) -> Path:
 
 
 def copy_files(source: Path, to: Path) -> None:
-    """Copy what belongs to a model besides its weights and config.json, as it is: so both versions of `transformers`
-    that read the source read the copy."""
+    """Copy what belongs to a model besides its weights and config.json, as it is, so that what reads the source reads
+    the copy; and what version 5 of `transformers` saved so that version 4 reads it too."""
     for pattern in COPIED:
         for path in sorted(source.glob(pattern)):
             if path.name != "config.json" and not any(path.match(one) for one in WEIGHTS):
                 shutil.copy2(path, to / path.name)
+    make_readable_by_version_4(to)
     _complete_processor(source, to)
 
 

@@ -64,8 +64,12 @@ def test_what_comes_in_goes_out_bit_for_bit(layout, llama, prose, tmp_path):
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (llama, tmp_path / "out"))
     assert before.items() <= after.items()
     assert (after["rope_theta"], after["torch_dtype"]) == (before["rope_parameters"]["rope_theta"], "float32")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (llama / name).read_bytes()
+    of_version_5 = json.loads((llama / "tokenizer_config.json").read_text())
+    assert of_version_5["tokenizer_class"] == "TokenizersBackend", "which version 4 does not know"
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert written == of_version_5 | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 ONE = ("layout=one_process",)
