@@ -135,8 +135,8 @@ def compare(name: str, folder: Path, environment: Path) -> str:
 def make_all(work: Path) -> dict[str, Path]:
     """Every directory, by what it is."""
     from data.demo.make import make_demo, make_text_demo
-    from tests.dist.model.qwen_vl import SAMPLES
-    from tests.dist.model.qwen_vl import make as make_composite
+    from tests.dist.model.composites import SAMPLES
+    from tests.dist.model.composites import make as make_composite
     from tests.dist.ranks import run_ranks
 
     prose, digits = (

@@ -57,7 +57,7 @@ def test_each_start_on_one_node_has_a_name_of_its_own_the_same_on_its_ranks(monk
     for start in ("none_x1", "none_x2"):
         of_start = set()
         for rank in range(3):
-            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_a/{start}/attempt_0/{rank}/error.json")
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"torchelastic_a/{start}/attempt_0/{rank}/error.json")
             of_start.add(_start_name())
         assert len(of_start) == 1
         names |= of_start

@@ -1,14 +1,16 @@
 """A whole Qwen-VL or LLaVA of tiles computes, learns and answers as in transformers, at any layout, and comes back bit
 for bit."""
 
+import functools
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from mimo_train.config.compose import load
 from mimo_train.plan.run import resolve
-from tests.dist.model.qwen_vl import CLIP, DECAY, EPSILON, NEW_TOKENS, RATE, SAMPLES, exported, make, picture
+from tests.dist.model.composites import CLIP, DECAY, EPSILON, NEW_TOKENS, RATE, SAMPLES, exported, make, picture
 from tests.dist.ranks import run_ranks
 from tests.dist.steps import Steps, whole
 
@@ -52,22 +54,47 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def published(request, tmp_path_factory):
-    """Folder of the model and its samples, what transformers makes of them, and the model's kind."""
-    folder = tmp_path_factory.mktemp("qwen_vl")
-    (found,) = run_ranks(make, 1, folder, request.param)
-    return folder, found, request.param
+CHECKPOINTS = {"pp2": "before", "split": "after"}
+"""Of the step, by the layouts whose checkpoints are exported."""
 
 
-@pytest.fixture(scope="module", params=["one process", "tp2", "pp2", "split"])
-def trained(request, published, tmp_path_factory):
-    """Name of a layout, and what each rank has found."""
-    folder, _, kind = published
-    if request.param not in LAYOUTS[kind]:
-        pytest.skip("of this family elsewhere")
-    cfg = composed(folder, tmp_path_factory.mktemp("run"), *LAYOUTS[kind][request.param])
-    return request.param, run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg)
+def on(*layouts: str) -> pytest.MarkDecorator:
+    """Every family on these of its layouts, or on all."""
+    cases = [(kind, name) for kind, own in LAYOUTS.items() for name in own if not layouts or name in layouts]
+    return pytest.mark.parametrize("trained", cases, indirect=True, ids="-".join)
+
+
+class Trained(NamedTuple):
+    """A model of a family on a layout."""
+
+    kind: str
+    layout: str
+    folder: Path
+    """Of the model and its samples."""
+    expected: dict[str, Any]
+    """What transformers makes of them."""
+    ranks: list[dict[str, Any]]
+    """What each rank has found."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Makes a family's model once: (folder, what transformers makes of its samples)."""
+
+    @functools.cache
+    def made(kind: str) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, run_ranks(make, 1, folder, kind)[0]
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(request, published, tmp_path_factory) -> Trained:
+    kind, layout = request.param
+    folder, expected = published(kind)
+    cfg = composed(folder, tmp_path_factory.mktemp("run"), *LAYOUTS[kind][layout])
+    return Trained(kind, layout, folder, expected, run_ranks(train, resolve(cfg).layout.processes[-1] + 1, cfg))
 
 
 def composed(folder: Path, run_dir: Path, *overrides: str):
@@ -155,20 +182,22 @@ def answer(cfg, steps) -> list[int]:
     return found
 
 
-def test_logits_losses_and_gradients_are_those_of_transformers(published, trained):
-    expected, (layout, ranks) = published[1], trained
+@on()
+def test_logits_losses_and_gradients_are_those_of_transformers(trained):
+    expected, ranks = trained.expected, trained.ranks
     last = {rank["tp"]: rank["logits"] for rank in ranks if "logits" in rank}
     logits = np.concatenate([last[at] for at in sorted(last)], axis=-1)
     for number, theirs in enumerate(expected["logits"]):
-        assert _difference(logits[number, : len(theirs), : theirs.shape[1]], theirs) < BOUND, (layout, number)
+        assert _difference(logits[number, : len(theirs), : theirs.shape[1]], theirs) < BOUND, number
     ((_, loss, norm),) = whole([rank["curve"] for rank in ranks])
     assert loss == pytest.approx(expected["loss"], rel=BOUND)
     assert norm == pytest.approx(expected["norm"], rel=BOUND)
 
 
-def test_tokens_and_positions_are_those_of_transformers(published, trained):
-    expected, (_, ranks) = published[1], trained
-    for rank in ranks:
+@on()
+def test_tokens_and_positions_are_those_of_transformers(trained):
+    expected = trained.expected
+    for rank in trained.ranks:
         for number in range(len(SAMPLES) if "ids" in rank else 0):
             ids = expected["ids"][number]
             assert rank["ids"][number, : len(ids)].tolist() == ids
@@ -180,19 +209,15 @@ def test_tokens_and_positions_are_those_of_transformers(published, trained):
             assert (behind == positions.max() + 1 + np.arange(behind.shape[1])).all(), "what an answer continues"
 
 
-def test_greedy_answers_are_those_of_transformers(published, trained):
-    layout, ranks = trained
-    if layout == "one process":
-        assert ranks[0]["answer"] == published[1]["answer"] and len(set(ranks[0]["answer"])) > 3
+@on("one process")
+def test_greedy_answers_are_those_of_transformers(trained):
+    answer = trained.ranks[0]["answer"]
+    assert answer == trained.expected["answer"] and len(set(answer)) > 3
 
 
-def test_what_comes_in_goes_out_bit_for_bit_and_what_was_learned_as_transformers_learns_it(
-    published, trained, tmp_path
-):
-    folder, expected, kind = published
-    layout, ranks = trained
-    if layout not in CHECKPOINTS:
-        return
+@on(*CHECKPOINTS)
+def test_what_comes_in_goes_out_bit_for_bit_and_what_was_learned_as_transformers_learns_it(trained, tmp_path):
+    kind, layout, folder, expected, ranks = trained
     (found,) = run_ranks(exported, 1, ranks[0][CHECKPOINTS[layout]], tmp_path / "out")
     assert found["keys"] == []
     if layout == "pp2":
@@ -204,10 +229,6 @@ def test_what_comes_in_goes_out_bit_for_bit_and_what_was_learned_as_transformers
         return
     for name, value in expected["after"].items():
         assert np.abs(found["parameters"][name] - value).max() < 1e-3 * RATE, name
-
-
-CHECKPOINTS = {"pp2": "before", "split": "after"}
-"""Of the step, by layout."""
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
