@@ -5,14 +5,13 @@ transformers: are the texts the same, and how many are right?
 """
 
 import argparse
-import io
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.dist.checkpoint.hf.test_export import answers_here, questions
+from tests.dist.checkpoint.hf.asking import answers_here, answers_of_transformers, questions
 from tests.dist.ranks import run_ranks
 
 MOST = 16
@@ -24,30 +23,6 @@ def export(run: Path, to: Path) -> None:
     from mimo_train.commands.export import main
 
     assert main(str(run), to, dtype="", file_gigabytes=5, merge=True) == 0
-
-
-def theirs(folder: Path, asked: list) -> list[str]:
-    """Answers of transformers."""
-    import torch
-    from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    texts = []
-    for text, files in asked:
-        pictures = iter(Image.open(io.BytesIO(file)).convert("RGB") for file in files)
-        first, *others = text.split("<image>")
-        content = [{"type": "text", "text": first}] if first else []
-        for part in others:
-            content += [{"type": "image", "image": next(pictures)}, {"type": "text", "text": part}]
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-        )  # fmt: skip
-        with torch.no_grad():
-            (whole,) = model.generate(**inputs, max_new_tokens=MOST, do_sample=False)
-        texts.append(processor.decode(whole[inputs["input_ids"].size(1) :], skip_special_tokens=True))
-    return texts
 
 
 def main() -> None:
@@ -66,8 +41,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "exported")
         run_ranks(export, 1, arguments.run, folder)
-        (here,), (there,) = run_ranks(answers_here, 1, arguments.run, asked, MOST), run_ranks(theirs, 1, folder, asked)
-        here = [text for _, text in here]
+        (here,) = run_ranks(answers_here, 1, arguments.run, asked, MOST)
+        (theirs,) = run_ranks(answers_of_transformers, 1, folder, None, asked, MOST)
+        here, there = [text for _, text in here], theirs.texts
     same = sum(one == other for one, other in zip(here, there, strict=True))
     right = sum(one == text for one, (text, _) in zip(there, answers, strict=True))
     print(f"step {record['step']}: {same} of {len(asked)} texts are the same, {right / len(asked):.3f} are right")

@@ -17,6 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.dist.checkpoint.hf.asking import answers_of_transformers, questions
+
 ASKED = re.compile(r"(?s)<image>\nWhich digit is (\w+)\?")
 MOST = 16
 """Longest answer in tokens."""
@@ -47,30 +51,6 @@ def write_shards(work: Path, training: int, held_out: int) -> None:
                 written += 1
 
 
-def right(base: Path, adapter: Path | None, asked: list[tuple[str, list[bytes]]], answers: list[str]) -> float:
-    """Share of the questions that transformers answers exactly, with the adapter of peft."""
-    import torch
-    from peft import PeftModel
-    from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    model, processor = AutoModelForImageTextToText.from_pretrained(base), AutoProcessor.from_pretrained(base)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter)
-    count = 0
-    for (text, (file,)), answer in zip(asked, answers, strict=True):
-        content = [{"type": "image", "image": Image.open(io.BytesIO(file)).convert("RGB")}]
-        content.append({"type": "text", "text": text.removeprefix("<image>")})
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-        )  # fmt: skip
-        with torch.no_grad():
-            (whole,) = model.generate(**inputs, max_new_tokens=MOST, do_sample=False)
-        count += processor.decode(whole[inputs["input_ids"].size(1) :], skip_special_tokens=True) == answer
-    return count / len(asked)
-
-
 def main() -> None:
     """Print the accuracy before and after."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,13 +73,12 @@ def main() -> None:
         "checkpoint.trained_only=true",
     )  # fmt: skip
     command("export", run, "--to", work / "adapter")
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tests.dist.checkpoint.hf.test_export import questions
-
     asked = questions(work / "held_out", arguments.questions)
     answers = [text for text, _ in questions(work / "held_out", arguments.questions, turn=1)]
     for name, adapter in (("the exported demo", None), ("with the adapter", work / "adapter")):
-        print(f"{name}: {right(base, adapter, asked, answers):.3f} of {len(asked)} new questions are answered exactly")
+        texts = answers_of_transformers(base, adapter, asked, MOST).texts
+        right = sum(text == answer for text, answer in zip(texts, answers, strict=True)) / len(asked)
+        print(f"{name}: {right:.3f} of {len(asked)} new questions are answered exactly")
 
 
 def command(*arguments: object) -> None:

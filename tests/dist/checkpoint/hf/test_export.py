@@ -3,18 +3,14 @@
 import contextlib
 import io
 import json
-import tarfile
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from mimo_train.config.compose import load
+from tests.dist.checkpoint.hf.asking import MOST, answers_here, answers_of_transformers, questions
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TINY, config
-
-MOST = 8
-"""Longest answer in tokens."""
 
 
 def command(arguments: list[str]) -> tuple[int, str]:
@@ -46,84 +42,6 @@ def _trained(cfg) -> tuple[str, dict[int, list[int]], dict[int, list[int]]]:
         answers = dict(greedy_answers(run.pipeline, run.session.parts.tokenizer, iterator, MOST))
     iterator.close()
     return str(folder), prompts, answers
-
-
-def questions(shards: Path, count: int, turn: int = 0) -> list[tuple[str, list[bytes]]]:
-    """(text of a turn, with <image> at the places of pictures; files of the pictures) of the first records."""
-    members: dict[str, dict[str, bytes]] = {}
-    for shard in sorted(shards.glob("*.tar")):
-        with tarfile.open(shard) as archive:
-            for entry in archive:
-                key, _, name = entry.name.partition(".")
-                members.setdefault(key, {})[name] = archive.extractfile(entry).read()
-    found = []
-    for record in list(members.values())[:count]:
-        text = json.loads(record["json"])["conversations"][turn]["value"]
-        found.append((text, [record[name] for name in sorted(record) if name != "json"]))
-    return found
-
-
-def answers_here(model: Path, asked: list, most: int = MOST) -> list[tuple[list[int], str]]:
-    """(tokens, text) of the answers of `mimo-train generate`, from a run or a directory."""
-    from mimo_train.commands.generate import _build
-    from mimo_train.generation.answers import Answers
-    from mimo_train.generation.chat import Chat
-    from mimo_train.generation.decoder import Decoder
-    from mimo_train.generation.options import Sampling
-    from mimo_train.generation.prompts import Prompts
-    from mimo_train.generation.sampling import Sampler
-    from mimo_train.generation.source import open_source
-
-    source = open_source(model)
-    parts = _build(source)
-    source.load(parts.pipeline, parts.tokenizer)
-    prompts, found = Prompts(source.cfg, parts.tokenizer), []
-    chat = Chat(prompts, Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(Sampling()), most))
-    for text, files in asked:
-        chat.reset()
-        with tempfile.TemporaryDirectory() as folder:
-            for number, file in enumerate(files):
-                Path(folder, str(number)).write_bytes(file)
-                chat.attached.append(prompts.medium("image", Path(folder, str(number))))
-        answer = chat.say(text)
-        found.append((answer.tokens, answer.text))
-    return found
-
-
-def _transformers_answers(
-    base: Path, adapter: Path | None, asked: list
-) -> tuple[dict, list[list[int]], list[list[int]]]:
-    """(what was wrong with the weights, prompts, answers) of transformers, with the adapter of peft."""
-    import torch
-    from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    model, found = AutoModelForImageTextToText.from_pretrained(base, output_loading_info=True)
-    processor = AutoProcessor.from_pretrained(base)
-    if adapter is not None:
-        from peft import PeftModel, get_peft_model_state_dict
-        from safetensors.torch import load_file
-
-        model = PeftModel.from_pretrained(model, adapter)
-        stored = load_file(adapter / "adapter_model.safetensors")
-        found["adapter"] = stored.keys() ^ get_peft_model_state_dict(model).keys()
-    prompts, answers = [], []
-    for text, files in asked:
-        pictures = iter(Image.open(io.BytesIO(file)).convert("RGB") for file in files)
-        parts = text.split("<image>")
-        content = [{"type": "text", "text": parts[0]}] if parts[0] else []
-        for part in parts[1:]:
-            content += [{"type": "image", "image": next(pictures)}, {"type": "text", "text": part}]
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-        )  # fmt: skip
-        with torch.no_grad():
-            output = model.generate(**inputs, max_new_tokens=MOST, do_sample=False)
-        (prompt,), (whole,) = inputs["input_ids"].tolist(), output.tolist()
-        prompts.append(prompt)
-        answers.append([token for token in whole[len(prompt) :] if token != processor.tokenizer.eos_token_id])
-    return {name: sorted(wrong) for name, wrong in found.items() if wrong}, prompts, answers
 
 
 @pytest.fixture(scope="module")
@@ -158,16 +76,16 @@ def test_the_demo_leaves_as_llava_and_answers_alike(adapted, digits, tmp_path):
     assert code == 0 and "images and language as one LLaVA (siglip_vision_model, llama)" in said
     ((code, said),) = run_ranks(command, 1, ["export", folder, "--to", str(tmp_path / "apart")])
     assert code == 0 and "adapters of images and language for peft" in said
-    ((wrong, seen, found),) = run_ranks(_transformers_answers, 1, tmp_path / "merged", None, asked)
-    assert (wrong, seen) == ({}, prompts) and found == answers
+    (theirs,) = run_ranks(answers_of_transformers, 1, tmp_path / "merged", None, asked)
+    assert (theirs.wrong, theirs.prompts) == ({}, prompts) and theirs.answers == answers
     (here,) = run_ranks(answers_here, 1, tmp_path / "merged", asked)
     assert [tokens for tokens, _ in here] == answers, "from the directory, by our own code"
     adapter = json.loads((tmp_path / "apart" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(tmp_path / "apart" / "base")
     base, some = tmp_path / "apart" / "base", asked[:12]
-    ((wrong, _, bare),) = run_ranks(_transformers_answers, 1, base, None, some)
-    ((also, _, found),) = run_ranks(_transformers_answers, 1, base, tmp_path / "apart", some)
-    assert (wrong, also) == ({}, {}) and bare != answers[:12] and found == answers[:12]
+    (bare,) = run_ranks(answers_of_transformers, 1, base, None, some)
+    (full,) = run_ranks(answers_of_transformers, 1, base, tmp_path / "apart", some)
+    assert (bare.wrong, full.wrong) == ({}, {}) and bare.answers != answers[:12] and full.answers == answers[:12]
 
 
 def _make_tower(kind: str, folder: Path) -> None:
@@ -206,10 +124,10 @@ def test_a_tower_and_a_language_model_of_two_directories_leave_as_one_llava(kind
     ((code, said),) = run_ranks(command, 1, ["export", folder, "--to", str(tmp_path / "out")])
     assert code == 0 and f"as one LLaVA ({kind.lower()}_vision_model, llama)" in said, said
     asked = questions(digits / "held_out", len(answers))
-    ((wrong, seen, found),) = run_ranks(_transformers_answers, 1, tmp_path / "out", None, asked)
+    (theirs,) = run_ranks(answers_of_transformers, 1, tmp_path / "out", None, asked)
     numbers = sorted(answers)
-    assert (wrong, seen) == ({}, [prompts[number] for number in numbers])
-    assert found == [answers[number] for number in numbers]
+    assert (theirs.wrong, theirs.prompts) == ({}, [prompts[number] for number in numbers])
+    assert theirs.answers == [answers[number] for number in numbers]
     out, came = tensors(tmp_path / "out"), load_file(tower / "model.safetensors")
     before = "vision_tower.vision_model."
     whole = {name.removeprefix(before): value for name, value in out.items() if name.startswith(before)}
