@@ -9,6 +9,8 @@ from data.loader import StepLoader
 from data.media.resize import Resize
 from data.outline import Media
 from data.step import Batching, Reader, StepBatch
+from data.step_plan import Padding, StepPlan
+from data.text_lengths import TextLengths
 
 __all__ = [
     "MEDIA",
@@ -19,11 +21,14 @@ __all__ = [
     "Lookup",
     "Media",
     "MicrobatchMedia",
+    "Padding",
     "Reader",
     "Resize",
     "SampleMedia",
     "StepBatch",
     "StepLoader",
+    "StepPlan",
+    "TextLengths",
     "TextSample",
     "TooManyBadSamples",
     "require_budget",

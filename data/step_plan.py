@@ -70,6 +70,11 @@ class StepPlan:
         """Positions of all rows of the step, padding included: what the language model computes."""
         return sum(length * rows for length, rows in self.rows_of_length.items())
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step's samples, without padding; with it where their lengths are not known."""
+        return self.positions if self.lengths is None else int(self.lengths.sum())
+
     @cached_property
     def _places(self) -> list[np.ndarray]:
         return [np.concatenate([share.places for share in of_ranks]) for of_ranks in self.shares]
@@ -103,8 +108,8 @@ def plan_in_order(first: int, size: int, microbatch: int, replicas: int, length:
 def plan_by_length(
     first: int, lengths: np.ndarray, microbatch: int, replicas: int, longest: int, padding: Padding
 ) -> StepPlan:
-    """Samples sorted by their planned length, the longest first and equal ones in their order: microbatches hold similar
-    lengths, and rows are as long as the longest sample of their share.
+    """Samples sorted by their planned length, the longest first and equal ones in their order: microbatches hold
+    similar lengths, and rows are as long as the longest sample of their share.
 
     Which samples make a microbatch does not depend on the number of replicas. Each replica gets a run of neighbours of
     it, and the longest run goes to the replica with the fewest positions so far.

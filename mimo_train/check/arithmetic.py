@@ -96,7 +96,11 @@ def add_batch(report: Report, run: Run) -> None:
         ),
         ("microbatches", f"{microbatches} a step"),
         ("samples of a microbatch on a rank", per_rank),
-        ("tokens", f"{tokens:,} a step, padding included ({train.global_batch_size} x {cfg.data.sequence_length})"),
+        (
+            "tokens",
+            f"{'at most ' * (cfg.data.pad == 'microbatch')}{tokens:,} a step, padding included "
+            f"({train.global_batch_size} x {cfg.data.sequence_length})",
+        ),
         ("run", f"{train.iters:,} steps, {batch.samples_of(train.iters):,} samples"),
         (
             "pipeline",

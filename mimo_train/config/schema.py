@@ -138,6 +138,10 @@ class DataConfig:
     `validation_shards` on first use. Empty: never; set it so for shards of your own."""
     sequence_length: int = key(1024, at_least=1, at_most=2**27)
     """Tokens of one sample, placeholders of media included. Longer texts are cut at the end."""
+    pad: str = key("microbatch", choices=("microbatch", "sequence"))
+    """How long the rows of a microbatch are: `microbatch`: as long as its longest sample, and the samples of a step are
+    sorted so that microbatches hold similar lengths, or `sequence`: `sequence_length`. The samples of a step are the
+    same. See docs/data.md#padding."""
     pack: bool = False
     """Whether samples of a step stand in rows of several, without padding between them, instead of a row each. No
     number changes: attention stays inside samples, and a step trains the same ones. The microbatches of a step follow

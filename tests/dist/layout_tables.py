@@ -81,11 +81,14 @@ def alone(language: str, *changes: str) -> Row:
 
 
 WHOLE_STATES = "optim.distributed_optimizer=false"
+WHOLE_ROWS = "data.pad=sequence"
+"""Every row as long as any may be, samples in their order: what rows of similar lengths have to give the numbers of."""
 ONE = "one"
 """A module on one rank."""
 
 VLM = (
     apart(ONE, ONE),
+    same("dp2", "dp2", WHOLE_ROWS),
     apart(ONE, ONE, "placement.bridge=megatron"),
     Row({"images": ONE, "language": "tp2"}, "{images: 2, language: 0}"),
     Row({"images": "dp2", "language": "pp2"}, "{images: 2, language: 0}"),
@@ -172,6 +175,7 @@ PICTURES_AND_SOUND = (
     first_ranks("2 dp2", "modules.images.balance=patches", images="0 dp2", audio="2 tp2 sp"),
     first_ranks("3 cp2", audio="0 pp2", images="2 one"),
     first_ranks("2 pp2", images="0 tp2", audio="0 dp2"),
+    first_ranks("0 one", WHOLE_ROWS, images="0 one", audio="0 one"),
 )
 """Pictures of any size and clips of any length; every fourth microbatch has neither."""
 
@@ -186,6 +190,7 @@ BF16 = (
 )
 
 GPT = (
+    alone(ONE, WHOLE_ROWS),
     alone("tp2"),
     alone("tp2 sp"),
     alone("pp2"),
@@ -220,7 +225,7 @@ EXPERT_CHUNKS = (alone("pp2 vpp2"),)
 
 VLM_EXPERTS = (apart(ONE, "dp2 ep2"), apart("dp2", "tp2 sp ep2"), same("dp2", "tp2 sp ep2", WHOLE_STATES))
 
-_SHORT = ("data.sequence_length=64", "train.global_batch_size=8")
+_SHORT = ("data.sequence_length=144", "train.global_batch_size=8")  # texts have 103 tokens or more
 _MICROBATCH = 4
 _MIXTURE = (
     "llm@modules.language.llm=gpt_tiny_moe",

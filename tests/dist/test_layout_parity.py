@@ -86,14 +86,19 @@ def test_the_default_rows_have_what_any_row_has():
 def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
     """Uneven counts between replicas in both directions, and microbatches of text alone on one or on all ranks of an
     encoder; counted from the plan of the samples that these rows train on."""
-    from data.pipeline import Batching, StepLoader
+    from data.pipeline import Batching, StepLoader, TextLengths
     from mimo_train.plan.inputs import build_dataset, tokenizer_of
+    from mimo_train.plan.padding import padding_of
 
     for row in MODELS["vlm, few pictures"].rows:
         cfg = config_of("vlm, few pictures", demos, tmp_path, row)
         run = resolve(cfg)
-        batching = Batching(run.batch.global_batch_size, run.batch.microbatch_samples)
-        with StepLoader(build_dataset(cfg, tokenizer_of(cfg)), batching, [], workers=0, limit=STEPS) as steps:
+        sizes = (run.batch.global_batch_size, run.batch.microbatch_samples)
+        batching = Batching(*sizes, None, run.batch.replicas, padding_of(cfg))
+        dataset = build_dataset(cfg, tokenizer_of(cfg))
+        list(TextLengths(dataset).build())
+        TextLengths(dataset).serve()
+        with StepLoader(dataset, batching, [], workers=0, limit=STEPS) as steps:
             microbatches = [counts for step in steps for counts in step.token_counts["images"]]
         assert 0 < sum(not any(counts) for counts in microbatches) < len(microbatches), "all of it text, on all ranks"
         for module in run.layout.modules.values():
