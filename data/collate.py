@@ -126,8 +126,8 @@ def collate_packed(
 ) -> dict[str, torch.Tensor | tuple[int, ...]]:
     """One row of several samples, each a document of its planned length, one behind the other, and padding.
 
-    T positions: input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions start again in each document; on
-    three axes they are [3, 1, T]. documents: where each ends; padding is one more, at position 0 throughout. A
+    Of T positions: input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions start again in
+    each document; on three axes they are [3, 1, T]. documents: where each ends; padding is one more, at position 0 throughout. A
     document's last target is padding without loss, as in a row of its own, so that none is learned from the one before.
 
     Args:

@@ -19,7 +19,7 @@ from mimo_train.plan.bridge_limits import bridge_faults
 from mimo_train.plan.deepstack import deepstack_faults
 from mimo_train.plan.divisibility import encoder_faults, language_faults, projector_faults
 from mimo_train.plan.layout import RunLayout, lay_out
-from mimo_train.plan.packing import packing_faults
+from mimo_train.plan.padding import packing_faults
 from mimo_train.plan.placement import placement_faults
 
 

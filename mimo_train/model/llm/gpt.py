@@ -75,7 +75,7 @@ class SeededGPTModel(GPTModel):
 
     def _require_own_part(self, input_ids: torch.Tensor | None, packed: PackedSeqParams | None) -> None:
         """Mistakes of a forward step that would be trained unnoticed."""
-        if self.config.packed and self.training and packed is None:
+        if self.config.packed and self.training and torch.is_grad_enabled() and packed is None:
             raise UserError(
                 "data.pack: the rows of a microbatch are several documents, and the forward step does not say where "
                 "they end: give the model packed_seq_params=documents_of(batch, cp), of mimo_train.model.documents"
