@@ -127,7 +127,7 @@ def collate_packed(
     """One row of several samples, each a document of its planned length, one behind the other, and padding.
 
     Of T positions: input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions start again in
-    each document; on three axes they are [3, 1, T]. documents: where each ends; padding is one more, at position 0 throughout. A
+    each document; on three axes they are [3, 1, T]. documents: where each ends; padding is one more, at position 0. A
     document's last target is padding without loss, as in a row of its own, so that none is learned from the one before.
 
     Args:

@@ -139,11 +139,11 @@ class StepLoader:
         for reader in self._readers:
             if reader is self._language:
                 begin, end = plan.spans(microbatch)[reader.dp_rank]
-            elif reader.balanced or plan.packed:  # packs are other numbers of samples
-                balanced = replace(reader, balanced=True)
-                begin, end = balanced.span(samples.loads[reader.module][places].tolist())
             else:
-                begin, end = reader.span(places)
+                # Packs are other numbers of samples on every rank.
+                divided = replace(reader, balanced=reader.balanced or plan.packed)
+                loads = samples.loads[reader.module][places] if divided.balanced else places  # else only their number
+                begin, end = divided.span(loads.tolist())
             own[reader.module] = (plan.first + places[begin:end]).tolist()
         return own
 

@@ -83,13 +83,13 @@ class StepBatch:
     plan: which samples make which microbatch, the same on every rank; what follows is in its order.
     microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S] (on three axes
     [3, B, S], see `data.positions`), loss_mask float32 [B, S], and `texts` (list of (question, truth)) if the dataset
-    keeps text; of a packed row also `documents` (see `collate_packed`), and B is 1. With media modules: `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in
-    sample order, a list of tensors if sizes differ, None in place of the inner dict if there are none; audio has
-    "waveforms": float32 [N, samples]; pictures in tiles are [tiles, 3, side, side] each, and have "sizes"
-    (`Media.size`) beside them; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these
-    `media` (`MicrobatchMedia`) for modules whose features the dataset looks up, and then N are the pictures of the
-    samples without features only. Always: `sample_numbers` int64 [B], of the language slice, else of the first media
-    module's.
+    keeps text; of a packed row also `documents` (see `collate_packed`), and B is 1. With media modules:
+    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of tensors
+    if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N, samples];
+    pictures in tiles are [tiles, 3, side, side] each, and have "sizes" (`Media.size`) beside them; readers of
+    `sizes_only` have "sizes" instead: the list of sizes. Beside these `media` (`MicrobatchMedia`) for modules whose
+    features the dataset looks up, and then N are the pictures of the samples without features only. Always:
+    `sample_numbers` int64, of the samples of the language slice, else of the first media module's.
     numbers: per microbatch, module -> sample numbers that this rank reads for it.
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
     in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.

@@ -62,8 +62,8 @@ def packing_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if cfg.encoders and cfg.placement.bridge != "native":
         yield Fault(
             "placement.bridge",
-            f"is {cfg.placement.bridge}, whose features are those of as many samples on every rank, and rows of data.pack "
-            "have other numbers of them: use native",
+            f"is {cfg.placement.bridge}, which takes as many samples from every rank, and rows of data.pack are other "
+            "numbers of them: use native",
         )
     if _balances(llm) and llm.router_balancing != "aux_loss":
         what = "each row" if llm.router_balancing == "seq_aux_loss" else "ranks with as many tokens in each microbatch"
