@@ -1,5 +1,5 @@
-"""Tokens per second of a GPT on texts of lognormal length, with rows of `data.sequence_length`, with rows as long as the
-longest of a microbatch of neighbours, with microbatches of similar lengths, and packed; steps of these ways alternate on
+"""Tokens per second of a GPT on texts of lognormal length: in rows of `data.sequence_length`, in rows as long as the
+longest of a microbatch of neighbours, in microbatches of similar lengths, and packed. Steps of these ways alternate on
 one process.
 
     OMP_NUM_THREADS=1 python benchmarks/padding.py [--rounds 3] [key=value ...]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from data.divide import Span
-from data.pipeline import StepBatch
+from data.step import StepBatch
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.plan.layout import ModuleLayout, RunLayout
 
