@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import math
 import signal
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.run import config_faults
 
@@ -32,8 +34,9 @@ def sections(cls: type) -> Iterator[type]:
     """A dataclass of the config, and those inside."""
     yield cls
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(field.default_factory):
-            yield from sections(field.default_factory)
+        for inside in (field.default_factory, *typing.get_args(field.type)):
+            if dataclasses.is_dataclass(inside):
+                yield from sections(inside)
 
 
 ALL = {*sections(ConfigContainer), *sections(ModuleConfig), *sections(ProjectorSpec), LlmSpec}
@@ -68,7 +71,9 @@ def faults_of(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault
 
 @pytest.fixture(scope="module")
 def run() -> dict[str, Any]:
-    return compose.to_dict(compose.load("vlm_digits"))
+    plain = compose.to_dict(compose.load("vlm_digits"))
+    plain["checkpoint"]["load_modules"] = {"images": dataclasses.asdict(LoadConfig(path="runs/other"))}
+    return plain
 
 
 @pytest.fixture(autouse=True)
