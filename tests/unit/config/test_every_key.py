@@ -175,3 +175,9 @@ def test_all_wrong_types_are_named_at_once(run):
         "optim.lr": "must be a number, is []",
         "modules.images.encoder.patch_size": "must be a whole number, is {}",
     }
+
+
+def test_a_number_above_what_any_key_may_be_is_told_that_bound(run):
+    plain = copy.deepcopy(run)
+    plain["train"]["iters"] = 3 * 10**9
+    assert [*map(str, faults_of(plain)[1])] == ["train.iters: must be at most 2147483647, is 3000000000"]
