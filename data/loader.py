@@ -139,10 +139,9 @@ class StepLoader:
         for reader in self._readers:
             if reader is self._language:
                 begin, end = plan.spans(microbatch)[reader.dp_rank]
-            elif reader.balanced:
-                begin, end = reader.span(samples.loads[reader.module][places].tolist())
             else:
-                begin, end = reader.span(places)
+                loads = samples.loads[reader.module][places] if reader.balanced else places  # else only their number
+                begin, end = reader.span(loads.tolist())
             own[reader.module] = (plan.first + places[begin:end]).tolist()
         return own
 

@@ -1,6 +1,7 @@
 """How a run pads its texts (`data.pad`). Imports no torch."""
 
 import math
+from typing import Literal
 
 from data.step_plan import Padding
 from mimo_train.config.llm_spec import LlmSpec
@@ -14,16 +15,18 @@ def padding_of(cfg: ConfigContainer) -> Padding | None:
     """How microbatches of similar lengths are made; None: rows of `data.sequence_length`, samples in their order.
 
     Losses of routers are means over positions, padding included: there every replica of a microbatch has as many, so
-    that they do not depend on the number of replicas.
+    that they do not depend on the number of replicas. One that is balanced over all replicas takes the mean of the
+    microbatches so far for each of them (router.py:526 in Megatron-Core 0.19.2): all of a step have as many.
     """
     if cfg.data.pad == "sequence":
         return None
     layout = cfg.language.layout
     parts = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
-    return Padding(math.lcm(UNIT, parts), equal=has_router_losses(cfg.llm))
+    return Padding(math.lcm(UNIT, parts), _alike(cfg.llm))
 
 
-def has_router_losses(llm: LlmSpec) -> bool:
-    """Whether there is a load-balancing loss or a z-loss of experts."""
-    balances = llm.router_balancing != "none" and llm.router_aux_loss > 0
-    return bool(llm.num_experts) and (balances or llm.router_z_loss > 0)
+def _alike(llm: LlmSpec) -> Literal["rank", "microbatch", "step"]:
+    balances = llm.num_experts > 0 and llm.router_balancing != "none" and llm.router_aux_loss > 0
+    if balances and llm.router_balancing == "global_aux_loss":
+        return "step"
+    return "microbatch" if balances or (llm.num_experts and llm.router_z_loss > 0) else "rank"
