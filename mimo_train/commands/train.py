@@ -119,6 +119,8 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
             sys.stdout.flush()
         except BrokenPipeError:  # as by `| head`
             to_nowhere(sys.stdout)
+        except OSError as error:  # a full disk, or a folder that was removed: what was trained is saved
+            sys.stderr.write(f"the report of {run.dir} cannot be written: {error}\n")
     if code:
         # The launcher ends the remaining ranks when the first one exits with a code.
         dist.barrier()

@@ -26,7 +26,7 @@ from mimo_train.diagnose.rerun import Rerun
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.launch.processes import is_first_of_node
-from mimo_train.launch.run_lock import LOCK_FILE, PATIENCE, RunLock
+from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
 from mimo_train.metrics import progress
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.metrics_log import build_metrics_log
@@ -44,7 +44,7 @@ from mimo_train.parallel import device as devices
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
-from mimo_train.parallel.one_run import Start, require_one_config, require_one_folder
+from mimo_train.parallel.one_run import LONGEST_SIGHT, Start, require_one_config, require_one_folder
 from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
@@ -138,13 +138,13 @@ def setup(
             with agreed(start) as starts:
                 make_folder(run.dir)
                 if dist.get_rank() == 0:
-                    lock = RunLock(run.dir, min(PATIENCE, longest), start.mark)
+                    lock = RunLock(run.dir, min(LONGEST_LOCK, longest), start.mark)
                     remove_old_starts(run.dir)
         except UserError:
             RECORDER.discard()  # the folder is another run's
             raise
         require_one_config(run.cfg, starts)
-        require_one_folder(run.dir / LOCK_FILE, starts, min(PATIENCE, longest))
+        require_one_folder(run.dir / LOCK_FILE, starts, min(LONGEST_SIGHT, longest))
         return _build(run, votes, kind, device, lock, start_time, pre_wrap_hook)
     except BaseException:
         if lock is not None:
