@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 from data.packing import Packing
 from data.step_plan import Padding
@@ -19,15 +20,16 @@ def padding_of(cfg: ConfigContainer) -> Padding | Packing | None:
     samples in their order.
 
     Losses of routers are means over positions, padding included: there every replica of a microbatch has as many, so
-    that they do not depend on the number of replicas.
+    that they do not depend on the number of replicas. One that is balanced over all replicas takes the mean of the
+    microbatches so far for each of them (router.py:526 in Megatron-Core 0.19.2): all of a step have as many.
     """
-    layout, equal = cfg.language.layout, has_router_losses(cfg.llm)
+    layout, alike = cfg.language.layout, _alike(cfg.llm)
     parts = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
     unit = math.lcm(UNIT, parts)
     if cfg.data.pack:
         # Interleaved stages take microbatches in groups of as many as there are stages.
-        return Packing(pack_length(cfg), unit, layout.pp if layout.vpp > 1 else 1, equal)
-    return None if cfg.data.pad == "sequence" else Padding(unit, equal)
+        return Packing(pack_length(cfg), unit, layout.pp if layout.vpp > 1 else 1, equal=alike != "rank")
+    return None if cfg.data.pad == "sequence" else Padding(unit, alike)
 
 
 def pack_length(cfg: ConfigContainer) -> int:
@@ -35,9 +37,10 @@ def pack_length(cfg: ConfigContainer) -> int:
     return cfg.data.pack_length or cfg.train.micro_batch_size * cfg.data.sequence_length
 
 
-def has_router_losses(llm: LlmSpec) -> bool:
-    """Whether there is a load-balancing loss or a z-loss of experts."""
-    return _balances(llm) or bool(llm.num_experts and llm.router_z_loss > 0)
+def _alike(llm: LlmSpec) -> Literal["rank", "microbatch", "step"]:
+    if _balances(llm) and llm.router_balancing == "global_aux_loss":
+        return "step"
+    return "microbatch" if _balances(llm) or (llm.num_experts and llm.router_z_loss > 0) else "rank"
 
 
 def _balances(llm: LlmSpec) -> bool:
