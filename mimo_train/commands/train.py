@@ -159,13 +159,19 @@ def _summarise(run: "Run") -> None:
     report = write_report(run_dir, run)
     evaluations = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line]
     if evaluations:
-        last = evaluations[-1]
-        print(
-            f"held-out exact match {last['eval/exact_match']:.3f}, loss {last['eval/loss']:.3f} "
-            f"({last['eval/samples']:.0f} samples, step {last['step']})"
-        )
+        print(held_out_line(evaluations[-1]))
     print(f"report: {report}")
     print(f"next: {_try_it(run)}")
+
+
+def held_out_line(line: dict[str, float]) -> str:
+    """What the last evaluation, a line of metrics.jsonl, has measured."""
+    if not line["eval/samples"]:
+        return f"held-out: no sample has a token with loss, so that nothing is measured (step {line['step']})"
+    return (
+        f"held-out exact match {line['eval/exact_match']:.3f}, loss {line['eval/loss']:.3f} "
+        f"({line['eval/samples']:.0f} samples, step {line['step']})"
+    )
 
 
 def _try_it(run: "Run") -> str:
