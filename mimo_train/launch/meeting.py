@@ -1,4 +1,5 @@
-"""Launchers of several nodes meet at MASTER_ADDR:MASTER_PORT before torchrun opens its store there. Imports no torch.
+"""Launchers of several nodes meet at MASTER_ADDR:MASTER_PORT before torchrun opens its store there, and again after a
+failure: all start their ranks again, or none does. Imports no torch.
 
 Torchrun on node 0 fails with a traceback if the port is in use, and on the other nodes waits for whoever uses it. Here
 node 0 says who holds the port, and the others, which get no answer from that program, end too.
@@ -20,32 +21,52 @@ PATIENCE = 900.0
 """Seconds that nodes wait for each other, as torchrun's store does."""
 ANSWER = 10.0
 """Seconds in which node 0 answers a connection."""
-_HELLO, _GO = b"mimo-train ", b"go "
+PARTING = 60.0
+"""Seconds that a launcher that ends waits for the others, to tell them."""
+_HELLO, _GO, _ENDS, _LEAVES = b"mimo-train ", b"go ", b"ends ", b"ends"
 
 
-def meet(address: str, port: int, nodes: int, node: int) -> str:
+class NodeEnds(UserError):
+    """A launcher does not start its ranks again, so that none does."""
+
+
+def meet(address: str, port: int, nodes: int, node: int, *, again: bool = False, leaves: bool = False) -> str:
     """Wait until the launchers of all nodes are there; the port is free again afterwards.
 
     Args:
         address, port: MASTER_ADDR and MASTER_PORT.
         nodes: number of nodes.
         node: this one, 0 to nodes - 1.
+        again: whether the ranks have failed. Node 0 may still have torchrun's store at the port then.
+        leaves: whether this launcher comes only to say that it ends.
 
     Returns:
         A word that is the same for all launchers, and new at each start.
 
     Raises:
+        NodeEnds: one of them ends; also for itself.
         UserError: the port of node 0 is in use, a program that is no launcher answers there, nodes were started with
             different numbers of them, or do not come.
     """
-    return (_host if node == 0 else _join)(address, port, nodes, node)
+    patience = PARTING if leaves else PATIENCE
+    return (_host if node == 0 else _join)(address, port, nodes, node, again, leaves, patience)
 
 
-def _host(address: str, port: int, nodes: int, _node: int) -> str:
+def _server(port: int, patience: float) -> socket.socket:
+    both, deadline = socket.has_dualstack_ipv6(), time.monotonic() + patience
+    while True:
+        try:
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def _host(address: str, port: int, nodes: int, _node: int, again: bool, leaves: bool, patience: float) -> str:
     try:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        server = _server(port, ANSWER if again else 0.0)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise UserError(f"MASTER_PORT is {port}, which cannot be opened: {error.strerror}") from error
@@ -54,33 +75,42 @@ def _host(address: str, port: int, nodes: int, _node: int) -> str:
             f"MASTER_PORT is {port}, which is in use on node 0 ({socket.gethostname()}) by {who}: end it, or set "
             "MASTER_PORT to another port on all nodes"
         ) from error
-    deadline, told = time.monotonic() + PATIENCE, time.monotonic() + ANSWER
+    deadline, told = time.monotonic() + patience, time.monotonic() + ANSWER
     arrived: dict[int, socket.socket] = {}
+    leaving = {0} if leaves else set[int]()
     with closing(server), selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         while len(arrived) < nodes - 1:
             missing = sorted(set(range(1, nodes)) - set(arrived))
             if time.monotonic() > deadline:
-                raise UserError(f"nodes {missing} of {nodes} did not start within {PATIENCE:g} s")
+                raise UserError(f"nodes {missing} of {nodes} did not start within {patience:g} s")
             if time.monotonic() > told:
                 told = float("inf")
                 print(f"mimo-train: node 0 waits for nodes {missing} at {address}:{port}", file=sys.stderr, flush=True)
             for _ in selector.select(timeout=1.0):
                 connection, _peer = server.accept()
-                number = _greeted(connection, nodes)
-                if number is None:
+                greeted = _greeted(connection, nodes)
+                if greeted is None:
                     connection.close()
                 else:
-                    arrived[number] = connection
+                    arrived[greeted[0]] = connection
+                    leaving |= {greeted[0]} if greeted[1] else set()
         stamp = secrets.token_hex(4)
+        answer = _ENDS + str(min(leaving)).encode() if leaving else _GO + stamp.encode()
         for connection in arrived.values():
             with suppress(OSError), closing(connection):
-                connection.sendall(_GO + stamp.encode() + b"\n")
+                connection.sendall(answer + b"\n")
+    if leaving:
+        raise _ended(min(leaving))
     return stamp
 
 
-def _greeted(connection: socket.socket, nodes: int) -> int | None:
-    """Answer whoever connects; the number of its node, None if it is no launcher of this run.
+def _ended(node: int) -> NodeEnds:
+    return NodeEnds(f"node {node} does not start its ranks again, and says why: this node ends too")
+
+
+def _greeted(connection: socket.socket, nodes: int) -> tuple[int, bool] | None:
+    """Answer whoever connects; the number of its node, and whether it leaves; None if it is no launcher of this run.
 
     Raises:
         UserError: it was started for another number of nodes.
@@ -88,7 +118,7 @@ def _greeted(connection: socket.socket, nodes: int) -> int | None:
     connection.settimeout(ANSWER)
     try:
         words = _line(connection).split()
-        if len(words) != 3 or words[0] != _HELLO.strip():
+        if not 3 <= len(words) <= 4 or words[0] != _HELLO.strip():
             return None
         number, theirs = int(words[1]), int(words[2])
         connection.sendall(_HELLO + str(nodes).encode() + b"\n")
@@ -96,11 +126,11 @@ def _greeted(connection: socket.socket, nodes: int) -> int | None:
         return None
     if theirs != nodes:
         raise UserError(f"node {number} was started for {theirs} nodes, and node 0 for {nodes}: give both one NNODES")
-    return number
+    return number, words[3:] == [_LEAVES]
 
 
-def _join(address: str, port: int, nodes: int, node: int) -> str:
-    deadline, why = time.monotonic() + PATIENCE, ""
+def _join(address: str, port: int, nodes: int, node: int, again: bool, leaves: bool, patience: float) -> str:
+    deadline, why = time.monotonic() + patience, ""
     while time.monotonic() < deadline:
         try:
             connection = socket.create_connection((address, port), timeout=5.0)
@@ -111,11 +141,15 @@ def _join(address: str, port: int, nodes: int, node: int) -> str:
         with closing(connection):
             connection.settimeout(ANSWER)
             try:
-                connection.sendall(_HELLO + f"{node} {nodes}\n".encode())
+                connection.sendall(_HELLO + f"{node} {nodes} ".encode() + (_LEAVES if leaves else b"") + b"\n")
                 words = _line(connection).split()
             except OSError:
                 words = []
             if len(words) != 2 or words[0] != _HELLO.strip():
+                if again:  # node 0 is not there yet
+                    why = "another program answers"
+                    time.sleep(0.5)
+                    continue
                 raise UserError(
                     f"MASTER_PORT is {port}: a program at {address} that is not mimo-train's launcher has it. Set "
                     "MASTER_PORT to a free port on all nodes; node 0 says who holds this one"
@@ -127,10 +161,12 @@ def _join(address: str, port: int, nodes: int, node: int) -> str:
                 answer = _line(connection)
             except OSError:
                 answer = b""
+            if answer.startswith(_ENDS):
+                raise _ended(int(answer.removeprefix(_ENDS)))
             if not answer.startswith(_GO):
                 raise UserError(f"node 0 ({address}:{port}) ended before all nodes were there")
             return answer.removeprefix(_GO).decode()
-    raise UserError(f"node 0 does not answer at MASTER_ADDR {address}, MASTER_PORT {port} within {PATIENCE:g} s: {why}")
+    raise UserError(f"node 0 does not answer at MASTER_ADDR {address}, MASTER_PORT {port} within {patience:g} s: {why}")
 
 
 def _line(connection: socket.socket) -> bytes:
