@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from data.chat_jinja import ChatJinja
 from data.errors import DataError, RecordError
+from data.jinja_bounds import EndlessTemplate
 from data.records import Conversation, Part, Turn
 
 _WORDS = {"system": "mimosystemwords", "user": "mimoquestion", "assistant": "mimoanswer"}
@@ -20,6 +21,7 @@ QUESTION = Turn("user", (Part("text", _WORDS["user"]),))
 ANSWER = Turn("assistant", (Part("text", _WORDS["assistant"]),))
 """With QUESTION, a conversation to try a template with."""
 
+_OTHER = "give a file with another template, or data.chat_template=own"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of one field, the usual one first; transformers 5.23.0 gives a template all that templates read."""
 
@@ -145,7 +147,7 @@ class ChatRenderer:
                 said = f"an error ({error})"
             raise DataError(
                 f"data.chat_template: the template of {self.origin} does not write the words of a question and an "
-                f"answer, but {said}: give a file with another template, or data.chat_template=own"
+                f"answer, but {said}: {_OTHER}"
             )
         forms = {role: (self._carries(base | {role: 0}), self._carries(base | {role: 1})) for role in base}
         # A template without a system role refuses each; a record with one is then refused by the template's own words.
@@ -164,6 +166,8 @@ class ChatRenderer:
         """Whether every word arrives, and no list was written as it stands."""
         try:
             text = self._rendered(forms)
+        except EndlessTemplate as error:
+            raise DataError(f"data.chat_template: {self.origin}: {error}: {_OTHER}") from error
         except Exception:  # of a template, anything
             return False
         return all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)
@@ -202,7 +206,7 @@ def common_prefix(one: str, other: str) -> int:
 def _compiled(source: str, origin: str) -> ChatJinja:
     try:
         return ChatJinja(source)
-    except TemplateError as error:
+    except Exception as error:  # as deeply nested blocks raise a SyntaxError of Python
         line = getattr(error, "lineno", "?")
         raise DataError(f"data.chat_template: the template of {origin} is no Jinja: line {line}: {error}") from error
 

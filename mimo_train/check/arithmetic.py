@@ -16,6 +16,7 @@ from mimo_train.plan.parameters import ParameterCount, freeze_patterns, module_p
 from mimo_train.plan.placement import span_text
 from mimo_train.plan.run import Run
 from mimo_train.plan.stages import bubble, pipeline_stages
+from mimo_train.plan.warm_up import warm_up_warnings
 
 IMBALANCE = 2.0
 """Warn when the fullest rank needs this many times the emptiest rank's memory, and a GiB more."""
@@ -132,11 +133,7 @@ def add_batch(report: Report, run: Run) -> None:
             f"raise train.global_batch_size {train.global_batch_size} or lower "
             f"train.micro_batch_size {train.micro_batch_size}"
         )
-    if cfg.optim.warmup_iters > train.iters:
-        report.warnings.append(
-            f"optim.warmup_iters {cfg.optim.warmup_iters} is longer than train.iters {train.iters}: "
-            f"the learning rate never reaches optim.lr {cfg.optim.lr}"
-        )
+    report.warnings += warm_up_warnings(cfg)
 
 
 def add_media(report: Report, cfg: ConfigContainer) -> None:

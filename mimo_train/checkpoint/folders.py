@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ class DamagedCheckpoint(UserError):
     """A checkpoint whose files are not those that were written; made by `damaged`."""
 
 
+class FolderFailed(UserError, OSError):
+    """The file system does not say what a folder holds, or does not rename in it: no damage, so that nothing is moved,
+    and no checkpoint is believed missing."""
+
+
 def checkpoints_dir(run_dir: Path, non_persistent: bool = False) -> Path:
     """Folder of all checkpoints of a run, or of the non-persistent ones, of which only the newest is kept."""
     return run_dir / "checkpoints" / "non_persistent" if non_persistent else run_dir / "checkpoints"
@@ -58,22 +64,49 @@ def run_of(folder: Path) -> Path | None:
     return next((parent.parent for parent in folder.absolute().parents if parent.name == "checkpoints"), None)
 
 
+def named(run_dir: Path, non_persistent: bool, pattern: str = "step_????????") -> list[Path]:
+    """Everything of one kind whose name fits, sorted. (`Path.glob` takes a folder that it may not read for an empty
+    one.)
+
+    Raises:
+        FolderFailed: the file system does not list the folder, also when it is asked again.
+    """
+    folder = checkpoints_dir(run_dir, non_persistent)
+    with _failure_named(folder):
+        try:
+            found = patiently(lambda: os.listdir(folder), folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+    return [folder / name for name in sorted(found) if fnmatchcase(name, pattern)]
+
+
+@contextmanager
+def _failure_named(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FolderFailed(
+            f"the checkpoints in {folder} cannot be looked at ({error}): an error of the file system or of this "
+            "machine, or a missing permission: mend that, and start again"
+        ) from error
+
+
 def complete(run_dir: Path, non_persistent: bool = False) -> list[Path]:
-    """Complete checkpoints of one kind, oldest first."""
-    folders = checkpoints_dir(run_dir, non_persistent).glob("step_????????")
-    return sorted(folder for folder in folders if (folder / COMPLETE).is_file())
+    """Complete checkpoints of one kind, oldest first. Raises FolderFailed."""
+    return [folder for folder in named(run_dir, non_persistent) if _is_complete(folder)]
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of either kind, or None; of two at one step, the persistent one."""
+    """The newest complete checkpoint of either kind, or None; of two at one step, the persistent one. Raises
+    FolderFailed."""
     # The name is the step: max takes the first of equal ones.
     return max([*complete(run_dir), *complete(run_dir, True)], key=lambda folder: folder.name, default=None)
 
 
 def newest_first(run_dir: Path) -> list[Path]:
     """Everything that has the name of a checkpoint, complete or not, of either kind; of two at one step, the persistent
-    one first."""
-    found = [path for kind in (False, True) for path in sorted(checkpoints_dir(run_dir, kind).glob("step_????????"))]
+    one first. Raises FolderFailed."""
+    found = [path for kind in (False, True) for path in named(run_dir, kind)]
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
@@ -121,8 +154,8 @@ def _newest_of_whole(run_dir: Path, key: str) -> Path | None:
     """
     found = newest(run_dir)
     after = found.name if found is not None else ""
-    named = (checkpoints_dir(run_dir, kind).glob("step_????????") for kind in (False, True))
-    spoilt = sorted(path for paths in named for path in paths if path.name > after and not (path / COMPLETE).is_file())
+    there = (path for kind in (False, True) for path in named(run_dir, kind))
+    spoilt = sorted(path for path in there if path.name > after and not _is_complete(path))
     for path in spoilt:
         _require_own_format(path, f"{key}: ")
     if spoilt:
@@ -188,9 +221,8 @@ def damaged(folder: Path, why: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{why}{_REMEDY}")
 
 
-def _unreadable(folder: Path, error: OSError) -> UserError:
-    """The error where the file system does not say what a checkpoint holds: no damage, so that nothing is moved."""
-    return UserError(
+def _unreadable(folder: Path, error: OSError) -> FolderFailed:
+    return FolderFailed(
         f"checkpoint {folder} cannot be read ({error}): an error of the file system or of this machine, which says "
         "nothing about the checkpoint: mend that, and start again"
     )
@@ -317,26 +349,29 @@ def damage_named(folder: Path) -> Iterator[None]:
         yield
     except (Damage, FileNotFoundError) as error:
         raise damaged(folder, str(error)) from error
+    except FolderFailed:
+        raise
     except OSError as error:
         raise _unreadable(folder, error) from error
 
 
 def finish_renames(run_dir: Path) -> None:
     """Give complete checkpoints their names that a kill has left without: it came between the marker and the rename, or
-    between the two renames that replace a folder. For the one process that writes into `run_dir`."""
+    between the two renames that replace a folder. For the one process that writes into `run_dir`. Raises
+    FolderFailed."""
     for kind in (False, True):
-        folder = checkpoints_dir(run_dir, kind)
         for pattern in ("step_????????.partial", "step_????????.old.partial"):  # the new one first
-            for found in sorted(folder.glob(pattern)):
-                final = folder / found.name.partition(".")[0]
-                if (found / COMPLETE).is_file() and not final.exists():
-                    found.rename(final)
+            for found in named(run_dir, kind, pattern):
+                final = found.with_name(found.name.partition(".")[0])
+                if _is_complete(found) and not os.path.lexists(final):
+                    with _failure_named(found.parent):
+                        found.rename(final)
 
 
 def remove_unfinished(run_dir: Path, non_persistent: bool = False) -> None:
     """Remove what earlier saves have not finished."""
     finish_renames(run_dir)
-    for folder in checkpoints_dir(run_dir, non_persistent).glob("*.partial"):
+    for folder in named(run_dir, non_persistent, "*.partial"):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -81,10 +81,7 @@ def folders_at(path: Path) -> list[Path]:
         return [path]
     run_dir = path.parent if path.name == "checkpoints" and not (path / "checkpoints").is_dir() else path
     found = [
-        folder
-        for kind in (False, True)
-        for folder in folders.checkpoints_dir(run_dir, kind).glob("step_????????*")
-        if folder.is_dir()
+        folder for kind in (False, True) for folder in folders.named(run_dir, kind, "step_????????*") if folder.is_dir()
     ]
     if not found:
         raise UserError(f"PATH: no checkpoint in {path}: give the folder of a run, or of a checkpoint")

@@ -157,12 +157,18 @@ def _summary(run: "Run") -> list[str]:
     evaluations = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line]
     lines = []
     if evaluations:
-        last = evaluations[-1]
-        lines.append(
-            f"held-out exact match {last['eval/exact_match']:.3f}, loss {last['eval/loss']:.3f} "
-            f"({last['eval/samples']:.0f} samples, step {last['step']})"
-        )
+        lines.append(held_out_line(evaluations[-1]))
     return [*lines, f"report: {report}", f"next: {_try_it(run)}"]
+
+
+def held_out_line(line: dict[str, float]) -> str:
+    """What the last evaluation, a line of metrics.jsonl, has measured."""
+    if not line["eval/samples"]:
+        return f"held-out: no sample has a token with loss, so that nothing is measured (step {line['step']})"
+    return (
+        f"held-out exact match {line['eval/exact_match']:.3f}, loss {line['eval/loss']:.3f} "
+        f"({line['eval/samples']:.0f} samples, step {line['step']})"
+    )
 
 
 def _try_it(run: "Run") -> str:

@@ -9,7 +9,8 @@ options. What it adds to torchrun:
 - When a rank fails, the others, which wait for it in a collective, are ended ``FAILURE_SECONDS`` later, not after 30 s.
 - The rank's own error is the last output: one line names the rank, instead of torchrun's two tracebacks.
 - ``--max-restarts N`` starts a run that has failed again, from its newest checkpoint, after a time that doubles; the
-  same failure at the same step twice ends it (``restarts``). Torchrun itself starts it again at once.
+  same failure at the same step twice ends it (``restarts``). Torchrun itself starts it again at once. Several nodes
+  meet before each start: all start again, or none.
 - A launcher that is killed leaves no ranks (``supervisor``) and no temporary files (``scratch``) behind.
 - Several nodes: a MASTER_PORT that is in use ends all launchers with one message (``meeting``).
 
@@ -17,6 +18,7 @@ It imports no torch at module level: its signal handlers are installed before th
 """
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -27,6 +29,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mimo_train.config.fault import UserError
 from mimo_train.flight.recorder import START
 from mimo_train.flight.watch import HANG_CODE, hand_down, say
 from mimo_train.launch.grace import grace_seconds
@@ -186,28 +189,38 @@ def _attempts(attempt: Callable[[], object], options: Any, ranks: Ranks, folder:
                 return code
             first = min(error.failures.values(), key=lambda failure: failure.timestamp)
             seconds, why = restarts.after(failure_of(first.exitcode, folder))
-            if seconds is None:
-                say(why)
-                return code
-            say(why)
-            if ranks.stopped_within(seconds):
-                return code
-            (folder / FLIGHT).unlink(missing_ok=True)
-            os.environ[RESTART] = str(restarts.made)
-            # What nodes have left in a store for the attempt before is not for this one.
-            options.rdzv_id = f"{name}-{restarts.made}"
         else:
             return 0
+        say(why)
+        gc.collect()  # the store of this attempt, which has the port
+        try:
+            # As before the first start: a signal while nodes wait for each other ends the launcher.
+            ranks.context = None
+            _meet(options, again=True, leaves=seconds is None)
+        except UserError as error:
+            if seconds is not None:
+                say(str(error))
+            return code
+        if seconds is None or ranks.stopped_within(seconds):
+            return code
+        (folder / FLIGHT).unlink(missing_ok=True)
+        os.environ[RESTART] = str(restarts.made)
+        # What nodes have left in a store for the attempt before is not for this one.
+        options.rdzv_id = f"{name}-{restarts.made}"
 
 
-def _meet(options: Any) -> None:
+def _meet(options: Any, *, again: bool = False, leaves: bool = False) -> None:
     """Meets the launchers of other nodes where torchrun will open its store, and tells the ranks what is new of this
-    start."""
+    start.
+
+    Raises:
+        UserError: as of `meet`.
+    """
     os.environ.pop(START, None)  # of whoever has started this launcher
     static = options.rdzv_backend == "static" and not options.standalone and not options.rdzv_endpoint
     if static and options.nnodes.isdecimal() and int(options.nnodes) > 1:
-        nodes, node = int(options.nnodes), int(options.node_rank)
-        os.environ[START] = meet(options.master_addr, int(options.master_port), nodes, node)
+        nodes, node, address = int(options.nnodes), int(options.node_rank), options.master_addr
+        os.environ[START] = meet(address, int(options.master_port), nodes, node, again=again, leaves=leaves)
 
 
 def _adapt(context_class: Any, ranks: Ranks) -> None:

@@ -69,7 +69,9 @@ class Console:
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Print the values of an evaluation after `step`; keys are `eval/...`."""
-        text = "  ".join([f"evaluation at step {step}", *map(_evaluated, values.items())])
+        unscored = values.get("eval/samples") == 0  # then there is no loss, and nothing is exact
+        shown = [_evaluated(key, None if unscored and math.isnan(value) else value) for key, value in values.items()]
+        text = "  ".join([f"evaluation at step {step}", *shown])
         self._show(lambda: self._view.print(text))
 
     def close(self) -> None:
@@ -198,9 +200,11 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-def _evaluated(item: tuple[str, float]) -> str:
-    key, value = item[0].removeprefix("eval/"), item[1]
+def _evaluated(key: str, value: float | None) -> str:
+    key = key.removeprefix("eval/")
+    name = key.replace("_", " ")
+    if value is None:
+        return f"no {name}"
     if key == "samples":
         return f"{value:.0f} samples"
-    name = key.replace("_", " ")
     return f"{name} {value:.1%}" if key == "exact_match" else f"{name} {value:.4g}"

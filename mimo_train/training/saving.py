@@ -162,7 +162,8 @@ class Saver:
             SaveFailed: as of `save_and_decide_exit`.
         """
         if self._in_flight is not None:
-            self._settle(self._checkpointer.finish, can_end=can_end)
+            with RECORDER.during("save"):
+                self._settle(self._checkpointer.finish, can_end=can_end)
 
     def _begin(self, data: StepIterator, reason: str, non_persistent: bool) -> None:
         """Save beside training, where the config has it so."""

@@ -52,6 +52,7 @@ from mimo_train.plan.padding import padding_of
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
 from mimo_train.plan.run import Run
 from mimo_train.plan.run_dir import make_folder
+from mimo_train.plan.warm_up import warm_up_warnings
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.counted_texts import count_texts
 from mimo_train.step.feature_cache import Features
@@ -358,6 +359,8 @@ def _open_state(
     for damaged in checkpointer.set_aside:
         progress.checkpoint_set_aside(run.dir, path=damaged.now, why=damaged.why)
         console.message(str(damaged))
+    for warning in warm_up_warnings(run.cfg):
+        console.message(f"warning: {warning}")
     if resumed_from is not None:
         console.message(f"continues from {resumed_from}, step {step}")
     return GlobalState(run, train_state, start_time=start_time, metrics=metrics, console=console)

@@ -1,12 +1,14 @@
 """Callbacks that ask a run to end, or break it, on one rank at one step."""
 
 import os
+import signal
 
 from mimo_train.training.callbacks import Callback
 
 
 class At(Callback):
-    """Does something before step `step` on rank `rank`: a signal's number to send to itself, or `raise`."""
+    """Does something before step `step` on rank `rank`: a signal's number to send to itself, `raise`, or `launcher`,
+    which kills the process that has started it."""
 
     def __init__(self, rank: int, step: int, what):
         self.rank, self.step, self.what = rank, step, what
@@ -16,15 +18,19 @@ class At(Callback):
             return
         if self.what == "raise":
             raise RuntimeError(f"broken on purpose before step {self.step}")
+        if self.what == "launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+            return
         os.kill(os.getpid(), self.what)
 
 
 class FromEnvironment(At):
-    """`At` for a launched run: MIMO_TEST_BREAK is rank:step. Leaves a file `failed_RANK` in the run's folder."""
+    """`At` for a launched run: MIMO_TEST_BREAK is rank:step, where the rank raises, at every start again; or
+    rank:step:launcher, where it kills its launcher. Leaves a file `failed_RANK` in the run's folder."""
 
     def __init__(self):
-        rank, step = os.environ.get("MIMO_TEST_BREAK", "0:0").split(":")
-        super().__init__(int(rank), int(step), "raise")
+        rank, step, *what = os.environ.get("MIMO_TEST_BREAK", "0:0").split(":")
+        super().__init__(int(rank), int(step), *(what or ["raise"]))
 
     def on_failure(self, state, error):
         (state.run_dir / f"failed_{os.environ['RANK']}").write_text(str(error))

@@ -1,18 +1,27 @@
 """Every way a run of two processes ends: on all ranks, with its exit code, and a checkpoint where one is due."""
 
 import os
+import random
 import signal
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
 from mimo_train.checkpoint import folders
+from mimo_train.config.compose import load
+from mimo_train.flight.read import newest_start, read_ranks
 from mimo_train.metrics.sinks.jsonl import read_metrics
 from mimo_train.plan.run import resolve
 from mimo_train.training.exit import ExitVotes
 from tests.dist.exit_callbacks import At
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, curve
+from tests.dist.runs import config, curve, train_on_ranks
+from tests.e2e.fake_python import pid_runs
 from tests.e2e.test_train import digits, finish, start, wait_for, whole_lines  # noqa: F401 (a fixture)
+from tests.hang import HANG_SECONDS
+from tests.unit.launch.test_meeting import free_port
 
 ENCODER, LANGUAGE = 0, 1
 
@@ -66,49 +75,106 @@ def test_a_run_ends_for_every_reason_in_turn_and_goes_on(digits, tmp_path):  # n
     assert [point[0] for point in curve(read_metrics(tmp_path / "metrics.jsonl"))] == list(range(1, 10))
 
 
-def test_a_failing_rank_and_a_signal_end_all_and_the_same_command_goes_on(digits, tmp_path, monkeypatch):  # noqa: F811
-    """Launched three times. First a callback raises on one rank, so that the other one waits for it in the middle of a
-    step, then on the other; then SIGTERM ends the run after its step, with a checkpoint."""
-    run_dir = tmp_path / "run"
-    arguments = (
-        "vlm_digits",
-        f"run.dir={run_dir}",
-        f"data.shards={digits}/train",
-        "data.validation_shards=",
-        "data.demo=",
-        "train.iters=300",
-        "checkpoint.asynchronous=false",  # so that the newest checkpoint at a failure is known
-        "checkpoint.save_interval=2",
-        "checkpoint.keep=0",
-        "modules.language.llm.num_layers=2",
-        "train.callbacks=[exit_callbacks:FromEnvironment]",
-    )
+def wait_for_end(processes: list[int]) -> None:
+    """Of ranks that no launcher waits for."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while any(map(pid_runs, processes)):
+        assert time.monotonic() < deadline, "ranks are left"
+        time.sleep(0.1)
+
+
+OVERRIDES = (
+    "data.validation_shards=",
+    "data.demo=",
+    "train.iters=300",
+    "checkpoint.asynchronous=false",  # so that the newest checkpoint at a failure is known
+    "checkpoint.save_interval=2",
+    "checkpoint.keep=0",
+    "modules.language.llm.num_layers=2",
+)
+
+
+@pytest.fixture
+def command(digits, tmp_path) -> tuple[str, ...]:  # noqa: F811
+    """Arguments of a run with `FromEnvironment`, in `run` of tmp_path."""
     # Found from the working directory, as a user's own would be.
     (tmp_path / "exit_callbacks.py").write_text((Path(__file__).parents[1] / "dist" / "exit_callbacks.py").read_text())
-    for rank, step in ((ENCODER, 4), (LANGUAGE, 6)):
-        monkeypatch.setenv("MIMO_TEST_BREAK", f"{rank}:{step}")
-        process = start("train_vlm.sh", *arguments, cwd=tmp_path)
-        wait_for((run_dir / f"failed_{rank}").exists, process)
+    own = "train.callbacks=[exit_callbacks:FromEnvironment]"
+    return "vlm_digits", f"run.dir={tmp_path}/run", f"data.shards={digits}/train", *OVERRIDES, own
+
+
+def require_the_curve_of_a_run_that_was_left_alone(digits: Path, run_dir: Path) -> None:  # noqa: F811
+    found = curve(read_metrics(run_dir / "metrics.jsonl"))
+    places = (f"data.shards={digits}/train", f"run.dir={run_dir.parent}/alone")
+    alone = load("vlm_digits", (*OVERRIDES, *places, f"train.exit_interval={found[-1][0]}"))
+    assert found == curve(train_on_ranks(alone))
+
+
+def lose_the_launcher(command: tuple[str, ...], folder: Path) -> int:
+    """Start a run whose launcher is killed by a rank; the step at which the ranks have saved and ended."""
+    process = start("train_vlm.sh", *command, cwd=folder)
+    finish(process)
+    assert process.returncode == -signal.SIGKILL
+    wait_for_end([rank.pid for rank in read_ranks(newest_start(folder / "run")).values()])
+    ended = events(folder / "run", "exit")[-1]
+    assert ended["reason"] == "signal"
+    assert folders.newest(folder / "run").name == f"step_{int(ended['step']):08d}"
+    return int(ended["step"])
+
+
+ROUNDS = int(os.environ.get("MIMO_KILL_ROUNDS", "0")) // 5
+
+
+@pytest.mark.skipif(not ROUNDS, reason="MIMO_KILL_ROUNDS=25 kills five launchers")
+def test_launchers_that_are_killed_leave_the_curve_as_it_is(digits, command, tmp_path, monkeypatch):  # noqa: F811
+    generator, step = random.Random(ROUNDS), 0
+    for _ in range(ROUNDS):
+        rank, at = generator.randrange(2), step + generator.randrange(1, 9)
+        monkeypatch.setenv("MIMO_TEST_BREAK", f"{rank}:{at}:launcher")
+        step = lose_the_launcher(command, tmp_path)
+        assert step >= at
+    require_the_curve_of_a_run_that_was_left_alone(digits, tmp_path / "run")
+
+
+def test_two_nodes_a_lost_launcher_and_a_signal(digits, command, tmp_path, monkeypatch):  # noqa: F811
+    """Launched three times, once as two nodes of one process each. A callback raises on one rank, at each start before
+    the same step: both nodes start again, go on, and end with the finding. Then a rank kills its launcher, and at last
+    SIGTERM ends the run. In the end the curve is that of a run that was left alone."""
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv("MIMO_TEST_BREAK", f"{LANGUAGE}:4")
+    nodes = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    for name, value in (nodes | {"MIMO_MAX_RESTARTS": "5", "MIMO_RESTART_SECONDS": "0"}).items():
+        monkeypatch.setenv(name, value)
+    launchers = []
+    for node in ("0", "1"):
+        monkeypatch.setenv("NODE_RANK", node)
+        launchers.append(start("train_vlm.sh", *command, cwd=tmp_path))
+    for node, process in enumerate(launchers):
         printed = finish(process)
         assert process.returncode == 1, printed
-        assert f"rank {rank}: RuntimeError: broken on purpose before step {step}" in printed
-        assert f"rank {rank} (process" in printed.splitlines()[-1], printed
-        assert folders.newest(run_dir).name == f"step_{step - 2:08d}"
-    assert [(save["step"], save["reason"]) for save in events(run_dir, "checkpoint")] == [
-        ("2", "save_interval"),
-        ("4", "save_interval"),
-    ]
+        said = "exit code 1 at step 4 (RuntimeError: broken on purpose before step 4)"
+        assert f"{said}; restart 1 of 5" in printed, printed
+        assert f"not started again: the same failure twice, {said}" in printed.splitlines()[-1], printed
+        assert (f"rank {LANGUAGE}: RuntimeError: broken on purpose before step 4" in printed) == (node == LANGUAGE)
+    assert [save["step"] for save in events(run_dir, "checkpoint")] == ["2"]
+    assert [job["step"] for job in events(run_dir, "start")] == ["0", "2"]
+    assert len(list((run_dir / "flight").iterdir())) == 2, "each start has its folder"
     assert not events(run_dir, "exit"), "a failure is no exit"
-    assert [point[0] for point in curve(read_metrics(run_dir / "metrics.jsonl"))] == [1, 2, 3, 4, 5]
+
+    for name in (*nodes, "NODE_RANK", "MIMO_MAX_RESTARTS"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MIMO_TEST_BREAK", f"{LANGUAGE}:6:launcher")
+    step = lose_the_launcher(command, tmp_path)
 
     monkeypatch.delenv("MIMO_TEST_BREAK")
-    process = start("train_vlm.sh", *arguments, cwd=tmp_path)
-    wait_for(lambda: whole_lines(run_dir) >= 8, process)
+    process = start("train_vlm.sh", *command, cwd=tmp_path)
+    wait_for(lambda: whole_lines(run_dir) >= step + 3, process)
     process.send_signal(signal.SIGTERM)
     printed = finish(process)
     assert process.returncode == 0, printed
-    steps = [point[0] for point in curve(read_metrics(run_dir / "metrics.jsonl"))]
-    assert steps == list(range(1, len(steps) + 1))
-    assert events(run_dir, "exit") == [{"step": str(steps[-1]), "reason": "signal"}]
-    assert folders.newest(run_dir).name == f"step_{steps[-1]:08d}"
-    assert [job["step"] for job in events(run_dir, "start")] == ["0", "2", "4"]
+    found = curve(read_metrics(run_dir / "metrics.jsonl"))
+    assert events(run_dir, "exit")[-1] == {"step": str(found[-1][0]), "reason": "signal"}
+    assert folders.newest(run_dir).name == f"step_{found[-1][0]:08d}"
+    assert [job["step"] for job in events(run_dir, "start")] == ["0", "2", "2", str(step)]
+
+    require_the_curve_of_a_run_that_was_left_alone(digits, run_dir)

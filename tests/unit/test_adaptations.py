@@ -6,10 +6,14 @@ for reasons that cannot be run in one process. After an upgrade: read the place,
 
 import inspect
 import re
+import sys
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CORE = "megatron.core."
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,11 +165,56 @@ def test_a_message_of_torch_has_no_place_for_what_a_recorder_knows_of_it():
     assert Work.__dictoffset__ == 0
 
 
+def test_soundfile_prints_a_traceback_where_a_damaged_header_makes_it_seek_wrongly(monkeypatch):
+    """Else `data/media/headers.py` need not ignore such a seek."""
+    import soundfile
+
+    from data.media.headers import AudioFile
+
+    buffer = BytesIO()
+    soundfile.write(buffer, [0.0] * 400, 8000, format="AIFF", subtype="PCM_16")
+    damaged = buffer.getvalue()[:38] + b"\xff" + buffer.getvalue()[39:]
+    printed: list = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    for kind, number in ((AudioFile, 0), (BytesIO, 1)):
+        with suppress(Exception), soundfile.SoundFile(kind(damaged)):
+            pass
+        assert len(printed) == number, kind
+
+
+def test_torchaudio_s_resampler_keeps_a_filter_for_every_phase():
+    """Else `data/media/resample.py` need not evaluate them where they are needed."""
+    from torchaudio.functional.functional import _get_sinc_resample_kernel
+
+    rate, wanted = 1009, 512
+    table, width = _get_sinc_resample_kernel(rate, wanted, 1)
+    assert table.numel() == wanted * (rate + 2 * width)
+
+
+def test_jinja_s_sandbox_does_not_end_loops_inside_of_loops():
+    """Else `data/jinja_bounds.py` need not count them."""
+    template = ImmutableSandboxedEnvironment().from_string(
+        "{% for a in range(90000) %}{% for b in range(90000) %}{{ reached() }}{% endfor %}{% endfor %}"
+    )
+    turns = 0
+
+    def reached() -> str:
+        nonlocal turns
+        turns += 1
+        if turns > 100_000:
+            raise InterruptedError
+        return ""
+
+    with pytest.raises(InterruptedError):
+        template.render(reached=reached)
+
+
 def test_every_adaptation_on_the_page_has_its_reason():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Adaptations", 1)[1].split("\n## ", 1)[0]
-    rows = re.findall(r"^\| `mimo_train/(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `(?:mimo_train/)?(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 20
     looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py", "parallel/recorded.py"}
+    looked_at |= {"data/media/headers.py", "data/media/resample.py", "data/jinja_bounds.py"}
     by_running = ("tests/dist/parallel/test_device.py", "tests/dist/model/test_projectors.py")
     for ours, tests in rows:
         assert ours in looked_at or any(test in tests for test in by_running), ours

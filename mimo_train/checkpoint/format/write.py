@@ -18,6 +18,9 @@ from mimo_train.checkpoint.format.index import BLOCK, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.flight.recorder import RECORDER
 
+_DIGEST = 32
+"""Characters of a hash."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -72,7 +75,9 @@ def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
     index = Index(files=[File(name, size, len(head), tuple(hashes))])
     for part, place in zip(ordered, places, strict=True):
         index.add(part.key, NAMES[part.values.dtype], Piece(0, place, part.span))
-    write_file(folder / listing, [index.dump()])
+    content = index.dump()
+    # With its hash: nothing else would tell that a place in it has changed before `complete` takes it up.
+    write_file(folder / listing, [content, digest(content).encode()])
 
 
 def complete(
@@ -85,12 +90,13 @@ def complete(
         sizes: bytes of the values of each rank, where they are known.
 
     Raises:
-        Damage: a rank's file is not there or of another size, or the files together lack elements.
+        Damage: a rank's file is not there or of another size, or not what was written, or the files together lack
+            elements.
         OSError: the folder cannot be written.
     """
     index = Index()
     for rank in range(ranks):
-        index.join(Index.load(read_file(partial / of_rank(rank)[1]), whole=False))
+        index.join(_listing(partial / of_rank(rank)[1]))
     index.require_whole()
     for number, file in enumerate(index.files):
         require_size(partial, file)
@@ -104,6 +110,14 @@ def complete(
     write_marker(partial, files)
     flush_folder(partial)
     put_in_place(partial, final)
+
+
+def _listing(path: Path) -> Index:
+    text = read_file(path)
+    content, written = text[:-_DIGEST], text[-_DIGEST:]
+    if digest(content).encode() != written:
+        raise Damage(f"{path.name} is not what its rank has written")
+    return Index.load(content, whole=False)
 
 
 def _name(part: Part) -> str:

@@ -18,14 +18,15 @@ from mimo_train.config.fault import UserError
 
 _logger = logging.getLogger(__name__)
 
+_PIECE = 2**20
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlSink:
     """Appends to metrics.jsonl; a line is on its way to the disk before `log` returns.
 
-    Where the disk is full or read-only, or the file is gone, lines are held back, and written with the next one that
-    can be: the file has every line, or `close` raises.
+    Where the disk is full or read-only lines are held back, and written with the next one that can be; where the file
+    was removed, it is written again with what it had: the file has every line, or `close` raises.
     """
 
     def __init__(self, path: Path, resumed_step: int):
@@ -69,8 +70,9 @@ class JsonlSink:
             self._write()
         except OSError as error:
             lines = self._held_back.count(b"\n")
+            what = f"the last {lines} lines of {self.handle}" if lines else f"{self.handle}, which was removed,"
             raise UserError(
-                f"run.dir: the last {lines} lines of {self.handle} could not be written ({error}): the same command "
+                f"run.dir: {what} could not be written ({error}): the same command "
                 "continues the run from its newest complete checkpoint, and writes those behind it again"
             ) from error
         finally:
@@ -80,20 +82,32 @@ class JsonlSink:
 
     def _write(self) -> None:
         """All that is held back. A write that ends in the middle of a line is gone on with there."""
-        if self._held_back and not self._is_in_place():
-            if self._file is not None:
-                _logger.warning("%s is gone: one is begun again with the next line", self.handle)
-                os.close(self._file)
-                self._file = None
+        if self._file is not None and not self._is_in_place():
             self.handle.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _opened(self.handle)
+            done = "another file has its name: lines go on there" if self.handle.exists() else self._put_back()
+            opened = _opened(self.handle)
+            os.close(self._file)
+            self._file = opened
+            _logger.warning("%s was removed or moved: %s", self.handle, done)
         while self._held_back and self._file is not None:
             self._held_back = self._held_back[os.write(self._file, self._held_back) :]
 
+    def _put_back(self) -> str:
+        """Write a file that was removed again: its content is there until it is closed. One that has another name now
+        keeps its lines there."""
+        assert self._file is not None
+        if os.fstat(self._file).st_nlink:
+            return "one is begun with the next line"
+        with replacing(self.handle) as file:
+            at = 0
+            while piece := os.pread(self._file, _PIECE, at):
+                file.write(piece)
+                at += len(piece)
+        return "it is written again, with all its lines"
+
     def _is_in_place(self) -> bool:
         """Whether the open file is the one that has the name: someone may have removed it, or the whole folder."""
-        if self._file is None:
-            return False
+        assert self._file is not None
         try:
             there, mine = os.stat(self.handle), os.fstat(self._file)
         except FileNotFoundError:
@@ -119,7 +133,7 @@ def iter_metrics(path: Path) -> Iterator[dict[str, float]]:
 
 def _opened(path: Path) -> int:
     # Written to without a buffer of our own: a killed process loses at most the line it was writing.
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 def _cut_back(path: Path, resumed_step: int) -> None:

@@ -20,9 +20,11 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def whole(digits, tmp_path_factory) -> Path:
-    """A run with checkpoints of its steps 2 and 4, and its curve to step 5."""
+    """A run with checkpoints of its steps 2 and 4, and its curve to step 5. They are written beside training; those
+    that are not are the same files, see `test_saving`."""
     run_dir = tmp_path_factory.mktemp("whole")
-    saving = ("checkpoint.save_interval=2", f"train.iters={STEPS}", "train.log_interval=1")
+    beside = "checkpoint.asynchronous=true"
+    saving = ("checkpoint.save_interval=2", f"train.iters={STEPS}", "train.log_interval=1", beside)
     train_on_ranks(config("vlm_digits", run_dir, digits, *MODEL, *saving))
     shutil.rmtree(folders.final_folder(run_dir, STEPS))
     return run_dir

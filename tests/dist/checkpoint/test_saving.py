@@ -1,15 +1,21 @@
 """Saving beside training, and saves that fail: vlm_digits on two processes."""
 
 import errno
+import json
 import os
 import random
 import signal
+import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.format.files import INDEX
+from mimo_train.flight.processes import process
+from mimo_train.flight.watch import LAUNCHER
 from mimo_train.metrics.sinks.jsonl import read_metrics
 from mimo_train.training.callbacks import Callback
 from tests.disk_faults import DiskCalls
@@ -74,7 +80,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_none_of_it_is_in_the
         assert told == ["step_00000004", "step_00000008", "step_00000012"]
         assert watch.told[0][0] >= 6 and watch.told[-1][0] == 12
     for folder in folders.complete(tmp_path / "still"):
-        for file in folder.glob("*.safetensors"):
+        # So what a test shows of damaged files of the one holds for the other; run.json has the config.
+        for file in (*folder.glob("*.safetensors"), folder / INDEX):
             assert file.read_bytes() == (tmp_path / "beside/checkpoints" / folder.name / file.name).read_bytes()
     assert exact(tmp_path / "beside") == exact(tmp_path / "still")
 
@@ -184,51 +191,70 @@ def test_weights_that_are_not_finite_are_no_checkpoint(digits, tmp_path):
     assert [folder.name for folder in folders.complete(tmp_path)] == ["step_00000002"]
 
 
-ROUNDS = int(os.environ.get("MIMO_KILL_ROUNDS", "2"))
+ROUNDS = int(os.environ.get("MIMO_KILL_ROUNDS", "3"))
 """Kills of a run before it may end, for each log interval; at more than the default ones, with both intervals."""
+IN_A_SAVE, AT_A_STEP, THE_LAUNCHER = range(3)
 
 
 class Kill(Callback):
-    """Kills one rank at the start of a step, or at a call by which it writes a checkpoint."""
+    """Kills one rank at a call by which it writes a checkpoint, or at the start of a step, or the launcher then."""
 
-    def __init__(self, rank: int, step: int, call: int):
-        self._step, self._mine = step, int(os.environ["RANK"]) == rank
-        if self._mine and call >= 0:
+    def __init__(self, what: int, rank: int, step: int, call: int, launcher: int):
+        self._mine, self._step, self._launcher = int(os.environ["RANK"]) == rank, step, launcher
+        if self._mine and what == IN_A_SAVE:
             DiskCalls(call, self.kill).install()
-            self._step = -1
+        if what != THE_LAUNCHER:
+            self._launcher = os.getpid()
+        self._at_a_step = self._mine and what != IN_A_SAVE
 
     @staticmethod
     def kill():
         os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_start(self, state):
-        if self._mine and state.train_state.step + 1 == self._step:
-            self.kill()
+        if self._at_a_step and state.train_state.step + 1 == self._step:
+            os.kill(self._launcher, signal.SIGKILL)
+            time.sleep(2)  # in which both ranks notice; if they do not, nothing is lost
 
 
-def _killed(cfg, *when: int) -> int:
+def _killed(cfg, what: int, rank: int, step: int, call: int, launcher: int) -> int:
     from mimo_train.training.pretrain import pretrain
 
-    return pretrain(cfg, callbacks=[Kill(*when)])
+    os.environ |= {"TORCHELASTIC_RUN_ID": "none", LAUNCHER: f"{launcher}:{process(launcher).start}"}  # as if launched
+    return pretrain(cfg, callbacks=[Kill(what, rank, step, call, launcher)])
 
 
-@pytest.mark.parametrize("interval", [5] if ROUNDS <= 2 else [1, 5])
+def raw_steps(run_dir: Path) -> list[int]:
+    """Steps of the lines of metrics.jsonl, none of which is torn."""
+    text = (run_dir / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("interval", [5] if ROUNDS <= 3 else [1, 5])
 def test_kills_at_steps_and_inside_saves_leave_the_curve_as_it_is(interval, digits, tmp_path):
-    """MIMO_KILL_ROUNDS=25 makes 50 rounds of it."""
+    """Of a rank at a step, of one inside a save, and of what has launched them (here a process that does nothing; with
+    the real launcher: tests/e2e/test_exit_paths.py). MIMO_KILL_ROUNDS=25 makes 50 rounds of it."""
     generator = random.Random(interval)
-    steps = (f"train.iters={6 + 2 * ROUNDS}", f"train.log_interval={interval}", "checkpoint.save_interval=3")
+    steps = (f"train.iters={6 + 3 * ROUNDS}", f"train.log_interval={interval}", "checkpoint.save_interval=3")
     train_on_ranks(run_config(digits, tmp_path / "whole", *steps))
     cfg = run_config(digits, tmp_path / "killed", *steps)
-    killed = 0
+    killed = [0, 0, 0]
     for number in range(ROUNDS):
         newest = folders.newest(tmp_path / "killed")
         begins = int(newest.name[5:]) if newest else 0
-        call = generator.randrange(24) if number % 2 == 0 else -1
-        try:
-            run_ranks(_killed, 2, cfg, generator.randrange(2), begins + generator.randrange(2, 6), call)
-        except RankFailure:
-            killed += 1
+        what, rank = number % 3, generator.randrange(2)
+        with subprocess.Popen(["sleep", "1000"]) as launcher:
+            try:
+                when = (rank, begins + generator.randrange(2, 6), generator.randrange(24))
+                run_ranks(_killed, 2, cfg, what, *when, launcher.pid)
+                killed[what] += what == THE_LAUNCHER and launcher.poll() is not None
+            except RankFailure:
+                killed[what] += 1
+            launcher.kill()
         assert not [folder for folder in folders.complete(tmp_path / "killed") if folder.suffix]
-    assert killed, "no round was killed"
+    assert all(killed), killed
     train_on_ranks(cfg)
     assert exact(tmp_path / "killed") == exact(tmp_path / "whole")
+    assert raw_steps(tmp_path / "killed") == raw_steps(tmp_path / "whole")
+    print(f"log_interval {interval}: killed inside a save {killed[0]}, at a step {killed[1]}, launcher {killed[2]}")

@@ -2,7 +2,9 @@
 telling ones; with MIMO_ALL_HANGS=1 all, over three layouts."""
 
 import os
+import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from mimo_train.flight.layout import BACKWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.flight.report import report
 from mimo_train.flight.watch import HANG_CODE
-from tests.dist.flight.hangs import HangingRun, endless
+from tests.dist.flight.hangs import REPORT_AFTER, HangingRun, endless
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_rank
 from tests.hang import HANG_SECONDS
@@ -60,6 +62,15 @@ def reads_for_ever_in_evaluation(cfg) -> int:
             return read(self, path, *arguments)
 
         ShardReader.read = waits
+    return train_rank(cfg)
+
+
+def writes_for_ever(cfg) -> int:
+    """Rank 1 waits for the disk while it saves."""
+    if os.environ["RANK"] == "1":
+        from mimo_train.checkpoint.format import durable
+
+        durable.write_all = lambda *_: for_ever()
     return train_rank(cfg)
 
 
@@ -130,6 +141,11 @@ def test_a_stopped_rank_is_blamed_not_the_one_that_waits_for_it(tmp_path, digits
         (reads_for_ever_in_evaluation, [TWO, "train.eval_interval=2"], ["evaluate", "held_out", "data_wait"]),
         pytest.param(reads_for_ever_at_start, [TWO], ["index", "000001.tar"], marks=on_demand),
         pytest.param(never_joins, [TWO], ["start", "for_ever", "rank 0 waits for it"], marks=on_demand),
+        *(
+            pytest.param(writes_for_ever, [TWO, "checkpoint.save_interval=2", f"checkpoint.asynchronous={beside}"],
+                         ["save", "for_ever"], marks=on_demand)
+            for beside in ("true", "false")
+        ),
     ],
 )  # fmt: skip
 def test_a_hang_is_reported_with_rank_phase_and_edge(tmp_path, digits, function, overrides, words):
@@ -148,6 +164,69 @@ def test_a_collective_left_out_is_found_in_the_files_of_the_dead_run(tmp_path, d
             process.join(HANG_SECONDS)
     text = report(run.run_dir)
     assert "to blame: collective #" in text and "on rank 1" in text and "is not the same on all ranks" in text
+
+
+def works_long(cfg) -> int:
+    """The index, the first step, a save and an evaluation take twice the limit each, in small pieces; the first step as
+    a compiler does, without an event of ours."""
+    import subprocess
+
+    import data.index as index
+    from data.storage.local import ShardReader
+    from mimo_train.checkpoint.format import durable
+    from mimo_train.parallel.bridge.exchange import Bridge
+
+    pause, members = 0.2, index.walk_tar
+    left = {"index": PIECES, "save": PIECES, "evaluation": PIECES}
+
+    def slowly(what: str) -> None:
+        if left[what]:
+            left[what] -= 1
+            time.sleep(pause)
+
+    def walked(*arguments):
+        for member in members(*arguments):
+            slowly("index")
+            yield member
+
+    write, read, exchange = durable.write_all, ShardReader.read, Bridge._exchange
+
+    def written(file, data):
+        for at in range(0, len(data), 4096):
+            slowly("save")
+            write(file, data[at : at + 4096])
+            RECORDER.tick()  # as for every block of 4 MiB
+
+    def compiles(*arguments, **options):
+        Bridge._exchange = exchange
+        end = f"end = time.monotonic() + {PIECES * pause}"
+        subprocess.run([sys.executable, "-c", f"import time; {end}\nwhile time.monotonic() < end: pass"], check=True)
+        return exchange(*arguments, **options)
+
+    def read_slowly(self, path, *arguments):
+        if "held_out" in str(path) and RECORDER.step:
+            slowly("evaluation")
+        return read(self, path, *arguments)
+
+    index.walk_tar, durable.write_all, Bridge._exchange, ShardReader.read = walked, written, compiles, read_slowly
+    code = train_rank(cfg)
+    return code if not any(left.values()) else sum(left.values())
+
+
+PIECES = 2 * 5 * REPORT_AFTER
+"""Pauses of 0.2 s that take twice the limit."""
+
+
+@on_demand
+@pytest.mark.parametrize("beside", ["true", "false"])
+def test_long_work_is_no_hang(beside, tmp_path, digits):
+    """A stand-in for a long index, first step, save and evaluation, each twice the time after which a rank that does
+    nothing is reported."""
+    places = (f"data.validation_shards={digits}/held_out", f"data.cache_dir={tmp_path}/index", "train.iters=4")
+    saving = ("train.eval_interval=3", "checkpoint.save_interval=2", f"checkpoint.asynchronous={beside}")
+    cfg = endless(tmp_path / "run", f"{digits}/train", TWO, *places, *saving)
+    assert run_ranks(works_long, 2, cfg) == [0, 0]
+    assert not list((tmp_path / "run").glob("flight/*/report.txt"))
 
 
 def timeouts_of_groups(cfg) -> set[float]:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mimo_train.commands.train import held_out_line
 from mimo_train.training.interval import add_step, take_means
 from tests.dist.ranks import RankFailure
 from tests.dist.runs import config, train_on_ranks
@@ -34,6 +35,7 @@ def test_an_empty_step_has_no_loss_and_no_part_in_a_mean(digits, tmp_path):
     assert not _is_number(first["lm loss"]) and second["lm loss"] > 0.1
     assert [first["empty_steps"], second["empty_steps"]] == [1, 1]
     assert not _is_number(evaluation["eval/loss"]) and evaluation["eval/samples"] == 0
+    assert held_out_line(evaluation).startswith("held-out: no sample has a token with loss"), "no number"
 
 
 def _lines(lines: list[dict]) -> tuple[dict, dict, dict]:

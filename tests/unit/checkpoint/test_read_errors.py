@@ -99,3 +99,27 @@ def test_a_file_that_is_gone_is_damage(folder):
         reader.whole(KEY)
     with pytest.raises(folders.DamagedCheckpoint), folders.damage_named(folder):
         raise FileNotFoundError(errno.ENOENT, "gone")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_folder_that_cannot_be_listed_or_renamed_in_is_named_and_not_taken_for_an_empty_one(code, folder, fails):
+    """As an error of users, which all ranks then end with; a run that saw no checkpoint would begin anew."""
+    run_dir = folder.parents[1]
+    calls = (
+        lambda: folders.newest_first(run_dir),
+        lambda: folders.newest_readable(run_dir),
+        lambda: folders.finish_renames(run_dir),
+        lambda: folders.chosen(run_dir / "other", str(run_dir)),
+        lambda: folders.in_folder(run_dir, "checkpoint.weights"),
+    )
+    words = f"^the checkpoints in {run_dir}/checkpoints cannot be looked at .*mend that"
+    folder.rename(folders.partial_folder(run_dir, 4))
+    fails(Path, "rename", code, 1)
+    with pytest.raises(UserError, match=words):
+        folders.finish_renames(run_dir)
+    fails(os, "listdir", code, 999)
+    for call in calls:
+        with pytest.raises(UserError, match=words):
+            call()
+    with pytest.raises(OSError):  # inside a save it is one that has failed
+        folders.remove_unfinished(run_dir)

@@ -22,18 +22,36 @@ RECORDER.open(Path(sys.argv[1]), 0, 1)
 RECORDER.to("index")
 watch = Watch(RECORDER, Path(sys.argv[1]), float(sys.argv[2]), ends=sys.argv[3] == "ends", launched=False)
 
-def long_index(seconds):
-    end = time.monotonic() + seconds
+def again_and_again(sign):
+    end = time.monotonic() + 3
     while time.monotonic() < end:
-        READS.count += 1
+        sign()
         time.sleep(0.05)
+
+def member():
+    READS.count += 1
+
+def microbatch():
+    with RECORDER.during("data_wait"):
+        pass
+
+def anywhere():
+    [place() for place in (lambda: time.sleep(0.01), lambda: time.sleep(0.011), lambda: time.sleep(0.012)) * 2]
 """
 STUCK = "with READS.of('shards/000007.tar'):\n    threading.Event().wait()"
-LONG = "long_index(3)"
+PHASE = "RECORDER.to('loop'); RECORDER.begin_step(1); RECORDER.enter('step'); RECORDER.enter('{}')\n"
 COMPILES = """
 import subprocess
 subprocess.run([sys.executable, "-c", "import time\\nend = time.monotonic() + 3\\nwhile time.monotonic() < end: pass"])
 """
+LONG = {
+    "index": "again_and_again(member)",
+    "save": PHASE.format("save") + "again_and_again(RECORDER.tick)",
+    "evaluation": PHASE.format("evaluate") + "again_and_again(microbatch)",
+    "first step": PHASE.format("forward_backward") + COMPILES,
+    "Python of a first step": PHASE.format("forward_backward") + "again_and_again(anywhere)",
+}
+"""What takes twice the limit, by its signs of progress."""
 
 
 def started(folder, code: str, seconds: str = "1.5", ends: str = "ends") -> subprocess.Popen:
@@ -44,8 +62,10 @@ def started(folder, code: str, seconds: str = "1.5", ends: str = "ends") -> subp
 
 def test_a_hang_is_reported_and_ends_the_rank_and_long_work_is_none(tmp_path):
     stuck = started(tmp_path / "stuck", STUCK)
+    phases = ("save", "evaluate", "forward_backward")
+    others = [started(tmp_path / phase, PHASE.format(phase) + "threading.Event().wait()") for phase in phases]
     # With limits that a busy machine keeps: what counts is that these take longer than the limit.
-    works = [started(tmp_path / str(number), code) for number, code in enumerate((LONG, COMPILES))]
+    works = [started(tmp_path / name, code) for name, code in LONG.items()]
     _, said = stuck.communicate(timeout=HANG_SECONDS)
     assert stuck.returncode == HANG_CODE
     assert "to blame: rank 0 waits for no rank and makes no progress" in said
@@ -53,9 +73,12 @@ def test_a_hang_is_reported_and_ends_the_rank_and_long_work_is_none(tmp_path):
     assert "reads shards/000007.tar" in said and 'File "<string>", line' in said
     (report,) = (tmp_path / "stuck").glob("flight/*/report.txt")
     assert report.read_text() in said
-    for work in works:
+    for phase, other in zip(phases, others, strict=True):
+        _, said = other.communicate(timeout=HANG_SECONDS)
+        assert other.returncode == HANG_CODE and f"step 1, loop > step > {phase}, for" in said, said
+    for name, work in zip(LONG, works, strict=True):
         _, said = work.communicate(timeout=HANG_SECONDS)
-        assert (work.returncode, said) == (0, "")
+        assert (work.returncode, said) == (0, ""), name
 
 
 @pytest.mark.parametrize("seconds", ["0", "1000"])

@@ -4,6 +4,8 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from mimo_train.config.fault import UserError
 from mimo_train.launch import meeting
 from tests.hang import HANG_SECONDS
@@ -15,12 +17,12 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def said_by(*nodes: tuple[int, int], port: int) -> list[str]:
+def said_by(*nodes: tuple[int, int], port: int, again: bool = False, leaving: tuple[int, ...] = ()) -> list[str]:
     """What the launchers raise or agree on, each given (number of nodes, its own)."""
 
     def join(size: int, node: int) -> str:
         try:
-            return meeting.meet("localhost", port, size, node)
+            return meeting.meet("localhost", port, size, node, again=again, leaves=node in leaving)
         except UserError as error:
             return str(error)
 
@@ -61,3 +63,25 @@ def test_a_node_that_does_not_come_is_told(monkeypatch):
     assert said_by((2, 0), port=port) == ["nodes [1] of 2 did not start within 0.2 s"]
     (said,) = said_by((2, 1), port=port)
     assert said.startswith("node 0 does not answer at MASTER_ADDR localhost")
+
+
+@pytest.mark.parametrize("leaving", [(0,), (1,), (2, 1)])
+def test_after_a_failure_all_start_again_or_none(leaving):
+    port = free_port()
+    nodes = (3, 0), (3, 1), (3, 2)
+    assert len({*said_by(*nodes, port=port, again=True)}) == 1
+    said = said_by(*nodes, port=port, again=True, leaving=leaving)
+    assert said == [f"node {min(leaving)} does not start its ranks again, and says why: this node ends too"] * 3
+
+
+def test_a_node_that_is_early_waits_for_what_node_0_still_has_at_the_port(monkeypatch):
+    """The store of the attempt before, which answers nobody: those that come are told nothing, and come again."""
+    monkeypatch.setattr(meeting, "ANSWER", 5.0)
+    with ThreadPoolExecutor(2) as pool, socket.create_server(("", 0)) as store:
+        port = store.getsockname()[1]
+        early = pool.submit(meeting.meet, "localhost", port, 2, 1, again=True)
+        store.accept()[0].close()
+        first = pool.submit(meeting.meet, "localhost", port, 2, 0, again=True)
+        store.accept()[0].close()
+        store.close()
+        assert early.result(HANG_SECONDS) == first.result(HANG_SECONDS)

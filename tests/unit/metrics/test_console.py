@@ -78,6 +78,13 @@ def test_evaluations_and_messages_are_never_held_back():
         "saved checkpoints/step_00000001",
         "evaluation at step 1  loss 0.3121  exact match 91.2%  512 samples",
     ]
+    nan = float("nan")
+    console.evaluation(2, {"eval/loss": nan, "eval/exact_match": nan, "eval/samples": 0})
+    console.evaluation(3, {"eval/loss": nan, "eval/samples": 4})
+    assert lines_of(stream)[3:] == [
+        "evaluation at step 2  no loss  no exact match  0 samples",
+        "evaluation at step 3  loss nan  4 samples",
+    ]
 
 
 def test_time_left_is_from_the_median_step():

@@ -61,9 +61,40 @@ def test_a_folder_that_is_removed_is_made_again_and_that_is_said(tmp_path, caplo
         sink.log(step, step, {})
     progress.job_exited(run_dir, step=3, reason="finished")
     sink.close()
-    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == [2, 3]
-    assert caplog.text.count("metrics.jsonl is gone") == 1
+    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3]
+    assert caplog.text.count("metrics.jsonl was removed or moved: it is written again, with all its lines") == 1
     assert "reason=finished" in (run_dir / "progress.txt").read_text()
+
+
+def test_a_file_that_is_removed_last_of_all_is_written_again(tmp_path, monkeypatch, caplog):
+    """With the whole disk: what cannot be put back is an error."""
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, 0)
+    sink.log(1, 1, {})
+    path.unlink()
+    monkeypatch.setattr("mimo_train.metrics.sinks.jsonl._opened", lambda path: os.open("/proc/none/such", os.O_RDWR))
+    sink.log(2, 2, {})
+    monkeypatch.undo()
+    path.unlink()
+    sink.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("put", [False, True], ids=["moved", "replaced"])
+def test_a_file_that_is_moved_or_replaced_by_hand_keeps_its_lines(put, tmp_path, caplog):
+    path, kept = tmp_path / "metrics.jsonl", tmp_path / "kept.jsonl"
+    sink = JsonlSink(path, 0)
+    sink.log(1, 1, {})
+    sink.log(2, 2, {})
+    path.rename(kept)
+    if put:  # as by `sed -i`
+        path.write_bytes(kept.read_bytes())
+        kept.unlink()
+    sink.log(3, 3, {})
+    sink.close()
+    assert [line["step"] for line in read_metrics(path)] == ([1, 2, 3] if put else [3])
+    assert put or [line["step"] for line in read_metrics(kept)] == [1, 2]
+    assert ("another file has its name" if put else "one is begun with the next line") in caplog.text
 
 
 def test_a_progress_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
