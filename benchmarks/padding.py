@@ -1,5 +1,6 @@
-"""Tokens per second of a GPT on texts of lognormal length, with rows of `data.sequence_length` and with microbatches of
-similar lengths; steps of the two alternate on one process.
+"""Tokens per second of a GPT on texts of lognormal length: in rows of `data.sequence_length`, in rows as long as the
+longest of a microbatch of neighbours, in microbatches of similar lengths, and packed. Steps of these ways alternate on
+one process.
 
     OMP_NUM_THREADS=1 python benchmarks/padding.py [--rounds 3] [key=value ...]
 
@@ -19,7 +20,15 @@ import numpy as np
 from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
 
-WAYS = ("sequence", "microbatch")
+NEIGHBOURS = "longest of neighbours"
+"""No way of `data`: microbatches of samples in their order, cut behind their longest one."""
+
+WAYS = {
+    "data.pad=sequence": ("data.pad=sequence",),
+    NEIGHBOURS: ("data.pad=sequence",),
+    "data.pad=microbatch": (),
+    "data.pack=true": ("data.pack=true",),
+}
 
 
 def main() -> None:
@@ -37,7 +46,7 @@ def main() -> None:
             overrides = [*GPT, f"data.shards={folder}", *overrides]
         overrides += ["data.demo=", "data.validation_shards=", f"run.dir={folder}/run", "data.workers=0"]
         overrides += ["checkpoint.resume=never", "log.tensorboard=false", "train.eval_interval=0", "run.device=cpu"]
-        cfgs = [load(args.config, (*overrides, f"data.pad={way}")) for way in WAYS]
+        cfgs = [load(args.config, (*overrides, *keys)) for keys in WAYS.values()]
         print(*map(str, args.overrides))
         measure(cfgs, args.rounds)
 
@@ -54,7 +63,7 @@ GPT = (
 
 
 def measure(cfgs: list[ConfigContainer], rounds: int) -> None:
-    """Forward and backward of steps of both ways in turn; the first round is not counted."""
+    """Forward and backward of steps of all ways in turn; the first round is not counted."""
     from mimo_train.parallel.device import to_device
     from mimo_train.plan.inputs import build_dataset
     from mimo_train.plan.padding import padding_of
@@ -87,33 +96,46 @@ def measure(cfgs: list[ConfigContainer], rounds: int) -> None:
             tokens = int(
                 dataset.lengths[dataset.order.rows(np.arange(step.first_sample, step.first_sample + step.size))].sum()
             )
+            batches, positions = step.microbatches, step.plan.positions
+            if way == NEIGHBOURS:
+                batches = [cut(batch, dataset.lengths[dataset.order.rows(batch["sample_numbers"].numpy())].max())
+                           for batch in batches]  # fmt: skip
+                positions = sum(batch["input_ids"].numel() for batch in batches)
             began = time.process_time()
-            for microbatch in step.microbatches:
+            for microbatch in batches:
                 forward_backward(pipeline.model[0], to_device(microbatch, device))
             if number:
                 found[way].append(tokens / (time.process_time() - began))
-                filled[way].append(tokens / step.plan.positions)
-    for way in WAYS:
-        rates = ", ".join(f"{rate:,.0f}" for rate in found[way])
+                filled[way].append(tokens / positions)
+    for way, rates in found.items():
+        said = ", ".join(f"{rate:,.0f}" for rate in rates)
         print(
-            f"data.pad={way}: {statistics.median(found[way]):,.0f} tokens a second ({rates}), "
-            f"{statistics.mean(filled[way]):.3f} of all positions are tokens"
+            f"{way}: {statistics.median(rates):,.0f} tokens a second ({said}), {statistics.mean(filled[way]):.3f} of "
+            "all positions are tokens"
         )
-    print(f"ratio {statistics.median(b / a for a, b in zip(*found.values(), strict=True)):.2f}")
+    packed = found["data.pack=true"]
+    for way, rates in found.items():
+        print(f"packed / {way}: {statistics.median(b / a for a, b in zip(rates, packed, strict=True)):.2f}")
+
+
+def cut(batch: dict[str, Any], length: int) -> dict[str, Any]:
+    """The rows of a microbatch without what is behind `length`."""
+    texts = ("input_ids", "position_ids", "labels", "loss_mask")
+    return {name: value[..., :length] if name in texts else value for name, value in batch.items()}
 
 
 def forward_backward(model: Any, batch: dict[str, Any]) -> None:
     """One microbatch, its loss summed over tokens."""
-    inputs = {
-        key: batch[key]
-        for key in ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs")
-        if key in batch
-    }
+    from mimo_train.model.documents import documents_of
+    from mimo_train.step.mimo_step import MODEL_INPUTS
+
+    inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch}
     if "modality_inputs" in inputs:
         losses, mask = model(**inputs)
     else:
         mask = inputs.pop("loss_mask")
-        losses = model(**inputs, attention_mask=None)
+        inputs.pop("documents", None)
+        losses = model(**inputs, attention_mask=None, packed_seq_params=documents_of(batch, 1))
     (losses * mask).sum().backward()
 
 

@@ -121,6 +121,43 @@ def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[st
     }
 
 
+def collate_packed(
+    samples: Sequence[TextSample], lengths: Sequence[int], row_length: int, pad_id: int
+) -> dict[str, torch.Tensor | tuple[int, ...]]:
+    """One row of several samples, each a document of its planned length, one behind the other, and padding.
+
+    Of T positions: input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions start again in
+    each document; on three axes they are [3, 1, T]. documents: where each ends; padding is one more, at position 0. A
+    document's last target is padding without loss, as in a row of its own, so that none is learned from the one before.
+
+    Args:
+        lengths: tokens of every sample, as planned. A stand-in may have fewer, and is padded.
+        row_length: T.
+    """
+    on_axes = [sample.positions for sample in samples if sample.positions is not None]
+    assert len(on_axes) in (0, len(samples)), "one tokenizer and model for all samples"
+    axes = len(on_axes[0]) if on_axes else 1
+    input_ids, labels = (np.full(row_length, pad_id, dtype=np.int64) for _ in range(2))
+    loss_mask, positions = np.zeros(row_length, dtype=np.float32), np.zeros((axes, row_length), dtype=np.int64)
+    ends, end = [], 0
+    for sample, length in zip(samples, lengths, strict=True):
+        assert sample.length <= length, (sample.number, sample.length, length)
+        begin, end = end, end + length
+        input_ids[begin:end] = sample.input_ids[:length]
+        labels[begin:end] = sample.labels[:length]
+        loss_mask[begin:end] = sample.loss_mask[:length]
+        positions[:, begin:end] = np.arange(length) if sample.positions is None else sample.positions[:, :length]
+        ends.append(end)
+    assert end <= row_length, (end, row_length)
+    return {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "labels": torch.from_numpy(labels)[None],
+        "loss_mask": torch.from_numpy(loss_mask)[None],
+        "position_ids": torch.from_numpy(positions)[:, None] if on_axes else torch.from_numpy(positions),
+        "documents": (*ends, *([row_length] if end < row_length else [])),
+    }
+
+
 def collate_media(items: Sequence[torch.Tensor | tuple[int, int]], name: str) -> dict[str, torch.Tensor | list] | None:
     """{name: [N, ...]} of N pictures or clips; a list of N if their shapes differ, or if these are only sizes; None if
     there are none."""

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from data.bad_samples import BadSample
-from data.collate import TextSample, collate, collate_media
+from data.collate import TextSample, collate, collate_media, collate_packed
 from data.dataset import Dataset
 from data.features import MEDIA, MicrobatchMedia, SampleMedia
 from data.sample_table import StepSamples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
-from data.step_plan import StepPlan
+from data.step_plan import Share, StepPlan
 from data.text_lengths import require_planned
 
 _STEPS_AHEAD = 2
@@ -140,8 +140,10 @@ class StepLoader:
             if reader is self._language:
                 begin, end = plan.spans(microbatch)[reader.dp_rank]
             else:
-                loads = samples.loads[reader.module][places] if reader.balanced else places  # else only their number
-                begin, end = reader.span(loads.tolist())
+                # Packs are other numbers of samples on every rank.
+                divided = replace(reader, balanced=reader.balanced or plan.packed)
+                loads = samples.loads[reader.module][places] if divided.balanced else places  # else only their number
+                begin, end = divided.span(loads.tolist())
             own[reader.module] = (plan.first + places[begin:end]).tolist()
         return own
 
@@ -184,13 +186,13 @@ class StepLoader:
         media: dict[str, list],
         bad: Container[int],
     ) -> dict[str, Any]:
-        numbers = own.get(LANGUAGE) or next(iter(own.values()), [])
+        numbers = own[LANGUAGE] if LANGUAGE in own else next(iter(own.values()), [])
         batch: dict[str, Any] = {"sample_numbers": torch.tensor(numbers, dtype=torch.int64)}
         if self._language:
             samples = [self._planned(plan, *read) for read in texts]
             # A sample whose picture failed on this very rank must not be learned from either.
             samples = [sample.without_loss() if sample.number in bad else sample for sample in samples]
-            batch |= collate(samples, plan.shares[at][self._language.dp_rank].length)
+            batch |= self._rows(plan, plan.shares[at][self._language.dp_rank], samples)
             if self._dataset.keep_text:
                 batch["texts"] = [sample.question_and_truth for sample in samples]
         if media:
@@ -199,6 +201,13 @@ class StepLoader:
                 module: None if value is None else {module: value} for module, value in inputs.items()
             }
         return batch
+
+    def _rows(self, plan: StepPlan, share: Share, samples: Sequence[TextSample]) -> dict[str, Any]:
+        if not plan.packed:
+            return collate(samples, share.length)
+        assert plan.lengths is not None, "packs follow from lengths"
+        lengths = plan.lengths[share.places].tolist()
+        return collate_packed(samples, lengths, share.length, self._dataset.tokenizer.pad_id)
 
     def _planned(self, plan: StepPlan, sample: TextSample, bad: BadSample | None) -> TextSample:
         """The sample as long as the plan says: the stand-in of one that could be read when it was counted has padding

@@ -8,6 +8,7 @@ from data.features import MEDIA, Lookup, MicrobatchMedia, SampleMedia
 from data.loader import StepLoader
 from data.media.resize import Resize
 from data.outline import Media
+from data.packing import Packing
 from data.step import Batching, Reader, StepBatch
 from data.step_plan import Padding, StepPlan
 from data.text_lengths import TextLengths
@@ -21,6 +22,7 @@ __all__ = [
     "Lookup",
     "Media",
     "MicrobatchMedia",
+    "Packing",
     "Padding",
     "Reader",
     "Resize",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from data.divide import Span, balanced_parts, equal_parts
+from data.packing import Packing, plan_in_packs
 from data.step_plan import Padding, StepPlan, plan_by_length, plan_in_order
 
 LANGUAGE = "language"
@@ -20,13 +21,14 @@ class Batching:
     """`global_batch_size`: samples per optimizer step; `microbatch_samples`: samples of one microbatch over ALL
     data-parallel ranks, that is micro_batch_size x dp(language); `size_at`: samples of the step that begins after so
     many consumed samples, while the batch grows to `global_batch_size`; `replicas`: dp(language); `padding`: how
-    microbatches of similar lengths are made, None: samples in their order, all rows as long as any may be."""
+    microbatches of similar lengths are made, or rows of several samples (`Packing`), whose microbatches follow from the
+    lengths; None: samples in their order, all rows as long as any may be."""
 
     global_batch_size: int
     microbatch_samples: int
     size_at: Callable[[int], int] | None = None
     replicas: int = 1
-    padding: Padding | None = None
+    padding: Padding | Packing | None = None
 
     def __post_init__(self) -> None:
         assert self.microbatch_samples > 0 and self.microbatch_samples % self.replicas == 0, self
@@ -48,6 +50,8 @@ class Batching:
         if self.padding is None:
             return plan_in_order(first, size, *cut)
         assert lengths is not None, "the texts were not counted: TextLengths.serve"
+        if isinstance(self.padding, Packing):
+            return plan_in_packs(first, lengths, self.replicas, self.padding)
         return plan_by_length(first, lengths, *cut, self.padding)
 
 
@@ -79,13 +83,13 @@ class StepBatch:
     plan: which samples make which microbatch, the same on every rank; what follows is in its order.
     microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S] (on three axes
     [3, B, S], see `data.positions`), loss_mask float32 [B, S], and `texts` (list of (question, truth)) if the dataset
-    keeps text. With media modules: `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in
-    sample order, a list of tensors if sizes differ, None in place of the inner dict if there are none; audio has
-    "waveforms": float32 [N, samples]; pictures in tiles are [tiles, 3, side, side] each, and have "sizes"
-    (`Media.size`) beside them; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these
-    `media` (`MicrobatchMedia`) for modules whose features the dataset looks up, and then N are the pictures of the
-    samples without features only. Always: `sample_numbers` int64 [B], of the language slice, else of the first media
-    module's.
+    keeps text; of a packed row also `documents` (see `collate_packed`), and B is 1. With media modules:
+    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of tensors
+    if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N, samples];
+    pictures in tiles are [tiles, 3, side, side] each, and have "sizes" (`Media.size`) beside them; readers of
+    `sizes_only` have "sizes" instead: the list of sizes. Beside these `media` (`MicrobatchMedia`) for modules whose
+    features the dataset looks up, and then N are the pictures of the samples without features only. Always:
+    `sample_numbers` int64, of the samples of the language slice, else of the first media module's.
     numbers: per microbatch, module -> sample numbers that this rank reads for it.
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
     in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.

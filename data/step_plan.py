@@ -66,6 +66,30 @@ class StepPlan:
         return dict(found)
 
     @cached_property
+    def texts_of_length(self) -> dict[int, int]:
+        """By its length, whatever attends within itself alone: rows, or of packed ones their samples and the padding
+        behind them."""
+        found: Counter[int] = Counter()
+        for of_rank in self.texts_of_ranks():
+            found.update(of_rank)
+        return dict(found)
+
+    def texts_of_ranks(self) -> list[Counter[int]]:
+        """`texts_of_length` of each data-parallel rank of the language model."""
+        found = [Counter[int]() for _ in self.shares[0]]
+        for of_ranks in self.shares:
+            for texts, share in zip(found, of_ranks, strict=True):
+                if not self.packed:
+                    texts[share.length] += len(share.places)
+                    continue
+                assert self.lengths is not None, "packs follow from lengths"
+                lengths = self.lengths[share.places]
+                texts.update(lengths.tolist())
+                if rest := share.length - int(lengths.sum()):
+                    texts[rest] += 1
+        return found
+
+    @cached_property
     def positions(self) -> int:
         """Positions of all rows of the step, padding included: what the language model computes."""
         return sum(length * rows for length, rows in self.rows_of_length.items())

@@ -17,10 +17,10 @@ from encoders.errors import EncoderError
 from encoders.joined.spec import PARTS as JOINED
 from encoders.joined.spec import JoinedSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.registry import Family, family_of
+from encoders.registry import Family, family_of, is_path
 from mimo_train.config.fault import ConfigError, Fault, nearest
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.own_code import search_working_directory
+from mimo_train.config.own_code import say_imports, search_working_directory
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
 from mimo_train.config.schema import CheckpointConfig, ConfigContainer
@@ -131,11 +131,13 @@ def _tokenizer_is_given(path: Path, values: Sequence[str]) -> bool:
 
 
 def from_dict(plain: dict[str, Any]) -> ConfigContainer:
-    """A `ConfigContainer` from nested dicts, as `load` composes them and `config.yaml` of a run holds them.
+    """A `ConfigContainer` from nested dicts, as `load` composes them and `config.yaml` of a run holds them. Encoders of
+    users that it names are imported, which is said before.
 
     Raises:
         ConfigError: every unknown key, or else every value of a wrong type, each by its full key.
     """
+    say_imports(plain)
     faults = [*left_open(plain), *value_slips(plain)] or list(_unknown_keys(plain, ConfigContainer, ""))
     if faults:
         raise ConfigError(faults)
@@ -302,7 +304,7 @@ def _unknown_spec_keys(value: Any, part: str, full: str) -> Iterable[Fault]:
 def _family(encoder: dict[str, Any]) -> Family:
     """The family of an encoder's keys. Raises EncoderError as `family_of`."""
     name = str(encoder.get("family", "vit"))
-    if "." in name or ":" in name:
+    if is_path(name):
         search_working_directory()
     return family_of(name)
 

@@ -232,7 +232,8 @@ class StepFlops:
         """FLOPs of each module.
 
         Args:
-            texts: rows of text of the step, by their positions: padding is computed like text.
+            texts: what of the text attends within itself, by its positions (`StepPlan.texts_of_length`): rows, or the
+                samples of packed ones; padding is computed like text.
             counts: rows of features; loads: tokens inside the encoder; pairs: of these that attend to each other.
             step: number of the step, from 1; `freeze_until` depends on it.
         """
@@ -241,8 +242,7 @@ class StepFlops:
         flops = {}
         for name in self._modules:
             if name == LANGUAGE:
-                of_rows = (self._row(length, frozen, name in reached) * rows for length, rows in texts.items())
-                flops[name] = sum(of_rows, Flops())
+                flops[name] = self.of_texts(texts, step)
                 continue
             rows, tokens, squares = (sum(map(sum, numbers[name])) for numbers in (counts, loads, pairs))
             encoder, projector = self._modules[name].encoder, self._modules[name].projector
@@ -258,6 +258,14 @@ class StepFlops:
             amounts = [patches, tokens, squares, kept, rows if projector.latents else 0]
             flops[name] = sum((unit * amount for unit, amount in zip(units[name], amounts, strict=True)), Flops())
         return flops
+
+    def of_texts(self, texts: Mapping[int, int], step: int) -> Flops:
+        """FLOPs of the language model over some of the texts of a step; arguments as above."""
+        frozen = self._frozen(step)
+        reached, _ = self._units(frozen)
+        return sum(
+            (self._row(length, frozen, LANGUAGE in reached) * number for length, number in texts.items()), Flops()
+        )
 
     def _frozen(self, step: int) -> _Frozen:
         return tuple(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.pipeline import Batching, Dataset, Padding, Reader, StepBatch, StepLoader
+from data.pipeline import Batching, Dataset, Packing, Padding, Reader, StepBatch, StepLoader
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER
@@ -42,14 +42,14 @@ def open_loader(
     consumed: int,
     steps: int,
     size_at: Callable[[int], int] | None = None,
-    padding: Padding | None = None,
+    padding: Padding | Packing | None = None,
 ) -> StepLoader:
     """The loader of this rank, starting at sample number `consumed`, for `steps` steps of `size_at(consumed)` samples
     (default: the full batch).
 
     Args:
-        padding: how microbatches of similar lengths are made, of a dataset whose texts have been counted; None: samples
-            in their order, in rows of `data.sequence_length`.
+        padding: how microbatches of similar lengths are made, or rows of several samples, of a dataset whose texts have
+            been counted; None: samples in their order, in rows of `data.sequence_length`.
     """
     return StepLoader(
         dataset,
@@ -157,8 +157,7 @@ class StepIterator:
             batch = to_device(self.current.microbatches[index], self._pipeline.device)
             if "loss_mask" in batch:
                 # Only samples that no rank flagged as bad have a loss.
-                places = batch["sample_numbers"] - self.current.first_sample
-                batch["loss_mask"] = batch["loss_mask"] * self._good[places]
+                batch["loss_mask"] = batch["loss_mask"] * self._good_of(index, batch)
             return batch
 
     def following(self) -> Iterator[dict[str, Any]]:
@@ -197,5 +196,26 @@ class StepIterator:
         if step is not None and reads:
             for microbatch in step.microbatches:
                 places = microbatch["sample_numbers"] - step.first_sample
-                counts[places] = microbatch["loss_mask"].double().sum(dim=1)
+                if step.plan.packed:
+                    counted = microbatch["loss_mask"][0].double().split(_lengths(microbatch["documents"]))
+                    counts[places] = torch.tensor([each.sum() for each in counted[: len(places)]], dtype=counts.dtype)
+                else:
+                    counts[places] = microbatch["loss_mask"].double().sum(dim=1)
         return counts.to(pipeline.device)
+
+    def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
+        """1 where the loss of a microbatch counts, 0 in samples that some rank found bad: [B, 1], or [1, T] of a packed
+        row."""
+        if not self.current.plan.packed:
+            return self._good[batch["sample_numbers"] - self.current.first_sample]
+        numbers = self.current.microbatches[index]["sample_numbers"]
+        lengths = _lengths(batch["documents"])
+        # Padding behind the samples is a document without a sample; its loss is none already.
+        places = torch.nn.functional.pad(numbers - self.current.first_sample, (0, len(lengths) - len(numbers)))
+        of_positions = places.repeat_interleave(torch.tensor(lengths))
+        return self._good[of_positions.to(self._pipeline.device, non_blocking=True)].T
+
+
+def _lengths(ends: Sequence[int]) -> list[int]:
+    """Tokens of each document of a packed row, from where they end."""
+    return [end - begin for begin, end in itertools.pairwise((0, *ends))]

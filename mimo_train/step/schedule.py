@@ -92,14 +92,15 @@ class Pipeline:
         """Run one step's microbatches; gradients are summed over ranks and divided by tokens afterwards.
 
         Args:
-            num_microbatches: that `data_iterator` gives; default: those of a full batch.
+            num_microbatches: that `data_iterator` gives; default: those of the step that a `StepIterator` is at, or of
+                a full batch.
 
         Returns:
             What the loss function reported for each microbatch, on ranks of the last stage; else an empty list.
         """
         if len(self.model) > 1:
             data_iterator = data_iterator.views(len(self.model))
-        num_microbatches = num_microbatches or self.batch.num_microbatches
+        num_microbatches = num_microbatches or len(self.shapes.texts) or self.batch.num_microbatches
         if self._megatron_sizes:
             self._megatron_sizes.require_possible()
         if not forward_only:

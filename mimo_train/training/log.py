@@ -7,6 +7,7 @@ from typing import Any
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.straggler import StragglerTimer
+from mimo_train.metrics.imbalance import imbalance
 from mimo_train.metrics.runtime import report_runtime, report_throughput
 from mimo_train.metrics.stopwatch import INTERVALS, time_split
 from mimo_train.metrics.utilisation import peak_tflops, utilisation
@@ -80,6 +81,7 @@ class StepLog:
         self._loaded_step, self._empty_said = self._state.train_state.step, self._state.train_state.empty_steps
         self._started, self._last = 0.0, StepResult()
         self._rates: dict[str, float] = {}
+        self._imbalance: dict[str, float] = {}
         straggler = self._state.cfg.log.straggler
         self.stragglers = StragglerTimer(self._state.layout, self._state.console) if straggler else None
         session.checkpointer.note_sums(self)
@@ -146,13 +148,20 @@ class StepLog:
         """Record the current step of `data`, which took `seconds` on this rank."""
         batch, step = data.current, self._state.train_state.step
         flops = self._step_flops(
-            texts=batch.plan.rows_of_length,
+            texts=batch.plan.texts_of_length,
             counts=batch.token_counts,
             loads=batch.loads,
             pairs=batch.pairs,
             step=step,
         )
         self._interval.note_step(flops, batch.plan, seconds)
+        if is_logging_step(self._state.cfg, step):
+            self._imbalance = imbalance(
+                batch,
+                self._state.layout,
+                lambda texts: self._step_flops.of_texts(texts, step).hardware,
+                self._pipeline.shapes.spans,
+            )
 
     def write(
         self,
@@ -217,6 +226,7 @@ class StepLog:
         values = {"tokens_per_second": tokens / numbers.seconds, "step_seconds": numbers.seconds / numbers.steps}
         if numbers.tokens < numbers.positions:
             values["padding"] = 1 - numbers.tokens / numbers.positions
+        values |= self._imbalance
         flops = {module: total * (1 / numbers.steps) for module, total in numbers.flops.items()}
         peak = log.peak_tflops or peak_tflops(devices.name(self._pipeline.device))
         values |= utilisation(flops, values["step_seconds"], state.layout, peak)

@@ -77,6 +77,7 @@ def test_the_default_rows_have_what_any_row_has():
     axes |= {f"images {axis}" for axis in ("tp", "sp", "pp", "dp")}
     ways = {f"uneven, {way}, {fan}" for way in ("apart", "same ranks") for fan in ("fan-in", "fan-out")}
     places = {"disjoint", "shared", "first ranks", "placement.allow_idle=true", "placement.bridge=megatron"}
+    axes |= {f"packed, {axis}" for axis in ("one", "tp", "sp", "pp", "vpp", "cp", "dp", "ep")}
     changes = {"optim.distributed_optimizer=false", "train.recompute=full", "images.balance=patches"}
     assert axes | ways | places | changes | MODELS.keys() <= tried
     assert {MODELS[model].bounds for model, _ in DEFAULT} == {BOUNDS, BOUNDS_BF16}

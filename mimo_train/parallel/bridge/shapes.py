@@ -41,10 +41,11 @@ class StepShapes:
     texts: list[list[tuple[int, int]]] = field(default_factory=list)
     """By microbatch and replica of the language model: (positions of a row of text, rows)."""
     _taken: list[list[Span]] = field(default_factory=list)
+    _packed: bool = False
 
     def begin(self, counts: Counts, loads: Counts) -> None:
         """Start a step with these numbers, of equal numbers of samples for each replica of the language model."""
-        self.counts, self.loads, self.texts, self._taken = counts, loads, [], []
+        self.counts, self.loads, self.texts, self._taken, self._packed = counts, loads, [], [], False
         self.step += 1
 
     def follow(self, plan: StepPlan, counts: Counts, loads: Counts, chosen: Sequence[int]) -> None:
@@ -57,7 +58,7 @@ class StepShapes:
         self.texts = [
             [(share.length, plan.rows(at, replica)) for replica, share in enumerate(plan.shares[at])] for at in chosen
         ]
-        self._taken = [plan.spans(at) for at in chosen]
+        self._taken, self._packed = [plan.spans(at) for at in chosen], plan.packed
 
     def taken(self, giver: str, taker: ModuleLayout, microbatch: int) -> list[Span]:
         """Samples of a microbatch whose features each data-parallel rank of a taker needs."""
@@ -73,7 +74,7 @@ class StepShapes:
 
     def spans(self, encoder: ModuleLayout, microbatch: int) -> list[Span]:
         """Samples of a microbatch that each data-parallel rank of an encoder computes."""
-        if encoder.balance == "patches":
+        if encoder.balance == "patches" or self._packed:
             return balanced_parts(self.loads[encoder.name][microbatch], encoder.dp)
         return equal_parts(len(self.counts[encoder.name][microbatch]), encoder.dp)
 

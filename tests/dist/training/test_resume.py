@@ -54,8 +54,8 @@ def test_run_continues_on_another_layout(uninterrupted, digits, tmp_path):
     train_on_ranks(run_config(digits, tmp_path, "layout=two_processes", "train.iters=8", "optim.decay=constant"))
     whole = tmp_path / "whole"
     one = curve(train_on_ranks(run_config(digits, whole, "layout=two_processes", "optim.decay=constant")))
-    more, fewer = ("layout=images_tp2_language_pp2",), ("layout=one_process", "data.pad=sequence")
-    for name, changes in (("more", more), ("fewer, in rows of one length", fewer)):
+    more, fewer = ("layout=images_tp2_language_pp2", "data.pack=true"), ("layout=one_process", "data.pad=sequence")
+    for name, changes in (("more, packed", more), ("fewer, in rows of one length", fewer)):
         folder = tmp_path / name
         resume = f"checkpoint.resume={folders.newest(tmp_path)}"
         lines = curve(train_on_ranks(run_config(digits, folder, *changes, resume, "optim.decay=constant")))
