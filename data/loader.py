@@ -20,6 +20,7 @@ import torch
 from data.bad_samples import BadSample
 from data.collate import TextSample, collate, collate_media, collate_packed
 from data.dataset import Dataset
+from data.divide import Span, spread_parts
 from data.features import MEDIA, MicrobatchMedia, SampleMedia
 from data.sample_table import StepSamples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
@@ -117,7 +118,7 @@ class StepLoader:
         samples = self._dataset.plan_step(first, step_size)
         plan = self._batching.plan(first, step_size, samples.lengths, self._dataset.sequence_length)
         text = self._dataset.read_text
-        own = [self._own(plan, samples, microbatch) for microbatch in range(len(plan.shares))]
+        own = self._own(plan, samples)
         return _Step(
             plan,
             samples,
@@ -133,19 +134,25 @@ class StepLoader:
             ],
         )
 
-    def _own(self, plan: StepPlan, samples: StepSamples, microbatch: int) -> dict[str, list[int]]:
-        """Sample numbers that this rank reads of a microbatch, by module."""
-        places, own = plan.places(microbatch), {}
-        for reader in self._readers:
-            if reader is self._language:
-                begin, end = plan.spans(microbatch)[reader.dp_rank]
-            else:
-                # Packs are other numbers of samples on every rank.
-                divided = replace(reader, balanced=reader.balanced or plan.packed)
-                loads = samples.loads[reader.module][places] if divided.balanced else places  # else only their number
-                begin, end = divided.span(loads.tolist())
-            own[reader.module] = (plan.first + places[begin:end]).tolist()
-        return own
+    def _own(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
+        """By microbatch and module, the sample numbers that this rank reads."""
+        order = [plan.places(microbatch) for microbatch in range(len(plan.shares))]
+        spans = {reader.module: self._spans(reader, plan, samples, order) for reader in self._readers}
+        return [
+            {module: (plan.first + places[slice(*of[microbatch])]).tolist() for module, of in spans.items()}
+            for microbatch, places in enumerate(order)
+        ]
+
+    def _spans(self, reader: Reader, plan: StepPlan, samples: StepSamples, order: list[np.ndarray]) -> list[Span]:
+        """Of the samples of each microbatch, those that this rank reads for a module."""
+        if reader is self._language:
+            return [plan.spans(microbatch)[reader.dp_rank] for microbatch in range(len(order))]
+        if plan.packed or reader.balanced:
+            loads = [samples.loads[reader.module][places].tolist() for places in order]
+            if plan.packed:
+                return [of_ranks[reader.dp_rank] for of_ranks in spread_parts(loads, reader.dp_size)]
+            return [reader.span(of_samples) for of_samples in loads]
+        return [reader.span(places.tolist()) for places in order]  # of the loads, only their number counts
 
     def _submit(self, work: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         """The result, when called."""

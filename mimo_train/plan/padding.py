@@ -22,15 +22,18 @@ def padding_of(cfg: ConfigContainer) -> Padding | Packing | None:
     samples in their order.
 
     Losses of routers are means over the positions of sequences or microbatches, padding included. There all rows of a
-    step that are not packed are as long, and one layout's as another's: neither which samples make a microbatch nor the
-    number of replicas has a part in such a mean.
+    step are as long, and one layout's as another's: neither which samples make a microbatch nor the number of replicas
+    has a part in such a mean.
     """
     layout, equal = cfg.language.layout, _has_router_losses(cfg.llm)
     parts = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
     if cfg.data.pack:
         # Interleaved stages take microbatches in groups of as many as there are stages.
-        return Packing(pack_length(cfg), math.lcm(UNIT, parts), layout.pp if layout.vpp > 1 else 1, equal)
-    return None if cfg.data.pad == "sequence" else Padding(math.lcm(EQUAL_UNIT if equal else UNIT, parts), equal)
+        groups = layout.pp if layout.vpp > 1 else 1
+        return Packing(pack_length(cfg), math.lcm(UNIT, parts), groups, equal=equal)
+    if cfg.data.pad == "sequence":
+        return None
+    return Padding(math.lcm(EQUAL_UNIT if equal else UNIT, parts), equal)
 
 
 def pack_length(cfg: ConfigContainer) -> int:
@@ -38,13 +41,13 @@ def pack_length(cfg: ConfigContainer) -> int:
     return cfg.data.pack_length or cfg.train.micro_batch_size * cfg.data.sequence_length
 
 
+def _balances(llm: LlmSpec) -> bool:
+    return llm.num_experts > 0 and llm.router_balancing != "none" and llm.router_aux_loss > 0
+
+
 def _has_router_losses(llm: LlmSpec) -> bool:
     """Whether there is a load-balancing loss or a z-loss of experts."""
-    return _balances(llm) or bool(llm.num_experts and llm.router_z_loss > 0)
-
-
-def _balances(llm: LlmSpec) -> bool:
-    return bool(llm.num_experts) and llm.router_balancing != "none" and llm.router_aux_loss > 0
+    return _balances(llm) or (llm.num_experts > 0 and llm.router_z_loss > 0)
 
 
 def packing_faults(cfg: ConfigContainer) -> Iterator[Fault]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from data.divide import Span, balanced_parts, equal_parts
+from data.divide import Span, balanced_parts, equal_parts, spread_parts
 from data.step_plan import StepPlan
 from encoders.spec import deepstack_layers
 from mimo_train.plan.layout import ModuleLayout
@@ -42,10 +42,14 @@ class StepShapes:
     """By microbatch and replica of the language model: (positions of a row of text, rows)."""
     _taken: list[list[Span]] = field(default_factory=list)
     _packed: bool = False
+    _chosen: Sequence[int] = ()
+    _step_loads: Counts = field(default_factory=dict)
+    _spread: dict[str, list[list[Span]]] = field(default_factory=dict)
 
     def begin(self, counts: Counts, loads: Counts) -> None:
         """Start a step with these numbers, of equal numbers of samples for each replica of the language model."""
         self.counts, self.loads, self.texts, self._taken, self._packed = counts, loads, [], [], False
+        self._spread = {}
         self.step += 1
 
     def follow(self, plan: StepPlan, counts: Counts, loads: Counts, chosen: Sequence[int]) -> None:
@@ -59,6 +63,7 @@ class StepShapes:
             [(share.length, plan.rows(at, replica)) for replica, share in enumerate(plan.shares[at])] for at in chosen
         ]
         self._taken, self._packed = [plan.spans(at) for at in chosen], plan.packed
+        self._chosen, self._step_loads = chosen, loads
 
     def taken(self, giver: str, taker: ModuleLayout, microbatch: int) -> list[Span]:
         """Samples of a microbatch whose features each data-parallel rank of a taker needs."""
@@ -74,7 +79,11 @@ class StepShapes:
 
     def spans(self, encoder: ModuleLayout, microbatch: int) -> list[Span]:
         """Samples of a microbatch that each data-parallel rank of an encoder computes."""
-        if encoder.balance == "patches" or self._packed:
+        if self._packed:
+            if encoder.name not in self._spread:
+                self._spread[encoder.name] = spread_parts(self._step_loads[encoder.name], encoder.dp)
+            return self._spread[encoder.name][self._chosen[microbatch]]
+        if encoder.balance == "patches":
             return balanced_parts(self.loads[encoder.name][microbatch], encoder.dp)
         return equal_parts(len(self.counts[encoder.name][microbatch]), encoder.dp)
 
