@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
@@ -114,12 +113,12 @@ class StepPlan:
 class Padding:
     """How microbatches of similar lengths are made.
 
-    unit: rows are multiples of it, as parallel ranks that split sequences need; alike: which rows are as long as each
-    other: those of a `rank`, those of all data-parallel ranks of a `microbatch`, or all of a `step`.
+    unit: rows are multiples of it, as parallel ranks that split sequences need; equal: all rows of a step are as long
+    as its longest sample.
     """
 
     unit: int = 8
-    alike: Literal["rank", "microbatch", "step"] = "rank"
+    equal: bool = False
 
 
 def plan_in_order(first: int, size: int, microbatch: int, replicas: int, length: int) -> StepPlan:
@@ -147,8 +146,8 @@ def plan_by_length(
     cut = order.reshape(-1, replicas, microbatch // replicas)
     tops = np.minimum(-(-lengths[cut[:, :, 0]] // padding.unit) * padding.unit, longest)
     tops = np.maximum(tops, min(padding.unit, longest))
-    if padding.alike != "rank":
-        tops = np.broadcast_to(tops[:, :1] if padding.alike == "microbatch" else tops[:1, :1], tops.shape)
+    if padding.equal:
+        tops = np.broadcast_to(tops[:1, :1], tops.shape)
     load = np.zeros(replicas, dtype=np.int64)
     shares = []
     for runs, top in zip(cut, tops, strict=True):

@@ -26,6 +26,14 @@ LAYOUT = ("first_rank", "tp", "cp", "dp", "pp", "vpp", "ep", "etp")
 """What a record has of a module's layout, in this order."""
 
 
+_FORMATS = {
+    (".metadata", "*.distcp", "common.pt"): "the format of torch.distributed.checkpoint",
+    ("mp_rank_*/*.pt", "iter_*/mp_rank_*/*.pt"): "Megatron-LM's own format",
+    ("*.pt", "*.pth", "*.ckpt"): "the format of torch.save",
+}
+"""Files that only checkpoints of other formats have."""
+
+
 class DamagedCheckpoint(UserError):
     """A checkpoint whose files are not those that were written; made by `damaged`."""
 
@@ -115,6 +123,8 @@ def _newest_of_whole(run_dir: Path, key: str) -> Path | None:
     after = found.name if found is not None else ""
     named = (checkpoints_dir(run_dir, kind).glob("step_????????") for kind in (False, True))
     spoilt = sorted(path for paths in named for path in paths if path.name > after and not (path / COMPLETE).is_file())
+    for path in spoilt:
+        _require_own_format(path, f"{key}: ")
     if spoilt:
         raise UserError(
             f"{key}: {', '.join(map(str, spoilt))}: no complete checkpoint, there is no {COMPLETE} in it, but later "
@@ -164,6 +174,7 @@ def in_folder(folder: Path, key: str) -> Path:
     """
     found = folder if _is_complete(folder) else _newest_of_whole(folder, key)
     if found is None:
+        _require_own_format(folder, f"{key}: ")
         raise UserError(f"{key}: no complete checkpoint in {folder}: give the folder of a run or of a checkpoint")
     return found
 
@@ -217,10 +228,24 @@ def require_complete(folder: Path) -> None:
     """
     Raises:
         DamagedCheckpoint: a folder that has the name of a checkpoint has no marker that it is complete.
-        UserError: the file system does not tell.
+        UserError: it is of another program, or of a version before this format; or the file system does not tell.
     """
     if not _is_complete(folder):
+        _require_own_format(folder)
         raise damaged(folder, f"{COMPLETE} is missing, as in one that was copied in part: copy what is missing")
+
+
+def _require_own_format(folder: Path, before: str = "") -> None:
+    """Raises UserError, which begins with `before`, for a checkpoint of another program or of an earlier version:
+    nothing is damaged in it, and copying or renaming it is of no use."""
+    for names, program in _FORMATS.items():
+        found = next((path for name in names for path in sorted(folder.glob(name))), None)
+        if found is not None:
+            raise UserError(
+                f"{before}checkpoint {folder} is of {program} ({found.relative_to(folder)}), which is read by "
+                "unpickling, and so not here: go on with the program that wrote it, or export it as a directory of "
+                "transformers there and start from that (modules.NAME.pretrained)"
+            )
 
 
 def read_record(folder: Path, *needed: str) -> dict[str, Any]:

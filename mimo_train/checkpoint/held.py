@@ -1,6 +1,7 @@
 """What this rank holds of a run: parameters and buffers by module and name, as boxes of the whole tensors, and the
 optimizer's values for them."""
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
@@ -16,6 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
+from mimo_train.config.fault import UserError
 from mimo_train.model.names import modules_of, tensor_names
 
 METADATA = {"singleton_local_shards": False}
@@ -56,14 +58,36 @@ def held_tensors(model: list[MegatronModule]) -> list[Held]:
 
 
 def held_of(module: str, chunk: MegatronModule) -> Iterator[Held]:
-    """Those of one model chunk of a module."""
+    """Those of one model chunk of a module.
+
+    Raises:
+        UserError: a layer has a state that is no tensor.
+    """
     names, inner = tensor_names(chunk), unwrap_model(chunk)
     groups = getattr(inner, "pg_collection", None)
     # As `MimoModel` does for its modules: without it a plain GPT would look up Megatron-Core's global state.
     metadata = METADATA if groups is None else METADATA | {"dp_cp_group": groups.dp_cp}
     for place in nested_values(inner.sharded_state_dict(metadata=dict(metadata))):
-        if isinstance(place, ShardedTensor | ShardedTensorFactory) and place.data is not None:
+        if isinstance(place, ShardedObject):
+            _require_empty(module, place)
+        elif isinstance(place, ShardedTensor | ShardedTensorFactory) and place.data is not None:
             yield _held(module, names[id(place.data)], place)
+
+
+def _require_empty(module: str, place: ShardedObject) -> None:
+    """Transformer Engine's `_extra_state` is empty for layers without fp8, and else a pickle inside of a tensor."""
+    data = place.data
+    if isinstance(data, io.BytesIO):
+        size = data.getbuffer().nbytes
+    elif isinstance(data, torch.Tensor):
+        size = data.nbytes
+    else:
+        size = 0 if data is None else 1
+    if size:
+        raise UserError(
+            f"modules.{module}: {place.key} has a state of its own ({type(data).__name__}), which only a pickle can "
+            "hold: checkpoints hold tensors, so that such a layer (fp8 of Transformer Engine) cannot be saved or loaded"
+        )
 
 
 def _held(module: str, name: str, place: ShardedBase) -> Held:

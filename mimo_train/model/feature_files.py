@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 SUFFIX = ".features"
@@ -27,7 +28,7 @@ class FeatureCache:
 
     Attributes:
         hits: entries found. misses: entries not found, damaged ones included. damaged: entries whose checksum was
-            wrong; they are removed.
+            wrong, or that hold no features; they are removed.
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, fingerprint: str, writers: int = 1):
@@ -57,13 +58,17 @@ class FeatureCache:
             self._count("misses")
             return None
         checksum, content = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
-        if _checksum(content) != checksum:
+        try:
+            if _checksum(content) != checksum:
+                raise ValueError
+            features = load(content)["features"]
+        except (ValueError, KeyError, SafetensorError):  # whoever wrote it, it is computed again
             path.unlink(missing_ok=True)
             self._count("damaged")
             self._count("misses")
             return None
         self._count("hits")
-        return load(content)["features"]
+        return features
 
     def write(self, key: str, features: torch.Tensor) -> None:
         """Store a tensor under this key. An error of the disk disables further writing with a warning; the run

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 from data.packing import Packing
 from data.step_plan import Padding
@@ -14,22 +13,27 @@ from mimo_train.config.schema import ConfigContainer
 UNIT = 8
 """Rows are multiples of it: few shapes, and those that matrix units like."""
 
+EQUAL_UNIT = 64
+"""The same of rows that are all as long: what parallel ranks split divides it, up to 64 parts."""
+
 
 def padding_of(cfg: ConfigContainer) -> Padding | Packing | None:
     """How microbatches of similar lengths are made, or rows of several samples; None: rows of `data.sequence_length`,
     samples in their order.
 
-    Losses of routers are means over positions, padding included: there every replica of a microbatch has as many, so
-    that they do not depend on the number of replicas. One that is balanced over all replicas takes the mean of the
-    microbatches so far for each of them (router.py:526 in Megatron-Core 0.19.2): all of a step have as many.
+    Losses of routers are means over the positions of sequences or microbatches, padding included. There all rows of a
+    step are as long, and one layout's as another's: neither which samples make a microbatch nor the number of replicas
+    has a part in such a mean.
     """
-    layout, alike = cfg.language.layout, _alike(cfg.llm)
+    layout, equal = cfg.language.layout, _has_router_losses(cfg.llm)
     parts = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
-    unit = math.lcm(UNIT, parts)
     if cfg.data.pack:
         # Interleaved stages take microbatches in groups of as many as there are stages.
-        return Packing(pack_length(cfg), unit, layout.pp if layout.vpp > 1 else 1, equal=alike != "rank")
-    return None if cfg.data.pad == "sequence" else Padding(unit, alike)
+        groups = layout.pp if layout.vpp > 1 else 1
+        return Packing(pack_length(cfg), math.lcm(UNIT, parts), groups, equal=equal)
+    if cfg.data.pad == "sequence":
+        return None
+    return Padding(math.lcm(EQUAL_UNIT if equal else UNIT, parts), equal)
 
 
 def pack_length(cfg: ConfigContainer) -> int:
@@ -37,14 +41,13 @@ def pack_length(cfg: ConfigContainer) -> int:
     return cfg.data.pack_length or cfg.train.micro_batch_size * cfg.data.sequence_length
 
 
-def _alike(llm: LlmSpec) -> Literal["rank", "microbatch", "step"]:
-    if _balances(llm) and llm.router_balancing == "global_aux_loss":
-        return "step"
-    return "microbatch" if _balances(llm) or (llm.num_experts and llm.router_z_loss > 0) else "rank"
-
-
 def _balances(llm: LlmSpec) -> bool:
-    return bool(llm.num_experts) and llm.router_balancing != "none" and llm.router_aux_loss > 0
+    return llm.num_experts > 0 and llm.router_balancing != "none" and llm.router_aux_loss > 0
+
+
+def _has_router_losses(llm: LlmSpec) -> bool:
+    """Whether there is a load-balancing loss or a z-loss of experts."""
+    return _balances(llm) or (llm.num_experts > 0 and llm.router_z_loss > 0)
 
 
 def packing_faults(cfg: ConfigContainer) -> Iterator[Fault]:

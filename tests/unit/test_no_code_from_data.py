@@ -55,7 +55,7 @@ def copied(crafted, folder, name):
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
 def test_an_adapter(tmp_path, crafted, name):
-    with pytest.raises(UserError, match="is a pickle, which is not read|cannot be read"):
+    with pytest.raises(UserError, match="is a pickle, which is not read|is no safetensors file"):
         adapted_paths(copied(crafted, tmp_path / "adapter", name))
 
 
@@ -70,8 +70,15 @@ def test_the_directory_of_a_model(tmp_path, crafted, name):
 def test_a_checkpoint_of_other_programs(tmp_path, crafted, name):
     folder = tmp_path / "checkpoints" / "step_00000002"
     copied(crafted, (folder / name).parent, name.rpartition("/")[2])
-    with pytest.raises(UserError, match="no complete checkpoint"):
+    formats = r"is of (the format of torch.distributed.checkpoint|Megatron-LM's own format) \(.*unpickling"
+    with pytest.raises(UserError, match=f"^checkpoint.resume: checkpoint {folder} {formats}"):
         folders.in_folder(folder, "checkpoint.resume")
+    with pytest.raises(UserError, match=f"^checkpoint.resume: checkpoint {folder} {formats}"):
+        folders.in_folder(tmp_path, "checkpoint.resume")
+    # Not set aside as damaged, which would begin the run anew, or from another step.
+    with pytest.raises(UserError, match=formats) as raised:
+        folders.newest_readable(tmp_path)
+    assert not isinstance(raised.value, folders.DamagedCheckpoint) and folder.is_dir()
 
 
 def test_the_record_of_a_checkpoint(tmp_path, crafted):

@@ -1,13 +1,14 @@
 """The tensors of a directory of safetensors files: parts of them are read without the rest, and files are written one
 tensor at a time.
 
-Format: 8 bytes with the length of a JSON header, the header (dtype, shape and place of each tensor), the tensors. Files
-are read by `pread`: pages of a mapped file would count as memory of the process for as long as it is open.
+The format is in `config.pretrained.safetensors_header`. Files are read by `pread`: pages of a mapped file would count
+as memory of the process for as long as it is open.
 """
 
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from mimo_train.config.fault import UserError
+from mimo_train.config.pretrained.safetensors_header import MOST_BYTES, Unreadable, parsed, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
@@ -44,7 +46,8 @@ class TensorFolder:
     """The tensors of a directory, by name.
 
     Raises:
-        UserError: the directory has no safetensors, or a file is missing, cut short or none.
+        UserError: the directory has no safetensors, or a file is missing, cut short, or not as its header or the index
+            say.
     """
 
     def __init__(self, folder: Path, key: str):
@@ -54,8 +57,8 @@ class TensorFolder:
         """
         self.folder, self._key = folder, key
         self.tensors: dict[str, Stored] = {}
-        for path in self._files():
-            self.tensors |= self._stored_in(path)
+        for name, listed in self._files().items():
+            self.tensors |= self._stored_in(folder / name, listed)
 
     def rows(self, name: str, first: int, count: int, columns: tuple[int, int] | None = None) -> Iterator[torch.Tensor]:
         """Rows `first` to `first + count` of a tensor, in parts of at most CHUNK bytes, each [rows, columns] in the
@@ -90,13 +93,13 @@ class TensorFolder:
             read += got
         return torch.frombuffer(buffer, dtype=stored.dtype) if size else torch.empty(0, dtype=stored.dtype)
 
-    def _files(self) -> list[Path]:
+    def _files(self) -> dict[str, set[str]]:
+        """Names of the tensors that the index has in each file; none without an index."""
         index = self.folder / INDEX
         if index.is_file():
-            names = sorted(set(self._json(index.read_bytes(), index).get("weight_map", {}).values()))
-            return [self.folder / name for name in names]
+            return self._listed(index)
         if (self.folder / SINGLE).is_file():
-            return [self.folder / SINGLE]
+            return {SINGLE: set()}
         others = sorted(path.name for path in self.folder.glob("*.bin")) if self.folder.is_dir() else []
         saved = f"it has {', '.join(others[:2])}, which is read by unpickling" if others else "it has none"
         raise UserError(
@@ -104,36 +107,42 @@ class TensorFolder:
             "transformers' save_pretrained"
         )
 
-    def _stored_in(self, path: Path) -> dict[str, Stored]:
+    def _listed(self, index: Path) -> dict[str, set[str]]:
+        with self._named(index):
+            if index.stat().st_size > MOST_BYTES:
+                raise Unreadable(f"has {index.stat().st_size} bytes, and {MOST_BYTES} are read at most")
+            places = parsed(index.read_bytes()).get("weight_map")
+            if not isinstance(places, dict) or not places:
+                raise Unreadable("has no weight_map of tensors and files")
+            files: dict[str, set[str]] = {}
+            for tensor, file in places.items():
+                if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file or "\0" in file:
+                    raise Unreadable(f"has {tensor} in {file!r:.80}, which is no file beside it")
+                files.setdefault(file, set()).add(tensor)
+        return dict(sorted(files.items()))
+
+    def _stored_in(self, path: Path, listed: set[str]) -> dict[str, Stored]:
         if not path.is_file():
             raise UserError(f"{self._key}: {path} is missing, and {INDEX} names it: copy the directory again")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise UserError(f"{self._key}: {path} is no safetensors file, or was cut short: copy it again")
-            header = self._json(file.read(length), path)
-        header.pop("__metadata__", None)
-        found = {}
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            if 8 + length + end > size:
-                raise UserError(
-                    f"{self._key}: {path} has {size} bytes, and {name} ends at {8 + length + end}: copy it again"
-                )
-            if entry["dtype"] not in DTYPES:
-                raise UserError(f"{self._key}: {name} of {path} has dtype {entry['dtype']}, which cannot be read")
-            found[name] = Stored(path, 8 + length + begin, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-        return found
+        with self._named(path):
+            entries = read_header(path)
+            absent = next((name for name in sorted(listed) if name not in entries), None)
+            if absent is not None:
+                raise Unreadable(f"has no {absent}, which {INDEX} has there")
+        return {
+            name: Stored(path, entry.begin, entry.shape, DTYPES[entry.dtype])
+            for name, entry in entries.items()
+            if name in listed or name not in self.tensors  # of a tensor in several files, that of the index counts
+        }
 
-    def _json(self, text: bytes, path: Path) -> dict[str, Any]:
+    @contextmanager
+    def _named(self, path: Path) -> Iterator[None]:
         try:
-            content = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"{self._key}: {path} is damaged ({error}): copy it again") from error
-        if not isinstance(content, dict):
-            raise UserError(f"{self._key}: {path} is damaged, it holds no mapping: copy it again")
-        return content
+            yield
+        except Unreadable as error:
+            raise UserError(f"{self._key}: {path} {error}: copy it again") from error
+        except OSError as error:
+            raise UserError(f"{self._key}: {path} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.safetensors_header import Unreadable, read_header
 from mimo_train.config.schema_modules import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -87,16 +88,17 @@ def adapted_paths(folder: Path) -> list[str]:
         pickled = ": adapter_model.bin is a pickle, which is not read; save it with peft as safetensors"
         raise UserError(f"no file {file}{pickled if (folder / 'adapter_model.bin').is_file() else ''}")
     try:
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    except (OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
+        header = read_header(file)
+    except Unreadable as error:
+        raise UserError(f"{file} {error}: copy it again") from error
+    except OSError as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     found: dict[str, None] = {}
     for name in header:
         match = TENSOR.fullmatch(name)
         if match is not None:
             found[match[1]] = None
-        elif name != "__metadata__":
+        else:
             raise UserError(f"{file}: {name} is no tensor of a linear layer's adapter: {MERGE}")
     if not found:
         raise UserError(f"{file} holds no adapter")
@@ -119,7 +121,9 @@ def read_config(folder: Path, paths: Iterable[str]) -> LoraConfig:
         rank = int(_one(file, config, "r", "rank_pattern", paths))
         alpha = float(_one(file, config, "lora_alpha", "alpha_pattern", paths))
         rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, re.error
+    ) as error:  # fmt: skip
         if isinstance(error, UserError):
             raise
         raise UserError(

@@ -155,7 +155,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     write_adapter(tmp_path, drawn(lora), lora, LINEARS, places())
     whole = (tmp_path / WEIGHTS).read_bytes()
     (tmp_path / WEIGHTS).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"adapter_model\.safetensors cannot be read"):
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors has \d+ bytes, and .* ends at"):
         read_adapter(tmp_path, LINEARS, places())
     (tmp_path / WEIGHTS).rename(tmp_path / "adapter_model.bin")
     with pytest.raises(UserError, match="is a pickle, which is not read"):

@@ -102,19 +102,17 @@ LENGTHS = st.lists(st.integers(0, 100), min_size=48, max_size=48).map(np.array)
 
 
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.sampled_from([1, 2, 3]), st.sampled_from([8, 12]), st.sampled_from(["rank", "microbatch", "step"]))
-def test_microbatches_hold_similar_lengths_and_every_sample_once(lengths, replicas, unit, alike):
-    plan = plan_by_length(7, lengths, 12, replicas, 100, Padding(unit, alike))
+@given(LENGTHS, st.sampled_from([1, 2, 3]), st.sampled_from([8, 12]), st.booleans())
+def test_microbatches_hold_similar_lengths_and_every_sample_once(lengths, replicas, unit, equal):
+    plan = plan_by_length(7, lengths, 12, replicas, 100, Padding(unit, equal))
     shares = [share for of_ranks in plan.shares for share in of_ranks]
     assert sorted(place for share in shares for place in share.places.tolist()) == list(range(48))
     for share in shares:
         own = lengths[share.places]
         assert len(own) == 12 // replicas and own.max() <= share.length <= 100
         assert share.length % unit == 0 or share.length == 100
-        assert alike != "rank" or share.length - own.max() < unit or share.length == unit
-    of_microbatches = [{share.length for share in of_ranks} for of_ranks in plan.shares]
-    assert alike == "rank" or all(len(of) == 1 for of in of_microbatches)
-    assert alike != "step" or len(set().union(*of_microbatches)) == 1
+        assert equal or share.length - own.max() < unit or share.length == unit
+    assert not equal or len(plan.rows_of_length) == 1
     # Which samples make a microbatch does not depend on the replicas.
     alone = plan_by_length(7, lengths, 12, 1, 100, Padding(unit))
     for at in range(4):

@@ -22,22 +22,22 @@ EXPERTS = "llm@modules.language.llm=gpt_tiny_moe"
 )
 def test_rows_are_multiples_of_what_is_split(changes, unit):
     padding = padding_of(load("gpt_tiny", changes))
-    assert padding is not None and (padding.unit, padding.alike) == (unit, "rank")
+    assert padding is not None and padding.unit == unit and not padding.equal
 
 
 @pytest.mark.parametrize(
-    ("changes", "alike"),
+    ("changes", "equal"),
     [
-        ((), "microbatch"),
-        ((f"{LLM}.router_balancing=global_aux_loss",), "step"),
-        ((f"{LLM}.router_aux_loss=0", f"{LLM}.router_balancing=global_aux_loss"), "rank"),
-        ((f"{LLM}.router_balancing=none",), "rank"),
-        ((f"{LLM}.router_balancing=none", f"{LLM}.router_z_loss=0.01"), "microbatch"),
+        ((), True),
+        ((f"{LLM}.router_balancing=global_aux_loss", f"{LAYOUT}.tp=4", f"{LAYOUT}.sp=true", f"{LAYOUT}.cp=2"), True),
+        ((f"{LLM}.router_aux_loss=0",), False),
+        ((f"{LLM}.router_balancing=none",), False),
+        ((f"{LLM}.router_balancing=none", f"{LLM}.router_z_loss=0.01"), True),
     ],
 )
-def test_rows_that_losses_of_routers_are_means_over_are_alike(changes, alike):
+def test_rows_that_losses_of_routers_are_means_over_are_as_long_at_any_layout(changes, equal):
     padding = padding_of(load("gpt_tiny", (EXPERTS, *changes)))
-    assert padding is not None and padding.alike == alike
+    assert padding is not None and (padding.equal, padding.unit) == (equal, 64 if equal else 8)
 
 
 def test_rows_of_the_sequence_length_are_made_of_samples_in_their_order():

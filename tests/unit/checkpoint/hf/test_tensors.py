@@ -1,6 +1,7 @@
 """Directories of safetensors: read range by range, and written one tensor at a time."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from mimo_train.checkpoint.hf import tensors
 from mimo_train.checkpoint.hf.tensors import INDEX, SINGLE, Planned, TensorFolder, write_tensors
 from mimo_train.config.fault import UserError
+from mimo_train.config.pretrained.adapter import PREFIX, WEIGHTS, adapted_paths
 
 VALUES = {
     "matrix": torch.arange(77, dtype=torch.float32).view(11, 7),
@@ -103,3 +105,107 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(folder):
     with pytest.raises(UserError, match="was cut short while it was read"):
         for name in VALUES:
             list(there.rows(name, 0, 1))
+
+
+def lying(path, header, data=b"\0" * 8, length=None):
+    """A file with this header, which is JSON text or what becomes it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(**changes):
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+
+
+NAME = f"{PREFIX}model.layers.0.mlp.up_proj.lora_A.weight"
+LIES = [
+    (7, "holds no tensor as .*, but int"),
+    ({"dtype": "F32", "shape": [2]}, "data_offsets null"),
+    (entry(data_offsets=["0", "8"]), r'data_offsets \["0", "8"\]'),
+    (entry(data_offsets=[0, 8, 8]), "data_offsets"),
+    (entry(data_offsets=[-8, 0]), "data_offsets"),
+    (entry(data_offsets=[0, 2**63]), "data_offsets"),
+    (entry(data_offsets=[0, 2**40]), r"has \d+ bytes, and .* ends at \d+"),
+    (entry(data_offsets=[4, 8], shape=[1]), r"begins at byte \d+, and what is before it ends at \d+"),
+    (entry(data_offsets=[0, 4], shape=[1]), r"has \d+ bytes, and its last tensor ends at"),
+    (entry(data_offsets=[8, 0]), "has -8 bytes of"),
+    (entry(dtype=["F32"]), r"with dtype \["),
+    (entry(dtype="F33"), 'with dtype "F33", which cannot be read'),
+    (entry(dtype="F64"), r"has 8 bytes of .*, and \[2\] of F64 takes 16"),
+    (entry(shape=[2**33, 4]), r"has 8 bytes of .*, and \[8589934592, 4\] of F32 takes"),
+    (entry(shape=[-2]), r"the shape \[-2\]"),
+    (entry(shape=[-2, -1]), r"the shape"),
+    (entry(shape=[1.0, 2]), "the shape"),
+    (entry(shape=[True, 2]), "the shape"),
+    (entry(shape=[1] * 99), "the shape list"),
+    (entry(shape=7), "the shape 7"),
+    (entry(shape={"2": 2}), "the shape"),
+]
+
+
+@pytest.mark.parametrize(("lie", "said"), LIES)
+def test_a_header_that_lies_is_an_error_before_anything_is_allocated(tmp_path, lie, said):
+    lying(tmp_path / SINGLE, {NAME: lie})
+    with pytest.raises(UserError, match=rf"^modules.language.pretrained: .*{SINGLE} .*{said}.*: copy it again$"):
+        opened(tmp_path)
+    lying(tmp_path / WEIGHTS, {NAME: lie})
+    with pytest.raises(UserError, match=rf"{WEIGHTS} .*{said}.*: copy it again$"):
+        adapted_paths(tmp_path)
+
+
+def test_what_lies_above_is_read_without_the_lie(tmp_path):
+    lying(tmp_path / SINGLE, {NAME: entry(), "__metadata__": 7})
+    assert opened(tmp_path).whole(NAME).tolist() == [0.0, 0.0]
+    lying(tmp_path / WEIGHTS, {NAME: entry()})
+    assert adapted_paths(tmp_path) == ["model.layers.0.mlp.up_proj"]
+
+
+@pytest.mark.parametrize("text", [b"7", b"[1]", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xff"])
+def test_a_header_that_is_no_mapping_is_an_error(tmp_path, text):
+    for name, read in ((SINGLE, opened), (WEIGHTS, adapted_paths)):
+        lying(tmp_path / name, text)
+        with pytest.raises(UserError, match=f"{name} is damaged"):
+            read(tmp_path)
+
+
+def test_a_header_is_not_as_long_as_its_file(tmp_path):
+    for name, read in ((SINGLE, opened), (WEIGHTS, adapted_paths)):
+        file = lying(tmp_path / name, b"", length=2 * 10**9)
+        os.truncate(file, 3 * 10**9)  # without a block on the disk
+        with pytest.raises(UserError, match=f"{name} says that its header has 2000000000 bytes"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        (7, "has no weight_map"),
+        ([SINGLE], "has no weight_map"),
+        ({}, "has no weight_map"),
+        ({"a": 7}, "has a in 7, which is no file beside it"),
+        ({"a": f"../../{SINGLE}"}, "which is no file beside it"),
+        ({"a": ".."}, "which is no file beside it"),
+        ({"a": "/dev/zero"}, "which is no file beside it"),
+        ({"a": "b\0"}, "which is no file beside it"),
+        ({"b": SINGLE}, f"{SINGLE} has no b, which {INDEX} has there"),
+    ],
+)
+def test_an_index_that_lies_is_an_error(tmp_path, places, said):
+    lying(tmp_path / SINGLE, {"a": entry()})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(UserError, match=rf"^modules.language.pretrained: .*{said}"):
+        opened(tmp_path)
+
+
+def test_of_a_tensor_in_two_files_that_of_the_index_counts(tmp_path):
+    for name, byte in (("a.safetensors", b"\0"), ("b.safetensors", b"\1")):
+        lying(
+            tmp_path / name,
+            {"x": entry(dtype="U8", shape=[8]), name[0]: entry(shape=[0], data_offsets=[8, 8])},
+            byte * 8,
+        )
+    for name, value in (("a", 0), ("b", 1)):
+        places = {"a": "a.safetensors", "b": "b.safetensors", "x": f"{name}.safetensors"}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+        assert opened(tmp_path).whole("x").tolist() == [value] * 8
