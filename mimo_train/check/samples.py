@@ -163,7 +163,9 @@ def _add_samples(
     if not held_out and cfg.data.pad == "microbatch":
         to_count = sum(dataset.samples_of(shard) for shard in TextLengths(dataset).missing())
         said = f"{plural(to_count, 'text')} to count before the first step" if to_count else "known"
-        rows.append(("", "lengths of texts", f"{said} (data.pad=microbatch)"))
+        rows.append(
+            ("", "lengths of texts", f"{said} ({'data.pack=true' if cfg.data.pack else 'data.pad=microbatch'})")
+        )
     first = range(min(FIRST_SAMPLES, len(dataset)))
     lengths: list[int] = []
     targets, bad, silent = [], [], []
