@@ -19,7 +19,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,15 +28,28 @@ import torch
 
 from data import collate
 from data.bad_samples import BadSample, BadSamples
+from data.beside import ALONE, Beside
 from data.bounds import BOUNDS, Bounds
-from data.errors import DataError, DecodeError, MemoryShortage, RecordError, SampleError, ShardError, reason_of
+from data.errors import (
+    DataError,
+    DecodeError,
+    MemoryShortage,
+    NothingToLearn,
+    RecordError,
+    SampleError,
+    ShardError,
+    reason_of,
+)
 from data.features import Lookup
+from data.fields import NO_FIELDS, Fields
 from data.index import Member, ShardIndex, open_index
 from data.media.decode import decode_media
+from data.media.ground import WHITE, Colour
+from data.members import unread
 from data.order import GlobalOrder
 from data.outline import Media, MediaSize, SampleOutline, count_tokens
 from data.positions import axis_positions
-from data.records import Conversation, parse_record
+from data.records import Conversation, parse_fields, parse_record
 from data.shards import find_shards
 from data.shown import shown
 from data.storage.local import ShardReader
@@ -56,7 +69,8 @@ class Dataset:
     order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of beside the shards;
     blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be bad;
     keep_text: text samples carry (question, truth) too; read_retries: how often a read is tried again after an I/O
-    error; bounds: what is above is bad. Methods may be called from several threads.
+    error; bounds: what is above is bad; ground: see `decode_picture`; fields: `data.fields`; skip_null: samples whose
+    answers are null or blank have no loss, and are not bad. Methods may be called from several threads.
 
     Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
     read), ReadError (an I/O error that does not pass).
@@ -77,6 +91,9 @@ class Dataset:
         keep_text: bool = False,
         read_retries: int = RETRIES,
         bounds: Bounds = BOUNDS,
+        ground: Colour | None = WHITE,
+        fields: Fields = NO_FIELDS,
+        skip_null: bool = False,
     ) -> None:
         assert sequence_length > 0, sequence_length
         self.shards = find_shards(shards)
@@ -84,6 +101,7 @@ class Dataset:
         self.blind, self.keep_text = blind, keep_text
         self.bad_samples = BadSamples(max_bad_samples)
         self._read_retries, self._bounds = read_retries, bounds
+        self._ground, self._fields, self._skip_null = ground, fields, skip_null
         self.reader = ShardReader(read_retries)
         self.lookups: dict[str, Lookup] = {}
         """By module: where features of samples are found that need not be read (see `data.features`). For readers that
@@ -98,7 +116,7 @@ class Dataset:
         self._versions: list[ShardVersion] = []
         counts = []
         for number, path in enumerate(self.shards):
-            index = open_index(path, cache_dir, read_retries)
+            index = open_index(path, cache_dir, read_retries).with_fields(fields)
             self._versions.append(index.version)
             counts.append(len(index))
             if number < _OPEN_INDEXES:
@@ -143,13 +161,24 @@ class Dataset:
         every = index.members(row)
         members = {kind: [member for member in every if member.kind == kind] for kind in self._kinds}
         tokens: dict[str, list[int]] = {}
-        if reason is None and at is not None and (above := self._bounds.of_record(every[at].size)):
-            reason = f"member .{shown(every[at].extension)}: {above}"
+        record = () if at is None else (every[at],)
+        texts = tuple(member for member in every if member.extension in self._fields.members) or record
+        for member in texts:
+            if reason is None and (above := self._bounds.of_record(member.size)):
+                reason = f"member .{shown(member.extension)}: {above}"
         if reason is None:
             tokens, reason = count_tokens(members, self.modules, self.sequence_length, self._bounds)
         if reason is not None:
             members, tokens = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
-        return SampleOutline(number, shard, key, None if at is None else every[at], members, tokens, reason)
+        beside = ALONE
+        if reason is None and len(every) > len(texts):
+            names = {kind: [member.extension for member in own] for kind, own in members.items()}
+            beside = Beside(names, self._unread(member.extension for member in every))
+        return SampleOutline(number, shard, key, texts, members, tokens, reason, beside)
+
+    def _unread(self, extensions: Iterable[str]) -> list[str]:
+        """Those of a sample that are not read, as far as `data.fields` says nothing about it."""
+        return [] if self._fields != NO_FIELDS else [name for name, _ in unread(extensions)]
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
@@ -199,16 +228,19 @@ class Dataset:
         tokens = self._media_tokens(outline)
         try:
             conversation = self._conversation(outline)
+            if self._skip_null and conversation.is_blank:
+                raise NothingToLearn("its answers are blank")
             sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, outline.key)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=_question_and_truth(conversation))
             return self._positioned(sample, outline), None
         except Exception as error:
+            skipped = self._skip_null and isinstance(error, NothingToLearn)
             reason = self._reason(outline, error)
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=("", ""))
-            return self._positioned(sample, outline), self._bad(outline, reason)
+            return self._positioned(sample, outline), None if skipped else self._bad(outline, reason)
 
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
         """`media`, but a bad sample is returned instead of counted."""
@@ -248,7 +280,7 @@ class Dataset:
     def _decode(self, spec: Media, outline: SampleOutline, member: Member, extent: tuple[int, int]) -> torch.Tensor:
         raw, canvas = self._read(outline, member), spec.canvas(*extent) if spec.canvas else None
         try:
-            return decode_media(spec.kind, raw, spec.size(*extent), spec.resize, canvas, self._bounds)
+            return decode_media(spec.kind, raw, spec.size(*extent), spec.resize, canvas, self._bounds, self._ground)
         except MemoryShortage:
             raise
         except Exception as error:
@@ -257,10 +289,12 @@ class Dataset:
     def _conversation(self, outline: SampleOutline) -> Conversation:
         if outline.bad_reason is not None:
             raise RecordError(outline.bad_reason)
-        assert outline.record is not None
         counts = {kind: len(members) for kind, members in outline.members.items()}
-        raw = self._read(outline, outline.record)
-        return parse_record(raw, outline.record.extension, outline.key, counts, self._bounds)
+        raws = {member.extension: self._read(outline, member) for member in outline.texts}
+        if self._fields.texts:
+            return parse_fields(raws, self._fields, outline.key, counts, self._bounds)
+        ((extension, raw),) = raws.items()
+        return parse_record(raw, extension, outline.key, counts, self._bounds, outline.beside)
 
     def _read(self, outline: SampleOutline, member: Member) -> bytes:
         version = self._versions[outline.shard]
@@ -288,7 +322,7 @@ class Dataset:
         with self._lock:
             index = self._indexes.get(shard)
             if index is None:
-                index = open_index(self.shards[shard], self._cache_dir, self._read_retries)
+                index = open_index(self.shards[shard], self._cache_dir, self._read_retries).with_fields(self._fields)
                 if replace(index.version, ctime_ns=0) != replace(self._versions[shard], ctime_ns=0):
                     raise ShardError(f"{self.shards[shard]}: the shard changed while the run was reading it")
                 self._indexes[shard] = index

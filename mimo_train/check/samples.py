@@ -16,7 +16,7 @@ from mimo_train.check.findings import Report, Table, plural, spread
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.batch import Batch
-from mimo_train.plan.inputs import build_dataset, tokenizer_of
+from mimo_train.plan.inputs import build_dataset, fields_of, tokenizer_of
 
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""
@@ -112,7 +112,8 @@ def _add_shards(
     report: Report, cfg: ConfigContainer, key: str, pattern: str, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
     """Samples in the shards that can be read."""
-    from data.index import ignored, open_index
+    from data.index import open_index
+    from data.members import named_unread
     from data.shards import find_shards
 
     try:
@@ -122,24 +123,25 @@ def _add_shards(
         return 0
     good, samples, unusable = [], 0, 0
     members: Counter[str] = Counter()
+    not_read: Counter[tuple[str, str]] = Counter()
+    fields = fields_of(cfg)
     for path in paths:
         try:
-            index = open_index(path, cfg.data.cache_dir or None)
+            index = open_index(path, cfg.data.cache_dir or None).with_fields(fields)
         except (DataError, OSError) as error:
             report.faults.append(Fault(key, str(error)))
             continue
         good.append(path)
         samples += len(index)
         unusable += index.num_bad
+        not_read += index.unread(fields)
         for extension, count in Counter(index.all_members["extension"].tolist()).items():
             members[index.extensions[extension]] += count
     rows.append(
         (key, pattern, f"{len(good)} of {plural(len(paths), 'shard')} can be read, {plural(samples, 'sample')}")
     )
     rows.append(("", "members", ", ".join(f"{count:,} .{name}" for name, count in sorted(members.items())) or "none"))
-    if unread := ignored(members):
-        named = ", ".join(f".{name} ({members[name]:,})" for name in unread)
-        report.warnings.append(f"{key}: members {named} are neither pictures, audio nor records: they are not read")
+    report.warnings += [f"{key}: {sentence}" for sentence in named_unread(not_read)]
     if unusable:
         rows.append(("", "unusable", f"{unusable:,} samples, according to the shards' indexes"))
     if good and not samples:

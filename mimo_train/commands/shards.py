@@ -139,18 +139,21 @@ def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
 def _inspect(args: argparse.Namespace) -> int:
     from collections import Counter
 
-    from data.index import ignored, open_index
+    from data.index import open_index
+    from data.members import named_unread
     from data.shards import find_shards
 
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     pictures: Counter[tuple[int, int]] = Counter()
+    not_read: Counter[tuple[str, str]] = Counter()
     clips, faults = [], []
     samples = total = printed = 0
     paths = find_shards(args.pattern)
     for path in paths:
         index = open_index(path, args.cache_dir)
         samples, total = samples + len(index), total + index.version.size
+        not_read += index.unread()
         for row in range(len(index)):
             members = index.members(row)
             for member in members:
@@ -170,8 +173,8 @@ def _inspect(args: argparse.Namespace) -> int:
     print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
     for extension, count in sorted(counts.items()):
         print(f".{shown(extension):<15}{count:>10}{sizes[extension] / count:>12.0f}{sizes[extension] / 1e6:>10.1f}")
-    if unread := ignored(counts):
-        print(f"not read, neither pictures, audio nor records: {', '.join(f'.{shown(name)}' for name in unread)}")
+    for sentence in named_unread(not_read):
+        print(sentence)
     if pictures:
         print(f"\n{'height x width':<16}{'pictures':>10}")
         for (height, width), count in pictures.most_common(10):
@@ -204,20 +207,24 @@ def _describe(member: Any) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from collections import Counter
     from concurrent.futures import ThreadPoolExecutor
     from functools import partial
 
     from data.errors import ReadError, ShardError
     from data.index import open_index
+    from data.members import named_unread
     from data.shards import find_shards
     from data.storage.local import ShardReader
     from data.verify import check_sample
 
     reader, checked, bad, broken = ShardReader(), 0, 0, 0
+    not_read: Counter[tuple[str, str]] = Counter()
     with ThreadPoolExecutor(args.workers) as pool:
         for path in find_shards(args.pattern):
             try:
                 index = open_index(path, args.cache_dir)
+                not_read += index.unread()
                 if not len(index):
                     print(f"warning: {path}: no sample in it", file=sys.stderr)
                 # In blocks: a shard may hold a million samples, and each waiting result takes memory.
@@ -232,6 +239,8 @@ def _verify(args: argparse.Namespace) -> int:
             except (ReadError, ShardError) as error:
                 broken += 1
                 print(f"bad shard: {shown(str(error))}")
+    for sentence in named_unread(not_read):
+        print(f"warning: {sentence}", file=sys.stderr)
     print(f"{checked} samples checked, {bad} bad; {broken} shards cannot be read")
     return 1 if bad or broken or not checked else 0
 

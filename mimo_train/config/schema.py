@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data.bounds import BOUNDS
+from data.errors import DataError
+from data.fields import read_fields
+from data.media.ground import colour_of
 from mimo_train.config.fault import Fault
 from mimo_train.config.installed import library_faults
 from mimo_train.config.keys import key, value_faults
@@ -146,6 +149,14 @@ class DataConfig:
     template_variables: dict[str, Any] = field(default_factory=dict)
     """Variables that the tokenizer's chat template may use, such as `{enable_thinking: false}` or `{date_string: 26 Jul
     2024}`."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Which members of a sample, and which values of its JSON, are its record and its media: `{caption: caption.txt}`,
+    `{question: "json[q]", answer: "json[a]", image: [left.jpg, right.jpg]}`. See docs/data.md#fields."""
+    null_captions: str = key("bad", choices=("bad", "skip"))
+    """What a sample is whose caption is null: `bad`, or without loss and not counted (`skip`, blank answers too)."""
+    background: str = key("white", filled="white, black, grey, none or #RRGGBB")
+    """What stands behind pictures where they are transparent: `white`, `black`, `grey`, `#RRGGBB`, or `none`
+    (transparency is left out). See docs/data.md#transparency."""
     shuffle: bool = True
     """Whether training samples come in a new order each epoch."""
     blind: bool = False
@@ -171,6 +182,15 @@ class DataConfig:
         if found:
             return  # paths that are none
         yield from self._tokenizer_faults()
+        try:
+            colour_of(self.background)
+        except DataError as error:
+            yield Fault("data.background", str(error))
+        try:
+            read_fields(self.fields)
+        except DataError as error:
+            name, _, said = str(error).partition(": ")
+            yield Fault(f"data.fields.{name}", said)
         if self.demo and not self.shards:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
         elif self.demo:
