@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from data import collate
-from data.bad_samples import BadSample, BadSamples
+from data.bad_samples import BadSample, BadSamples, allowed_of
 from data.beside import ALONE, Beside
 from data.bounds import BOUNDS, Bounds
 from data.errors import (
@@ -67,7 +67,8 @@ class Dataset:
     shards: see `find_shards`; tokenizer: see `build_tokenizer`, made with each module's placeholder; sequence_length:
     S; media: the encoder modules (several may take one kind: then each picture expands to the tokens of each, in this
     order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of beside the shards;
-    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be bad;
+    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be bad, see
+    `allowed_of`;
     keep_text: text samples carry (question, truth) too; read_retries: how often a read is tried again after an I/O
     error; bounds: what is above is bad; ground: see `decode_picture`; fields: `data.fields`; skip_null: samples whose
     answers are null or blank have no loss, and are not bad. Methods may be called from several threads.
@@ -87,7 +88,7 @@ class Dataset:
         shuffle: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
         blind: bool = False,
-        max_bad_samples: int = 0,
+        max_bad_samples: float = 0,
         keep_text: bool = False,
         read_retries: int = RETRIES,
         bounds: Bounds = BOUNDS,
@@ -99,7 +100,6 @@ class Dataset:
         self.shards = find_shards(shards)
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text = blind, keep_text
-        self.bad_samples = BadSamples(max_bad_samples)
         self._read_retries, self._bounds = read_retries, bounds
         self._ground, self._fields, self._skip_null = ground, fields, skip_null
         self.reader = ShardReader(read_retries)
@@ -127,6 +127,8 @@ class Dataset:
                 f"data.shards: the {len(self.shards)} shard(s) hold no sample, for example {self.shards[0]}"
             )
         self.order = GlobalOrder(int(self._ends[-1]), seed, shuffle)
+        self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
+        self.bad_samples = BadSamples(self.allowed_bad_samples, self.order.row)
         names = [
             [path.name, version.size, version.content, count]
             for path, version, count in zip(self.shards, self._versions, counts, strict=True)
@@ -255,6 +257,13 @@ class Dataset:
         zeros = [torch.zeros(spec.blank_shape(extent), dtype=dtype) for extent in extents]
         return zeros, None if outline.bad_reason is None else self._bad(outline, outline.bad_reason)
 
+    def unread_members(self) -> Counter[tuple[str, str]]:
+        """How many members of all samples are not read, by (extension, what they are)."""
+        found: Counter[tuple[str, str]] = Counter()
+        for shard in range(len(self.shards)):
+            found += self._index(shard).unread(self._fields)
+        return found
+
     def close(self) -> None:
         """Closes the shard files."""
         self.reader.close()
@@ -342,9 +351,10 @@ class Dataset:
 
 
 def _question_and_truth(conversation: Conversation) -> tuple[str, str]:
-    """Text of the last assistant turn and of the last user turn before it; a plain text has no question."""
+    """Text of the last assistant turn, and of the last user turn before it with the markers that are inside it; a plain
+    text has no question."""
     turns = conversation.turns
     last = max((at for at, turn in enumerate(turns) if turn.role in ("assistant", "plain")), default=None)
     assert last is not None, "parse_record refuses conversations without an assistant turn"
-    questions = [turn.text.strip() for turn in turns[:last] if turn.role == "user"]
+    questions = [turn.marked_text for turn in turns[:last] if turn.role == "user"]
     return questions[-1] if questions else "", turns[last].text.strip()

@@ -69,6 +69,12 @@ class Turn:
         """The text parts, joined."""
         return "".join(part.text for part in self.parts)
 
+    @property
+    def marked_text(self) -> str:
+        """The text with the markers of media inside it, without those around it."""
+        whole = "".join(part.text if part.kind == "text" else f"<{part.kind}>" for part in self.parts)
+        return re.sub(rf"^(?:{_SPLIT.pattern}|\s)+|(?:{_SPLIT.pattern}|\s)+$", "", whole)
+
 
 @dataclass(frozen=True)
 class Conversation:

@@ -202,7 +202,7 @@ def _add_samples(
             f"{key}: {len(silent)} of the first {len(first)} samples have no token with loss, for example {silent[0]}: "
             "their answer is empty, or cut by data.sequence_length"
         )
-    _add_bad(report, cfg, key, bad, len(first))
+    _add_bad(report, dataset.allowed_bad_samples, key, bad, len(first))
 
 
 def _add_rendered(text: Any, tokenizer: Any, rows: list) -> None:
@@ -226,8 +226,7 @@ def _cut(text: str) -> str:
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]} ..."
 
 
-def _add_bad(report: Report, cfg: ConfigContainer, key: str, bad: list[str], count: int) -> None:
-    budget = cfg.data.max_bad_samples
+def _add_bad(report: Report, budget: int, key: str, bad: list[str], count: int) -> None:
     if len(bad) > budget:
         report.faults += [Fault(key, reason) for reason in bad[:NAMED_SAMPLES]]
         more = f", {len(bad) - NAMED_SAMPLES} more than named above" if len(bad) > NAMED_SAMPLES else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.shown import shown
-from mimo_train.commands.arguments import positive, whole
+from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, positive, whole
 from mimo_train.config.fault import UserError
 
 
@@ -36,10 +36,20 @@ def add(subparsers: Any) -> None:
     inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
     inspect.set_defaults(handler=_about_files(_inspect))
 
-    verify = commands.add_parser("verify", help="read and decode every sample; exit code 1 if any is bad")
-    verify.add_argument("pattern", metavar="PATTERN", help=pattern_help)
+    verify = commands.add_parser(
+        "verify",
+        help="read and decode every sample; exit code 1 if any is bad",
+        description="Of a PATTERN every file is decoded. Of a CONFIG every sample is read as the run would read it,\n"
+        "with its bounds, template, tokenizer and modules; exit code 1 if more are bad than\n"
+        "data.max_bad_samples allows.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verify.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{pattern_help}; or a config: {CONFIG_HELP}")
+    verify.add_argument("overrides", metavar="key=value", nargs="*", help=f"of a CONFIG: {OVERRIDE_HELP}")
     verify.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
-    verify.add_argument("--workers", type=positive, default=2, help="threads (default: 2)")
+    verify.add_argument(
+        "--workers", type=positive, default=2, help="threads, of a CONFIG processes that read samples (default: 2)"
+    )
     verify.set_defaults(handler=_about_files(_verify))
 
     build = commands.add_parser("build", help="make shards of a JSON file, such as LLaVA's, and a folder of media")
@@ -206,7 +216,27 @@ def _describe(member: Any) -> str:
     return f".{shown(member.extension)} {member.size} bytes"
 
 
+def _is_config(name: str) -> bool:
+    """Whether an argument names a config, not shards: a YAML file, or a shipped one where no such file is."""
+    from mimo_train.config.compose import shipped_configs
+
+    if name.endswith((".yaml", ".yml")):
+        return True
+    return not Path(name).exists() and (shipped_configs() / f"{name}.yaml").is_file()
+
+
 def _verify(args: argparse.Namespace) -> int:
+    if _is_config(args.pattern):
+        from mimo_train.check.verify_run import verify_run
+
+        given = [f"data.cache_dir={args.cache_dir}"] if args.cache_dir else []
+        return verify_run(args.pattern, [*args.overrides, *given], args.workers)
+    if args.overrides:
+        raise UserError(f"{args.overrides[0]}: changes are those of a config, and {args.pattern} is none")
+    return _verify_shards(args)
+
+
+def _verify_shards(args: argparse.Namespace) -> int:
     from collections import Counter
     from concurrent.futures import ThreadPoolExecutor
     from functools import partial

@@ -161,9 +161,9 @@ class DataConfig:
     """Whether training samples come in a new order each epoch."""
     blind: bool = False
     """Ablation: pictures and clips are replaced by zeros, so that only the text is left to learn from."""
-    max_bad_samples: int = key(0, at_least=0)
-    """Samples that may be unreadable, in all, before the run stops. Held-out samples are counted apart. See
-    docs/data.md#bad-samples."""
+    max_bad_samples: int | float = key(0, at_least=0)
+    """Samples that may be unreadable, in all, before the run stops: a number, or below 1 a fraction of all. Held-out
+    samples are counted apart. See docs/data.md#bad-samples."""
     read_retries: int = key(5, at_least=0, at_most=1000)
     """Times that a read is tried again after an I/O error, after pauses of 0.5, 1, 2, ... seconds; then the run ends.
     See docs/data.md#bad-samples."""
@@ -182,6 +182,11 @@ class DataConfig:
         if found:
             return  # paths that are none
         yield from self._tokenizer_faults()
+        if self.max_bad_samples >= 1 and self.max_bad_samples != int(self.max_bad_samples):
+            yield Fault(
+                "data.max_bad_samples",
+                f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
+            )
         try:
             colour_of(self.background)
         except DataError as error:
