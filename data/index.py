@@ -43,6 +43,7 @@ from data.storage.version import ShardVersion, open_file, require_file
 _log = logging.getLogger(__name__)
 
 _VERSION = 5
+_SUFFIX = ".mimo-index"
 _LONGEST_HEAD = 1 << 26  # bytes of the JSON line
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
@@ -195,18 +196,21 @@ def _confirmed(shard: Path, index: ShardIndex) -> ShardVersion | None:
 
 
 def index_path(
-    shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, writable: bool = False
+    shard: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str] | None = None,
+    writable: bool = False,
+    suffix: str = _SUFFIX,
 ) -> Path:
-    """Where the index lies: beside the shard, or in `cache_dir` if given. With `writable`, a user-wide cache folder
-    takes the place of a shard folder that this process may not write to."""
+    """Where the index lies, or another file about the shard: beside it, or in `cache_dir` if given. With `writable`, a
+    user-wide cache folder takes the place of a shard folder that this process may not write to."""
     shard = Path(shard)
     if cache_dir is None and writable and not os.access(shard.parent, os.W_OK):
         cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train" / "index"
     if cache_dir is None:
-        return shard.with_name(shard.name + ".mimo-index")
+        return shard.with_name(shard.name + suffix)
     # Shards of several folders often share their names; the hash keeps their indexes apart.
     place = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:12]
-    return Path(cache_dir).expanduser() / f"{shard.name}.{place}.mimo-index"
+    return Path(cache_dir).expanduser() / f"{shard.name}.{place}{suffix}"
 
 
 def build_index(shard: str | os.PathLike[str], retries: int = RETRIES) -> ShardIndex:

@@ -22,8 +22,7 @@ MOST_LAYERS, MOST_WIDTH, MOST_PIXELS = 10_000, 2**22, 2**16
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The values that a key accepts. A value of None is not checked. Texts have no control characters, which a terminal
-    would obey. Numbers are finite, and where no bound is set, not
-    beyond `MOST` or `LARGEST`."""
+    would obey. Numbers are finite, and not beyond `MOST` or `LARGEST` where no other bound is set."""
 
     choices: tuple[str, ...] = ()
     at_least: float | None = None
@@ -54,15 +53,19 @@ class Rules:
             if not self.holds(one):
                 zero = f" (0: {self.zero_means})" if self.zero_means else ""
                 widest = f"between {-LARGEST:g} and {LARGEST:g}" if isinstance(one, float) else f"at most {MOST}"
-                return f"must be {self.bounds() or widest}{zero}, {'has' if has else 'is'} {shown(one)}"
+                bounds = widest if self._is_inside(one) else self.bounds()
+                return f"must be {bounds}{zero}, {'has' if has else 'is'} {shown(one)}"
         return ""
 
     def holds(self, number: float) -> bool:
         """Whether a finite number is in the range."""
-        low = (self.at_least is None or number >= self.at_least) and (self.above is None or number > self.above)
-        high = (self.at_most is None or number <= self.at_most) and (self.below is None or number < self.below)
         widest = LARGEST if isinstance(number, float) else MOST
-        return low and high and abs(number) <= max(widest, self.at_most or 0, self.below or 0)
+        return self._is_inside(number) and abs(number) <= max(widest, self.at_most or 0, self.below or 0)
+
+    def _is_inside(self, number: float) -> bool:
+        """Whether a number is within the declared bounds."""
+        low = (self.at_least is None or number >= self.at_least) and (self.above is None or number > self.above)
+        return low and (self.at_most is None or number <= self.at_most) and (self.below is None or number < self.below)
 
     def bounds(self) -> str:
         """The range of a number in words; empty if it has none."""

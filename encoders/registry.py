@@ -195,7 +195,7 @@ def family_of(name: str) -> Family:
     Raises:
         EncoderError: there is none, several have the name, or the path leads to no spec; with the remedy.
     """
-    if "." in name or ":" in name:
+    if is_path(name):
         return _by_path(name)
     own = _installed().get(name, [])
     if name in FAMILIES and own:
@@ -219,6 +219,16 @@ def family_of(name: str) -> Family:
         + (f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}")
         + " Your own is named by its path, package.module:Spec (docs/your-encoder.md)"
     )
+
+
+def is_path(name: str) -> bool:
+    """Whether a name of a family is the path of a class, and no name that is registered."""
+    return "." in name or ":" in name
+
+
+def registered(name: str) -> list[str]:
+    """What packages have registered under the name of a family, in words; nothing is imported."""
+    return [_origin(point) for point in _installed().get(name, [])]
 
 
 @cache

@@ -78,14 +78,8 @@ class ResamplerSpec:
                 for one in dataclasses.fields(self)
                 if getattr(self, one.name) != one.default
             ]
-        least = {"latents": 1, "num_layers": 1, "num_attention_heads": 1}
-        least |= {"num_query_groups": 0, "head_size": 0, "ffn_hidden_size": 0}
-        found = [
-            (name, f"must be at least {bound}, is {getattr(self, name)}")
-            for name, bound in least.items()
-            if getattr(self, name) < bound
-        ]
-        if not found and self.num_attention_heads % self.key_heads:
+        found = []
+        if self.num_attention_heads % self.key_heads:
             text = f"{self.key_heads} does not divide num_attention_heads {self.num_attention_heads}: change one"
             found.append(("num_query_groups", text))
         if self.activation not in (*ACTIVATIONS, GATED):
@@ -93,8 +87,6 @@ class ResamplerSpec:
             found.append(("activation", text))
         if self.normalization not in NORMS:
             found.append(("normalization", f"must be {' or '.join(NORMS)}, is {self.normalization!r}"))
-        if self.layernorm_epsilon <= 0:
-            found.append(("layernorm_epsilon", f"must be above 0, is {self.layernorm_epsilon:g}"))
         return found
 
 
@@ -145,14 +137,8 @@ class ProjectorSpec:
             found.append(("kind", f"must be mlp or linear, is {self.kind!r}"))
         if self.activation not in choices:
             found.append(("activation", f"must be one of {', '.join(choices)}, is {self.activation!r}"))
-        if self.merge < 1:
-            found.append(("merge", f"must be at least 1, is {self.merge}"))
-        if self.ffn_hidden_size < 0:
-            found.append(("ffn_hidden_size", f"must be at least 0, is {self.ffn_hidden_size}"))
         if self.norm not in ("", *NORMS):
             found.append(("norm", f"must be {' or '.join(NORMS)} or empty, is {self.norm!r}"))
-        if self.norm_epsilon <= 0:
-            found.append(("norm_epsilon", f"must be above 0, is {self.norm_epsilon:g}"))
         default = ProjectorSpec()
         unread = [] if self.kind != "linear" else ["ffn_hidden_size", "activation"]
         for name in [*unread, *([] if self.norm else ["norm_epsilon"])]:

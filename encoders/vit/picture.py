@@ -250,12 +250,7 @@ class PictureSpec:
 
     def faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of everything that cannot be built."""
-        found = [
-            (name, f"must be at least 1, is {getattr(self, name)}")
-            for name in ("image_size", "patch_size")
-            if getattr(self, name) < 1
-        ]
-        found += layer_faults(self)
+        found = layer_faults(self)
         if found:
             return found
         for name in ("image_size", "position_size"):
@@ -298,7 +293,6 @@ class PictureSpec:
                 for name, value in bounds.items()
                 if value
             ]
-        found += [(name, f"must be at least 0, is {value}") for name, value in bounds.items() if value < 0]
         if self.min_pixels > self.largest_area:
             found.append(
                 (

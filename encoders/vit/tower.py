@@ -147,8 +147,6 @@ class TowerSpec(PictureSpec):
             if len(size) != 2 or min(size) < 1 or any(side % self.image_size for side in size):
                 text = f"has {size}, and tiles of {self.image_size} x {self.image_size} pixels (image_size) make "
                 found.append(("grid_pinpoints", f"{text}multiples of that, (height, width): change it"))
-        if self.max_tiles < 0:
-            found.append(("max_tiles", f"must be at least 0, is {self.max_tiles}"))
         return found
 
     def joint_faults(self, merge: int) -> list[tuple[str, str]]:

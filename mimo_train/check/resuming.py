@@ -5,9 +5,11 @@ from typing import Any
 
 from mimo_train.check.findings import Report
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.recorded_config import config_if_trusted
 from mimo_train.checkpoint.same_run import module_faults, resume_faults, weights_faults
-from mimo_train.config import compose
+from mimo_train.config.compose import to_dict
 from mimo_train.config.fault import Fault, UserError
+from mimo_train.config.own_code import code_named
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import RunLayout, lay_out
 from mimo_train.plan.run_dir import folder_fault
@@ -39,7 +41,8 @@ def add_run_dir(
             record = folders.read_record(checkpoint)
             given = {"data_fingerprint": data_fingerprint, "text_fingerprint": tokenizer and tokenizer.fingerprint}
             report.faults += resume_faults(checkpoint, record, cfg, **given)
-            _note(report, checkpoint, record, layout)
+            own = [name for names in code_named(to_dict(cfg)).values() for name in names]
+            _note(report, checkpoint, record, layout, own)
         elif cfg.checkpoint.weights:
             key = "checkpoint.weights"
             checkpoint = folders.in_folder(Path(cfg.checkpoint.weights), key)
@@ -68,9 +71,11 @@ def _add_module(report: Report, cfg: ConfigContainer, name: str, vocabulary: str
     report.notes.append(f"modules.{name} begins with the weights of {load.source(name)} in {checkpoint}")
 
 
-def _note(report: Report, checkpoint: Path, record: dict[str, Any], layout: RunLayout | None) -> None:
+def _note(
+    report: Report, checkpoint: Path, record: dict[str, Any], layout: RunLayout | None, own_code: list[str]
+) -> None:
     try:
-        before = lay_out(compose.from_dict(record["config"]))
+        before = lay_out(config_if_trusted(checkpoint, record, own_code))
     except (ValueError, KeyError, TypeError):
         before = None  # of another version; what counts was compared
     if layout is not None and before is not None and before.modules != layout.modules:

@@ -330,6 +330,15 @@ def remove_old(run_dir: Path, keep: int, non_persistent: bool = False, keep_ever
     for folder in complete(run_dir, non_persistent)[:-keep] if keep else []:
         if every and int(folder.name.partition("_")[2]) % every == 0:
             continue
-        # The marker first: without it the folder is no checkpoint.
-        (folder / COMPLETE).unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, or what there is of one; what cannot be removed is left and is none.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    # The marker first: without it the folder is no checkpoint.
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

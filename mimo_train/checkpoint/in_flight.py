@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from mimo_train.checkpoint.failed_save import raise_together
 
-PATIENCE = 3.0
+LONGEST_PARTS = 3.0
 """Seconds that rank 0 waits, at the end of a run that has failed, for parts of others that are almost written."""
 
-LONGEST_CLOSE = 300.0
+LONGEST_CLOSE = 120.0
 """Seconds that a rank waits, at the end of a run that has failed, for what it writes itself: a file system that hangs
 may never return."""
 
@@ -129,7 +129,7 @@ class InFlight:
             return
         if self._over or self._commits or self._job.error is not None or not self._is_first:
             return
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + LONGEST_PARTS
         with suppress(Exception):  # the run has failed already, and says why
             while not self._all_written() and time.monotonic() < until:
                 time.sleep(0.05)

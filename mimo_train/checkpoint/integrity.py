@@ -20,7 +20,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.parallel.agreement import agreed
 
 RECORD_KEYS = (*("step", "train_state", "schedulers", "optimizer", "layout", "data_fingerprint", "rerun", "config"),)
-"""What a record holds, see `store.save_checkpoint`."""
+"""What a record holds, see `store.record_of`."""
 
 
 def opened(folder: Path) -> tuple[Reader, dict[str, Any]]:

@@ -1,10 +1,9 @@
 """`checkpoint.load_modules`: weights of single modules of a new run, from checkpoints of other runs at any layout."""
 
 from collections.abc import Collection, Iterable
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
-from mimo_train.checkpoint.frozen_base import base_of
+from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.integrity import opened, told
 from mimo_train.checkpoint.same_run import module_faults
@@ -77,14 +76,9 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
         faults, changes = module_faults(folder, record, cfg, name, vocabulary_fingerprint=vocabulary)
         if faults:
             raise ConfigError(faults)
-    base = chosen_by_first(partial(base_of, folder), "checkpoint.weights")
-    with ExitStack() as stack:
-        # What a checkpoint of trained weights leaves out is in the one that its run began with.
-        readers = [opened(one)[0] for one in (folder, base) if one is not None]
-        for reader in readers:
-            stack.callback(reader.close)
+    with closing(opened(folder)[0]) as reader:
         held = [one for one in held_tensors(model) if one.module == name]
-        names = _names_there(readers, load.source(name), name)
+        names = _names_there(reader, load.source(name), name)
         wanted = [one for one in held if _is_asked_for(one.name, load.only)]
         everyone = _over_ranks([one.name for one in held])
         asked = {one for one in everyone if _is_asked_for(one, load.only)}
@@ -97,30 +91,27 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
             unused=sorted(names.keys() - asked),
             changes=changes,
         )
-        places = {one.name: names[one.name] for one in wanted if one.name in names}
+        taken = [one for one in wanted if one.name in names]
         with agreed():
+            if LEFT_OUT in record:
+                _require_trained(report, key)
             _require_matches(load, key, names, folder)
-            _require_shapes(key, [one for one in wanted if one.name in places], places)
+            _require_shapes(key, taken, names, reader)
             if load.strict:
                 _require_all(report, load, key)
         with agreed(), folders.damage_named(folder):
-            for reader in readers:
-                mine = [one for one in wanted if one.name in places and places[one.name][0] is reader]
-                fill_weights(reader, [(one, places[one.name][1]) for one in mine])
-    taken = {id(one.tensor) for one in wanted if one.name in places}
-    _start_adapters(name, model, held, taken)
+            fill_weights(reader, [(one, names[one.name]) for one in taken])
+    _start_adapters(name, model, held, {id(one.tensor) for one in taken})
     return report
 
 
-def _names_there(readers: Iterable[Reader], source: str, name: str) -> dict[str, tuple[Reader, Key]]:
+def _names_there(reader: Reader, source: str, name: str) -> dict[str, Key]:
     """Where weights of a module there are, by their names here: those of an encoder have its module's name in them."""
-    found: dict[str, tuple[Reader, Key]] = {}
-    for reader in readers:
-        for key in reader.index.pieces:
-            if key.module == source and key.state == WEIGHT and not is_of_rank(key):
-                first, own, rest = key.name.partition(f"encoders.{source}.")
-                here = f"encoders.{name}.{rest}" if own and not first else key.name
-                found.setdefault(here, (reader, key))
+    found = {}
+    for key in reader.index.pieces:
+        if key.module == source and key.state == WEIGHT and not is_of_rank(key):
+            first, own, rest = key.name.partition(f"encoders.{source}.")
+            found[f"encoders.{name}.{rest}" if own and not first else key.name] = key
     return found
 
 
@@ -143,11 +134,21 @@ def _require_matches(load: LoadConfig, key: str, there: Collection[str], folder:
         raise UserError(f"{key}.only: {', '.join(idle)} matches nothing in checkpoint {folder}: remove or correct it")
 
 
-def _require_shapes(key: str, wanted: list[Held], places: dict[str, tuple[Reader, Key]]) -> None:
+def _require_trained(report: Loaded, key: str) -> None:
+    """What a checkpoint of trained weights leaves out came from a checkpoint that may have gone, or from a seed."""
+    if missing := [name for name in report.new if not is_adapter(name)]:
+        raise UserError(
+            f"{key}: checkpoint {report.folder} has trained weights only (checkpoint.trained_only), and not "
+            f"{len(missing)} of {report.source} ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): "
+            f"choose what it has with {key}.only, or give a whole one, as its run writes with "
+            "checkpoint.trained_only=false"
+        )
+
+
+def _require_shapes(key: str, taken: list[Held], names: dict[str, Key], reader: Reader) -> None:
     others = {}
-    for one in wanted:
-        reader, there = places[one.name]
-        was, now = reader.index.shape(there), one.boxes[0][1].shape
+    for one in taken:
+        was, now = reader.index.shape(names[one.name]), one.boxes[0][1].shape
         if was != now:
             others[one.name] = f"has shape {was} there and {now} here"
     if others:

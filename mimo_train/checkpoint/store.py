@@ -5,7 +5,6 @@ stored per rank and restored only at the same layout.
 """
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -181,7 +180,7 @@ def begin_save(
         target.run_dir,
         write,
         commit,
-        abandon=lambda: shutil.rmtree(target.partial, ignore_errors=True),
+        abandon=lambda: folders.remove(target.partial),
         all_written=lambda: all((target.partial / of_rank(each)[1]).is_file() for each in range(world)),
         beside=snapshot is not None,
     )
@@ -333,10 +332,11 @@ def _parts_of_rank(name: str, state: dict[str, Any]) -> list[Part]:
     text, tensors = pack(state, RERUN_CLASSES)
     as_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     module = f"rank_{dist.get_rank():05d}"
+    # `_of_rank` counts them, and a file has no tensor without elements.
+    assert all(tensor.numel() for tensor in tensors), f"{name} has a tensor without elements"
     return [
         Part(Key(module, f"{name}.{number}", WEIGHT), Span.of_whole(tuple(tensor.shape)), tensor.reshape(-1))
         for number, tensor in enumerate([as_bytes, *tensors])
-        if tensor.numel()
     ]
 
 

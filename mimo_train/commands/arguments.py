@@ -38,6 +38,15 @@ def add_config_command(
     return command
 
 
+def add_trust(command: argparse.ArgumentParser) -> None:
+    """Add the option with which a checkpoint's own code is imported."""
+    command.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="import an encoder of your own that the checkpoint's config names by its path (package.module:Spec)",
+    )
+
+
 def positive(text: str) -> int:
     """The type of an argument that is a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:

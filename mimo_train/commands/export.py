@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mimo_train.commands.arguments import add_command, positive
+from mimo_train.commands.arguments import add_command, add_trust, positive
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -25,28 +25,33 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--merge", action="store_true", help="put adapters into the weights (default: write them for peft)"
     )
+    add_trust(command)
     command.add_argument(
         "--file-gigabytes", type=positive, default=5, metavar="N", help="largest file, in 10^9 bytes (default: 5)"
     )
 
 
 def _export(args: argparse.Namespace) -> int:
-    return main(args.checkpoint, args.to, dtype=args.dtype or "", file_gigabytes=args.file_gigabytes, merge=args.merge)
+    options = {"dtype": args.dtype or "", "file_gigabytes": args.file_gigabytes, "merge": args.merge}
+    return main(args.checkpoint, args.to, **options, trust_code=args.trust_code)
 
 
-def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: int, merge: bool) -> int:
+def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: int, merge: bool, trust_code: bool = False) -> int:
     """Write the model of a checkpoint to `to`. Returns the exit code.
 
+    Args:
+        trust_code: import encoders that the checkpoint's config names by their paths.
+
     Raises:
-        UserError: no complete checkpoint or a damaged one, `to` is not empty, the directory of a module has gone, or
-            PEFT has no place for an adapter.
+        UserError: no complete checkpoint or a damaged one, it names code that is not trusted, `to` is not empty, the
+            directory of a module has gone, or PEFT has no place for an adapter.
     """
     from mimo_train.checkpoint import folders
     from mimo_train.checkpoint.hf.directory import new_directory
-    from mimo_train.config.compose import from_dict
+    from mimo_train.checkpoint.recorded_config import recorded_config
 
     folder = folders.in_folder(Path(checkpoint), "CHECKPOINT")
-    cfg = from_dict(folders.read_record(folder, "config")["config"])
+    cfg = recorded_config(folder, trust_code=trust_code)
     new_directory(to)
 
     from mimo_train.launch.library_log import adopt_torch, divert

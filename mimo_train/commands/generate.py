@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mimo_train.commands.arguments import add_command, positive, print_fault, users_faults, whole
+from mimo_train.commands.arguments import add_command, add_trust, positive, print_fault, users_faults, whole
 from mimo_train.config.fault import UserError
 from mimo_train.generation.options import Sampling
 
@@ -87,6 +87,7 @@ def add(commands: Any) -> None:
         metavar="P",
         help="draw from the fewest most likely tokens that have probability P together (default: 1)",
     )
+    add_trust(command)
     option("--seed", type=whole, metavar="N", help="draw the same tokens each time (default: others each time)")
 
 
@@ -105,6 +106,7 @@ def _generate(args: argparse.Namespace) -> int:
         prompt_format=args.prompt_format,
         sampling=Sampling(temperature, args.top_k, args.top_p, args.seed),
         max_new_tokens=args.max_new_tokens,
+        trust_code=args.trust_code,
     )
 
 
@@ -118,12 +120,14 @@ def main(
     prompt_format: str,
     sampling: Sampling,
     max_new_tokens: int,
+    trust_code: bool = False,
 ) -> int:
     """Print the answer to `prompt` while it is decoded, then those to the messages of a chat. Returns the exit code.
 
     Args:
         media: (kind, file) of pictures and clips, in their order.
         prompt_format: auto, chat or text.
+        trust_code: import encoders that the checkpoint's config names by their paths.
 
     Raises:
         UserError: no complete checkpoint or a damaged one, a picture or clip that cannot be read or that no module
@@ -132,7 +136,7 @@ def main(
     from mimo_train.generation.source import open_source
     from mimo_train.launch.library_log import adopt_torch, divert
 
-    source = open_source(Path(checkpoint))
+    source = open_source(Path(checkpoint), trust_code=trust_code)
     asking = _parts_of_conversation(media, chat, system)
     if prompt_format == "text" and asking:
         raise UserError(f"--prompt-format: text continues a prompt without turns, leave out {' and '.join(asking)}")

@@ -75,11 +75,12 @@ def main(run: "Run") -> int:
 
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     from mimo_train.launch.library_log import adopt_torch, divert
+    from mimo_train.launch.output import show
     from mimo_train.launch.watched import is_lost_peer, note_error
 
     rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
     if rank == 0:
-        print(_first_line(run), flush=True)
+        show(_first_line(run))
     divert(run.dir / "logs" / f"rank_{rank}.log")
     if run.cfg.run.inprocess_restarts:
         # Its threads poll the other ranks every second, and torch would print a warning each time.
@@ -106,19 +107,18 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
             sys.stderr.write(f"rank {rank}: another rank has ended ({str(error).splitlines()[0]})\n")
         elif not isinstance(error, PeersError):
             _print_error(error, rank)
-        sys.stdout.flush()
+        show("", end="")  # what is still in its buffer
         sys.stderr.flush()
         # Destroying process groups would wait for peers that are stuck in a collective.
         os._exit(1)
     dist.barrier()
     if rank == run.layout.logging_rank:
-        from mimo_train.metrics.console import to_nowhere
-
         try:
-            _summarise(run)
-            sys.stdout.flush()
-        except BrokenPipeError:  # as by `| head`
-            to_nowhere(sys.stdout)
+            lines = _summary(run)
+        except OSError as error:  # a full disk, or a folder that was removed: what was trained is saved
+            sys.stderr.write(f"the report of {run.dir} cannot be written: {error}\n")
+        else:
+            show("\n".join(lines))
     if code:
         # The launcher ends the remaining ranks when the first one exits with a code.
         dist.barrier()
@@ -130,13 +130,10 @@ def _first_line(run: "Run") -> str:
     """What is about to run, while the libraries are imported."""
     modules = ", ".join(f"{name} ({sizes})" for name, sizes in run.layout.modules.items())
     ranks = f"{run.layout.world_size} processes" if run.layout.world_size > 1 else "one process"
-    families = [getattr(module.encoder, "family", "") for module in run.cfg.modules.values()]
-    own = [*(family for family in families if "." in family or ":" in family), *run.cfg.train.callbacks]
     return (
         f"{run.dir}: {modules} on {ranks}; {run.cfg.train.iters} steps of "
         f"{run.batch.global_batch_size} samples of {run.cfg.data.sequence_length} tokens; "
-        + (f"with code of {', '.join(own)}; " if own else "")
-        + "starting"
+        "starting"
     )
 
 
@@ -150,26 +147,30 @@ def _print_error(error: BaseException, rank: int) -> None:
     sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
 
 
-def _summarise(run: "Run") -> None:
-    """Print the last lines of a run: its result, the path of its report, and a command to try."""
+def _summary(run: "Run") -> list[str]:
+    """The last lines of a run: its result, the path of its report, which is written, and a command to try."""
     from mimo_train.metrics.sinks.jsonl import read_metrics
     from mimo_train.report.page import write_report
 
     run_dir = run.dir
     report = write_report(run_dir, run)
     evaluations = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line]
+    lines = []
     if evaluations:
         last = evaluations[-1]
-        print(
+        lines.append(
             f"held-out exact match {last['eval/exact_match']:.3f}, loss {last['eval/loss']:.3f} "
             f"({last['eval/samples']:.0f} samples, step {last['step']})"
         )
-    print(f"report: {report}")
-    print(f"next: {_try_it(run)}")
+    return [*lines, f"report: {report}", f"next: {_try_it(run)}"]
 
 
 def _try_it(run: "Run") -> str:
     """A command that queries the checkpoint about a held-out sample of the report; writes the media to files."""
+    from encoders.registry import is_path
+    from mimo_train.config.compose import to_dict
+    from mimo_train.config.own_code import CALLBACKS, code_named
+
     run_dir = run.dir
     samples_file = run_dir / "samples.json"
     samples = json.loads(samples_file.read_text()) if samples_file.exists() else []
@@ -188,4 +189,6 @@ def _try_it(run: "Run") -> str:
                 media += f" {option} {file}"
     beside = Path(sys.executable).parent / "mimo-train"
     program = os.path.relpath(beside) if beside.exists() else "mimo-train"
-    return f"{min(program, str(beside), key=len)} generate {run_dir}{media} --prompt {shlex.quote(prompt)}"
+    own = any(key != CALLBACKS and any(map(is_path, names)) for key, names in code_named(to_dict(run.cfg)).items())
+    trust = " --trust-code" if own else ""
+    return f"{min(program, str(beside), key=len)} generate {run_dir}{media} --prompt {shlex.quote(prompt)}{trust}"

@@ -218,8 +218,11 @@ def checkpoint_and_decide_exit(
 
 
 def _finish_train(global_state: SessionState) -> None:
-    """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt."""
-    loop.finish(session_of(global_state, "_finish_train"))
+    """End a loop that has not failed: wait for a save in flight, stop profilers, flush the console, write the reason
+    into progress.txt. Collective."""
+    session = session_of(global_state, "_finish_train")
+    global_state.saver.finish()
+    loop.finish(session)
 
 
 def get_start_time_from_progress_log(cfg: ConfigContainer) -> tuple[datetime, float]:
@@ -237,7 +240,7 @@ def compute_throughputs_and_append_to_progress_log(
         state.run_dir,
         world_size=state.layout.world_size,
         step=state.train_state.step,
-        tokens=state.train_state.consumed_train_samples * state.cfg.data.sequence_length,
+        tokens=state.train_state.consumed_train_tokens,
         flops=num_floating_point_operations_so_far,
         job_seconds=state.job_seconds,
     )

@@ -17,10 +17,10 @@ from encoders.errors import EncoderError
 from encoders.joined.spec import PARTS as JOINED
 from encoders.joined.spec import JoinedSpec
 from encoders.projectors.spec import ProjectorSpec
-from encoders.registry import Family, family_of
+from encoders.registry import Family, family_of, is_path
 from mimo_train.config.fault import ConfigError, Fault, nearest
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.config.own_code import search_working_directory
+from mimo_train.config.own_code import say_imports, search_working_directory
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
 from mimo_train.config.schema import CheckpointConfig, ConfigContainer
@@ -131,11 +131,13 @@ def _tokenizer_is_given(path: Path, values: Sequence[str]) -> bool:
 
 
 def from_dict(plain: dict[str, Any]) -> ConfigContainer:
-    """A `ConfigContainer` from nested dicts, as `load` composes them and `config.yaml` of a run holds them.
+    """A `ConfigContainer` from nested dicts, as `load` composes them and `config.yaml` of a run holds them. Encoders of
+    users that it names are imported, which is said before.
 
     Raises:
         ConfigError: every unknown key, or else every value of a wrong type, each by its full key.
     """
+    say_imports(plain)
     faults = [*left_open(plain), *value_slips(plain)] or list(_unknown_keys(plain, ConfigContainer, ""))
     if faults:
         raise ConfigError(faults)
@@ -173,15 +175,28 @@ def to_yaml(cfg: ConfigContainer) -> str:
     return yaml.safe_dump(to_dict(cfg), sort_keys=False)
 
 
+def is_config(name: str) -> bool:
+    """Whether `name` is that of a YAML file or of a shipped config."""
+    return Path(name).suffix in _SUFFIXES or name in _shipped()
+
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+def _shipped() -> dict[str, Path]:
+    """Files of the shipped configs by their names."""
+    folder = shipped_configs()
+    files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob(f"{RECIPES}/*.yaml"))]
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+
+
 def _find(config: str) -> Path:
     path = Path(config)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in _SUFFIXES:
         if path.is_file():
             return path.resolve()
         raise ConfigError([Fault("CONFIG", f"no file {config}: give an existing YAML file or a shipped name")])
-    folder = shipped_configs()
-    files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob(f"{RECIPES}/*.yaml"))]
-    shipped = {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+    shipped = _shipped()
     if config in shipped:
         return shipped[config]
     raise ConfigError([Fault("CONFIG", f"no shipped config named {config!r}{nearest(config, shipped)}")])
@@ -289,7 +304,7 @@ def _unknown_spec_keys(value: Any, part: str, full: str) -> Iterable[Fault]:
 def _family(encoder: dict[str, Any]) -> Family:
     """The family of an encoder's keys. Raises EncoderError as `family_of`."""
     name = str(encoder.get("family", "vit"))
-    if "." in name or ":" in name:
+    if is_path(name):
         search_working_directory()
     return family_of(name)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mimo_train.config.fault import Fault
+from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
 
 
@@ -33,6 +34,7 @@ class LoadConfig:
         if name not in modules:
             yield Fault(prefix, f"no module has this name: the modules are {', '.join(modules)}")
             return
+        yield from value_faults(self, prefix)
         if not self.path:
             yield Fault(f"{prefix}.path", "is empty: give the folder of a run or of a checkpoint")
         if (name == LANGUAGE) != (self.source(name) == LANGUAGE):

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from mimo_train.plan.run import Run
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.feature_cache import Features
 from mimo_train.step.schedule import Pipeline
+
+_logger = logging.getLogger(__name__)
 
 SHOWN_TOKENS = 24
 """Longest answer that the report's samples are decoded to."""
@@ -96,8 +100,7 @@ class HeldOut:
         finally:
             iterator.close()
         if wanted > 0 and dist.get_rank() == run.layout.logging_rank:
-            with replacing(run.dir / "samples.json") as file:
-                file.write(json.dumps(shown[:wanted]).encode())
+            _write_samples(run.dir / "samples.json", shown[:wanted])
         if int(bad) and self._report is not None:  # on every rank alike
             self._report(self.dataset.bad_samples, "held_out")
         require_budget(int(bad), self.dataset.allowed_bad_samples, self.dataset.bad_samples.latest)
@@ -156,6 +159,15 @@ class HeldOut:
             words |= {"correct": answer == truth if is_whole else None}
             found.append(shown_media(self.dataset, number) | words)
         return found
+
+
+def _write_samples(path: Path, shown: list[dict]) -> None:
+    """Where the file cannot be written, that is said: no run ends for it."""
+    try:
+        with replacing(path) as file:
+            file.write(json.dumps(shown).encode())
+    except OSError as error:
+        _logger.warning("%s cannot be written (%s): training goes on without it", path, error)
 
 
 @contextlib.contextmanager

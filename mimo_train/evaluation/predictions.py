@@ -1,6 +1,7 @@
 """What the model predicted for every sample of an evaluation, as a file of the run."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from data.pipeline import Dataset
 from data.storage.replace import replacing
 from data.tokens import Tokenizer
+
+_logger = logging.getLogger(__name__)
 
 FILE = "predictions.jsonl"
 """In `run.dir`, of the newest evaluation: a JSON object for each sample, in their order. `prediction` has the most
@@ -43,9 +46,14 @@ def predictions_of(microbatch: dict[str, Any], samples: int, tokenizer: Tokenize
 
 
 def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, dataset: Dataset) -> None:
-    """Write a line for each entry, with the step and the place of its sample."""
-    with replacing(path) as file:
-        for entry in sorted(entries, key=lambda one: one["number"]):
-            shard, key = dataset.locate(entry["number"])
-            line = {"step": step, "shard": str(shard), "key": key} | entry
-            file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+    """Write a line for each entry, with the step and the place of its sample. Where the file cannot be written, that is
+    said: no run ends for it."""
+    lines = []
+    for entry in sorted(entries, key=lambda one: one["number"]):
+        shard, key = dataset.locate(entry["number"])
+        lines.append(json.dumps({"step": step, "shard": str(shard), "key": key} | entry) + "\n")
+    try:
+        with replacing(path) as file:
+            file.write("".join(lines).encode())
+    except OSError as error:
+        _logger.warning("%s cannot be written (%s): training goes on without it", path, error)

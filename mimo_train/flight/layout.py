@@ -20,7 +20,11 @@ SLOT = struct.Struct("<HbBiIHiIdQ")
 """group, direction (0: collective), operation, peer, number of the last message, phase, microbatch, step, time, bytes
 of a channel."""
 
+STEP = struct.Struct("<I")
+"""The last of LIVE."""
+
 HEAD_AT, QUEUED_AT, LIVE_AT, DEPTH_AT, FRAMES_AT = 0, 152, 160, 248, 256
+STEP_AT = LIVE_AT + LIVE.size - STEP.size
 """At QUEUED_AT is 1 where the host runs ahead of a device, and does not wait for its messages."""
 MAX_DEPTH = 16
 EVENT_SIZE = 48

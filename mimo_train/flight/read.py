@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +97,7 @@ class Rank:
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank has ended its run, with an error or without."""
+        """Whether the rank has ended its run without an error."""
         return self.phases[:1] == ("end",)
 
     def issued(self, group: str, peer: int, direction: int) -> int:
@@ -140,7 +141,9 @@ def _began(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.glob("rank_*.names")), default=0.0)
 
 
-def read_ranks(folder: Path, first: int | None = None, since: float = 0.0) -> dict[int, Rank]:
+def read_ranks(
+    folder: Path, first: int | None = None, since: float = 0.0, beat: Callable[[], object] | None = None
+) -> dict[int, Rank]:
     """All ranks of a start that have a whole file. Files of an earlier start may lie there too: those of a run of
     another size are left out.
 
@@ -148,9 +151,12 @@ def read_ranks(folder: Path, first: int | None = None, since: float = 0.0) -> di
         folder: as `newest_start` gives it.
         first: number of ranks to read, the first of those that there are.
         since: time of day; ranks that were seen last before it are left out.
+        beat: called before each file: there may be thousands, on a slow file system.
     """
     found = {}
     for path in sorted(folder.glob("rank_*.bin"))[:first]:
+        if beat is not None:
+            beat()
         try:
             raw = path.read_bytes()
         except OSError:

@@ -40,6 +40,8 @@ from mimo_train.flight.layout import (
     SLOT,
     SLOT_SIZE,
     SLOTS_AT,
+    STEP,
+    STEP_AT,
     WAIT,
 )
 from mimo_train.flight.processes import process
@@ -70,11 +72,10 @@ class Channel:
 
 
 class Recorder:
-    """What this rank is doing. Methods but `open`, `beat` and `note` are called by one thread at a time.
+    """What this rank is doing. Methods but those for other threads are called by one thread at a time.
 
     Attributes:
         step: the step that has begun last, counted from 1; 0 before.
-        events: signs of progress.
         folder: of this start of the run; None while nothing is recorded.
         in_use: whether `open` was called, also where the file could not be made.
         opened: when its file was made, by the clock of the file system.
@@ -88,7 +89,7 @@ class Recorder:
         self.rank, self.opened, self.in_use = 0, 0.0, False
 
     def _clear(self) -> None:
-        self.step = self.events = self._depth = self._phase = self._beats = 0
+        self.step = self._events = self._ticks = self._depth = self._phase = self._beats = 0
         self._place, self._direction, self._microbatch = 0, 0, -1
         self._places: dict[str, int] = {}
         self._slots = 0
@@ -162,7 +163,7 @@ class Recorder:
 
     def leave(self) -> None:
         """End the innermost phase, or the wait for a message."""
-        self.events += 1
+        self._events += 1
         self._depth = depth = max(0, self._depth - 1)
         self._map[DEPTH_AT] = min(depth, MAX_DEPTH)
         if 0 < depth <= MAX_DEPTH:
@@ -182,7 +183,7 @@ class Recorder:
 
     def push(self, kind: int, what: int, group: int, peer: int, number: int) -> None:
         """Open a frame: a phase, or the wait for message `number` of a channel."""
-        self.events = events = self.events + 1
+        self._events = events = self._events + 1
         depth = self._depth
         if depth < MAX_DEPTH:
             _event(
@@ -195,6 +196,8 @@ class Recorder:
     def begin_step(self, step: int) -> None:
         """Step `step`, counted from 1, begins."""
         self.step, self._place, self._direction, self._microbatch = step, 0, 0, -1
+        # Not with the next heartbeat: a rank that ends before it ends in this step.
+        STEP.pack_into(self._map, STEP_AT, step)
 
     def at(self, place: str, direction: int, microbatch: int) -> None:
         """Where messages from now on belong: an edge `giver->taker` or a module, FORWARD or BACKWARD, and the
@@ -213,10 +216,6 @@ class Recorder:
     def spins(self) -> bool:
         """Whether this rank waits for messages of a device, which takes processor time; the first step may compile."""
         return bool(self._map[QUEUED_AT]) and self.step > 1
-
-    def tick(self) -> None:
-        """A sign of progress inside a long phase."""
-        self.events += 1
 
     # -- messages
 
@@ -237,7 +236,7 @@ class Recorder:
     def issue(self, channel: Channel, operation: int, nbytes: int) -> int:
         """A message is about to be issued; returns its number in the channel, counted from 1."""
         channel.issued = number = channel.issued + 1
-        self.events = events = self.events + 1
+        self._events = events = self._events + 1
         now, buffer, microbatch = _now(), self._map, self._microbatch
         if channel.at < MAX_SLOTS:
             _slot(
@@ -255,6 +254,15 @@ class Recorder:
         self.push(WAIT, operation, channel.group, channel.peer, number)
 
     # -- other threads
+
+    @property
+    def events(self) -> int:
+        """Signs of progress."""
+        return self._events + self._ticks
+
+    def tick(self) -> None:
+        """A sign of progress inside a long phase. Has a counter of its own: that of the messages numbers them."""
+        self._ticks += 1
 
     def beat(self, progressed: float) -> None:
         """Show that this process lives, and when it has last made progress."""

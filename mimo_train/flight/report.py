@@ -16,17 +16,22 @@ MOST_FRAMES = 14
 OWN_CODE = ("mimo_train/", "/data/", "encoders/")
 
 
-def look(folder: Path, sleep: Callable[[float], None] = time.sleep, since: float = 0.0) -> Verdict:
+def look(
+    folder: Path,
+    sleep: Callable[[float], None] = time.sleep,
+    since: float = 0.0,
+    beat: Callable[[], object] | None = None,
+) -> Verdict:
     """Read all ranks of a start twice, and judge.
 
     Args:
         folder: of a start of the run, see `newest_start`.
         sleep: called between the readings.
-        since: see `read_ranks`.
+        since, beat: see `read_ranks`.
     """
-    first = read_ranks(folder, since=since)
+    first = read_ranks(folder, since=since, beat=beat)
     sleep(PAUSE)
-    second = read_ranks(folder, since=since)
+    second = read_ranks(folder, since=since, beat=beat)
     states = {number: state_of(first.get(number, rank), rank) for number, rank in second.items()}
     return judge(first, second, states)
 

@@ -162,7 +162,7 @@ class Watch:
                 self._leave()
             self._next_look = time.monotonic() + 2 * BEAT
             return
-        verdict = look(folder, self._sleep, self._recorder.opened)
+        verdict = look(folder, self._sleep, self._recorder.opened, self._beat)
         left = self._until_hang(verdict)
         if left > 0:
             # One that is waited for works, or has begun to hang later than this rank has begun to wait for it.
@@ -212,17 +212,20 @@ class Watch:
         """Whether one of the first ranks lives, and looks. Thousands of ranks that read each other's files would be too
         much for a file server."""
         since = self._recorder.opened
-        first = read_ranks(folder, LOOKERS, since)
+        first = read_ranks(folder, LOOKERS, since, self._beat)
         self._sleep(PAUSE)
-        second = read_ranks(folder, LOOKERS, since)
+        second = read_ranks(folder, LOOKERS, since, self._beat)
         return any(state_of(first.get(n, rank), rank) == ALIVE for n, rank in second.items())
 
     def _sleep(self, seconds: float) -> None:
         """Wait, with heartbeats: the others must not take this rank for a dead one."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            self._recorder.beat(self._progress)
+            self._beat()
             time.sleep(min(BEAT, left))
+
+    def _beat(self) -> None:
+        self._recorder.beat(self._progress)
 
     def _until_hang(self, verdict: Verdict) -> float:
         """Seconds until those to blame have made no progress for long enough; 0 if that is so now."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mimo_train.checkpoint import folders
-from mimo_train.config.compose import from_dict
+from mimo_train.checkpoint.recorded_config import recorded_config
 from mimo_train.config.pretrained.alone import config_of_directory, is_directory_of_a_model
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer, PlacementConfig
@@ -34,19 +34,22 @@ class Source:
     """Parts whose initial weights need not be drawn, see `model.build.build_model`."""
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, *, trust_code: bool = False) -> Source:
     """The model in the folder of a run, whose newest checkpoint it is, of a checkpoint, or of a model of
     `transformers`.
 
+    Args:
+        trust_code: import encoders that the config of a checkpoint names by their paths.
+
     Raises:
-        UserError: there is no complete checkpoint, it is damaged, or the directory's model cannot be built.
+        UserError: there is no complete checkpoint, it is damaged, it names code that is not trusted, or the directory's
+            model cannot be built.
     """
     if is_directory_of_a_model(path):
         alone = on_one_process(config_of_directory(path))
         return Source(alone, partial(_load_directory, alone), None, parts_there(alone))
     folder = folders.in_folder(path, "CHECKPOINT")
-    cfg = from_dict(folders.read_record(folder, "config")["config"])
-    alone = on_one_process(cfg)
+    alone = on_one_process(recorded_config(folder, trust_code=trust_code))
     return Source(alone, partial(_load, folder, alone), folders.run_of(folder))
 
 

@@ -6,17 +6,18 @@ node 0 says who holds the port, and the others, which get no answer from that pr
 
 import errno
 import secrets
-import selectors
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 from mimo_train.config.fault import UserError
 
-PATIENCE = 900.0
+LONGEST_MEETING = 900.0
 """Seconds that nodes wait for each other, as torchrun's store does."""
 ANSWER = 10.0
 """Seconds in which node 0 answers a connection."""
@@ -54,58 +55,100 @@ def _host(address: str, port: int, nodes: int, _node: int) -> str:
             f"MASTER_PORT is {port}, which is in use on node 0 ({socket.gethostname()}) by {who}: end it, or set "
             "MASTER_PORT to another port on all nodes"
         ) from error
-    deadline, told = time.monotonic() + PATIENCE, time.monotonic() + ANSWER
+    greeted: SimpleQueue[tuple[int, int, socket.socket]] = SimpleQueue()
+    with closing(server):
+        # Each connection in a thread: one that says nothing, as of a port scan, must not keep the others waiting.
+        greeter = Thread(target=_greet_all, args=(server, nodes, greeted), daemon=True)
+        greeter.start()
+        try:
+            return _met(f"{address}:{port}", nodes, greeted)
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which would keep the port open
+            greeter.join()
+
+
+def _met(here: str, nodes: int, greeted: SimpleQueue) -> str:
+    """Wait for the other nodes, and give them a word."""
+    deadline, told = time.monotonic() + LONGEST_MEETING, time.monotonic() + ANSWER
     arrived: dict[int, socket.socket] = {}
-    with closing(server), selectors.DefaultSelector() as selector:
-        selector.register(server, selectors.EVENT_READ)
+    try:
         while len(arrived) < nodes - 1:
             missing = sorted(set(range(1, nodes)) - set(arrived))
             if time.monotonic() > deadline:
-                raise UserError(f"nodes {missing} of {nodes} did not start within {PATIENCE:g} s")
+                raise UserError(f"nodes {missing} of {nodes} did not start within {LONGEST_MEETING:g} s")
             if time.monotonic() > told:
                 told = float("inf")
-                print(f"mimo-train: node 0 waits for nodes {missing} at {address}:{port}", file=sys.stderr, flush=True)
-            for _ in selector.select(timeout=1.0):
-                connection, _peer = server.accept()
-                number = _greeted(connection, nodes)
-                if number is None:
-                    connection.close()
-                else:
-                    arrived[number] = connection
+                print(f"mimo-train: node 0 waits for nodes {missing} at {here}", file=sys.stderr, flush=True)
+            with suppress(Empty):
+                number, theirs, connection = greeted.get(timeout=1.0)
+                _require_new(number, theirs, nodes, arrived)
+                arrived[number] = connection
         stamp = secrets.token_hex(4)
         for connection in arrived.values():
-            with suppress(OSError), closing(connection):
+            with suppress(OSError):
                 connection.sendall(_GO + stamp.encode() + b"\n")
-    return stamp
+        return stamp
+    finally:
+        for connection in arrived.values():
+            connection.close()
 
 
-def _greeted(connection: socket.socket, nodes: int) -> int | None:
-    """Answer whoever connects; the number of its node, None if it is no launcher of this run.
+def _greet_all(server: socket.socket, nodes: int, greeted: SimpleQueue) -> None:
+    """Accept whoever connects, until the socket is closed."""
+    with suppress(OSError):
+        while True:
+            Thread(target=_greet, args=(server.accept()[0], nodes, greeted), daemon=True).start()
 
-    Raises:
-        UserError: it was started for another number of nodes.
-    """
+
+def _greet(connection: socket.socket, nodes: int, greeted: SimpleQueue) -> None:
+    """Answer a launcher, and put down its number and how many nodes it was started for; drop what is none."""
     connection.settimeout(ANSWER)
-    try:
+    with suppress(OSError, ValueError):
         words = _line(connection).split()
-        if len(words) != 3 or words[0] != _HELLO.strip():
-            return None
-        number, theirs = int(words[1]), int(words[2])
-        connection.sendall(_HELLO + str(nodes).encode() + b"\n")
-    except (OSError, ValueError):
-        return None
+        if len(words) == 3 and words[0] == _HELLO.strip():
+            number, theirs = int(words[1]), int(words[2])
+            connection.sendall(_HELLO + str(nodes).encode() + b"\n")
+            greeted.put((number, theirs, connection))
+            return
+    connection.close()
+
+
+def _require_new(number: int, theirs: int, nodes: int, arrived: dict[int, socket.socket]) -> None:
+    """
+    Raises:
+        UserError: a launcher has another number of nodes, or a number that is none or that another one has.
+    """
     if theirs != nodes:
         raise UserError(f"node {number} was started for {theirs} nodes, and node 0 for {nodes}: give both one NNODES")
-    return number
+    if not 0 < number < nodes:
+        raise UserError(f"a node was started with NODE_RANK {number}: the others of {nodes} have 1 to {nodes - 1}")
+    if number in arrived and not _is_closed(arrived[number]):
+        raise UserError(f"two nodes were started with NODE_RANK {number}: give each its own")
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has ended: it says nothing more before it is answered."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _join(address: str, port: int, nodes: int, node: int) -> str:
-    deadline, why = time.monotonic() + PATIENCE, ""
+    deadline, told, why = time.monotonic() + LONGEST_MEETING, time.monotonic() + ANSWER, ""
     while time.monotonic() < deadline:
         try:
             connection = socket.create_connection((address, port), timeout=5.0)
         except OSError as error:  # node 0 is not there yet
             why = str(error.strerror or error)
+            if time.monotonic() > told:
+                told = float("inf")
+                print(
+                    f"mimo-train: node {node} waits for node 0 at MASTER_ADDR {address}, MASTER_PORT {port}: {why}",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
             time.sleep(0.5)
             continue
         with closing(connection):
@@ -130,7 +173,9 @@ def _join(address: str, port: int, nodes: int, node: int) -> str:
             if not answer.startswith(_GO):
                 raise UserError(f"node 0 ({address}:{port}) ended before all nodes were there")
             return answer.removeprefix(_GO).decode()
-    raise UserError(f"node 0 does not answer at MASTER_ADDR {address}, MASTER_PORT {port} within {PATIENCE:g} s: {why}")
+    raise UserError(
+        f"node 0 does not answer at MASTER_ADDR {address}, MASTER_PORT {port} within {LONGEST_MEETING:g} s: {why}"
+    )
 
 
 def _line(connection: socket.socket) -> bytes:

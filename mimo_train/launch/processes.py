@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.launch.output import show
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.placement import node_faults
 from mimo_train.plan.run import Run, config_faults, on_nodes, resolve
@@ -56,7 +57,7 @@ def is_idle(layout: RunLayout) -> bool:
 
 def say_idle() -> None:
     """Print the one line of a process without a module."""
-    print(f"process {_process()}: no module is placed here (placement.allow_idle), exiting", flush=True)
+    show(f"process {_process()}: no module is placed here (placement.allow_idle), exiting")
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from mimo_train.launch.scratch import FLIGHT
 OPTION = "--max-restarts"
 RESTART = "MIMO_RESTART"
 """Environment variable of the ranks: which restart this is, from 1; not set at the first start."""
-MAX_RESTARTS = "MIMO_MAX_RESTARTS"
-"""Environment variable of the ranks, set where a run may be restarted."""
+RESTARTS = "MIMO_RESTARTS"
+"""Environment variable of the ranks: how often this launcher starts them again; not set where it never does. (What a
+user sets for scripts/launch.sh is MIMO_MAX_RESTARTS.)"""
 LONGEST_WAIT = 300.0
 ANOTHER_MACHINE = 16
 """Exit code of `train.rerun` that wants another machine."""
@@ -56,12 +57,12 @@ class Restarts:
     """Decides after each failure.
 
     Args:
-        number: `--max-restarts`.
+        number: `--max-restarts`, above 0 where a failure is given to `after`.
         first_wait: seconds before the first restart; each later one waits twice as long, at most LONGEST_WAIT.
     """
 
     def __init__(self, number: int, first_wait: float):
-        self._number, self._first_wait = number, first_wait
+        self.number, self._first_wait = number, first_wait
         self._failures: list[Failure] = []
 
     @property
@@ -70,21 +71,19 @@ class Restarts:
         return len(self._failures)
 
     def after(self, failure: Failure) -> tuple[float | None, str]:
-        """Seconds to wait before the next start, or None for the end; and why, in words, empty without restarts."""
+        """Seconds to wait before the next start, or None for the end; and why, in words."""
         before = self._failures[-1] if self._failures else None
-        if not self._number:
-            return None, ""
         if failure.step < 0:
             return None, "not started again: the run had not begun"
         if failure.code == ANOTHER_MACHINE:
             return None, "not started again here"
         if failure == before:
             return None, f"not started again: the same failure twice, {failure}"
-        if self.made >= self._number:
-            return None, f"not started again: {self.made} of {self._number} restarts ({OPTION}) were made; {failure}"
+        if self.made >= self.number:
+            return None, f"not started again: {self.made} of {self.number} restarts ({OPTION}) were made; {failure}"
         self._failures.append(failure)
         seconds = min(LONGEST_WAIT, self._first_wait * 2 ** (self.made - 1))
-        return seconds, f"{failure}; restart {self.made} of {self._number} in {seconds:g} s, from the newest checkpoint"
+        return seconds, f"{failure}; restart {self.made} of {self.number} in {seconds:g} s, from the newest checkpoint"
 
 
 def first_wait() -> float:
@@ -104,7 +103,7 @@ def require_resume(resume: str) -> None:
     Raises:
         ConfigError: the launcher may start the run again, which would not continue from its newest checkpoint.
     """
-    number = os.environ.get(MAX_RESTARTS, "0")
-    if number != "0" and resume != "auto":
+    number = os.environ.get(RESTARTS)
+    if number and resume != "auto":
         text = f"must be auto with {OPTION} {number}, is {resume!r}: a run that starts again continues from its newest"
         raise ConfigError([Fault("checkpoint.resume", f"{text} checkpoint")])

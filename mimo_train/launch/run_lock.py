@@ -26,7 +26,7 @@ from mimo_train.config.fault import UserError
 
 LOCK_FILE = "lock"
 
-PATIENCE = 120.0
+LONGEST_LOCK = 120.0
 """Seconds to wait for a lock of another machine: a file server notices late that a machine has gone (the lease of
 NFS 4 is 90 seconds)."""
 
@@ -45,7 +45,7 @@ class RunLock:
     def __init__(
         self,
         run_dir: Path,
-        patience: float = PATIENCE,
+        patience: float = LONGEST_LOCK,
         mark: str = "",
         *,
         beat: float = BEAT,

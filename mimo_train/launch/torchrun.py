@@ -32,7 +32,7 @@ from mimo_train.flight.watch import HANG_CODE, hand_down, say
 from mimo_train.launch.grace import grace_seconds
 from mimo_train.launch.meeting import meet
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
-from mimo_train.launch.restarts import MAX_RESTARTS, RESTART, Restarts, failure_of, first_wait
+from mimo_train.launch.restarts import RESTART, RESTARTS, Restarts, failure_of, first_wait
 from mimo_train.launch.scratch import FLIGHT, scratch_folder
 from mimo_train.launch.supervisor import Supervisor
 
@@ -173,19 +173,21 @@ def _attempts(attempt: Callable[[], object], options: Any, ranks: Ranks, folder:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     restarts, name = Restarts(options.max_restarts, first_wait()), options.rdzv_id
+    os.environ.pop(RESTARTS, None)
     if options.max_restarts:
-        os.environ[MAX_RESTARTS] = str(options.max_restarts)
+        os.environ[RESTARTS] = str(options.max_restarts)
     options.max_restarts = 0
     while True:
         try:
             attempt()
         except ChildFailedError as error:
             code = _report(error.failures, ranks.stop_asked)
+            if ranks.stop_asked or not restarts.number:
+                return code
             first = min(error.failures.values(), key=lambda failure: failure.timestamp)
             seconds, why = restarts.after(failure_of(first.exitcode, folder))
-            if ranks.stop_asked or seconds is None:
-                if why and not ranks.stop_asked:
-                    say(why)
+            if seconds is None:
+                say(why)
                 return code
             say(why)
             if ranks.stopped_within(seconds):

@@ -1,6 +1,7 @@
 """Tells people of bad samples: each once, on the logging rank, and in a file of the run."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from data.pipeline import BadSample, BadSamples
 from data.shown import shown
+
+_logger = logging.getLogger(__name__)
 
 FILE = "bad_samples.jsonl"
 """In `run.dir`: a JSON object a line, `shard`, `key`, `reason` and `part` (`train` or `held_out`)."""
@@ -53,26 +56,35 @@ class BadSampleReport:
 def _append(path: Path, bad_samples: Iterable[BadSample], part: str) -> list[BadSample]:
     """Add those to the file that are not in it, and give them back: of a sample that several ranks have found, the
     first."""
-    known = set()
-    if path.exists():
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                try:
-                    entry = json.loads(line)
-                    known.add((entry["shard"], entry["key"]))
-                except (ValueError, KeyError, TypeError):
-                    continue  # a line that was cut when a job was killed
-    new = []
-    for bad in bad_samples:
-        if (str(bad.shard), bad.key) not in known:
-            known.add((str(bad.shard), bad.key))
-            new.append(bad)
-    if new:
+    new: list[BadSample] = []
+    try:
+        known = _known(path)
+        for bad in bad_samples:
+            if (str(bad.shard), bad.key) not in known:
+                known.add((str(bad.shard), bad.key))
+                new.append(bad)
         entries = [
             {"shard": str(bad.shard), "key": bad.key, "reason": shown(bad.reason), "part": part, "number": bad.number}
             for bad in new
         ]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(entry) + "\n" for entry in entries))
+        if entries:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(entry) + "\n" for entry in entries))
+    except OSError as error:  # no run ends for it
+        _logger.warning("%s cannot be written (%s): training goes on without it", path, error)
     return new
+
+
+def _known(path: Path) -> set[tuple[str, str]]:
+    """(shard, key) of the lines of the file."""
+    found: set[tuple[str, str]] = set()
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                    found.add((entry["shard"], entry["key"]))
+                except (ValueError, KeyError, TypeError):
+                    continue  # a line that was cut when a job was killed
+    return found

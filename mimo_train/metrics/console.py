@@ -1,5 +1,6 @@
 """What a person sees while a run trains: a progress bar on a terminal, plain lines anywhere else."""
 
+import io
 import math
 import os
 import statistics
@@ -7,13 +8,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol, TextIO
 
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from data.shown import shown_lines
+from mimo_train.launch.output import to_nowhere
 
 _SECONDS_BETWEEN_LINES = 1.0
 _LEARNING_RATE = "learning_rate/"
@@ -36,7 +37,8 @@ class Console:
     ):
         """Show `total_steps` optimizer steps, of which `done_steps` are done, on `stream` (standard output), or by
         `view` if it is given."""
-        self._stream = stream = sys.stdout if stream is None else stream
+        # A process that was started with a closed one has none.
+        self._stream = stream = (sys.stdout or io.StringIO()) if stream is None else stream
         on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._total = total_steps
         self._step_seconds: deque[float] = deque(maxlen=50)
@@ -160,14 +162,6 @@ class _Bar:
 
     def close(self) -> None:
         self._progress.stop()
-
-
-def to_nowhere(stream: TextIO) -> None:
-    """Let what goes to a stream that cannot be written, and what is left in its buffer, be lost without an error."""
-    with suppress(OSError, ValueError):  # one without a file
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
 
 
 def step_parts(values: dict[str, float]) -> dict[str, str]:

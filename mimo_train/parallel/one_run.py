@@ -22,7 +22,7 @@ from mimo_train.parallel.agreement import agreed
 LISTED = 5
 """Keys that a message lists."""
 
-PATIENCE = 70.0
+LONGEST_SIGHT = 70.0
 """Seconds that a rank on another host waits for a file of rank 0: network file systems may keep what they knew of a
 folder for a minute (`acdirmax` of NFS)."""
 
@@ -72,7 +72,7 @@ def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
             raise ConfigError(faults)
 
 
-def require_one_folder(file: Path, starts: Sequence[Start], patience: float = PATIENCE) -> None:
+def require_one_folder(file: Path, starts: Sequence[Start], patience: float = LONGEST_SIGHT) -> None:
     """Every rank looks for a file that rank 0 has just written. Collective over all ranks.
 
     Args:

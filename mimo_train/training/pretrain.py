@@ -12,7 +12,7 @@ from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import is_idle, numbered, say_idle, started_run
-from mimo_train.launch.watched import watched
+from mimo_train.launch.watched import note_error, watched
 from mimo_train.model.heads import ModelHook
 from mimo_train.plan.run import Run
 from mimo_train.step import gpt_step, mimo_step
@@ -94,6 +94,7 @@ def one_life(
         state = session.state if session else GlobalState(run, start_time=start_time)
         callbacks.fire("on_failure", state, error)
         full = full_disk(error, run.dir)
+        note_error(full or error)  # before the end of what is written, which a file system that hangs may hold up
         if full is not None:
             raise full from error
         raise

@@ -26,7 +26,7 @@ from mimo_train.diagnose.rerun import Rerun
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.launch.processes import is_first_of_node
-from mimo_train.launch.run_lock import LOCK_FILE, PATIENCE, RunLock
+from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
 from mimo_train.metrics import progress
 from mimo_train.metrics.bad_sample_report import BadSampleReport
 from mimo_train.metrics.console import Console
@@ -45,14 +45,16 @@ from mimo_train.parallel import device as devices
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
-from mimo_train.parallel.one_run import Start, require_one_config, require_one_folder
+from mimo_train.parallel.one_run import LONGEST_SIGHT, Start, require_one_config, require_one_folder
 from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
+from mimo_train.plan.padding import padding_of
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
 from mimo_train.plan.run import Run
 from mimo_train.plan.run_dir import make_folder
 from mimo_train.step.batches import StepIterator, open_loader
+from mimo_train.step.counted_texts import count_texts
 from mimo_train.step.feature_cache import Features
 from mimo_train.step.losses import MAX_LOSSES, StepLosses
 from mimo_train.step.schedule import Pipeline
@@ -137,13 +139,13 @@ def setup(
             with agreed(start) as starts:
                 make_folder(run.dir)
                 if dist.get_rank() == 0:
-                    lock = RunLock(run.dir, min(PATIENCE, longest), start.mark)
+                    lock = RunLock(run.dir, min(LONGEST_LOCK, longest), start.mark)
                     remove_old_starts(run.dir)
         except UserError:
             RECORDER.discard()  # the folder is another run's
             raise
         require_one_config(run.cfg, starts)
-        require_one_folder(run.dir / LOCK_FILE, starts, min(PATIENCE, longest))
+        require_one_folder(run.dir / LOCK_FILE, starts, min(LONGEST_SIGHT, longest))
         return _build(run, votes, kind, device, lock, start_time, pre_wrap_hook)
     except BaseException:
         if lock is not None:
@@ -176,7 +178,9 @@ def _build(
         cfg.train.loss_weights, groups, step_sum, rerun.validate, needs_tokens=pipeline.router_losses.active
     )
     RECORDER.to("index")
-    dataset = build_dataset(cfg, parts.tokenizer)
+    dataset, padding = build_dataset(cfg, parts.tokenizer), padding_of(cfg)
+    if padding is not None:
+        count_texts(run, dataset)
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
@@ -185,6 +189,8 @@ def _build(
     checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters)
     RECORDER.to("load")
     resumed_from = checkpointer.resume()
+    if not train_state.consumed_train_tokens:  # a checkpoint of a time when they were not counted
+        train_state.consumed_train_tokens = train_state.consumed_train_samples * cfg.data.sequence_length
     RECORDER.to("loop")
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
@@ -195,6 +201,7 @@ def _build(
         consumed=train_state.consumed_train_samples,
         steps=cfg.train.iters - train_state.step,
         size_at=run.batch.size_at,
+        padding=padding,
     )
     data = StepIterator(loader, pipeline, step_sum)
     _open_sections(run, step_sum, pipeline, losses, votes, train_state, data, checkpointer)

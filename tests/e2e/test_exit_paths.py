@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 from mimo_train.checkpoint import folders
@@ -22,8 +23,14 @@ def events(run_dir: Path, name: str) -> list[dict[str, str]]:
     return [dict(fact.split("=", 1) for fact in row[2:]) for row in rows if row[1] == name]
 
 
-def _rank(cfg, callback: At | None, late_rank: int | None) -> int:
-    """One rank as `mimo-train train` runs it; `late_rank` alone finds that its time is over."""
+def _rank(cfg, callback: At | None, late_rank: int | None, gone: bool) -> int:
+    """One rank as `mimo-train train` runs it; `late_rank` alone finds that its time is over. What it prints is for a
+    reader that has gone, or a full disk."""
+    if gone:
+        read, write = os.pipe()
+        os.close(read)
+    os.dup2(write if gone else os.open("/dev/full", os.O_WRONLY), 1)
+    sys.stdout = open(1, "w", closefd=False)  # that of pytest goes elsewhere
     from mimo_train.commands.train import main
     from mimo_train.training import pretrain
 
@@ -46,10 +53,10 @@ def test_a_run_ends_for_every_reason_in_turn_and_goes_on(digits, tmp_path):  # n
         ("signal", 7, {"callback": At(LANGUAGE, 7, signal.SIGUSR1)}),
         ("finished", 9, {}),
     ]
-    for reason, step, what in jobs:
+    for number, (reason, step, what) in enumerate(jobs):
         overrides = ("train.iters=9", "layout=two_processes", "checkpoint.keep=0", *what.get("overrides", ()))
         cfg = config("vlm_digits", tmp_path, digits, *overrides)
-        codes = run_ranks(_rank, 2, cfg, what.get("callback"), what.get("late_rank"))
+        codes = run_ranks(_rank, 2, cfg, what.get("callback"), what.get("late_rank"), number % 2 == 0)
         assert codes == [0, 0], reason
         assert events(tmp_path, "exit")[-1] == {"step": str(step), "reason": reason}
         assert folders.newest(tmp_path).name == f"step_{step:08d}"

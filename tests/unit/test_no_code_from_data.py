@@ -3,6 +3,7 @@
 import json
 import pickle
 import socket
+import sys
 
 import pytest
 import torch
@@ -11,10 +12,16 @@ from data.errors import DataError
 from data.index import build_index
 from data.tokens import build_tokenizer
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.format.files import write_marker
 from mimo_train.checkpoint.hf.tensors import TensorFolder
+from mimo_train.checkpoint.recorded_config import recorded_config
+from mimo_train.cli import main
+from mimo_train.config import compose
 from mimo_train.config.fault import UserError
+from mimo_train.config.own_code import code_named
 from mimo_train.config.pretrained.adapter import adapted_paths
 from tests.tars import write_tar
+from tests.unit.configs import load
 
 
 class Hostile:
@@ -116,3 +123,75 @@ def test_a_name_that_is_no_folder_asks_no_network(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", asked)
     with pytest.raises(DataError, match="no folder 'somebody/tokenizer'.* nothing is downloaded"):
         build_tokenizer("somebody/tokenizer")
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """Makes modules in the working directory, each of which shows that it was imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def make(name):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+        return f"{name}:Spec"
+
+    return make
+
+
+def doctored(tmp_path, change):
+    """A checkpoint with the right markers, whose config somebody has changed."""
+    plain = compose.to_dict(load("vlm_digits"))
+    change(plain)
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    folder.mkdir(parents=True)
+    text = folders.record_text({"step": 2, "config": plain})
+    (folder / folders.RECORD).write_bytes(text)
+    write_marker(folder, {folders.RECORD: text})
+    return folder
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["export", "--to", "exported"]])
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_encoder_that_a_checkpoint_names(tmp_path, evil, capsys, command, joined):
+    path = evil(f"evil_{command[0]}_{joined}")
+
+    def change(plain):
+        own = {"family": path}
+        plain["modules"]["images"]["encoder"] = {"family": "joined", "second": own} if joined else own
+
+    folder = str(doctored(tmp_path, change))
+    assert main([command[0], folder, *command[1:]]) == 1
+    complaint = capsys.readouterr().err
+    assert f"run.json names the code {path}, which would be imported and run" in complaint, complaint
+    assert "--trust-code" in complaint and not (tmp_path / "ran").exists()
+    # The user's word; what is imported is said before, and then fails, for there is no Spec in it.
+    assert main([command[0], folder, *command[1:], "--trust-code"]) == 1
+    assert (tmp_path / "ran").exists()
+    said, failed = capsys.readouterr().err.splitlines()
+    key = f"modules.images.encoder.{'second.' if joined else ''}family"
+    assert said == f"notice: {key} names code that is imported: {path}" and "has no Spec" in failed
+
+
+def test_callbacks_that_a_checkpoint_names(tmp_path, evil):
+    path = evil("evil_callbacks")
+    folder = doctored(tmp_path, lambda plain: plain["train"].update(callbacks=[path]))
+    cfg = recorded_config(folder, trust_code=False)
+    assert cfg.train.callbacks == [] and not (tmp_path / "ran").exists()
+
+
+def test_what_a_users_own_config_names_is_said_before_it_is_imported(tmp_path, evil, capfd):
+    path = evil("own_encoder_said")
+    (tmp_path / "own_encoder_said.py").write_text("import sys; sys.stderr.write('imported\\n')\n")
+    overrides = ["~encoder@modules.images.encoder", f"+modules.images.encoder.family={path}", "train.callbacks=[a:B]"]
+    assert main(["check", "vlm_digits", *overrides]) == 1
+    family, callbacks, ran = capfd.readouterr().err.splitlines()[:3]
+    assert family.endswith(f"imported: {path}") and callbacks.endswith("imported: a:B") and ran == "imported"
+
+
+def test_every_key_that_names_code_is_known():
+    named = {"modules": {"a": {"encoder": {"family": "joined", "first": {"family": "b.c"}}}, "x": 7, "y": None}}
+    assert code_named(named | {"train": {"callbacks": ["d:E"]}}) == {
+        "modules.a.encoder.first.family": ["b.c"],
+        "train.callbacks": ["d:E"],
+    }
+    assert code_named({"modules": 3, "train": None}) == code_named(compose.to_dict(load("vlm_digits"))) == {}

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
+from mimo_train.config.fault import UserError
+from mimo_train.config.schema import ConfigContainer
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.runs import TOLERANCE, config, largest_difference
 from tests.dist.steps import Steps, whole
@@ -145,9 +147,20 @@ def _told(source, cfg) -> list[list[str]]:
     return told
 
 
+def _raised(cfg: ConfigContainer) -> str:
+    with pytest.raises(UserError) as raised:
+        Steps(cfg)
+    return str(raised.value)
+
+
 def test_only_a_new_run_tells_of_modules_that_it_takes(tiny):
-    """A run that continues reads them again, for what its checkpoint leaves out, and takes nothing new."""
+    """A run that continues reads them again, for what its checkpoint leaves out, and takes nothing new; from its own
+    checkpoints none takes what they leave out."""
     source = tiny("source", "modules.language.lora.rank=0", "run.seed=7")
     modules = f"checkpoint.load_modules.language.path={source.run.dir}"
-    ((first, again),) = run_ranks(_told, 1, source, tiny("run", modules, "checkpoint.trained_only=true"))
+    run = tiny("run", modules, "checkpoint.trained_only=true")
+    ((first, again),) = run_ranks(_told, 1, source, run)
     assert first == ["language"] and again == []
+    (raised,) = run_ranks(_raised, 1, tiny("third", modules.replace(str(source.run.dir), str(run.run.dir))))
+    assert raised.startswith("checkpoint.load_modules.language: checkpoint ") and "trained weights only" in raised
+    assert "load_modules.language.only, or give a whole one" in raised

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import math
 import signal
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.run import config_faults
 
@@ -32,8 +34,9 @@ def sections(cls: type) -> Iterator[type]:
     """A dataclass of the config, and those inside."""
     yield cls
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(field.default_factory):
-            yield from sections(field.default_factory)
+        for inside in (field.default_factory, *typing.get_args(field.type)):
+            if dataclasses.is_dataclass(inside):
+                yield from sections(inside)
 
 
 ALL = {*sections(ConfigContainer), *sections(ModuleConfig), *sections(ProjectorSpec), LlmSpec}
@@ -68,7 +71,9 @@ def faults_of(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault
 
 @pytest.fixture(scope="module")
 def run() -> dict[str, Any]:
-    return compose.to_dict(compose.load("vlm_digits"))
+    plain = compose.to_dict(compose.load("vlm_digits"))
+    plain["checkpoint"]["load_modules"] = {"images": dataclasses.asdict(LoadConfig(path="runs/other"))}
+    return plain
 
 
 @pytest.fixture(autouse=True)
@@ -170,3 +175,9 @@ def test_all_wrong_types_are_named_at_once(run):
         "optim.lr": "must be a number, is []",
         "modules.images.encoder.patch_size": "must be a whole number, is {}",
     }
+
+
+def test_a_number_above_what_any_key_may_be_is_told_that_bound(run):
+    plain = copy.deepcopy(run)
+    plain["train"]["iters"] = 3 * 10**9
+    assert [*map(str, faults_of(plain)[1])] == ["train.iters: must be at most 2147483647, is 3000000000"]

@@ -56,7 +56,7 @@ def test_different_numbers_of_nodes_are_told():
 
 
 def test_a_node_that_does_not_come_is_told(monkeypatch):
-    monkeypatch.setattr(meeting, "PATIENCE", 0.2)
+    monkeypatch.setattr(meeting, "LONGEST_MEETING", 0.2)
     port = free_port()
     assert said_by((2, 0), port=port) == ["nodes [1] of 2 did not start within 0.2 s"]
     (said,) = said_by((2, 1), port=port)

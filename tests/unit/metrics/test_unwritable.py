@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from mimo_train.config.fault import UserError
+from mimo_train.evaluation import held_out
 from mimo_train.metrics import progress
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.sinks import jsonl
@@ -100,3 +101,8 @@ def test_a_console_on_a_full_disk_is_silent_from_then_on():
     console.message("one")
     console.message("two")
     console.close()
+
+
+def test_samples_of_an_evaluation_that_cannot_be_written_end_no_run(tmp_path, caplog):
+    held_out._write_samples(tmp_path / "gone" / "samples.json", [{"answer": "7"}])
+    assert "samples.json cannot be written" in caplog.text and "training goes on" in caplog.text
