@@ -1,5 +1,5 @@
-"""Bad samples (samples that cannot be read): each is logged with shard and key, and more than `data.max_bad_samples`
-end the run.
+"""Bad samples (samples that cannot be read): each is told of once, with shard and key, and more than
+`data.max_bad_samples` end the run.
 
 There is one rule, `require_budget`, and two that count for it. A dataset counts the samples that its own process has
 read. A run of several ranks counts over all ranks and all its starts, each sample of a step once, whoever read it; an
@@ -10,7 +10,9 @@ run, so it is right whichever is the first to end the run.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,13 +54,30 @@ def require_budget(count: int, allowed: int, example: BadSample | None = None) -
     )
 
 
-class BadSamples:
-    """The bad samples that this process has found, each number once. Safe to use from several threads."""
+def allowed_of(limit: float, samples: int) -> int:
+    """How many of `samples` may be bad: `data.max_bad_samples`, a number or, below 1, a fraction."""
+    return math.floor(limit * samples) if 0 < limit < 1 else int(limit)
 
-    def __init__(self, allowed: int) -> None:
+
+class BadSamples:
+    """The bad samples that this process has found, each once. Safe to use from several threads.
+
+    Attributes:
+        is_quiet: whether somebody else tells people of them (`take`); else each is logged.
+        on_excess: is called with those that nobody has taken before too many end the run.
+    """
+
+    def __init__(self, allowed: int, row_of: Callable[[int], int] = lambda number: number) -> None:
+        """
+        Args:
+            row_of: number of a sample -> its row, the same in every epoch.
+        """
         assert allowed >= 0, allowed
-        self._allowed = allowed
+        self.is_quiet = False
+        self.on_excess: Callable[[list[BadSample]], None] = lambda new: None
+        self._allowed, self._row_of = allowed, row_of
         self._found: dict[int, BadSample] = {}
+        self._new: list[BadSample] = []
         self._lock = threading.Lock()
 
     @property
@@ -67,7 +86,7 @@ class BadSamples:
         return len(self._found)
 
     def __contains__(self, number: int) -> bool:
-        return number in self._found
+        return self._row_of(number) in self._found
 
     @property
     def latest(self) -> BadSample | None:
@@ -75,12 +94,23 @@ class BadSamples:
         with self._lock:
             return next(reversed(self._found.values()), None)
 
-    def record(self, bad: BadSample) -> None:
-        """Logs and counts one that is new. Raises TooManyBadSamples as `require_budget` does."""
+    def take(self) -> list[BadSample]:
+        """Those found since the last call."""
         with self._lock:
-            if bad.number in self._found:
+            taken, self._new = self._new, []
+        return taken
+
+    def record(self, bad: BadSample) -> None:
+        """Counts one that is new, of whatever epoch. Raises TooManyBadSamples as `require_budget` does."""
+        row = self._row_of(bad.number)
+        with self._lock:
+            if row in self._found:
                 return
-            self._found[bad.number] = bad
+            self._found[row] = bad
+            self._new.append(bad)
             count = len(self._found)
-        _log.warning("bad sample %d: %s", bad.number, bad)
+        if not self.is_quiet:
+            _log.warning("bad sample: %s", bad)
+        if count > self._allowed:
+            self.on_excess(self.take())
         require_budget(count, self._allowed, bad)

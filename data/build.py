@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError, RecordError
-from data.index import AUDIO, IMAGES
 from data.listed import listed
+from data.members import AUDIO, IMAGES
 from data.records import parse_record
 from data.storage.write import write_shard
 

@@ -1,12 +1,14 @@
 """A tokenizer's chat template as it wants to be fed: contents as text or as typed parts, the marks of media, tools.
 
 Templates differ in what a message's content may be, and most do not say so when they get the other form: they write a
-Python list, or leave the text out. So every template is tried once with a question and an answer of known words.
+Python list, or leave the text out. So every template is tried once with a question and an answer of known words. What
+it does of tools is tried when the first record has some (`data.tool_forms`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -15,6 +17,7 @@ from data.chat_jinja import ChatJinja
 from data.errors import DataError, RecordError
 from data.jinja_bounds import EndlessTemplate
 from data.records import Conversation, Part, Turn
+from data.tool_forms import ToolForms
 
 _WORDS = {"system": "mimosystemwords", "user": "mimoquestion", "assistant": "mimoanswer"}
 QUESTION = Turn("user", (Part("text", _WORDS["user"]),))
@@ -51,6 +54,10 @@ class ChatRenderer:
         self.has_markers = {name: template.has_markers for name, template in self._templates.items()}
         self._forms = self._tried_forms()
         self._written = {kind: self._tried_part(kind) for kind in ("image", "audio")}
+        self._tool_forms = {
+            name: ToolForms(partial(template.render, variables=self._variables))
+            for name, template in self._templates.items()
+        }
 
     def written(self, kind: str) -> str | None:
         """What the template writes for a part of this kind; None if it knows none."""
@@ -79,13 +86,20 @@ class ChatRenderer:
         except Exception as error:  # as above
             raise _unrenderable(error) from error
 
-    def messages(self, turns: Sequence[Turn], marks: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Turns as the template takes them.
+    def messages(
+        self, name: str, turns: Sequence[Turn], tools: Sequence[Any], marks: Mapping[str, str]
+    ) -> list[dict[str, Any]]:
+        """Turns as the template `name` takes them.
 
         Args:
+            tools: of the conversation.
             marks: kind -> text at the place of a medium, where the template does not know such parts.
+
+        Raises:
+            RecordError: the template leaves something of them out.
         """
-        return [self._message(turn, marks) for turn in turns]
+        messages = [self._message(turn, marks) for turn in turns]
+        return self._tool_forms[name].fitted(messages, bool(tools))
 
     def _message(self, turn: Turn, marks: Mapping[str, str]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": turn.role}

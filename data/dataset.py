@@ -18,8 +18,8 @@ import hashlib
 import json
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,16 +27,29 @@ import numpy as np
 import torch
 
 from data import collate
-from data.bad_samples import BadSample, BadSamples
+from data.bad_samples import BadSample, BadSamples, allowed_of
+from data.beside import ALONE, Beside
 from data.bounds import BOUNDS, Bounds
-from data.errors import DataError, DecodeError, MemoryShortage, RecordError, SampleError, ShardError, reason_of
+from data.errors import (
+    DataError,
+    DecodeError,
+    MemoryShortage,
+    NothingToLearn,
+    RecordError,
+    SampleError,
+    ShardError,
+    reason_of,
+)
 from data.features import Lookup
+from data.fields import NO_FIELDS, Fields
 from data.index import Member, ShardIndex, open_index
 from data.media.decode import decode_media
+from data.media.ground import WHITE, Colour
+from data.members import unread
 from data.order import GlobalOrder
 from data.outline import Media, MediaSize, SampleOutline, count_tokens
 from data.positions import axis_positions
-from data.records import Conversation, parse_record
+from data.records import Conversation, parse_fields, parse_record
 from data.sample_table import SampleTable, StepSamples, lengths_key
 from data.shards import find_shards
 from data.shown import shown
@@ -55,9 +68,11 @@ class Dataset:
     shards: see `find_shards`; tokenizer: see `build_tokenizer`, made with each module's placeholder; sequence_length:
     S; media: the encoder modules (several may take one kind: then each picture expands to the tokens of each, in this
     order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of beside the shards;
-    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be bad;
+    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be bad, see
+    `allowed_of`;
     keep_text: text samples carry (question, truth) too; read_retries: how often a read is tried again after an I/O
-    error; bounds: what is above is bad. Methods may be called from several threads.
+    error; bounds: what is above is bad; ground: see `decode_picture`; fields: `data.fields`; skip_null: samples whose
+    answers are null or blank have no loss, and are not bad. Methods may be called from several threads.
 
     Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
     read), ReadError (an I/O error that does not pass).
@@ -74,17 +89,20 @@ class Dataset:
         shuffle: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
         blind: bool = False,
-        max_bad_samples: int = 0,
+        max_bad_samples: float = 0,
         keep_text: bool = False,
         read_retries: int = RETRIES,
         bounds: Bounds = BOUNDS,
+        ground: Colour | None = WHITE,
+        fields: Fields = NO_FIELDS,
+        skip_null: bool = False,
     ) -> None:
         assert sequence_length > 0, sequence_length
         self.shards = find_shards(shards)
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text = blind, keep_text
-        self.bad_samples = BadSamples(max_bad_samples)
         self._read_retries, self._bounds = read_retries, bounds
+        self._ground, self._fields, self._skip_null = ground, fields, skip_null
         self.reader = ShardReader(read_retries)
         self.lookups: dict[str, Lookup] = {}
         """By module: where features of samples are found that need not be read (see `data.features`). For readers that
@@ -105,13 +123,14 @@ class Dataset:
         self.text_fingerprint = tokenizer.fingerprint
         """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
         self._table = SampleTable(self.modules, sequence_length, bounds)
+        read_as = f"{self.text_fingerprint} {fields} {skip_null}"
         counts = []
         for number, path in enumerate(self.shards):
-            index = open_index(path, cache_dir, read_retries)
+            index = open_index(path, cache_dir, read_retries).with_fields(fields)
             self.versions.append(index.version)
             counts.append(len(index))
             media_tokens = self._table.add(index)
-            self.length_keys.append(lengths_key(self.text_fingerprint, sequence_length, bounds, media_tokens))
+            self.length_keys.append(lengths_key(read_as, sequence_length, bounds, media_tokens))
             if number < _OPEN_INDEXES:
                 self._indexes[number] = index
         self._ends = np.cumsum(counts)
@@ -120,6 +139,8 @@ class Dataset:
                 f"data.shards: the {len(self.shards)} shard(s) hold no sample, for example {self.shards[0]}"
             )
         self.order = GlobalOrder(int(self._ends[-1]), seed, shuffle)
+        self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
+        self.bad_samples = BadSamples(self.allowed_bad_samples, self.order.row)
         names = [
             [path.name, version.size, version.content, count]
             for path, version, count in zip(self.shards, self.versions, counts, strict=True)
@@ -160,6 +181,7 @@ class Dataset:
         tokens = self._media_tokens(outline)
         try:
             conversation = self._conversation(outline)
+            self._require_words(conversation)
             return collate.length_of(conversation, self.tokenizer, tokens, self.sequence_length, outline.key)
         except Exception as error:
             self._reason(outline, error)
@@ -175,14 +197,24 @@ class Dataset:
         every = index.members(row)
         members = {kind: [member for member in every if member.kind == kind] for kind in self._kinds}
         tokens: dict[str, list[int]] = {}
-        if reason is None and at is not None and (above := self._bounds.of_record(every[at].size)):
-            reason = f"member .{shown(every[at].extension)}: {above}"
+        record = () if at is None else (every[at],)
+        if reason is None and record and (above := self._bounds.of_record(record[0].size)):
+            reason = f"member .{shown(record[0].extension)}: {above}"
+        # Of several texts the others' bounds show when they are read.
+        texts = tuple(member for member in every if member.extension in self._fields.members) or record
         if reason is None:
             tokens, reason = count_tokens(members, self.modules, self.sequence_length, self._bounds)
         if reason is not None:
             members, tokens = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
-        record = None if at is None else every[at]
-        return SampleOutline(-1 if number is None else number, shard, key, record, members, tokens, reason)
+        beside = ALONE
+        if reason is None and len(every) > len(texts):
+            names = {kind: [member.extension for member in own] for kind, own in members.items()}
+            beside = Beside(names, self._unread(member.extension for member in every))
+        return SampleOutline(-1 if number is None else number, shard, key, texts, members, tokens, reason, beside)
+
+    def _unread(self, extensions: Iterable[str]) -> list[str]:
+        """Those of a sample that are not read, as far as `data.fields` says nothing about it."""
+        return [] if self._fields != NO_FIELDS else [name for name, _ in unread(extensions)]
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
@@ -232,16 +264,18 @@ class Dataset:
         tokens = self._media_tokens(outline)
         try:
             conversation = self._conversation(outline)
+            self._require_words(conversation)
             sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, outline.key)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=_question_and_truth(conversation))
             return self._positioned(sample, outline), None
         except Exception as error:
+            skipped = self._skip_null and isinstance(error, NothingToLearn)
             reason = self._reason(outline, error)
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
                 sample = replace(sample, question_and_truth=("", ""))
-            return self._positioned(sample, outline), self._bad(outline, reason)
+            return self._positioned(sample, outline), None if skipped else self._bad(outline, reason)
 
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
         """`media`, but a bad sample is returned instead of counted."""
@@ -255,6 +289,13 @@ class Dataset:
         dtype = torch.uint8 if spec.kind == "image" else torch.float32
         zeros = [torch.zeros(spec.blank_shape(extent), dtype=dtype) for extent in extents]
         return zeros, None if outline.bad_reason is None else self._bad(outline, outline.bad_reason)
+
+    def unread_members(self) -> Counter[tuple[str, str]]:
+        """How many members of all samples are not read, by (extension, what they are)."""
+        found: Counter[tuple[str, str]] = Counter()
+        for shard in range(len(self.shards)):
+            found += self._index(shard).unread(self._fields)
+        return found
 
     def close(self) -> None:
         """Closes the shard files."""
@@ -281,7 +322,7 @@ class Dataset:
     def _decode(self, spec: Media, outline: SampleOutline, member: Member, extent: tuple[int, int]) -> torch.Tensor:
         raw, canvas = self._read(outline, member), spec.canvas(*extent) if spec.canvas else None
         try:
-            return decode_media(spec.kind, raw, spec.size(*extent), spec.resize, canvas, self._bounds)
+            return decode_media(spec.kind, raw, spec.size(*extent), spec.resize, canvas, self._bounds, self._ground)
         except MemoryShortage:
             raise
         except Exception as error:
@@ -290,10 +331,17 @@ class Dataset:
     def _conversation(self, outline: SampleOutline) -> Conversation:
         if outline.bad_reason is not None:
             raise RecordError(outline.bad_reason)
-        assert outline.record is not None
         counts = {kind: len(members) for kind, members in outline.members.items()}
-        raw = self._read(outline, outline.record)
-        return parse_record(raw, outline.record.extension, outline.key, counts, self._bounds)
+        raws = {member.extension: self._read(outline, member) for member in outline.texts}
+        if self._fields.texts:
+            return parse_fields(raws, self._fields, outline.key, counts, self._bounds)
+        ((extension, raw),) = raws.items()
+        return parse_record(raw, extension, outline.key, counts, self._bounds, outline.beside)
+
+    def _require_words(self, conversation: Conversation) -> None:
+        """Raises NothingToLearn for answers that are blank, where `data.null_captions` leaves these out."""
+        if self._skip_null and conversation.is_blank:
+            raise NothingToLearn("its answers are blank")
 
     def _read(self, outline: SampleOutline, member: Member) -> bytes:
         version = self.versions[outline.shard]
@@ -321,7 +369,7 @@ class Dataset:
         with self._lock:
             index = self._indexes.get(shard)
             if index is None:
-                index = open_index(self.shards[shard], self.cache_dir, self._read_retries)
+                index = open_index(self.shards[shard], self.cache_dir, self._read_retries).with_fields(self._fields)
                 if replace(index.version, ctime_ns=0) != replace(self.versions[shard], ctime_ns=0):
                     raise ShardError(f"{self.shards[shard]}: the shard changed while the run was reading it")
                 self._indexes[shard] = index
@@ -341,9 +389,10 @@ class Dataset:
 
 
 def _question_and_truth(conversation: Conversation) -> tuple[str, str]:
-    """Text of the last assistant turn and of the last user turn before it; a plain text has no question."""
+    """Text of the last assistant turn, and of the last user turn before it with the markers that are inside it; a plain
+    text has no question."""
     turns = conversation.turns
     last = max((at for at, turn in enumerate(turns) if turn.role in ("assistant", "plain")), default=None)
     assert last is not None, "parse_record refuses conversations without an assistant turn"
-    questions = [turn.text.strip() for turn in turns[:last] if turn.role == "user"]
+    questions = [turn.marked_text for turn in turns[:last] if turn.role == "user"]
     return questions[-1] if questions else "", turns[last].text.strip()

@@ -29,6 +29,10 @@ class RecordError(SampleError):
     """A record that cannot be used. The message names the sample's key."""
 
 
+class NothingToLearn(RecordError):
+    """A record whose caption or answer is null: bad, or without loss where `data.null_captions` says so."""
+
+
 class TooManyBadSamples(DataError):
     """More bad samples than `data.max_bad_samples` allows."""
 

@@ -4,7 +4,8 @@ A sample is a run of neighbouring tar members with one key. The key rule is WebD
 up to the FIRST dot of its base name, the extension is everything after it, in lower case. So `a/img.2024.01.jpg` has
 the key `a/img` and the extension `2024.01.jpg`; names such as `img.2024.01` and `img.2024.02` share one key, and are
 one sample when they are neighbours. Members that start with a dot, have no extension, or are named `__*__` are
-skipped. What a member is (picture, audio, JSON record, text record) follows from the last part of its extension.
+skipped. What a member is (picture, clip, record, nothing that is read) follows from its extension and those of the
+others (`data.members`).
 
 The file `<shard>.mimo-index` is one JSON line (padded) and three arrays, with a checksum over all; it is mapped into
 memory. It is compared with the shard (see `data.storage.version`) and built again when they differ.
@@ -17,6 +18,7 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,11 +29,12 @@ import numpy as np
 from xxhash import xxh3_128
 
 from data.errors import DataError, ShardError
-from data.listed import listed
-from data.media.headers import parse_audio_header, parse_header
+from data.fields import NO_FIELDS, Fields
+from data.media.audio_headers import parse_audio_header
+from data.media.headers import parse_header
+from data.members import arrange, kind_of, unread
 from data.reading import READS
 from data.shards import refuse_compressed
-from data.shown import shown
 from data.storage.replace import replacing
 from data.storage.retry import RETRIES, retrying
 from data.storage.tar import ReadRange, walk_tar
@@ -39,17 +42,8 @@ from data.storage.version import ShardVersion, open_file, require_file
 
 _log = logging.getLogger(__name__)
 
-IMAGES = frozenset(["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp"])
-AUDIO = frozenset(["wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff"])
-UNREADABLE = {
-    "image": frozenset(["tif", "tiff", "heic", "heif", "avif", "jp2", "jxl", "svg"]),
-    "audio": frozenset(["m4a", "aac", "wma"]),
-}
-"""Pictures and clips that are not decoded: a sample with one is bad, where to overlook it would change its meaning."""
-
-_VERSION = 4
+_VERSION = 5
 _SUFFIX = ".mimo-index"
-_NAMED = 8  # members in a message
 _LONGEST_HEAD = 1 << 26  # bytes of the JSON line
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
@@ -71,11 +65,8 @@ class Member(NamedTuple):
     width: int
     frames: int
     rate: int
-
-    @property
-    def kind(self) -> str:
-        """ "image", "audio" or "other"."""
-        return kind_of(self.extension)
+    kind: str
+    """"image", "audio", or "other": its record, and what is not read."""
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -90,6 +81,7 @@ class ShardIndex:
     path: Path
     version: ShardVersion
     extensions: list[str]
+    kinds: list[str]  # of each of `extensions`, which may be there once for each kind
     reasons: list[str]
     samples: np.ndarray  # [N + 1] _SAMPLE; the last row only ends the one before
     all_members: np.ndarray  # [M] _MEMBER
@@ -103,10 +95,11 @@ class ShardIndex:
         return self.keys[start:end].tobytes().decode("utf-8", "surrogateescape")
 
     def members(self, row: int) -> list[Member]:
-        """Members in the order of the tar: the n-th picture belongs to the n-th placeholder."""
+        """Members in the order of the tar, but numbered pictures and clips in the order of their numbers: the n-th
+        picture belongs to the n-th placeholder."""
         start, end = int(self.samples["first_member"][row]), int(self.samples["first_member"][row + 1])
         return [
-            Member(self.extensions[extension], offset, size, height, width, frames, rate)
+            Member(self.extensions[extension], offset, size, height, width, frames, rate, self.kinds[extension])
             for offset, size, frames, rate, height, width, extension in self.all_members[start:end].tolist()
         ]
 
@@ -119,6 +112,40 @@ class ShardIndex:
         """Why the sample is bad, as far as its members show; None if they show nothing."""
         code = int(self.samples["reason"][row])
         return self.reasons[code - 1] if code else None
+
+    def unread(self, fields: Fields = NO_FIELDS) -> Counter[tuple[str, str]]:
+        """How many members of the shard are not read, by (extension, what they are)."""
+        firsts, codes = self.samples["first_member"].tolist(), self.all_members["extension"].astype(np.int32)
+        patterns = Counter(codes[start:end].tobytes() for start, end in zip(firsts[:-1], firsts[1:], strict=True))
+        found: Counter[tuple[str, str]] = Counter()
+        for pattern, number in patterns.items():
+            for pair in unread([self.extensions[code] for code in np.frombuffer(pattern, dtype=np.int32)], fields):
+                found[pair] += number
+        return found
+
+    def with_fields(self, fields: Fields) -> ShardIndex:
+        """The same samples with the record and the media that `data.fields` names."""
+        if fields == NO_FIELDS:
+            return self
+        codes, reasons = _Codes(), _Codes()
+        samples, members = self.samples.copy(), self.all_members.copy()
+        firsts = samples["first_member"].tolist()
+        own = [self.extensions[code] for code in members["extension"].tolist()]
+        for row, (start, end) in enumerate(zip(firsts[:-1], firsts[1:], strict=True)):
+            found = arrange(tuple(own[start:end]), fields)
+            members[start:end] = members[start:end][list(found.order)]
+            names = [own[start + place] for place in found.order]
+            members["extension"][start:end] = [codes.of(pair) for pair in zip(names, found.kinds, strict=True)]
+            samples["record"][row] = found.record
+            samples["reason"][row] = reasons.of(found.reason) + 1 if found.reason else 0
+        return replace(
+            self,
+            samples=samples,
+            all_members=members,
+            reasons=list(reasons.known),
+            extensions=[name for name, _ in codes.known],
+            kinds=[kind for _, kind in codes.known],
+        )
 
     @property
     def num_bad(self) -> int:
@@ -207,21 +234,32 @@ def build_index(shard: str | os.PathLike[str], retries: int = RETRIES) -> ShardI
         os.close(fd)
 
 
+class _Codes:
+    """Numbers for what is found, from 0 on in its order."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, int] = {}
+
+    def of(self, found: Any) -> int:
+        return self.known.setdefault(found, len(self.known))
+
+
 def _build(shard: Path, version: ShardVersion, read: ReadRange) -> ShardIndex:
-    extensions: dict[str, int] = {}
-    reasons: dict[str, int] = {}
+    codes, reasons = _Codes(), _Codes()
     samples: list[tuple[int, int, int, int]] = []
     members: list[tuple[int, ...]] = []
     keys = bytearray()
-    current: tuple[str, list[str]] | None = None
+    current: tuple[str, list[str], list[tuple[int, ...]]] | None = None
 
     def close_sample() -> None:
         if current is None:
             return
-        key, names = current
-        record, reason = _find_record(names)
-        code = reasons.setdefault(reason, len(reasons) + 1) if reason else 0
-        samples.append((len(members) - len(names), len(keys), code, record))
+        key, names, places = current
+        found = arrange(tuple(names))
+        reason = reasons.of(found.reason) + 1 if found.reason else 0
+        samples.append((len(members), len(keys), reason, found.record))
+        for place, kind in zip(found.order, found.kinds, strict=True):
+            members.append((*places[place], codes.of((names[place], kind))))
         keys.extend(key.encode("utf-8", "surrogateescape"))
 
     with READS.of(shard):
@@ -233,57 +271,19 @@ def _build(shard: Path, version: ShardVersion, read: ReadRange) -> ShardIndex:
             key, extension = split[1], split[2].lower()
             if current is None or current[0] != key:
                 close_sample()
-                current = (key, [])
+                current = (key, [], [])
             current[1].append(extension)
-            code = extensions.setdefault(extension, len(extensions))
-            members.append((offset, size, *_measure(read, extension, offset, size), code))
+            current[2].append((offset, size, *_measure(read, extension, offset, size)))
         close_sample()
     return ShardIndex(
         path=shard,
         version=version,
-        extensions=list(extensions),
-        reasons=list(reasons),
+        extensions=[extension for extension, _ in codes.known],
+        kinds=[kind for _, kind in codes.known],
+        reasons=list(reasons.known),
         samples=np.array([*samples, (len(members), len(keys), 0, -1)], dtype=_SAMPLE),
         all_members=np.array(members, dtype=_MEMBER),
         keys=np.frombuffer(bytes(keys), dtype=np.uint8),
-    )
-
-
-def _find_record(names: list[str]) -> tuple[int, str | None]:
-    """(which member is the record or -1, why there is none). `json` comes before `txt`; `*.json` and `*.txt` do when
-    alone."""
-    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if repeated:
-        return -1, f"the extension .{shown(repeated[0])} occurs {names.count(repeated[0])} times under one key"
-    for last in ("json", "txt"):
-        if last in names:
-            return names.index(last), None
-        found = [at for at, name in enumerate(names) if name.rpartition(".")[2] == last]
-        if len(found) > 1:
-            two = " and ".join(f".{shown(names[at])}" for at in found[:2])
-            return -1, (
-                f"{len(found)} records ({two}) under one key: a key ends at the first dot of the name, so names of "
-                "different samples must differ before it"
-            )
-        if found:
-            return found[0], None
-    members = listed(["." + shown(name) for name in names], _NAMED)
-    return -1, f"no .json and no .txt member (members: {members})"
-
-
-def kind_of(extension: str) -> str:
-    """ "image", "audio" or "other"."""
-    last = extension.rpartition(".")[2]
-    for kind, known in (("image", IMAGES), ("audio", AUDIO)):
-        if last in known or last in UNREADABLE[kind]:
-            return kind
-    return "other"
-
-
-def ignored(extensions: Iterable[str]) -> list[str]:
-    """Those that are neither a picture, nor a clip, nor a record: such members are not read."""
-    return sorted(
-        one for one in extensions if kind_of(one) == "other" and one.rpartition(".")[2] not in ("json", "txt")
     )
 
 
@@ -303,7 +303,7 @@ def _save(index: ShardIndex, path: Path) -> None:
     arrays = [array.tobytes() for array in (index.samples, index.all_members, index.keys)]
     meta: dict[str, Any] = {"version": _VERSION, "shard": asdict(index.version)}
     meta |= {"samples": len(index), "members": len(index.all_members), "key_bytes": len(index.keys)}
-    meta |= {"extensions": index.extensions, "reasons": index.reasons}
+    meta |= {"extensions": index.extensions, "kinds": index.kinds, "reasons": index.reasons}
     head = json.dumps(meta | {"checksum": _checksum(meta, arrays)}).encode()
     head += b" " * (-(len(head) + 1) % 64) + b"\n"
     try:
@@ -353,6 +353,7 @@ def _load(path: Path, shard: Path) -> ShardIndex | None:
         path=shard,
         version=version,
         extensions=meta["extensions"],
+        kinds=meta["kinds"],
         reasons=meta["reasons"],
         samples=blob[bounds[0] : bounds[1]].view(_SAMPLE),
         all_members=blob[bounds[1] : bounds[2]].view(_MEMBER),

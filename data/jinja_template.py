@@ -24,7 +24,7 @@ from typing import Any
 from data.chat_renderer import ANSWER, QUESTION, ChatRenderer, common_prefix
 from data.errors import DataError, RecordError
 from data.placeholders import WORDS, Placeholder, Places
-from data.records import Conversation, Part, Turn
+from data.records import Conversation, Part
 from data.templates import Encoded, MediaTokens, Vocabulary, encode_plain
 
 _STAND_INS = 0xF0000
@@ -84,8 +84,8 @@ class JinjaTemplate:
         if plain is not None:
             return plain
         conversation, stand_ins = self._without_forgery(conversation)
-        messages, tools = self._messages(conversation.turns), list(conversation.tools) or None
-        name = self._renderer.name_for(conversation)
+        name, tools = self._renderer.name_for(conversation), list(conversation.tools) or None
+        messages = self._renderer.messages(name, conversation.turns, conversation.tools, self._marks)
         if self._renderer.has_markers[name]:
             text, blocks = self._renderer.render_spans(name, messages, tools)
             spans = [_Span(*block) for block in blocks if block[1] > block[0]]
@@ -99,12 +99,10 @@ class JinjaTemplate:
     def prompt(self, conversation: Conversation, media: MediaTokens) -> list[int]:
         """See `data.templates.Template.prompt`."""
         conversation, stand_ins = self._without_forgery(conversation)
-        messages, tools = self._messages(conversation.turns), list(conversation.tools) or None
-        text = self._renderer.render(self._renderer.name_for(conversation), messages, tools, prompt=True)
+        name, tools = self._renderer.name_for(conversation), list(conversation.tools) or None
+        messages = self._renderer.messages(name, conversation.turns, conversation.tools, self._marks)
+        text = self._renderer.render(name, messages, tools, prompt=True)
         return self._tokens(text, [], conversation, media, stand_ins).tokens
-
-    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        return self._renderer.messages(turns, self._marks)
 
     def _answers(
         self, name: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from data.beside import ALONE, Beside
 from data.bounds import BOUNDS, Bounds
 from data.errors import DataError, reason_of
-from data.index import AUDIO, IMAGES, UNREADABLE, Member
+from data.index import Member
 from data.media.resize import STRETCHED, Resize
+from data.members import AUDIO, IMAGES, UNREADABLE
 from data.positions import Grid, Place
 from data.shown import shown
 
@@ -90,10 +92,11 @@ class SampleOutline:
     number: int
     shard: int
     key: str
-    record: Member | None
+    texts: tuple[Member, ...]  # the record; several where `data.fields` names several
     members: dict[str, list[Member]]  # of the kinds that the run uses, by kind, in the order of the shard
     tokens: dict[str, list[int]]  # module -> tokens in the sequence of each of its pictures or clips
     bad_reason: str | None
+    beside: Beside = ALONE
 
     def input_sizes(self, media: Media) -> list[tuple[int, int]]:
         """`Media.size` of each of the module's pictures or clips."""

@@ -1,6 +1,6 @@
 """What a training program needs of this package: the dataset, and the loader that cuts it into steps."""
 
-from data.bad_samples import BadSample, require_budget
+from data.bad_samples import BadSample, BadSamples, require_budget
 from data.collate import TextSample
 from data.dataset import Dataset
 from data.errors import DataError, TooManyBadSamples
@@ -16,6 +16,7 @@ from data.text_lengths import TextLengths
 __all__ = [
     "MEDIA",
     "BadSample",
+    "BadSamples",
     "Batching",
     "DataError",
     "Dataset",

@@ -3,6 +3,9 @@
 In LLaVA records and in string contents the markers `<image>` and `<audio>` are the places of the sample's pictures and
 clips, in the order of the members in the shard; of typed content parts the type says so, and their text is literal.
 Tools of a record, and what a message has besides its role and content, are kept for chat templates.
+
+A marker of a medium that nothing takes, such as `<video>`, is never text: the sample is bad. In a caption no marker is,
+where the run has media.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from data.beside import ALONE, Beside, misfit, stray_marker
 from data.bounds import BOUNDS, Bounds
-from data.errors import RecordError
+from data.errors import NothingToLearn, RecordError
+from data.fields import Fields
 from data.shown import shown
 
 MARKERS = {"<image>": "image", "<audio>": "audio"}
@@ -28,6 +33,8 @@ _ROLES = {
     "model": "assistant",
     "system": "system",
     "tool": "tool",
+    "function": "function",
+    "developer": "developer",
 }
 _PART_KINDS = {"image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
 
@@ -47,7 +54,8 @@ _NO_FIELDS: Mapping[str, Any] = {}
 
 @dataclass(frozen=True)
 class Turn:
-    """`role`: user, assistant, system, tool, or "plain" for a text without roles, all of which carries loss."""
+    """`role`: user, assistant, system, developer, tool, function, or "plain" for a text without roles, all of which
+    carries loss."""
 
     role: str
     parts: tuple[Part, ...]
@@ -61,6 +69,12 @@ class Turn:
         """The text parts, joined."""
         return "".join(part.text for part in self.parts)
 
+    @property
+    def marked_text(self) -> str:
+        """The text with the markers of media inside it, without those around it."""
+        whole = "".join(part.text if part.kind == "text" else f"<{part.kind}>" for part in self.parts)
+        return re.sub(rf"^(?:{_SPLIT.pattern}|\s)+|(?:{_SPLIT.pattern}|\s)+$", "", whole)
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -73,30 +87,102 @@ class Conversation:
         """Number of "image" or "audio" parts."""
         return sum(part.kind == kind for turn in self.turns for part in turn.parts)
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether no answer has a character to learn."""
+        answers = [turn for turn in self.turns if turn.role in ("assistant", "plain")]
+        return not any(turn.text.strip() or turn.fields for turn in answers)
 
-def parse_record(raw: bytes, extension: str, key: str, media: dict[str, int], bounds: Bounds = BOUNDS) -> Conversation:
+
+def parse_record(
+    raw: bytes,
+    extension: str,
+    key: str,
+    media: Mapping[str, int],
+    bounds: Bounds = BOUNDS,
+    beside: Beside = ALONE,
+) -> Conversation:
     """The record of a sample -> its conversation.
 
     raw: bytes of the `json` or `txt` member; extension: which of the two (its last part counts);
     media: number of members of each kind that the run uses, e.g. {"image": 2}. A kind that is absent is not used by any
-    module: then the record must not refer to it.
+    module: then the record must not refer to it. beside: the names of these members, and those that are not read.
 
-    Raises RecordError: unreadable, of no known form, above its bounds, without an assistant turn, or with a number of
-    placeholders that differs from the number of members.
+    Raises RecordError: unreadable, of no known form, above its bounds, without an assistant turn, with a number of
+    placeholders that differs from the number of members, or referring to what is not read; NothingToLearn: its caption
+    is null.
     """
+    text = _decoded(raw, extension, key, bounds)
+    if extension.rpartition(".")[2] == "txt":
+        conversation = _caption(text, media, key)
+    else:
+        record = _json(text, f"key {key!r}: the .{shown(extension)} member", bounds)
+        conversation = _from_json(record, key, media, bounds)
+        if wrong := misfit(record, key, beside, media):
+            raise RecordError(f"key {key!r}: {wrong}")
+    return _checked(conversation, key, media, bounds)
+
+
+def parse_fields(
+    raws: Mapping[str, bytes], fields: Fields, key: str, media: Mapping[str, int], bounds: Bounds = BOUNDS
+) -> Conversation:
+    """`parse_record` where `data.fields` says what the record is.
+
+    raws: bytes of the members that hold texts, by extension, as far as the sample has them.
+
+    Of what a sample has, the first counts: conversations, messages, answer, caption, text, label. A question goes
+    before the last four, behind the media where it does not mark their places.
+    """
+    record: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
+    for name, source in fields.texts:
+        if source.member not in raws:
+            continue
+        text = _decoded(raws[source.member], source.member, key, bounds)
+        if not source.is_json:
+            record[name] = text.strip() if name == "label" else text
+            continue
+        if source.member not in parsed:
+            parsed[source.member] = _json(text, f"key {key!r}: the .{shown(source.member)} member", bounds)
+        record[name] = source.value(parsed[source.member])
+    for name in ("conversations", "messages"):
+        if record.get(name) is not None:
+            kept = {one: record[one] for one in (name, "system", "tools") if record.get(one) is not None}
+            return _checked(_from_json(kept, key, media, bounds), key, media, bounds)
+    answers = [name for name in ("answer", "caption", "text", "label") if name in record]
+    answer = next((name for name in answers if record[name] is not None), None)
+    if answer is None:
+        raise NothingToLearn(f"key {key!r}: data.fields: {' and '.join(answers) or 'what is learned'} is null")
+    value = record[answer]
+    if answer == "label" and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    question = record.get("question")
+    for name, one in ((answer, value), ("question", question)):
+        if one is not None and not isinstance(one, str):
+            raise RecordError(f"key {key!r}: data.fields.{name}: is {_called(one)}, not a text")
+    if question is None:
+        conversation = _caption(value, media, key)
+    else:
+        _refuse_stray(question, f"key {key!r}: question", MARKERS)
+        _refuse_stray(value, f"key {key!r}: {answer}", {})
+        turns = Turn("user", with_media(question, media)), Turn("assistant", (Part("text", value),))
+        conversation = Conversation(_with_system(record, turns, key))
+    return _checked(conversation, key, media, bounds)
+
+
+def _decoded(raw: bytes, extension: str, key: str, bounds: Bounds) -> str:
     if above := bounds.of_record(len(raw)):
         raise RecordError(f"key {key!r}: the .{shown(extension)} member: {above}")
     try:
-        text = raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecordError(
             f"key {key!r}: the .{shown(extension)} member is not UTF-8 ({error.reason} at byte {error.start})"
         ) from error
-    if extension.rpartition(".")[2] == "txt":
-        conversation = _caption(text, media)
-    else:
-        record = _json(text, f"key {key!r}: the .{shown(extension)} member", bounds)
-        conversation = _from_json(record, key, media, bounds)
+
+
+def _checked(conversation: Conversation, key: str, media: Mapping[str, int], bounds: Bounds) -> Conversation:
+    """The conversation, if its placeholders are as many as the members."""
     kinds = [part.kind for turn in conversation.turns for part in turn.parts]
     if above := bounds.of_placeholders(sum(kind != "text" for kind in kinds)):
         raise RecordError(f"key {key!r}: {above}")
@@ -140,7 +226,7 @@ def _called(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _from_json(record: Any, key: str, media: dict[str, int], bounds: Bounds) -> Conversation:
+def _from_json(record: Any, key: str, media: Mapping[str, int], bounds: Bounds) -> Conversation:
     if not isinstance(record, dict):
         raise RecordError(f"key {key!r}: the record is a JSON {type(record).__name__}, not an object")
     for name, role_field, content_field in (("conversations", "from", "value"), ("messages", "role", "content")):
@@ -164,7 +250,9 @@ def _from_json(record: Any, key: str, media: dict[str, int], bounds: Bounds) -> 
     captions = [name for name in ("caption", "text") if name in record]
     for name in captions:
         if isinstance(record[name], str):
-            return _caption(record[name], media)
+            return _caption(record[name], media, key)
+    if captions and record[captions[0]] is None:
+        raise NothingToLearn(f"key {key!r}: {captions[0]} is null, not a text")
     if captions:
         raise RecordError(f"key {key!r}: {captions[0]} is {_called(record[captions[0]])}, not a text")
     raise RecordError(
@@ -190,6 +278,7 @@ def _turn(turn: Any, role_field: str, content_field: str, where: str) -> Turn:
             name: value for name, value in turn.items() if name not in (role_field, content_field) and value is not None
         }
     if isinstance(content, str):
+        _refuse_stray(content, where, MARKERS)
         return Turn(role, split_markers(content), fields)
     if role_field == "role" and isinstance(content, list):
         return Turn(role, tuple(_typed_part(part, where) for part in content), fields, typed=True)
@@ -203,6 +292,7 @@ def _with_system(record: dict[str, Any], turns: tuple[Turn, ...], key: str) -> t
     text = record.get("system")
     if not isinstance(text, str) or not text:
         return turns
+    _refuse_stray(text, f"key {key!r}: system", {})
     if turns[0].role == "system":
         raise RecordError(f"key {key!r}: the record has a system text and a system turn too: remove one of them")
     return (Turn("system", (Part("text", text),)), *turns)
@@ -240,9 +330,39 @@ def split_markers(text: str) -> tuple[Part, ...]:
     return tuple(Part(MARKERS[piece]) if piece in MARKERS else Part("text", piece) for piece in pieces)
 
 
-def _caption(text: str, media: dict[str, int]) -> Conversation:
+def with_media(text: str, media: Mapping[str, int]) -> tuple[Part, ...]:
+    """The pieces of what a user says of media: at the places that it marks; without any mark, the media before it, each
+    on a line of its own."""
+    parts = split_markers(text)
+    if any(part.kind != "text" for part in parts):
+        return parts
+    if not text:
+        return _media_first(media)
+    before = [part for place in _media_first(media) for part in (place, Part("text", "\n"))]
+    if before:
+        # One text: a tokenizer may join the line break with what follows.
+        return (*before[:-1], Part("text", "\n" + text))
+    return parts
+
+
+def _media_first(media: Mapping[str, int]) -> tuple[Part, ...]:
+    return tuple(Part(kind) for kind in sorted(media, reverse=True) for _ in range(media[kind]))  # images, then audio
+
+
+def _caption(text: str, media: Mapping[str, int], key: str) -> Conversation:
     """Media first, as a user turn, then the caption as the assistant's; text alone is one plain turn."""
-    first = tuple(Part(kind) for kind in sorted(media, reverse=True) for _ in range(media[kind]))  # images, then audio
+    if media:
+        _refuse_stray(text, f"key {key!r}: the caption", {})
+    first = _media_first(media)
     if not first:
         return Conversation((Turn("plain", (Part("text", text),)),))
     return Conversation((Turn("user", first), Turn("assistant", (Part("text", text),))))
+
+
+def _refuse_stray(text: str, where: str, taken: Mapping[str, str]) -> None:
+    """Raises RecordError for a marker that would be trained as text."""
+    if marker := stray_marker(text, taken):
+        raise RecordError(
+            f"{where}: {marker} marks the place of a medium, and nothing takes it there: remove it, or write the text "
+            "as a typed part of a message, which is literal"
+        )

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from data.bounds import Bounds
-from data.index import ShardIndex, kind_of
+from data.index import ShardIndex
 from data.outline import Media
 
 _COLUMNS = ("tokens", "load", "pairs")
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_LENGTHS_VERSION = 1
+_LENGTHS_VERSION = 2
 """Raised where a program counts other lengths of the same texts, or writes them otherwise."""
 
 
@@ -37,13 +37,14 @@ class StepSamples:
     """Tokens of the whole sequence, cut; None where they have not been counted."""
 
 
-def lengths_key(text_fingerprint: str, sequence_length: int, bounds: Bounds, media_tokens: np.ndarray) -> str:
+def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, media_tokens: np.ndarray) -> str:
     """What the lengths of a shard's texts follow from beside the shard (`data.text_lengths`).
 
     Args:
+        read_as: changes with whatever the tokens of a record follow from.
         media_tokens: int64 [samples, modules].
     """
-    said = json.dumps([_LENGTHS_VERSION, text_fingerprint, sequence_length, asdict(bounds), media_tokens.shape])
+    said = json.dumps([_LENGTHS_VERSION, read_as, sequence_length, asdict(bounds), media_tokens.shape])
     digest = hashlib.sha256(said.encode())
     digest.update(np.ascontiguousarray(media_tokens).tobytes())
     return digest.hexdigest()[:16]
@@ -103,7 +104,7 @@ class SampleTable:
             bad |= members["size"][records] > self._bounds.record_bytes
         placeholders = np.zeros(len(index), dtype=np.int64)
         owners = np.repeat(np.arange(len(index)), np.diff(firsts))
-        kinds = np.array([kind_of(extension) for extension in index.extensions] or [""])
+        kinds = np.array(index.kinds or [""])
         kind_of_member = kinds[members["extension"]] if len(members) else np.zeros(0, dtype=str)
         for kind in self._kinds:
             own = np.flatnonzero(kind_of_member == kind)

@@ -108,7 +108,7 @@ class OwnTemplate:
         return self._around.get(pad, _NOTHING)
 
     def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
-        """See `Template.encode`. Tools, calls of tools and reasoning have no place in it."""
+        """See `Template.encode`. Tools, calls of tools and reasoning have no place in it; a developer is the system."""
         plain = encode_plain(conversation, self._vocabulary)
         if plain is not None:
             return plain
@@ -118,10 +118,10 @@ class OwnTemplate:
         remaining = {kind: iter(members) for kind, members in media.items()}
         found.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
         for turn in conversation.turns:
-            if turn.fields or turn.role == "tool":
+            if turn.fields or turn.role in _OF_TOOLS:
                 _require_no_extras(turn)
             learns = turn.role == "assistant"
-            found.add(vocabulary.role_ids(turn.role), False)
+            found.add(vocabulary.role_ids("system" if turn.role == "developer" else turn.role), False)
             for part in turn.parts:
                 if part.kind == "text":
                     found.add(vocabulary.encode(part.text), learns)
@@ -147,7 +147,8 @@ _NO_PLACE = (
     "for which our own conversation format has no place: take a tokenizer with a chat template that has one, and "
     "data.chat_template=auto"
 )
-_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+_OF_TOOLS = ("tool", "function")
+_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
 def _require_no_extras(turn: Turn) -> None:
@@ -155,5 +156,5 @@ def _require_no_extras(turn: Turn) -> None:
     for field in _CONTENT:
         if turn.fields.get(field):
             raise RecordError(f"a message has {field}, {_NO_PLACE}")
-    if turn.role == "tool":
-        raise RecordError(f"the record has a message of the role 'tool', {_NO_PLACE}")
+    if turn.role in _OF_TOOLS:
+        raise RecordError(f"the record has a message of the role {turn.role!r}, {_NO_PLACE}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
+from data.beside import Beside
 from data.bounds import BOUNDS
 from data.errors import MemoryShortage, ReadError, ShardError, reason_of
 from data.index import ShardIndex
 from data.media.decode import decode_audio, decode_picture
+from data.members import unread
 from data.records import parse_record
 from data.shown import shown
 from data.storage.local import ShardReader
@@ -33,8 +33,10 @@ def check_sample(reader: ShardReader, index: ShardIndex, row: int) -> str | None
         if above := BOUNDS.of_record(record.size):
             return above
         raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
-        counts = Counter(member.kind for member in members)
-        parse_record(raw, record.extension, key, {kind: counts[kind] for kind in ("image", "audio")})
+        names = {kind: [one.extension for one in members if one.kind == kind] for kind in ("image", "audio")}
+        beside = Beside(names, [name for name, _ in unread(member.extension for member in members)])
+        counts = {kind: len(own) for kind, own in names.items()}
+        parse_record(raw, record.extension, key, counts, beside=beside)
     except (ReadError, ShardError, MemoryShortage):
         raise
     except Exception as error:

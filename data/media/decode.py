@@ -19,7 +19,9 @@ from torchvision.transforms.v2 import functional as transforms
 
 from data.bounds import BOUNDS, Bounds
 from data.errors import DecodeError, reason_of
-from data.media.headers import AudioFile, is_cut_off, parse_header_bytes
+from data.media.audio_headers import AudioFile, is_cut_off
+from data.media.ground import WHITE, Colour, may_be_transparent
+from data.media.headers import parse_header_bytes
 from data.media.resample import resampled
 from data.media.resize import STRETCHED, Resize
 
@@ -33,34 +35,35 @@ def decode_media(
     resize: Resize,
     canvas: tuple[int, int] | None = None,
     bounds: Bounds = BOUNDS,
+    ground: Colour | None = WHITE,
 ) -> torch.Tensor:
     """A picture as uint8 [3, height, width], or a clip as float32 [samples], of `Media.size`; a picture with a `canvas`
-    (`Media.canvas`) as tiles, [tiles, 3, side, side]. Raises DecodeError."""
+    (`Media.canvas`) as tiles, [tiles, 3, side, side]. `ground`: see `decode_picture`. Raises DecodeError."""
     if canvas is not None:
-        return decode_tiles(raw, canvas, resize, bounds)
+        return decode_tiles(raw, canvas, resize, bounds, ground)
     if kind == "image":
-        return decode_resized(raw, *size, resize, bounds)
+        return decode_resized(raw, *size, resize, bounds, ground)
     return decode_audio(raw, rate=size[1], samples=size[0], bounds=bounds)
 
 
-def decode_picture(raw: bytes, bounds: Bounds = BOUNDS) -> torch.Tensor:
-    """A JPEG, PNG, WebP, GIF or BMP file (the first frame) -> uint8 [3, H, W], RGB, upright.
+def decode_picture(raw: bytes, bounds: Bounds = BOUNDS, ground: Colour | None = WHITE) -> torch.Tensor:
+    """A file of `data.members.IMAGES` (the first frame or page) -> uint8 [3, H, W], RGB, upright.
+
+    ground: what stands behind it where it is transparent; None leaves transparency out, as `convert("RGB")` does.
 
     Raises DecodeError: damaged, or above its bounds; MemoryShortage.
     """
     header = parse_header_bytes(raw)
     if header is None:
-        raise DecodeError(f"no JPEG, PNG, WebP, GIF or BMP header in {len(raw)} bytes")
+        raise DecodeError(f"no header of a picture that can be decoded in {len(raw)} bytes")
     if above := bounds.of_picture(header.height, header.width):
         raise DecodeError(above)
     try:
-        # torchvision reads no animated WebP: VP8X, with this flag.
-        moves = header.format == "WEBP" and raw[12:16] == b"VP8X" and raw[20] & 0x02
-        if header.format in ("JPEG", "PNG", "WEBP") and not moves:
+        if _is_for_torchvision(raw, header.format, ground):
             # bytearray: torch wants memory that it may write to.
             picture = decode_image(torch.frombuffer(bytearray(raw), dtype=torch.uint8), mode=ImageReadMode.RGB)
         else:
-            picture = _decode_with_pillow(raw)
+            picture = _decode_with_pillow(raw, ground)
     except Exception as error:  # RuntimeError from torchvision, many types from Pillow; all mean the bytes are damaged
         raise DecodeError(f"cannot decode {len(raw)} bytes of {header.format}: {reason_of(error)}") from error
     if picture.dtype != torch.uint8:  # 16-bit PNG
@@ -72,11 +75,16 @@ def decode_picture(raw: bytes, bounds: Bounds = BOUNDS) -> torch.Tensor:
 
 
 def decode_resized(
-    raw: bytes, height: int, width: int, resize: Resize = STRETCHED, bounds: Bounds = BOUNDS
+    raw: bytes,
+    height: int,
+    width: int,
+    resize: Resize = STRETCHED,
+    bounds: Bounds = BOUNDS,
+    ground: Colour | None = WHITE,
 ) -> torch.Tensor:
     """`decode_picture`, resized to uint8 [3, height, width] whatever its aspect ratio, or the middle of the resized
     picture."""
-    picture = decode_picture(raw, bounds)
+    picture = decode_picture(raw, bounds, ground)
     whole = [height, width]
     if resize.shortest_edge:
         shortest = min(picture.shape[1:])
@@ -86,11 +94,13 @@ def decode_resized(
     return picture[:, top : top + height, left : left + width].contiguous()
 
 
-def decode_tiles(raw: bytes, canvas: tuple[int, int], resize: Resize, bounds: Bounds = BOUNDS) -> torch.Tensor:
+def decode_tiles(
+    raw: bytes, canvas: tuple[int, int], resize: Resize, bounds: Bounds = BOUNDS, ground: Colour | None = WHITE
+) -> torch.Tensor:
     """`decode_picture` in tiles, uint8 [tiles, 3, side, side]: first all of it as one tile, stretched; then, row by
     row, those of a black canvas with the picture in its middle, resized to fit into it. With a canvas of no size the
     first alone, and of a picture with its background around it to make a square."""
-    picture, side = decode_picture(raw, bounds), resize.tile
+    picture, side = decode_picture(raw, bounds, ground), resize.tile
     if not min(canvas):
         return _resized(_centred(picture, [max(picture.shape[1:])] * 2, resize.background), [side] * 2, resize)[None]
     height, width = picture.shape[1:]
@@ -105,10 +115,10 @@ def decode_tiles(raw: bytes, canvas: tuple[int, int], resize: Resize, bounds: Bo
 
 
 def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Bounds = BOUNDS) -> torch.Tensor:
-    """A WAV, FLAC, MP3 or OGG file -> float32 [samples] in [-1, 1], mono (mean of the channels), `rate` samples a
-    second.
+    """A file of `data.members.AUDIO` -> float32 [samples], mono (mean of the channels), `rate` samples a second.
 
-    Read as 16-bit integers and divided by 32768, so that FLAC and WAV of one recording give equal numbers.
+    Whole numbers of any width are divided by their largest magnitude, so that FLAC and WAV of one recording give equal
+    numbers in [-1, 1); floats stay as they are, also above 1.
     `samples`: cut or padded with zeros to this length; None keeps the clip's own.
 
     Raises DecodeError: damaged, or above its bounds; MemoryShortage.
@@ -121,13 +131,18 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
         with soundfile.SoundFile(AudioFile(raw)) as file:
             if above := bounds.of_clip(file.frames, file.samplerate):
                 raise DecodeError(above)
-            wave, clip_rate = torch.from_numpy(_mono(file) / 32768.0), file.samplerate
+            mono, frames, clip_rate = _mono(file), file.frames, file.samplerate
     except DecodeError:
         raise
     except Exception as error:  # LibsndfileError and RuntimeError; what else there may be means the same
         raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {reason_of(error)}") from error
-    if not len(wave):
+    if not len(mono):
         raise DecodeError(f"no audio in {len(raw)} bytes")
+    if len(mono) < frames:
+        raise DecodeError(f"only {len(mono)} of {frames} samples of {len(raw)} bytes of audio can be read")
+    if not np.isfinite(mono).all():
+        raise DecodeError(f"{len(raw)} bytes of audio hold samples that are not finite")
+    wave = torch.from_numpy(mono)
     if clip_rate != rate:
         wave = resampled(wave, clip_rate, rate)
     if samples is not None:
@@ -138,8 +153,9 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
 def _mono(file: Any) -> np.ndarray:
     """float32 [samples], the mean of the channels, which are never all in memory."""
     parts = [np.zeros(0, dtype=np.float32)]
-    while len(block := file.read(min(_FRAMES, file.frames), dtype="int16", always_2d=True)):
-        parts.append(block.astype(np.float32).mean(axis=1))
+    # Not integers: libsndfile gives a file of floats in [-1, 1] as zeros and ones then.
+    while len(block := file.read(min(_FRAMES, file.frames), dtype="float32", always_2d=True)):
+        parts.append(block.mean(axis=1))
     return np.concatenate(parts)
 
 
@@ -158,11 +174,32 @@ def _centred(picture: torch.Tensor, size: Sequence[int], colour: tuple[int, int,
     return found
 
 
-def _decode_with_pillow(raw: bytes) -> torch.Tensor:
+def _is_for_torchvision(raw: bytes, kind: str, ground: Colour | None) -> bool:
+    """Whether it is read by torchvision, which leaves transparency out and reads no animated WebP."""
+    if kind == "JPEG":
+        return True
+    if kind == "WEBP" and raw[12:16] == b"VP8X" and raw[20] & 0x02:
+        return False
+    return kind in ("PNG", "WEBP") and not (ground is not None and may_be_transparent(raw, kind))
+
+
+def _decode_with_pillow(raw: bytes, ground: Colour | None) -> torch.Tensor:
     from PIL import Image
 
     with Image.open(io.BytesIO(raw)) as picture:
-        return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+        if picture.mode in ("I", "F"):
+            raise DecodeError(f"pixels of the type {picture.mode!r} have no known range: write them with 8 or 16 bits")
+        if picture.mode.startswith("I;16"):
+            # Pillow's own conversion to RGB cuts values above 255 off.
+            grey = np.array(picture).astype(np.int64)
+            shades = ((grey + 128) // 257).astype(np.uint8)
+            return torch.from_numpy(shades).expand(3, -1, -1)
+        if ground is not None and picture.has_transparency_data:
+            layer = picture.convert("RGBA")
+            flat = Image.alpha_composite(Image.new("RGBA", layer.size, (*ground, 255)), layer).convert("RGB")
+        else:
+            flat = picture.convert("RGB")
+        return torch.from_numpy(np.array(flat)).permute(2, 0, 1)
 
 
 def _upright(picture: torch.Tensor, orientation: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Headers: format, size and orientation of a picture from the first bytes of a member, length and rate of a clip,
-without decoding it.
+"""Headers of pictures: format, size and orientation from the first bytes of a member, without decoding it. Those of
+clips are in `audio_headers`.
 
 The index and the decoder both use this parser, so the size that the index promises is the size that the decoder yields.
 Imports no torch: indexing runs in plain worker processes.
 
-JPEG and PNG have a parser of their own, WebP, GIF and BMP are left to Pillow. With Pillow for all of them, to index a
+JPEG and PNG have a parser of their own, the others are left to Pillow. With Pillow for all of them, to index a
 picture takes 1.6 to 1.7 times the processor time, and 2.5 to 3.8 times where the file has a camera's EXIF or a profile
 (benchmarks/image_headers_cpu2_2026-11-22.md).
 """
@@ -15,9 +15,10 @@ import io
 import struct
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from data.media import orientation as orientations
+from data.media.audio_headers import parse_audio_header
 
 ReadAt = Callable[[int, int], bytes]
 """(offset within the member, length) -> bytes, shorter at the member's end."""
@@ -29,7 +30,10 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_TAIL = 1 << 16  # bytes at the end of a PNG in which metadata behind its pixels is looked for
 _JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _MOST_PARTS = 1 << 16  # segments, chunks and fill bytes that are walked through: files of nothing else have millions
-_UNKNOWN_LENGTH = 0x7FFFF000  # of a WAV: programs that write into a pipe put this or more
+_PILLOW = ("WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
+_MAGIC = (b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")
+"""What files of Pillow's formats begin with; TIFF has four beginnings, and JPEG 2000 two."""
+_AVIF = (b"avif", b"avis", b"mif1", b"msf1")
 
 
 class ImageHeader(NamedTuple):
@@ -38,7 +42,7 @@ class ImageHeader(NamedTuple):
     format: str
     height: int
     width: int
-    orientation: int  # of EXIF or XMP, 1 (upright) to 8
+    orientation: int  # of EXIF or XMP, 1 (upright) to 8; of a TIFF 1, since Pillow turns it
 
 
 def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
@@ -49,7 +53,7 @@ def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
         return _jpeg(window)
     if magic[:8] == _PNG_SIGNATURE:
         return _png(window, read, size)
-    if magic[:4] == b"RIFF" or magic[:4] == b"GIF8" or magic[:2] == b"BM":
+    if magic.startswith(_MAGIC) or (magic[4:8] == b"ftyp" and magic[8:12] in _AVIF):
         return _pillow(read(0, size))
     return None
 
@@ -66,52 +70,6 @@ def parse_extent(kind: str, raw: bytes) -> tuple[int, int] | None:
         return parse_audio_header(raw)
     header = parse_header_bytes(raw)
     return None if header is None else (header.height, header.width)
-
-
-def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
-    """(samples per channel, samples per second) of a whole audio file, or None, also for one that is cut off. Never
-    raises for bad bytes."""
-    import soundfile
-
-    if is_cut_off(raw):
-        return None
-    try:
-        with soundfile.SoundFile(AudioFile(raw)) as file:
-            frames, rate = int(file.frames), int(file.samplerate)
-    except Exception:  # SoundFileError and RuntimeError; what else there may be means the same
-        return None
-    return (frames, rate) if frames > 0 and rate > 0 else None
-
-
-class AudioFile(io.BytesIO):
-    """Bytes for soundfile 0.14, which prints a traceback where a damaged header makes it seek to before the start:
-    such a seek does nothing, and the library finds the damage."""
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        try:
-            return super().seek(offset, whence)
-        except (ValueError, OverflowError):
-            return self.tell()
-
-
-def is_cut_off(raw: bytes) -> bool:
-    """Whether the end of a WAV or OGG file is missing, which their decoder takes for a shorter clip."""
-    if raw[:4] in (b"RIFF", b"RIFX") and raw[8:12] == b"WAVE":
-        order: Literal["little", "big"] = "little" if raw[:4] == b"RIFF" else "big"
-        offset = 12
-        for _ in range(_MOST_PARTS):
-            if len(raw) < offset + 8:
-                break
-            length = int.from_bytes(raw[offset + 4 : offset + 8], order)
-            if raw[offset : offset + 4] == b"data":
-                return offset + 8 + length > len(raw) and length < _UNKNOWN_LENGTH
-            offset += 8 + length + length % 2
-    offset = 0
-    while raw[offset : offset + 4] == b"OggS":
-        segments = raw[offset + 26] if len(raw) > offset + 26 else 0
-        sizes = raw[offset + 27 : offset + 27 + segments]
-        offset += 27 + segments + sum(sizes)
-    return offset > len(raw)
 
 
 class _Window:
@@ -197,12 +155,23 @@ def _pillow(raw: bytes) -> ImageHeader | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of pictures that are merely large
-            with Image.open(io.BytesIO(raw), formats=["WEBP", "GIF", "BMP"]) as picture:
+            with Image.open(io.BytesIO(raw), formats=_PILLOW) as picture:
+                if picture.format == "TIFF":
+                    return _tiff(picture)
                 exif, xmp = picture.info.get("exif", b""), picture.info.get("xmp", b"")
                 orientation = orientations.first_of(orientations.of_exif(exif), orientations.of_xmp(xmp))
                 return _oriented(picture.format or "", picture.height, picture.width, orientation)
     except Exception:  # Pillow raises many types for broken bytes; each means that there is no usable header
         return None
+
+
+def _tiff(picture: Any) -> ImageHeader | None:
+    """Pillow turns these upright itself, and has swapped the sides where the file's directory says so, but not yet
+    where XMP alone does."""
+    height, width = picture.height, picture.width
+    if picture.tag_v2.get(orientations.TAG) is None and (orientations.of_xmp(picture.info.get("xmp", b"")) or 0) >= 5:
+        height, width = width, height
+    return _oriented("TIFF", height, width, 1)
 
 
 def _oriented(name: str, height: int, width: int, orientation: int) -> ImageHeader | None:

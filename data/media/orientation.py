@@ -8,7 +8,8 @@ import struct
 import zlib
 from collections.abc import Iterator
 
-_ORIENTATION = 0x0112
+TAG = 0x0112
+"""Of the orientation, in EXIF and TIFF."""
 _TYPES = {3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
 """Types of EXIF values that hold one whole number, as `struct` names them."""
 _XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
@@ -34,7 +35,7 @@ def of_exif(tiff: bytes) -> int | None:
     (count,) = struct.unpack_from(order + "H", tiff, directory)
     for entry in range(directory + 2, min(directory + 2 + 12 * count, len(tiff) - 11), 12):
         tag, kind = struct.unpack_from(order + "HH", tiff, entry)
-        if tag == _ORIENTATION and kind in _TYPES:
+        if tag == TAG and kind in _TYPES:
             return struct.unpack_from(order + _TYPES[kind], tiff, entry + 8)[0]
     return None
 

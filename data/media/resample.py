@@ -13,6 +13,7 @@ import torch
 
 _LOBES, _ROLLOFF = 6, 0.99  # torchaudio's `lowpass_filter_width` and `rolloff`
 _LARGEST_TABLE = 1 << 20  # numbers in the filters of all phases
+_PIECE = 1 << 20  # samples of a clip that are resampled at once
 _AT_ONCE = 1 << 19  # numbers of filters in memory, without a table
 
 
@@ -23,10 +24,26 @@ def resampled(wave: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
     if rate == wanted:
         return wave
     if wanted * (rate + 2 * _radius(rate, wanted)) <= _LARGEST_TABLE:
-        from torchaudio.functional import resample
-
-        return resample(wave, rate, wanted)
+        return _in_pieces(wave, rate, wanted)
     return torch.from_numpy(_evaluated(wave.numpy(), rate, wanted))
+
+
+def _in_pieces(wave: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
+    """torchaudio's resampling, which takes several times the clip's memory, piece by piece: each with as much around it
+    as a sample is made of."""
+    from torchaudio.functional import resample
+
+    if len(wave) <= _PIECE:
+        return resample(wave, rate, wanted)
+    out = torch.empty(-(-len(wave) * wanted // rate))
+    # Pieces begin where a sample of either rate does: at multiples of `rate`, of which `wanted` are made.
+    each, around = max(_PIECE // rate, 1), -(-_radius(rate, wanted) // rate) + 1
+    for first in range(0, -(-len(wave) // rate), each):
+        before = min(first, around)
+        piece = resample(wave[(first - before) * rate : (first + each + around) * rate], rate, wanted)
+        own = piece[before * wanted : (before + each) * wanted]
+        out[first * wanted : first * wanted + len(own)] = own
+    return out
 
 
 def _radius(rate: int, wanted: int) -> int:

@@ -17,7 +17,7 @@ from mimo_train.check.findings import Report, Table, plural, spread
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.batch import Batch
-from mimo_train.plan.inputs import build_dataset, tokenizer_of
+from mimo_train.plan.inputs import build_dataset, fields_of, tokenizer_of
 
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""
@@ -113,7 +113,8 @@ def _add_shards(
     report: Report, cfg: ConfigContainer, key: str, pattern: str, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
     """Samples in the shards that can be read."""
-    from data.index import ignored, open_index
+    from data.index import open_index
+    from data.members import named_unread
     from data.shards import find_shards
 
     try:
@@ -123,24 +124,25 @@ def _add_shards(
         return 0
     good, samples, unusable = [], 0, 0
     members: Counter[str] = Counter()
+    not_read: Counter[tuple[str, str]] = Counter()
+    fields = fields_of(cfg)
     for path in paths:
         try:
-            index = open_index(path, cfg.data.cache_dir or None)
+            index = open_index(path, cfg.data.cache_dir or None).with_fields(fields)
         except (DataError, OSError) as error:
             report.faults.append(Fault(key, str(error)))
             continue
         good.append(path)
         samples += len(index)
         unusable += index.num_bad
+        not_read += index.unread(fields)
         for extension, count in Counter(index.all_members["extension"].tolist()).items():
             members[index.extensions[extension]] += count
     rows.append(
         (key, pattern, f"{len(good)} of {plural(len(paths), 'shard')} can be read, {plural(samples, 'sample')}")
     )
     rows.append(("", "members", ", ".join(f"{count:,} .{name}" for name, count in sorted(members.items())) or "none"))
-    if unread := ignored(members):
-        named = ", ".join(f".{name} ({members[name]:,})" for name in unread)
-        report.warnings.append(f"{key}: members {named} are neither pictures, audio nor records: they are not read")
+    report.warnings += [f"{key}: {sentence}" for sentence in named_unread(not_read)]
     if unusable:
         rows.append(("", "unusable", f"{unusable:,} samples, according to the shards' indexes"))
     if good and not samples:
@@ -207,7 +209,7 @@ def _add_samples(
             f"{key}: {len(silent)} of the first {len(first)} samples have no token with loss, for example {silent[0]}: "
             "their answer is empty, or cut by data.sequence_length"
         )
-    _add_bad(report, cfg, key, bad, len(first))
+    _add_bad(report, dataset.allowed_bad_samples, key, bad, len(first))
 
 
 def _add_rendered(text: Any, tokenizer: Any, rows: list) -> None:
@@ -231,8 +233,7 @@ def _cut(text: str) -> str:
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]} ..."
 
 
-def _add_bad(report: Report, cfg: ConfigContainer, key: str, bad: list[str], count: int) -> None:
-    budget = cfg.data.max_bad_samples
+def _add_bad(report: Report, budget: int, key: str, bad: list[str], count: int) -> None:
     if len(bad) > budget:
         report.faults += [Fault(key, reason) for reason in bad[:NAMED_SAMPLES]]
         more = f", {len(bad) - NAMED_SAMPLES} more than named above" if len(bad) > NAMED_SAMPLES else ""

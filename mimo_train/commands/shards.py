@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.shown import shown
-from mimo_train.commands.arguments import positive, whole
+from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, positive, whole
 from mimo_train.config.fault import UserError
 
 
@@ -42,10 +42,20 @@ def add(subparsers: Any) -> None:
     inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
     inspect.set_defaults(handler=_about_files(_inspect))
 
-    verify = commands.add_parser("verify", help="read and decode every sample; exit code 1 if any is bad")
-    verify.add_argument("pattern", metavar="PATTERN", help=pattern_help)
+    verify = commands.add_parser(
+        "verify",
+        help="read and decode every sample; exit code 1 if any is bad",
+        description="Of a PATTERN every file is decoded. Of a CONFIG every sample is read as the run would read it,\n"
+        "with its bounds, template, tokenizer and modules; exit code 1 if more are bad than\n"
+        "data.max_bad_samples allows.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verify.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{pattern_help}; or a config: {CONFIG_HELP}")
+    verify.add_argument("overrides", metavar="key=value", nargs="*", help=f"of a CONFIG: {OVERRIDE_HELP}")
     verify.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
-    verify.add_argument("--workers", type=positive, default=2, help="threads (default: 2)")
+    verify.add_argument(
+        "--workers", type=positive, default=2, help="threads, of a CONFIG processes that read samples (default: 2)"
+    )
     verify.set_defaults(handler=_about_files(_verify))
 
     build = commands.add_parser("build", help="make shards of a JSON file, such as LLaVA's, and a folder of media")
@@ -186,18 +196,21 @@ def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
 def _inspect(args: argparse.Namespace) -> int:
     from collections import Counter
 
-    from data.index import ignored, open_index
+    from data.index import open_index
+    from data.members import named_unread
     from data.shards import find_shards
 
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     pictures: Counter[tuple[int, int]] = Counter()
+    not_read: Counter[tuple[str, str]] = Counter()
     clips, faults = [], []
     samples = total = printed = 0
     paths = find_shards(args.pattern)
     for path in paths:
         index = open_index(path, args.cache_dir)
         samples, total = samples + len(index), total + index.version.size
+        not_read += index.unread()
         for row in range(len(index)):
             members = index.members(row)
             for member in members:
@@ -217,8 +230,8 @@ def _inspect(args: argparse.Namespace) -> int:
     print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
     for extension, count in sorted(counts.items()):
         print(f".{shown(extension):<15}{count:>10}{sizes[extension] / count:>12.0f}{sizes[extension] / 1e6:>10.1f}")
-    if unread := ignored(counts):
-        print(f"not read, neither pictures, audio nor records: {', '.join(f'.{shown(name)}' for name in unread)}")
+    for sentence in named_unread(not_read):
+        print(sentence)
     if pictures:
         print(f"\n{'height x width':<16}{'pictures':>10}")
         for (height, width), count in pictures.most_common(10):
@@ -250,21 +263,45 @@ def _describe(member: Any) -> str:
     return f".{shown(member.extension)} {member.size} bytes"
 
 
+def _is_config(name: str) -> bool:
+    """Whether an argument names a config, not shards: a YAML file, or a shipped one where no such file is."""
+    from mimo_train.config.compose import shipped_configs
+
+    if name.endswith((".yaml", ".yml")):
+        return True
+    return not Path(name).exists() and (shipped_configs() / f"{name}.yaml").is_file()
+
+
 def _verify(args: argparse.Namespace) -> int:
+    if _is_config(args.pattern):
+        from mimo_train.check.verify_run import verify_run
+
+        given = [f"data.cache_dir={args.cache_dir}"] if args.cache_dir else []
+        return verify_run(args.pattern, [*args.overrides, *given], args.workers)
+    if args.overrides:
+        raise UserError(f"{args.overrides[0]}: changes are those of a config, and {args.pattern} is none")
+    return _verify_shards(args)
+
+
+def _verify_shards(args: argparse.Namespace) -> int:
+    from collections import Counter
     from concurrent.futures import ThreadPoolExecutor
     from functools import partial
 
     from data.errors import ReadError, ShardError
     from data.index import open_index
+    from data.members import named_unread
     from data.shards import find_shards
     from data.storage.local import ShardReader
     from data.verify import check_sample
 
     reader, checked, bad, broken = ShardReader(), 0, 0, 0
+    not_read: Counter[tuple[str, str]] = Counter()
     with ThreadPoolExecutor(args.workers) as pool:
         for path in find_shards(args.pattern):
             try:
                 index = open_index(path, args.cache_dir)
+                not_read += index.unread()
                 if not len(index):
                     print(f"warning: {path}: no sample in it", file=sys.stderr)
                 # In blocks: a shard may hold a million samples, and each waiting result takes memory.
@@ -279,6 +316,8 @@ def _verify(args: argparse.Namespace) -> int:
             except (ReadError, ShardError) as error:
                 broken += 1
                 print(f"bad shard: {shown(str(error))}")
+    for sentence in named_unread(not_read):
+        print(f"warning: {sentence}", file=sys.stderr)
     print(f"{checked} samples checked, {bad} bad; {broken} shards cannot be read")
     return 1 if bad or broken or not checked else 0
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data.bounds import BOUNDS
+from data.errors import DataError
+from data.fields import read_fields
+from data.media.ground import colour_of
 from mimo_train.config.fault import Fault
 from mimo_train.config.installed import library_faults
 from mimo_train.config.keys import key, value_faults
@@ -157,13 +160,21 @@ class DataConfig:
     template_variables: dict[str, Any] = field(default_factory=dict)
     """Variables that the tokenizer's chat template may use, such as `{enable_thinking: false}` or `{date_string: 26 Jul
     2024}`."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Which members of a sample, and which values of its JSON, are its record and its media: `{caption: caption.txt}`,
+    `{question: "json[q]", answer: "json[a]", image: [left.jpg, right.jpg]}`. See docs/data.md#fields."""
+    null_captions: str = key("bad", choices=("bad", "skip"))
+    """What a sample is whose caption is null: `bad`, or without loss and not counted (`skip`, blank answers too)."""
+    background: str = key("white", filled="white, black, grey, none or #RRGGBB")
+    """What stands behind pictures where they are transparent: `white`, `black`, `grey`, `#RRGGBB`, or `none`
+    (transparency is left out). See docs/data.md#transparency."""
     shuffle: bool = True
     """Whether training samples come in a new order each epoch."""
     blind: bool = False
     """Ablation: pictures and clips are replaced by zeros, so that only the text is left to learn from."""
-    max_bad_samples: int = key(0, at_least=0)
-    """Samples that may be unreadable, in all, before the run stops. Held-out samples are counted apart. See
-    docs/data.md#bad-samples."""
+    max_bad_samples: int | float = key(0, at_least=0)
+    """Samples that may be unreadable, in all, before the run stops: a number, or below 1 a fraction of all. Held-out
+    samples are counted apart. See docs/data.md#bad-samples."""
     read_retries: int = key(5, at_least=0, at_most=1000)
     """Times that a read is tried again after an I/O error, after pauses of 0.5, 1, 2, ... seconds; then the run ends.
     See docs/data.md#bad-samples."""
@@ -182,6 +193,20 @@ class DataConfig:
         if found:
             return  # paths that are none
         yield from self._tokenizer_faults()
+        if self.max_bad_samples >= 1 and self.max_bad_samples != int(self.max_bad_samples):
+            yield Fault(
+                "data.max_bad_samples",
+                f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
+            )
+        try:
+            colour_of(self.background)
+        except DataError as error:
+            yield Fault("data.background", str(error))
+        try:
+            read_fields(self.fields)
+        except DataError as error:
+            name, _, said = str(error).partition(": ")
+            yield Fault(f"data.fields.{name}", said)
         if self.demo and not self.shards:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
         elif self.demo:

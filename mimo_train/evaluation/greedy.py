@@ -78,7 +78,12 @@ def _parallel_argmax(logits_SBV: torch.Tensor, tp_group: dist.ProcessGroup) -> t
 
 
 def greedy_answers(
-    pipeline: Pipeline, tokenizer: Tokenizer, data_iterator: StepIterator, max_new_tokens: int
+    pipeline: Pipeline,
+    tokenizer: Tokenizer,
+    data_iterator: StepIterator,
+    max_new_tokens: int,
+    *,
+    keep_ends: bool = False,
 ) -> list[tuple[int, list[int]]]:
     """Answers of the current step's samples by greedy decoding, one forward pass of the whole pipeline per token.
 
@@ -87,6 +92,7 @@ def greedy_answers(
     Args:
         data_iterator: on a step of samples with `loss_mask` on answers.
         max_new_tokens: passes, and the longest answer.
+        keep_ends: whether answers have the token that ends them; those without one were cut.
 
     Returns:
         (sample number, tokens of the answer) of this rank's samples, on ranks of the language model; else empty.
@@ -98,7 +104,7 @@ def greedy_answers(
         collected = pipeline.run(predict, data_iterator, forward_only=True, collect_non_loss_data=True)
         for index, microbatch in enumerate(answers):
             microbatch.append(_from_last_stage(pipeline, collected, index, microbatch))
-    return [pair for microbatch in answers for pair in microbatch.finished()]
+    return [pair for microbatch in answers for pair in microbatch.finished(keep_ends)]
 
 
 def _from_last_stage(pipeline: Pipeline, collected: list, index: int, answers: "_OpenAnswers") -> torch.Tensor:
@@ -138,10 +144,10 @@ class _OpenAnswers:
                 self.lengths[row] += 1
                 self._new[row].append(token)
 
-    def finished(self) -> list[tuple[int, list[int]]]:
-        """(sample number, answer without the end-of-turn token)."""
+    def finished(self, keep_ends: bool) -> list[tuple[int, list[int]]]:
+        """(sample number, answer)."""
         return [
-            (number, [token for token in new if token not in self._ends])
+            (number, [token for token in new if keep_ends or token not in self._ends])
             for number, new in zip(self.numbers, self._new, strict=True)
         ]
 

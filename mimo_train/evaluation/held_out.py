@@ -16,7 +16,10 @@ from data.storage.replace import replacing
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.greedy import PredictStep, greedy_answers, true_answer
+from mimo_train.evaluation.predictions import FILE as PREDICTIONS
+from mimo_train.evaluation.predictions import predictions_of, write_predictions
 from mimo_train.evaluation.shown_media import shown_media
+from mimo_train.metrics.bad_sample_report import BadSampleReport
 from mimo_train.plan.inputs import build_dataset
 from mimo_train.plan.run import Run
 from mimo_train.step.batches import StepIterator, open_loader
@@ -41,21 +44,31 @@ class HeldOut:
         self.dataset = build_dataset(run.cfg, tokenizer, held_out=True)
         if features is not None:
             features.serve(self.dataset)
+        self._report: BadSampleReport | None = None
         wanted = run.cfg.train.eval_samples or len(self.dataset)
         self.samples = min(wanted, len(self.dataset))
         self.steps = math.ceil(self.samples / run.batch.global_batch_size)
+
+    def tell_of_bad_samples_by(self, report: BadSampleReport) -> None:
+        """Who tells people of held-out samples that cannot be read, after each evaluation."""
+        self._report = report
+        report.adopt(self.dataset.bad_samples, "held_out")
 
     def __call__(self) -> StepIterator:
         """Open an iterator over the samples."""
         loader = open_loader(self._run, self._pipeline.groups, self.dataset, consumed=0, steps=self.steps)
         return StepIterator(loader, self._pipeline)
 
-    def evaluate(self) -> dict[str, float]:
-        """Loss and exact match over the samples; on the logging rank, samples.json too. Collective over all ranks.
+    def evaluate(self, step: int = 0) -> dict[str, float]:
+        """Loss and exact match over the samples; on the logging rank, samples.json and predictions.jsonl too.
+        Collective over all ranks.
 
         An answer matches exactly when greedy decoding gives the true answer to the last token. That is so
         if and only if the most likely token after every true prefix is the true one (by induction over the answer), so
         one pass over the true sequence decides it. The answers in `samples.json` are really decoded.
+
+        Args:
+            step: optimizer steps done, for the files.
 
         Raises:
             TooManyBadSamples: more of the samples are bad than `data.max_bad_samples` allows, on every rank alike; a
@@ -68,7 +81,7 @@ class HeldOut:
         pipeline = self._pipeline
         sums, predict = torch.zeros(4, dtype=torch.float64, device=pipeline.device), PredictStep(pipeline)
         bad = torch.zeros((), dtype=torch.int64, device=pipeline.device)
-        run, shown = self._run, list[dict]()
+        run, shown, predictions = self._run, list[dict](), list[dict]()
         # Each replica of the language model decodes its own samples; one writes them.
         wanted, of_step = run.cfg.train.report_samples, run.batch.global_batch_size // run.layout.language.dp
         iterator = self()
@@ -76,20 +89,30 @@ class HeldOut:
             with _evaluating(pipeline.model):
                 for index in range(self.steps):
                     iterator.advance()
-                    bad += torch.count_nonzero(iterator.bad)
+                    # The last step may begin again with the first samples.
+                    bad += torch.count_nonzero(iterator.bad[: max(self.samples - iterator.current.first_sample, 0)])
                     collected = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
                     for microbatch in collected if pipeline.is_last_stage else ():
                         sums += _score(microbatch, self.samples)
+                        predictions += predictions_of(microbatch, self.samples, self._tokenizer)
                     if index * of_step < wanted:  # on every rank alike
                         shown += self._answered(iterator)
         finally:
             iterator.close()
         if wanted > 0 and dist.get_rank() == run.layout.logging_rank:
             _write_samples(run.dir / "samples.json", shown[:wanted])
-        require_budget(int(bad), self._run.cfg.data.max_bad_samples, self.dataset.bad_samples.latest)
+        if int(bad) and self._report is not None:  # on every rank alike
+            self._report(self.dataset.bad_samples, "held_out")
+        require_budget(int(bad), self.dataset.allowed_bad_samples, self.dataset.bad_samples.latest)
         if not pipeline.is_last_stage:
             return {}
-        dist.all_reduce(sums, group=pipeline.groups.collections[LANGUAGE].dp)
+        replicas = pipeline.groups.collections[LANGUAGE].dp
+        dist.all_reduce(sums, group=replicas)
+        of_replicas: list[Any] = [None] * replicas.size()
+        dist.all_gather_object(of_replicas, predictions, group=replicas)
+        if dist.get_rank() == run.layout.logging_rank:
+            entries = [entry for of_replica in of_replicas for entry in of_replica]
+            write_predictions(run.dir / PREDICTIONS, entries, step, self.dataset)
         loss, tokens, matches, samples = sums.tolist()
         return {
             "eval/loss": loss / tokens if tokens else math.nan,
@@ -118,7 +141,8 @@ class HeldOut:
     def _answered(self, iterator: StepIterator) -> list[dict]:
         """Media, questions, greedy answers and truths of the current step's samples, those of this rank's replica;
         empty on all ranks but the logging one. Collective over all ranks."""
-        answers, found = greedy_answers(self._pipeline, self._tokenizer, iterator, SHOWN_TOKENS), list[dict]()
+        answers = greedy_answers(self._pipeline, self._tokenizer, iterator, SHOWN_TOKENS, keep_ends=True)
+        found, ends = list[dict](), self._tokenizer.template.stop_ids
         if dist.get_rank() != self._run.layout.logging_rank:
             return found
         for number, ids in answers:
@@ -126,9 +150,13 @@ class HeldOut:
                 continue
             question, _ = self.dataset.prompt_and_truth(number)
             # Not the record's text: a chat template may write more, or less, of an answer.
-            truth = self._tokenizer.decode(true_answer(self.dataset.read_text(number)[0])).strip()
+            true_ids = true_answer(self.dataset.read_text(number)[0])
+            truth = self._tokenizer.decode(true_ids).strip()
             answer = self._tokenizer.decode(ids).strip()
-            words = {"question": question, "answer": answer, "truth": truth, "correct": answer == truth}
+            # Nobody knows how one goes on that was cut, here or by `data.sequence_length`.
+            is_whole = all(one and one[-1] in ends for one in (ids, true_ids))
+            words = {"question": question, "answer": answer, "truth": truth}
+            words |= {"correct": answer == truth if is_whole else None}
             found.append(shown_media(self.dataset, number) | words)
         return found
 

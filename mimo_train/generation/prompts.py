@@ -1,5 +1,6 @@
 """Files and turns of a conversation -> tokens and inputs of the encoders, as in training."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.beside import stray_marker
 from data.collate import collate_media, encode_prompt
 from data.media.decode import decode_media
+from data.media.ground import colour_of
 from data.media.headers import parse_extent
 from data.positions import Place, axis_positions
-from data.records import MARKERS, Part, Turn, split_markers
+from data.records import MARKERS, Part, Turn, split_markers, with_media
 from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
@@ -57,7 +60,7 @@ class Prompts:
 
     def __init__(self, cfg: ConfigContainer, tokenizer: Tokenizer):
         self._tokenizer, self._modules, self._names = tokenizer, media_of(cfg), list(cfg.modules)
-        self._bounds = bounds_of(cfg)
+        self._bounds, self._ground = bounds_of(cfg), colour_of(cfg.data.background)
         self._places = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self._modules}
 
     def medium(self, kind: str, file: Path) -> Medium:
@@ -89,7 +92,9 @@ class Prompts:
         inputs = {}
         for item, extent in readers:
             canvas = item.canvas(*extent) if item.canvas else None
-            inputs[item.module] = decode_media(kind, raw, item.size(*extent), item.resize, canvas, self._bounds)
+            inputs[item.module] = decode_media(
+                kind, raw, item.size(*extent), item.resize, canvas, self._bounds, self._ground
+            )
         return Medium(
             kind,
             [(self._places[item.module], item.num_tokens(*extent)) for item, extent in readers],
@@ -137,21 +142,27 @@ class Prompts:
 
 def user_turn(text: str, media: Sequence[Medium]) -> Turn:
     """What a user says about pictures and clips: in the places that the text marks by `<image>` and `<audio>`, as in
-    the records of training; without marks before the text, each on a line of its own.
+    the records of training; without marks before the text, each on a line of its own, and without a text alone, as
+    those of a caption.
 
     Raises:
-        UserError: another number of marks than of media of a kind.
+        UserError: another number of marks than of media of a kind, or a mark of what nothing takes.
     """
     # An argument of the command line may hold bytes that are no text.
-    parts = split_markers(text.encode("utf-8", "replace").decode())
-    if all(part.kind == "text" for part in parts):
-        before = [part for medium in media for part in (Part(medium.kind), Part("text", "\n"))]
-        return Turn("user", (*before, *parts))
+    text = text.encode("utf-8", "replace").decode()
+    if marker := stray_marker(text, MARKERS):
+        raise UserError(f"the message has {marker}, and no model here takes what it marks: leave it out")
+    given = Counter(medium.kind for medium in media)
+    parts = with_media(text, given)
+    marked = Counter(part.kind for part in parts)
+    if len(given) > 1 and not any(part.kind != "text" for part in split_markers(text)):
+        # In the order in which they are given.
+        places = iter(Part(medium.kind) for medium in media)
+        parts = tuple(part if part.kind == "text" else next(places) for part in parts)
     for marker, kind in MARKERS.items():
-        marked, given = (sum(one.kind == kind for one in some) for some in (parts, media))
-        if marked != given:
+        if marked[kind] != given[kind]:
             raise UserError(
-                f"the message has {marked} {marker}, and {given} {NAMES[kind]}(s) are given: give as many, or leave "
-                f"all marks out for {NAMES[kind]}s before the text"
+                f"the message has {marked[kind]} {marker}, and {given[kind]} {NAMES[kind]}(s) are given: give as many, "
+                f"or leave all marks out for {NAMES[kind]}s before the text"
             )
     return Turn("user", parts)

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.bounds import Bounds
+from data.errors import DataError
+from data.fields import NO_FIELDS, Fields, read_fields
+from data.media.ground import colour_of
 from encoders.spec import (
     attention_pairs,
     inner_tokens,
@@ -82,6 +85,14 @@ def bounds_of(cfg: ConfigContainer) -> Bounds:
     return Bounds(**asdict(cfg.data.bounds))
 
 
+def fields_of(cfg: ConfigContainer) -> Fields:
+    """`data.fields`, as the data path takes them; of a config with faults there none."""
+    try:
+        return read_fields(cfg.data.fields)
+    except DataError:
+        return NO_FIELDS
+
+
 def build_dataset(
     cfg: ConfigContainer,
     tokenizer: Any,
@@ -113,6 +124,9 @@ def build_dataset(
         keep_text=held_out,
         read_retries=data.read_retries,
         bounds=bounds_of(cfg),
+        ground=colour_of(data.background),
+        fields=fields_of(cfg),
+        skip_null=data.null_captions == "skip",
     )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from data.media.ground import READING
 from data.pipeline import MEDIA, Dataset, Lookup
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -102,8 +103,8 @@ class Prefetcher:
 
 def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool) -> str:
     """Hash of everything that an encoder's features depend on besides the sample: its weights as loaded, its spec
-    (picture size and pixel normalisation), precision, kind of layers, the files of its classes. Collective over the
-    module's tensor-parallel ranks.
+    (picture size and pixel normalisation), how media are read, precision, kind of layers, the files of its classes.
+    Collective over the module's tensor-parallel ranks.
 
     Each rank hashes its part of the weights, so the fingerprint depends on the tensor-parallel size.
     """
@@ -119,6 +120,7 @@ def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool
         "precision": cfg.train.precision,
         "te": te,
         "blind": cfg.data.blind,
+        "media": [READING, cfg.data.background, cfg.data.fields],
         "weights": parts,
         "code": _code(module.encoders),
     }

@@ -31,7 +31,9 @@ class TrainState:
     skipped_iters: int = 0
     """Steps whose update was skipped because a gradient was not finite."""
     bad_samples: int = 0
-    """Samples so far that could not be read."""
+    """Samples so far that could not be read, each once."""
+    bad_rows: list[int] = field(default_factory=list)
+    """Their rows over all shards."""
     empty_steps: int = 0
     """Steps so far in which no token had a loss."""
     floating_point_operations_so_far: float = 0.0
@@ -46,11 +48,11 @@ class TrainState:
         self.skipped_train_samples += samples if passed_over else 0
         self.skipped_iters += result.skipped_iter
 
-    def state_dict(self) -> dict[str, float]:
-        """Plain numbers."""
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, and a list of such."""
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a checkpoint."""
         for name, value in state.items():
             setattr(self, name, type(getattr(self, name))(value))

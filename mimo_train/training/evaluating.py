@@ -37,7 +37,7 @@ def evaluate_when_due(
     if held_out is None or not due:
         return
     with RECORDER.during("evaluate"):
-        values = held_out.evaluate()
+        values = held_out.evaluate(step)
     if state.is_logging_rank:
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.evaluation(step, values)

@@ -28,6 +28,7 @@ from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
 from mimo_train.metrics import progress
+from mimo_train.metrics.bad_sample_report import BadSampleReport
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.metrics_log import build_metrics_log
 from mimo_train.metrics.stopwatch import Stopwatch
@@ -211,9 +212,13 @@ def _build(
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
     held_out = HeldOut(run, pipeline, parts.tokenizer, features) if cfg.data.validation_shards else None
+    # The log is opened last: what fails before leaves the files of an earlier start as they are.
+    state = _open_state(run, train_state, start_time, resumed_from, checkpointer)
+    report = BadSampleReport(run.dir, run.layout.logging_rank, state.console.message)
+    if held_out is not None:
+        held_out.tell_of_bad_samples_by(report)
     return Session(
-        # The log is opened last: what fails before leaves the files of an earlier start as they are.
-        state=_open_state(run, train_state, start_time, resumed_from, checkpointer),
+        state=state,
         parts=parts,
         optimizer=optimizer,
         schedulers=schedulers,
@@ -223,7 +228,7 @@ def _build(
         data=data,
         held_out=held_out,
         checkpointer=checkpointer,
-        bad_samples=BadSampleCount(train_state, cfg.data.max_bad_samples, device),
+        bad_samples=BadSampleCount(train_state, dataset, report, device),
         empty_steps=EmptySteps(train_state, cfg.train.max_empty_steps, step_sum, device),
         lock=lock,
     )

@@ -79,7 +79,7 @@ SOME = ("train.iters=6", "train.skip_iters=[2]", "train.log_interval=6", "data.m
 
 
 def test_every_bad_sample_counts_once_also_of_a_saved_interval_and_of_a_step_that_is_passed_over(digits, tmp_path):
-    """One process finds them all by itself, and its warnings name each; the run's count over a resume is the same."""
+    """One process finds them all by itself; the run's count over a resume is the same, and its file names each once."""
     demo = spoiled(digits, tmp_path / "demo", every_picture_from(120))
     cfg = config("vlm_digits", tmp_path / "whole", demo, "layout=one_process", *SOME)
     (expected,) = run_ranks(_count_of_the_dataset, 1, cfg)
@@ -89,6 +89,10 @@ def test_every_bad_sample_counts_once_also_of_a_saved_interval_and_of_a_step_tha
         parts = config("vlm_digits", tmp_path / "parts", demo, "layout=two_processes", *SOME, "train.exit_interval=4")
         lines = train_on_ranks(parts)
     assert [line["bad_samples"] for line in lines] == [expected]
+    for run in ("whole", "parts"):
+        entries = [json.loads(line) for line in (tmp_path / run / "bad_samples.jsonl").read_text().splitlines()]
+        assert len({(entry["shard"], entry["key"]) for entry in entries}) == len(entries) == expected
+        assert {entry["part"] for entry in entries} == {"train"} and "cannot decode" in entries[0]["reason"]
 
 
 def _count_of_the_dataset(cfg) -> int:

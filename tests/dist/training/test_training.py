@@ -34,7 +34,18 @@ def test_exact_match_is_what_greedy_decoding_gives_at_any_layout(digits, tmp_pat
         metrics, samples = evaluated(digits, folder, layout, "train.eval_samples=16")
         last = metrics[-1]
         assert last["eval/samples"] == 16 and len(samples) == 16
-        assert last["eval/exact_match"] == pytest.approx(sum(sample["correct"] for sample in samples) / 16)
+        # No verdict on an answer that was cut.
+        right = sum(sample["correct"] is True for sample in samples)
+        assert last["eval/exact_match"] == pytest.approx(right / 16)
+        lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+        assert [line["number"] for line in lines] == list(range(16)) and {line["step"] for line in lines} == {30}
+        assert sum(line["exact_match"] for line in lines) == right
+        assert [(line["question"], line["truth"]) for line in lines] == [
+            (sample["question"], sample["truth"]) for sample in samples
+        ]
+        weights = sum(line["tokens"] for line in lines)
+        assert last["eval/loss"] == pytest.approx(sum(line["loss"] * line["tokens"] for line in lines) / weights)
+        assert len({(line["shard"], line["key"]) for line in lines}) == 16
         found[layout] = (last["eval/loss"], [sample["answer"] for sample in samples])
         assert all(sample["images"] or "after" in sample["question"] for sample in samples)
     losses, answers = zip(*found.values(), strict=True)

@@ -218,14 +218,18 @@ def test_the_first_bad_sample_ends_a_run_without_a_budget(damaged):
         data.text(2)
 
 
-def test_the_budget_counts_sample_numbers(damaged):
-    data = damaged(max_bad_samples=2)
-    for _ in range(3):
-        data.text(2)
+@pytest.mark.parametrize("allowed", [2, 0.25])
+def test_the_budget_counts_each_sample_once_in_all_epochs(damaged, allowed):
+    data = damaged(max_bad_samples=allowed)
+    assert len(data) == 8 and data.allowed_bad_samples == 2
+    for epoch in range(3):
+        data.text(2 + epoch * len(data))
     data.media(1, "images")
-    with pytest.raises(TooManyBadSamples, match="3 bad samples, 2 allowed.*key 'c'"):
-        data.text(2 + len(data))  # the same sample, an epoch later
-    assert [number for number in range(2 * len(data)) if data.is_bad(number)] == [1, 2, 2 + len(data)]
+    assert data.bad_samples.count == 2 and [bad.key for bad in data.bad_samples.take()] == ["c", "b"]
+    assert [number for number in range(2 * len(data)) if data.is_bad(number)] == [1, 2, 9, 10]
+    with pytest.raises(TooManyBadSamples, match="3 bad samples, 2 allowed"):
+        data.text(3)
+    assert not data.bad_samples.take()  # on its way to the file
 
 
 def test_reports_of_bad_samples_are_empty(damaged):

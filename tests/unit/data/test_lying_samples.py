@@ -93,6 +93,15 @@ def test_a_filter_that_is_evaluated_gives_what_its_table_gives(rate, wanted):
     )  # torchaudio keeps its filters in fp32
 
 
+@pytest.mark.parametrize(("rate", "wanted"), [(44100, 16000), (8000, 16000), (48000, 16000), (16000, 44100)])
+def test_a_long_clip_is_resampled_piece_by_piece(rate, wanted, monkeypatch):
+    wave = torch.from_numpy(np.random.default_rng(0).normal(size=20_011).astype(np.float32))
+    whole = resampled(wave, rate, wanted)
+    monkeypatch.setattr("data.media.resample._PIECE", 3000)
+    pieces = resampled(wave, rate, wanted)
+    assert pieces.shape == whole.shape and (pieces - whole).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("rate", [44101, 383999, 16001])
 def test_rates_without_a_common_factor_take_no_table(rate, monkeypatch):
     monkeypatch.setattr("torchaudio.functional.resample", lambda *args: pytest.fail("a table for every phase"))

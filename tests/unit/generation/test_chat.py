@@ -8,7 +8,7 @@ from PIL import Image
 
 from data.collate import encode_prompt
 from data.errors import DecodeError
-from data.records import Part, Turn
+from data.records import Part, Turn, parse_record, split_markers
 from mimo_train.commands.generate import _converse
 from mimo_train.config.fault import UserError
 from mimo_train.generation.answers import Answers
@@ -125,11 +125,21 @@ def test_a_message_that_fails_is_forgotten(prompts, picture):
         ("<image> <image>?", 1, "2 <image>, and 1 picture"),
         ("<image>?", 0, "1 <image>, and 0 picture"),
         ("<image> <audio>?", 1, "1 <audio>, and 0 clip"),
+        ("<image> <video>?", 1, "the message has <video>"),
     ],
 )
 def test_marks_without_media_are_named(text, media, said, prompts, picture):
     with pytest.raises(UserError, match=said):
         user_turn(text, [prompts.medium("image", picture("red"))] * media)
+
+
+def test_what_a_user_says_is_what_a_record_says(prompts, picture):
+    """The same turn, in the same pieces: a tokenizer may join a line break with what follows it."""
+    media = [prompts.medium("image", picture(colour)) for colour in ("red", "blue")]
+    for text, marked in (("Which?", "<image>\n<image>\nWhich?"), ("<image>or<image>?", "<image>or<image>?")):
+        assert user_turn(text, media).parts == split_markers(marked)
+    # Of a model that was trained on captions, nothing is asked.
+    assert user_turn("", media).parts == parse_record(b"a cat", "txt", "k", {"image": 2}).turns[0].parts
 
 
 def test_files_that_cannot_be_used_are_named(prompts, picture, tmp_path):

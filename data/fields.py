@@ -1,0 +1,99 @@
+"""`data.fields`: which members of a sample, and which values of its JSON, are its record and its media."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from data.errors import DataError
+
+MEDIA = ("image", "audio")
+TEXTS = ("conversations", "messages", "question", "answer", "caption", "text", "label", "system", "tools")
+"""Names of what a record may have; those of media are "image" and "audio"."""
+_NEEDED = ("conversations", "messages", "answer", "caption", "text", "label")
+_FORM = re.compile(r"([^\[\]\s/]+)((?:\[[^\[\]]+\])*)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a field comes from: a member by its extension, and in a JSON member the keys that lead to it."""
+
+    member: str
+    path: tuple[str, ...] = ()
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the member is JSON."""
+        return self.member.rpartition(".")[2] == "json"
+
+    def value(self, record: Any) -> Any:
+        """The value in a JSON member; None where it is not there."""
+        for key in self.path:
+            if isinstance(record, dict):
+                record = record.get(key)
+            elif isinstance(record, list) and key.isdecimal() and int(key) < len(record):
+                record = record[int(key)]
+            else:
+                return None
+        return record
+
+
+@dataclass(frozen=True)
+class Fields:
+    """`data.fields`, read."""
+
+    texts: tuple[tuple[str, Source], ...] = ()
+    """(name, source) of what becomes the conversation."""
+    image: tuple[str, ...] | None = None
+    """Extensions of the pictures, in the order of their placeholders; None: as names say."""
+    audio: tuple[str, ...] | None = None
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Extensions of the members that hold texts; empty: the record is the one that names say."""
+        return tuple(dict.fromkeys(source.member for _, source in self.texts))
+
+    def media(self, kind: str) -> tuple[str, ...] | None:
+        """`image` or `audio`."""
+        return self.image if kind == "image" else self.audio
+
+
+NO_FIELDS = Fields()
+
+
+def read_fields(given: Mapping[str, Any]) -> Fields:
+    """`data.fields` as a config has it: `{caption: caption.txt, label: cls, answer: "json[a][0]", image: [left.jpg]}`.
+
+    Raises:
+        DataError: of another form; the message begins with the key below `data.fields`, if it is one's, and a colon.
+    """
+    texts, media = [], dict[str, tuple[str, ...]]()
+    for name, value in given.items():
+        if name in MEDIA:
+            names = [value] if isinstance(value, str) else value
+            if not isinstance(names, list | tuple) or not names or not all(isinstance(one, str) for one in names):
+                raise DataError(f"{name}: must be the extension of a member, or a list of such, is {value!r}")
+            media[name] = tuple(one.lower().lstrip(".") for one in names)
+        elif name in TEXTS:
+            texts.append((name, _source(name, value)))
+        else:
+            raise DataError(f"{name}: is no field of a record: they are {', '.join((*TEXTS, *MEDIA))}")
+    names = [name for name, _ in texts]
+    if texts and not any(name in _NEEDED for name in names):
+        raise DataError(f"{names[0]}: nothing says what is learned: give one of {', '.join(_NEEDED)} too")
+    return Fields(tuple(texts), media.get("image"), media.get("audio"))
+
+
+def _source(name: str, value: Any) -> Source:
+    found = _FORM.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise DataError(
+            f"{name}: must be the extension of a member, such as txt or caption.txt, or a value in a JSON member, such "
+            f"as json[caption], is {value!r}"
+        )
+    source = Source(found[1].lower().lstrip("."), tuple(re.findall(r"\[([^\[\]]+)\]", found[2])))
+    if source.path and not source.is_json:
+        raise DataError(f"{name}: .{source.member} is no JSON, so that nothing in it has a name: give {source.member}")
+    return source

@@ -1,0 +1,59 @@
+"""What the model predicted for every sample of an evaluation, as a file of the run."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.pipeline import Dataset
+from data.storage.replace import replacing
+from data.tokens import Tokenizer
+
+_logger = logging.getLogger(__name__)
+
+FILE = "predictions.jsonl"
+"""In `run.dir`, of the newest evaluation: a JSON object for each sample, in their order. `prediction` has the most
+likely token at each place of the true answer, given the true tokens before it: up to the first wrong one what greedy
+decoding writes."""
+
+
+def predictions_of(microbatch: dict[str, Any], samples: int, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """An entry for each sample of a microbatch that has an answer, without samples beyond the held-out ones.
+
+    Args:
+        microbatch: with `losses` and `predicted`, see `evaluation.greedy`.
+    """
+    masks = microbatch["loss_mask"].cpu() > 0
+    numbers = microbatch["sample_numbers"].tolist()
+    columns = [microbatch[name].cpu() for name in ("predicted", "labels", "losses")]
+    questions = microbatch.get("texts") or [("", "")] * len(numbers)
+    for row, (number, learned) in enumerate(zip(numbers, masks, strict=True)):
+        if number >= samples or not bool(learned.any()):
+            continue
+        predicted, labels, losses = (column[row][learned] for column in columns)
+        yield {
+            "number": number,
+            "question": questions[row][0],
+            "prediction": tokenizer.decode(predicted.tolist()).strip(),
+            "truth": tokenizer.decode(labels.tolist()).strip(),
+            "exact_match": bool(torch.equal(predicted, labels)),
+            "loss": float(losses.double().mean()),
+            "tokens": len(labels),
+        }
+
+
+def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, dataset: Dataset) -> None:
+    """Write a line for each entry, with the step and the place of its sample. Where the file cannot be written, that is
+    said: no run ends for it."""
+    lines = []
+    for entry in sorted(entries, key=lambda one: one["number"]):
+        shard, key = dataset.locate(entry["number"])
+        lines.append(json.dumps({"step": step, "shard": str(shard), "key": key} | entry) + "\n")
+    try:
+        with replacing(path) as file:
+            file.write("".join(lines).encode())
+    except OSError as error:
+        _logger.warning("%s cannot be written (%s): training goes on without it", path, error)

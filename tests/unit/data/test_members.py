@@ -1,0 +1,185 @@
+"""What of a sample is read: numbered and named members, records beside others, `data.fields`, and markers that nothing
+takes."""
+
+import json
+
+import pytest
+
+from data.errors import DataError, NothingToLearn, RecordError
+from data.fields import NO_FIELDS, read_fields
+from data.index import open_index
+from data.members import arrange, named_unread, unread
+from data.records import Part, parse_fields, parse_record
+from tests.tars import write_tar
+from tests.unit.data.helpers import chat, encode_picture
+
+
+def read(names, fields=NO_FIELDS):
+    """Extensions of the pictures that are read, in order."""
+    found = arrange(tuple(names), fields)
+    return [names[place] for place, kind in zip(found.order, found.kinds, strict=True) if kind == "image"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["1.jpg", "10.jpg", "2.jpg", "json"], ["1.jpg", "2.jpg", "10.jpg"]),
+        (["img1.jpg", "img10.png", "json", "img2.jpg"], ["img1.jpg", "img2.jpg", "img10.png"]),
+        (["2024.10.jpg", "2024.2.jpg"], ["2024.2.jpg", "2024.10.jpg"]),
+        (["b.jpg", "a.jpg"], ["b.jpg", "a.jpg"]),
+        (["right2.jpg", "left1.jpg"], ["right2.jpg", "left1.jpg"]),
+        (["jpg", "mask.png"], ["jpg"]),
+        (["depth.png", "0.jpg", "1.jpg"], ["0.jpg", "1.jpg"]),
+        (["1.jpg", "jpg"], ["1.jpg", "jpg"]),
+    ],
+)
+def test_numbered_pictures_are_in_the_order_of_their_numbers_and_named_ones_beside_others_are_not_read(names, expected):
+    assert read(names) == expected
+
+
+def test_members_that_are_not_read_are_named_once_for_each_kind():
+    names = ["jpg", "mask.png", "mp4", "npy", "json", "txt", "meta.json", "xyz", "wav", "noise.wav"]
+    assert dict(unread(names)) == {
+        "mask.png": "a picture with a name, beside others without",
+        "mp4": "video, which is not decoded",
+        "npy": "an array or a file of weights",
+        "txt": "a record beside the one that is read",
+        "meta.json": "a record beside the one that is read",
+        "xyz": "of no kind that is known",
+        "noise.wav": "a clip with a name, beside others without",
+    }
+    assert named_unread({("a.txt", "x"): 3, ("b.txt", "x"): 1234, ("mp4", "y"): 1}) == [
+        "members .a.txt (3), .b.txt (1,234) are not read: x",
+        "members .mp4 (1) are not read: y",
+    ]
+
+
+def shard(folder, *samples):
+    return write_tar(folder / "s.tar", [member for sample in samples for member in sample])
+
+
+def pictures(key, names, record):
+    own = [(f"{key}.{name}", encode_picture(8, 8, "PNG", value=10 * at)) for at, name in enumerate(names)]
+    return [*own, (f"{key}.json", record if isinstance(record, bytes) else json.dumps(record).encode())]
+
+
+def test_the_dataset_reads_pictures_in_that_order(tmp_path, dataset):
+    ask = chat("<image><image><image>q", "a")
+    data = dataset(shard(tmp_path, pictures("k", ["1.png", "10.png", "2.png"], ask)), shuffle=False)
+    assert [int(picture[0, 0, 0]) for picture in data.media(0, "images")] == [0, 20, 10]
+    one = {"fields": read_fields({"image": ["10.png"]})}
+    data = dataset(shard(tmp_path, pictures("k", ["1.png", "10.png", "2.png"], chat("<image>q", "a"))), **one)
+    assert [int(picture[0, 0, 0]) for picture in data.media(0, "images")] == [10]
+    assert data.read_text(0)[1] is None
+
+
+TALK = {"conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt", "value": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "said"),
+    [
+        (["png"], {"image": ["a.png", "b.png"]}, "'image' names 2 file.s., but the sample has 1 image member"),
+        (["png"], {"image": "x/k.png"}, None),
+        (["png", "mask.png"], {"mask": "k.mask.png"}, r"'mask' refers to the member \.mask\.png, which is not read"),
+        (["png", "mask.png"], {"mask": "other.png"}, None),
+        (["png", "mp4"], {"video": "any.mp4"}, r"'video' refers to the member \.mp4, and nothing reads video"),
+        (["png", "mp4"], {"video": None}, None),
+        (["png"], {"video": "where it came from"}, None),
+    ],
+)
+def test_a_record_that_refers_to_what_is_not_read_is_bad(names, more, said, tmp_path, dataset, capsys):
+    from mimo_train.cli import main
+
+    path = shard(tmp_path, pictures("k", names, TALK | more))
+    bad = dataset(path, max_bad_samples=1).read_text(0)[1]
+    if said is None:
+        assert bad is None and main(["shards", "verify", str(path)]) == 0
+        return
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(bad.reason)
+    assert main(["shards", "verify", str(path)]) == 1 and bad.reason in capsys.readouterr().out
+
+
+def test_files_of_a_record_in_another_order_than_the_members_are_bad(tmp_path, dataset):
+    talk = {"conversations": [{"from": "human", "value": "<image><image>q"}, {"from": "gpt", "value": "a"}]}
+    for files, said in ((["k.b.png", "k.a.png"], "in another order"), (["a.png", "b.png"], None)):
+        path = shard(tmp_path, pictures("k", ["a.png", "b.png"], talk | {"image": files}))
+        bad = dataset(path).read_text(0)[1]
+        assert (bad is None) if said is None else said in bad.reason
+
+
+@pytest.mark.parametrize("marker", ["<video>", "<speech>", "<image_1>", "<|image_1|>", "<image 2>", "<|audio|>"])
+def test_a_marker_that_nothing_takes_is_never_text(marker):
+    for record in (
+        {"conversations": [{"from": "human", "value": f"{marker}\nq"}, {"from": "gpt", "value": "a"}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"see {marker}"}]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": marker},
+        {"caption": f"{marker} a cat"},
+        {"caption": "<image> a cat"},
+    ):
+        with pytest.raises(RecordError, match="marks the place of a medium"):
+            parse_record(json.dumps(record).encode(), "json", "k", {"image": 0})
+    literal = [{"type": "text", "text": marker}]
+    record = {"messages": [{"role": "user", "content": literal}, {"role": "assistant", "content": "a"}]}
+    assert parse_record(json.dumps(record).encode(), "json", "k", {}).turns[0].text == marker
+    # A text for a language model alone may be about HTML.
+    assert parse_record(f"the tag {marker}".encode(), "txt", "k", {}).turns[0].text == f"the tag {marker}"
+
+
+def fields(given, raws, **media):
+    return parse_fields({name: raw.encode() for name, raw in raws.items()}, read_fields(given), "k", media)
+
+
+def test_fields_say_what_the_record_is():
+    given = {"caption": "caption.txt", "label": "cls"}
+    assert fields(given, {"caption.txt": "a cat", "cls": "7"}, image=1).turns[1].text == "a cat"
+    assert fields(given, {"cls": "7\n"}, image=1).turns[1].text == "7"
+    inner = {"question": "json[qa][q]", "answer": "json[qa][a][0]", "system": "json[s]"}
+    raw = json.dumps({"qa": {"q": "What?", "a": ["red", "blue"]}, "s": "Be brief."})
+    talk = fields(inner, {"json": raw}, image=2)
+    assert [turn.role for turn in talk.turns] == ["system", "user", "assistant"]
+    assert talk.turns[1].parts == (Part("image"), Part("text", "\n"), Part("image"), Part("text", "\nWhat?"))
+    assert talk.turns[2].text == "red"
+    marked = fields(inner, {"json": json.dumps({"qa": {"q": "Is <image> red?", "a": ["no"]}})}, image=1)
+    assert marked.turns[0].parts == (Part("text", "Is "), Part("image"), Part("text", " red?"))
+    with pytest.raises(NothingToLearn, match="answer is null"):
+        fields(inner, {"json": "{}"}, image=0)
+    assert fields({"label": "json[n]"}, {"json": '{"n": 3}'}).turns[0].text == "3"
+    for wrong, said in (('{"n": [3]}', "is a list, not a text"), ("{", "not JSON")):
+        with pytest.raises(RecordError, match=said):
+            fields({"label": "json[n]"}, {"json": wrong})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"titel": "txt"}, "titel: is no field of a record"),
+        ({"caption": "txt[a]"}, r"caption: .txt is no JSON"),
+        ({"caption": 3}, "caption: must be the extension of a member"),
+        ({"question": "txt"}, "question: nothing says what is learned"),
+        ({"image": []}, "image: must be the extension"),
+    ],
+)
+def test_fields_that_cannot_be_are_named(given, said):
+    with pytest.raises(DataError, match=said):
+        read_fields(given)
+
+
+def test_an_index_with_fields_has_other_records_and_the_same_members(tmp_path):
+    sample = [("k.jpg", encode_picture(8, 8)), ("k.json", b"{"), ("k.cls", b"3"), ("l.json", b"{}")]
+    index = open_index(write_tar(tmp_path / "s.tar", sample))
+    own = index.with_fields(read_fields({"label": "cls"}))
+    assert [index.members(0)[index.record(0)].extension, own.members(0)[own.record(0)].extension] == ["json", "cls"]
+    assert [member[:3] for member in own.members(0)] == [member[:3] for member in index.members(0)]
+    assert (index.num_bad, own.num_bad) == (0, 1) and "none of the members that data.fields names" in own.bad_reason(1)
+    assert {name for name, _ in own.unread(read_fields({"label": "cls"}))} == {"json"}
+
+
+@pytest.mark.parametrize("record", [{"caption": None}, {"caption": " \n"}])
+def test_captions_that_are_null_have_no_loss_where_the_config_says_so(record, tmp_path, dataset):
+    path = shard(tmp_path, pictures("k", ["png"], record))
+    if record["caption"] is None:
+        assert "caption is null" in dataset(path).read_text(0)[1].reason
+    sample, bad = dataset(path, skip_null=True).read_text(0)
+    assert bad is None and not sample.loss_mask.any() and sample.length == 4
