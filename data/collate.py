@@ -16,7 +16,7 @@ import torch
 
 from data.errors import RecordError
 from data.records import Conversation, Turn
-from data.templates import MediaTokens
+from data.templates import Encoded, MediaTokens
 from data.tokens import Tokenizer
 
 
@@ -52,15 +52,8 @@ def to_sample(
 
     Raises RecordError if the media tokens do not all fit, or the template cannot render the conversation.
     """
-    encoded = tokenizer.template.encode(conversation, media)
-    tokens, media_end = encoded.tokens, encoded.media_end
-    if media_end > sequence_length:
-        raise RecordError(
-            f"key {key!r}: the media tokens end at position {media_end}, but data.sequence_length is "
-            f"{sequence_length}: needed {media_end}, given {sequence_length}. Raise data.sequence_length or use fewer "
-            "tokens per picture"
-        )
-    length = min(len(tokens), sequence_length)
+    encoded = _encoded(conversation, tokenizer, media, sequence_length, key)
+    tokens, length = encoded.tokens, min(len(encoded.tokens), sequence_length)
     input_ids = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
     labels = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
     loss_mask = np.zeros(sequence_length, dtype=np.float32)
@@ -71,9 +64,34 @@ def to_sample(
     return TextSample(number, input_ids, labels, loss_mask, length)
 
 
+def length_of(
+    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, key: str
+) -> int:
+    """`TextSample.length` of what `to_sample` gives. Raises RecordError as it does."""
+    return min(len(_encoded(conversation, tokenizer, media, sequence_length, key).tokens), sequence_length)
+
+
+def _encoded(
+    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, key: str
+) -> Encoded:
+    encoded = tokenizer.template.encode(conversation, media)
+    if (media_end := encoded.media_end) > sequence_length:
+        raise RecordError(
+            f"key {key!r}: the media tokens end at position {media_end}, but data.sequence_length is "
+            f"{sequence_length}: needed {media_end}, given {sequence_length}. Raise data.sequence_length or use fewer "
+            "tokens per picture"
+        )
+    return encoded
+
+
+def placeholders_in(media: MediaTokens) -> list[int]:
+    """All tokens of a sample's media, in the order of their members: what its stand-in has."""
+    return [token for kind in media.values() for member in kind for token, count in member for _ in range(count)]
+
+
 def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, number: int) -> TextSample:
     """What takes the place of a bad sample: its placeholders, padding, and no loss at all."""
-    ids = [token for kind in media.values() for member in kind for token, count in member for _ in range(count)]
+    ids = placeholders_in(media)
     assert len(ids) <= sequence_length, (len(ids), sequence_length)
     input_ids = np.full(sequence_length, tokenizer.pad_id, dtype=np.int64)
     input_ids[: len(ids)] = ids
@@ -82,19 +100,61 @@ def stand_in(tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, num
     return TextSample(number, input_ids, labels, np.zeros(sequence_length, dtype=np.float32), len(ids))
 
 
-def collate(samples: Sequence[TextSample]) -> dict[str, torch.Tensor]:
+def collate(samples: Sequence[TextSample], length: int | None = None) -> dict[str, torch.Tensor]:
     """input_ids, labels, position_ids: int64 [B, S]; loss_mask: float32 [B, S]. Of samples with positions on three
-    axes position_ids are [3, B, S]."""
-    input_ids = torch.from_numpy(np.stack([sample.input_ids for sample in samples]))
-    on_axes = [sample.positions for sample in samples if sample.positions is not None]
+    axes position_ids are [3, B, S].
+
+    Args:
+        length: S, at least that of the longest sample; None: as many as the samples have room for.
+    """
+    assert length is None or length >= max(sample.length for sample in samples), (length, samples)
+    input_ids = torch.from_numpy(np.stack([sample.input_ids[:length] for sample in samples]))
+    on_axes = [sample.positions[:, :length] for sample in samples if sample.positions is not None]
     assert len(on_axes) in (0, len(samples)), "one tokenizer and model for all samples"
     return {
         "input_ids": input_ids,
-        "labels": torch.from_numpy(np.stack([sample.labels for sample in samples])),
-        "loss_mask": torch.from_numpy(np.stack([sample.loss_mask for sample in samples])),
+        "labels": torch.from_numpy(np.stack([sample.labels[:length] for sample in samples])),
+        "loss_mask": torch.from_numpy(np.stack([sample.loss_mask[:length] for sample in samples])),
         "position_ids": torch.from_numpy(np.stack(on_axes, axis=1))
         if on_axes
         else torch.arange(input_ids.shape[1]).expand(len(samples), -1).contiguous(),
+    }
+
+
+def collate_packed(
+    samples: Sequence[TextSample], lengths: Sequence[int], row_length: int, pad_id: int
+) -> dict[str, torch.Tensor | tuple[int, ...]]:
+    """One row of several samples, each a document of its planned length, one behind the other, and padding.
+
+    Of T positions: input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions start again in
+    each document; on three axes they are [3, 1, T]. documents: where each ends; padding is one more, at position 0. A
+    document's last target is padding without loss, as in a row of its own, so that none is learned from the one before.
+
+    Args:
+        lengths: tokens of every sample, as planned. A stand-in may have fewer, and is padded.
+        row_length: T.
+    """
+    on_axes = [sample.positions for sample in samples if sample.positions is not None]
+    assert len(on_axes) in (0, len(samples)), "one tokenizer and model for all samples"
+    axes = len(on_axes[0]) if on_axes else 1
+    input_ids, labels = (np.full(row_length, pad_id, dtype=np.int64) for _ in range(2))
+    loss_mask, positions = np.zeros(row_length, dtype=np.float32), np.zeros((axes, row_length), dtype=np.int64)
+    ends, end = [], 0
+    for sample, length in zip(samples, lengths, strict=True):
+        assert sample.length <= length, (sample.number, sample.length, length)
+        begin, end = end, end + length
+        input_ids[begin:end] = sample.input_ids[:length]
+        labels[begin:end] = sample.labels[:length]
+        loss_mask[begin:end] = sample.loss_mask[:length]
+        positions[:, begin:end] = np.arange(length) if sample.positions is None else sample.positions[:, :length]
+        ends.append(end)
+    assert end <= row_length, (end, row_length)
+    return {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "labels": torch.from_numpy(labels)[None],
+        "loss_mask": torch.from_numpy(loss_mask)[None],
+        "position_ids": torch.from_numpy(positions)[:, None] if on_axes else torch.from_numpy(positions),
+        "documents": (*ends, *([row_length] if end < row_length else [])),
     }
 
 

@@ -37,6 +37,7 @@ from data.order import GlobalOrder
 from data.outline import Media, MediaSize, SampleOutline, count_tokens
 from data.positions import axis_positions
 from data.records import Conversation, parse_record
+from data.sample_table import SampleTable, StepSamples, lengths_key
 from data.shards import find_shards
 from data.shown import shown
 from data.storage.local import ShardReader
@@ -92,15 +93,25 @@ class Dataset:
         assert len(self._by_module) == len(self.modules), "one Media per module"
         self._kinds = list(dict.fromkeys(item.kind for item in self.modules))
         self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
-        self._cache_dir = cache_dir
+        self.cache_dir = cache_dir
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
-        self._versions: list[ShardVersion] = []
+        self.versions: list[ShardVersion] = []
+        """Of the shards, in their order."""
+        self.length_keys: list[str] = []
+        """By shard: what the lengths of its texts follow from (`data.text_lengths`)."""
+        self.lengths: np.ndarray | None = None
+        """int32 [samples], by row: tokens of each sample; None until `TextLengths.serve`."""
+        self.text_fingerprint = tokenizer.fingerprint
+        """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
+        self._table = SampleTable(self.modules, sequence_length, bounds)
         counts = []
         for number, path in enumerate(self.shards):
             index = open_index(path, cache_dir, read_retries)
-            self._versions.append(index.version)
+            self.versions.append(index.version)
             counts.append(len(index))
+            media_tokens = self._table.add(index)
+            self.length_keys.append(lengths_key(self.text_fingerprint, sequence_length, bounds, media_tokens))
             if number < _OPEN_INDEXES:
                 self._indexes[number] = index
         self._ends = np.cumsum(counts)
@@ -111,13 +122,11 @@ class Dataset:
         self.order = GlobalOrder(int(self._ends[-1]), seed, shuffle)
         names = [
             [path.name, version.size, version.content, count]
-            for path, version, count in zip(self.shards, self._versions, counts, strict=True)
+            for path, version, count in zip(self.shards, self.versions, counts, strict=True)
         ]
         self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32]
         """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order; it does not change
         when the folder moves."""
-        self.text_fingerprint = tokenizer.fingerprint
-        """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -131,13 +140,36 @@ class Dataset:
     def identity(self, number: int) -> str:
         """A unique identity over all runs: shard with size, modification time and a sample of its content, and key."""
         shard, row = self._place(number)
-        version = self._versions[shard]
+        version = self.versions[shard]
         place = f"{self.shards[shard].resolve()}|{version.size}|{version.mtime_ns}|{version.content}"
         return f"{place}|{self._index(shard).key(row)}"
 
+    def plan_step(self, first: int, size: int) -> StepSamples:
+        """What the index says of samples [first, first + size), all at once; reads no member."""
+        rows = self.order.rows(np.arange(first, first + size))
+        lengths = None if self.lengths is None else self.lengths[rows].astype(np.int64)
+        return self._table.of(rows, lengths)
+
+    def samples_of(self, shard: int) -> int:
+        """Samples of one shard."""
+        return int(self._ends[shard]) - (int(self._ends[shard - 1]) if shard else 0)
+
+    def length_of(self, shard: int, row: int) -> int:
+        """Tokens that a sample, or its stand-in, takes in the sequence; reads the json or txt member only."""
+        outline = self._outline(None, shard, row)
+        tokens = self._media_tokens(outline)
+        try:
+            conversation = self._conversation(outline)
+            return collate.length_of(conversation, self.tokenizer, tokens, self.sequence_length, outline.key)
+        except Exception as error:
+            self._reason(outline, error)
+            return len(collate.placeholders_in(tokens))
+
     def outline(self, number: int) -> SampleOutline:
         """What the index says of a sample; reads no member."""
-        shard, row = self._place(number)
+        return self._outline(number, *self._place(number))
+
+    def _outline(self, number: int | None, shard: int, row: int) -> SampleOutline:
         index = self._index(shard)
         key, reason, at = index.key(row), index.bad_reason(row), index.record(row)
         every = index.members(row)
@@ -149,7 +181,8 @@ class Dataset:
             tokens, reason = count_tokens(members, self.modules, self.sequence_length, self._bounds)
         if reason is not None:
             members, tokens = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
-        return SampleOutline(number, shard, key, None if at is None else every[at], members, tokens, reason)
+        record = None if at is None else every[at]
+        return SampleOutline(-1 if number is None else number, shard, key, record, members, tokens, reason)
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
@@ -234,7 +267,7 @@ class Dataset:
         if isinstance(error, MemoryShortage):
             raise MemoryShortage(f"{place}: {error}") from error
         if not isinstance(error, (SampleError, RecursionError, UnicodeError)):
-            error.add_note(f"in sample {outline.number}: {place}")
+            error.add_note(f"in sample {outline.number}: {place}" if outline.number >= 0 else f"in {place}")
             raise error
         return reason_of(error)
 
@@ -263,7 +296,7 @@ class Dataset:
         return parse_record(raw, outline.record.extension, outline.key, counts, self._bounds)
 
     def _read(self, outline: SampleOutline, member: Member) -> bytes:
-        version = self._versions[outline.shard]
+        version = self.versions[outline.shard]
         return self.reader.read(self.shards[outline.shard], member.offset, member.size, member.extension, version)
 
     def _media_tokens(self, outline: SampleOutline) -> MediaTokens:
@@ -288,8 +321,8 @@ class Dataset:
         with self._lock:
             index = self._indexes.get(shard)
             if index is None:
-                index = open_index(self.shards[shard], self._cache_dir, self._read_retries)
-                if replace(index.version, ctime_ns=0) != replace(self._versions[shard], ctime_ns=0):
+                index = open_index(self.shards[shard], self.cache_dir, self._read_retries)
+                if replace(index.version, ctime_ns=0) != replace(self.versions[shard], ctime_ns=0):
                     raise ShardError(f"{self.shards[shard]}: the shard changed while the run was reading it")
                 self._indexes[shard] = index
                 if len(self._indexes) > _OPEN_INDEXES:

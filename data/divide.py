@@ -1,4 +1,5 @@
-"""How the samples of a microbatch are divided over the data-parallel ranks of a module: contiguous, in order."""
+"""How the samples of a microbatch are divided over the data-parallel ranks of a module: contiguous, and in the order of
+ranks but in `spread_parts`."""
 
 from collections.abc import Sequence
 
@@ -29,6 +30,30 @@ def balanced_parts(loads: Sequence[int], parts: int) -> list[Span]:
     spans = _filled(loads, low)
     end = spans[-1][1] if spans else 0
     return spans + [(end, end)] * (parts - len(spans))
+
+
+def spread_parts(loads: Sequence[Sequence[int]], parts: int) -> list[list[Span]]:
+    """`balanced_parts` of every microbatch, of which the rank with the least so far has the largest: over all of them
+    ranks have about as much.
+
+    Args:
+        loads: microbatch -> sample -> load.
+
+    Returns:
+        microbatch -> rank -> span.
+    """
+    so_far = [0] * parts
+    found = []
+    for of_samples in loads:
+        spans = balanced_parts(of_samples, parts) if of_samples else [(0, 0)] * parts
+        work = [sum(of_samples[first:last]) for first, last in spans]
+        largest_first = sorted(range(parts), key=work.__getitem__, reverse=True)
+        of_ranks = [(0, 0)] * parts
+        for rank, part in zip(sorted(range(parts), key=so_far.__getitem__), largest_first, strict=True):
+            of_ranks[rank] = spans[part]
+            so_far[rank] += work[part]
+        found.append(of_ranks)
+    return found
 
 
 def _filled(loads: Sequence[int], capacity: int) -> list[Span]:

@@ -48,6 +48,7 @@ UNREADABLE = {
 """Pictures and clips that are not decoded: a sample with one is bad, where to overlook it would change its meaning."""
 
 _VERSION = 4
+_SUFFIX = ".mimo-index"
 _NAMED = 8  # members in a message
 _LONGEST_HEAD = 1 << 26  # bytes of the JSON line
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
@@ -74,7 +75,7 @@ class Member(NamedTuple):
     @property
     def kind(self) -> str:
         """ "image", "audio" or "other"."""
-        return _kind(self.extension)
+        return kind_of(self.extension)
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -168,18 +169,21 @@ def _confirmed(shard: Path, index: ShardIndex) -> ShardVersion | None:
 
 
 def index_path(
-    shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, writable: bool = False
+    shard: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str] | None = None,
+    writable: bool = False,
+    suffix: str = _SUFFIX,
 ) -> Path:
-    """Where the index lies: beside the shard, or in `cache_dir` if given. With `writable`, a user-wide cache folder
-    takes the place of a shard folder that this process may not write to."""
+    """Where the index lies, or another file about the shard: beside it, or in `cache_dir` if given. With `writable`, a
+    user-wide cache folder takes the place of a shard folder that this process may not write to."""
     shard = Path(shard)
     if cache_dir is None and writable and not os.access(shard.parent, os.W_OK):
         cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train" / "index"
     if cache_dir is None:
-        return shard.with_name(shard.name + ".mimo-index")
+        return shard.with_name(shard.name + suffix)
     # Shards of several folders often share their names; the hash keeps their indexes apart.
     place = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:12]
-    return Path(cache_dir).expanduser() / f"{shard.name}.{place}.mimo-index"
+    return Path(cache_dir).expanduser() / f"{shard.name}.{place}{suffix}"
 
 
 def build_index(shard: str | os.PathLike[str], retries: int = RETRIES) -> ShardIndex:
@@ -267,7 +271,8 @@ def _find_record(names: list[str]) -> tuple[int, str | None]:
     return -1, f"no .json and no .txt member (members: {members})"
 
 
-def _kind(extension: str) -> str:
+def kind_of(extension: str) -> str:
+    """ "image", "audio" or "other"."""
     last = extension.rpartition(".")[2]
     for kind, known in (("image", IMAGES), ("audio", AUDIO)):
         if last in known or last in UNREADABLE[kind]:
@@ -277,12 +282,14 @@ def _kind(extension: str) -> str:
 
 def ignored(extensions: Iterable[str]) -> list[str]:
     """Those that are neither a picture, nor a clip, nor a record: such members are not read."""
-    return sorted(one for one in extensions if _kind(one) == "other" and one.rpartition(".")[2] not in ("json", "txt"))
+    return sorted(
+        one for one in extensions if kind_of(one) == "other" and one.rpartition(".")[2] not in ("json", "txt")
+    )
 
 
 def _measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int, int, int]:
     """(frames, rate, height, width) of a member; zeros where they do not apply or cannot be read."""
-    kind = _kind(extension)
+    kind = kind_of(extension)
     if kind == "image":
         header = parse_header(lambda at, length: read(max(min(length, size - at), 0), offset + at), size)
         return (0, 0, header.height, header.width) if header else (0, 0, 0, 0)

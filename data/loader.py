@@ -1,7 +1,7 @@
 """The step loader: optimizer steps for one rank, read ahead in threads, in an order that no worker count changes.
 
 `consumed_samples` is the whole state. Step after step the loader hands out samples [consumed, consumed + size of the
-step), cut in microbatches of `microbatch_samples`; each reader takes its contiguous data-parallel slice of each. Bad
+step), cut in microbatches by the plan of the step; each reader takes its contiguous data-parallel slice of each. Bad
 samples are counted when a step is handed out, not when it is read ahead: the same one ends a run at the same step.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,11 +18,14 @@ import numpy as np
 import torch
 
 from data.bad_samples import BadSample
-from data.collate import collate, collate_media
+from data.collate import TextSample, collate, collate_media, collate_packed
 from data.dataset import Dataset
+from data.divide import Span, spread_parts
 from data.features import MEDIA, MicrobatchMedia, SampleMedia
-from data.outline import MediaSize
+from data.sample_table import StepSamples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
+from data.step_plan import Share, StepPlan
+from data.text_lengths import require_planned
 
 _STEPS_AHEAD = 2
 
@@ -33,6 +36,7 @@ class StepLoader:
     readers: one per module that this rank reads; none is allowed (such a rank gets numbers and counts only).
     workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to hand out, None = endless.
     `next` raises what went wrong in a worker, as it was: TooManyBadSamples, ShardError, ...
+    With `Batching.padding` the dataset has lengths (`TextLengths.serve`).
     """
 
     def __init__(
@@ -49,14 +53,17 @@ class StepLoader:
         known = {LANGUAGE, *(item.module for item in dataset.modules)}
         names = [reader.module for reader in readers]
         assert len(set(names)) == len(names) and known.issuperset(names), (names, known)
+        self._language = next((reader for reader in readers if reader.module == LANGUAGE), None)
+        if self._language and batching.padding is None:
+            batching = replace(batching, replicas=self._language.dp_size)
+        assert self._language is None or self._language.dp_size == batching.replicas, (self._language, batching)
         self._dataset, self._batching, self._limit = dataset, batching, limit
         for reader in readers:  # asserts that slices are whole numbers of samples
-            reader.slice(0, [0] * batching.microbatch_samples)
+            reader.span([0] * batching.microbatch_samples)
         self._readers = list(readers)
         self._sizes_only = {reader.module for reader in readers if reader.sizes_only}
         self._fields = {item.module: item.field for item in dataset.modules} | dict.fromkeys(self._sizes_only, "sizes")
         self._tiled = {item.module for item in dataset.modules if item.canvas} - self._sizes_only
-        self._language = next((reader for reader in readers if reader.module == LANGUAGE), None)
         self._next, self._issued, self._closed = consumed_samples, 0, False
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers else None
         self._pending: deque[_Step] = deque()
@@ -108,39 +115,44 @@ class StepLoader:
 
     def _issue(self, first: int, step_size: int) -> _Step:
         """Hands every sample of the step to the workers; the samples of one reader are in order."""
-        size = self._batching.microbatch_samples
-        starts = range(first, first + step_size, size)
+        samples = self._dataset.plan_step(first, step_size)
+        plan = self._batching.plan(first, step_size, samples.lengths, self._dataset.sequence_length)
         text = self._dataset.read_text
-        sizes = [self._submit(self._media_sizes, start) for start in starts]
-        slices = [self._slices(start, of_microbatch) for start, of_microbatch in zip(starts, sizes, strict=True)]
+        own = self._own(plan, samples)
         return _Step(
-            first,
-            step_size,
-            sizes,
-            slices,
-            texts=[[self._submit(text, number) for number in own.get(LANGUAGE, ())] for own in slices],
+            plan,
+            samples,
+            own,
+            texts=[[self._submit(text, number) for number in numbers.get(LANGUAGE, ())] for numbers in own],
             media=[
                 {
-                    module: [self._submit(self._read_media, number, module) for number in numbers]
-                    for module, numbers in own.items()
+                    module: [self._submit(self._read_media, number, module) for number in of_module]
+                    for module, of_module in numbers.items()
                     if module != LANGUAGE
                 }
-                for own in slices
+                for numbers in own
             ],
         )
 
-    def _slices(self, start: int, sizes: Callable[[], list[dict[str, MediaSize]]]) -> dict[str, range]:
-        """Sample numbers that this rank reads of a microbatch, by module."""
-        loads = [0] * self._batching.microbatch_samples
-        return {
-            reader.module: reader.slice(
-                start, [size[reader.module].load for size in sizes()] if reader.balanced else loads
-            )
-            for reader in self._readers
-        }
+    def _own(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
+        """By microbatch and module, the sample numbers that this rank reads."""
+        order = [plan.places(microbatch) for microbatch in range(len(plan.shares))]
+        spans = {reader.module: self._spans(reader, plan, samples, order) for reader in self._readers}
+        return [
+            {module: (plan.first + places[slice(*of[microbatch])]).tolist() for module, of in spans.items()}
+            for microbatch, places in enumerate(order)
+        ]
 
-    def _media_sizes(self, start: int) -> list[dict[str, MediaSize]]:
-        return [self._dataset.media_sizes(number) for number in range(start, start + self._batching.microbatch_samples)]
+    def _spans(self, reader: Reader, plan: StepPlan, samples: StepSamples, order: list[np.ndarray]) -> list[Span]:
+        """Of the samples of each microbatch, those that this rank reads for a module."""
+        if reader is self._language:
+            return [plan.spans(microbatch)[reader.dp_rank] for microbatch in range(len(order))]
+        if plan.packed or reader.balanced:
+            loads = [samples.loads[reader.module][places].tolist() for places in order]
+            if plan.packed:
+                return [of_ranks[reader.dp_rank] for of_ranks in spread_parts(loads, reader.dp_size)]
+            return [reader.span(of_samples) for of_samples in loads]
+        return [reader.span(places.tolist()) for places in order]  # of the loads, only their number counts
 
     def _submit(self, work: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         """The result, when called."""
@@ -150,37 +162,44 @@ class StepLoader:
         return future.result
 
     def _assemble(self, step: _Step) -> StepBatch:
-        size, modules = self._batching.microbatch_samples, [item.module for item in self._dataset.modules]
-        found: dict[int, BadSample] = {}
+        plan, found = step.plan, dict[int, BadSample]()
         microbatches = []
-        for at in range(step.size // size):
+        for at, own in enumerate(step.own):
             texts = [result() for result in step.texts[at]]
             media = {module: [result() for result in results] for module, results in step.media[at].items()}
             of_media = [read.bad for reads in media.values() for read in reads]
             for bad_sample in (*(bad_sample for _, bad_sample in texts), *of_media):
                 if bad_sample is not None:
                     found.setdefault(bad_sample.number, bad_sample)
-            microbatches.append(self._microbatch(step.slices[at], texts, media, found))
-        bad = np.zeros(step.size, dtype=bool)
+            microbatches.append(self._microbatch(plan, at, own, texts, media, found))
+        bad = np.zeros(plan.size, dtype=bool)
         for number in sorted(found):
-            bad[number - step.first] = True
+            bad[number - plan.first] = True
             self._dataset.bad_samples.record(found[number])
-        sizes = [result() for result in step.sizes]
+        order = [plan.places(at) for at in range(len(plan.shares))]
+        samples = step.samples
         tokens, loads, pairs = (
-            {module: [[getattr(size[module], what) for size in part] for part in sizes] for module in modules}
-            for what in ("tokens", "load", "pairs")
+            {module: [values[places].tolist() for places in order] for module, values in of.items()}
+            for of in (samples.tokens, samples.loads, samples.pairs)
         )
-        return StepBatch(step.first, microbatches, tokens, loads, pairs, bad)
+        return StepBatch(plan, microbatches, step.own, tokens, loads, pairs, bad)
 
     def _microbatch(
-        self, slices: dict[str, range], texts: list, media: dict[str, list], bad: Container[int]
+        self,
+        plan: StepPlan,
+        at: int,
+        own: dict[str, list[int]],
+        texts: list[tuple[TextSample, BadSample | None]],
+        media: dict[str, list],
+        bad: Container[int],
     ) -> dict[str, Any]:
-        numbers = slices.get(LANGUAGE) or next(iter(slices.values()), ())
-        batch: dict[str, Any] = {"sample_numbers": torch.tensor(list(numbers), dtype=torch.int64)}
+        numbers = own[LANGUAGE] if LANGUAGE in own else next(iter(own.values()), [])
+        batch: dict[str, Any] = {"sample_numbers": torch.tensor(numbers, dtype=torch.int64)}
         if self._language:
+            samples = [self._planned(plan, *read) for read in texts]
             # A sample whose picture failed on this very rank must not be learned from either.
-            samples = [sample.without_loss() if sample.number in bad else sample for sample, _ in texts]
-            batch |= collate(samples)
+            samples = [sample.without_loss() if sample.number in bad else sample for sample in samples]
+            batch |= self._rows(plan, plan.shares[at][self._language.dp_rank], samples)
             if self._dataset.keep_text:
                 batch["texts"] = [sample.question_and_truth for sample in samples]
         if media:
@@ -189,6 +208,25 @@ class StepLoader:
                 module: None if value is None else {module: value} for module, value in inputs.items()
             }
         return batch
+
+    def _rows(self, plan: StepPlan, share: Share, samples: Sequence[TextSample]) -> dict[str, Any]:
+        if not plan.packed:
+            return collate(samples, share.length)
+        assert plan.lengths is not None, "packs follow from lengths"
+        lengths = plan.lengths[share.places].tolist()
+        return collate_packed(samples, lengths, share.length, self._dataset.tokenizer.pad_id)
+
+    def _planned(self, plan: StepPlan, sample: TextSample, bad: BadSample | None) -> TextSample:
+        """The sample as long as the plan says: the stand-in of one that could be read when it was counted has padding
+        at its end. Raises DataError for a text of another length."""
+        if plan.lengths is None:
+            return sample
+        planned = int(plan.lengths[sample.number - plan.first])
+        if bad is not None and sample.length < planned:
+            return replace(sample, length=planned)
+        if sample.length != planned:
+            require_planned(sample.length, planned, self._dataset.locate(sample.number))
+        return sample
 
     def _read_media(self, number: int, module: str) -> _MediaRead:
         """What `Dataset.read_media` gives, unless sizes are enough or the features of the sample are known already."""
@@ -233,12 +271,11 @@ class _MediaRead(NamedTuple):
 
 @dataclass(frozen=True)
 class _Step:
-    """A step on its way, by microbatch: what the index says of every sample, which this rank reads, and callables that
-    give what was read."""
+    """A step on its way: its plan, what the index says of every sample, and by microbatch the numbers that this rank
+    reads and callables that give what was read."""
 
-    first: int
-    size: int
-    sizes: list[Callable[[], list[dict[str, MediaSize]]]]
-    slices: list[dict[str, range]]
+    plan: StepPlan
+    samples: StepSamples
+    own: list[dict[str, list[int]]]
     texts: list[list[Callable[[], Any]]]
     media: list[dict[str, list[Callable[[], Any]]]]

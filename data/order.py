@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
+
 _MASK = (1 << 64) - 1
 _ROUNDS = 12
 
@@ -53,6 +55,32 @@ class GlobalOrder:
             if value < self.size:
                 return value
 
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """`row` of each of `numbers`, int64: a whole step at once."""
+        epochs, values = np.divmod(np.asarray(numbers, dtype=np.int64), self.size)
+        if not self.shuffle or self.size == 1:
+            return values
+        rows = np.empty_like(values)
+        for epoch in np.unique(epochs).tolist():
+            of_epoch = epochs == epoch
+            rows[of_epoch] = self._permuted(values[of_epoch].astype(np.uint64), self._keys(epoch))
+        return rows
+
+    def _permuted(self, values: np.ndarray, keys: tuple[int, ...]) -> np.ndarray:
+        """The loop of `row` on uint64, whose products wrap around as its masks do."""
+        low_bits, low_mask, high_mask = map(np.uint64, _split(self.size))
+        walking = np.arange(len(values))
+        while len(walking):
+            own = values[walking]
+            high, low = own >> low_bits, own & low_mask
+            for turn in range(0, _ROUNDS, 2):
+                high ^= _mix_all(low + np.uint64(keys[turn])) & high_mask
+                low ^= _mix_all(high + np.uint64(keys[turn + 1])) & low_mask
+            own = high << low_bits | low
+            values[walking] = own
+            walking = walking[own >= np.uint64(self.size)]
+        return values.astype(np.int64)
+
 
 def _split(size: int) -> tuple[int, int, int]:
     """(bits of the low part, its mask, mask of the high part)."""
@@ -72,3 +100,11 @@ def _mix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 31
+
+
+def _mix_all(values: np.ndarray) -> np.ndarray:
+    """`_mix` of uint64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)

@@ -8,7 +8,10 @@ from data.features import MEDIA, Lookup, MicrobatchMedia, SampleMedia
 from data.loader import StepLoader
 from data.media.resize import Resize
 from data.outline import Media
+from data.packing import Packing
 from data.step import Batching, Reader, StepBatch
+from data.step_plan import Padding, StepPlan
+from data.text_lengths import TextLengths
 
 __all__ = [
     "MEDIA",
@@ -19,11 +22,15 @@ __all__ = [
     "Lookup",
     "Media",
     "MicrobatchMedia",
+    "Packing",
+    "Padding",
     "Reader",
     "Resize",
     "SampleMedia",
     "StepBatch",
     "StepLoader",
+    "StepPlan",
+    "TextLengths",
     "TextSample",
     "TooManyBadSamples",
     "require_budget",

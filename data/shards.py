@@ -31,7 +31,10 @@ def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str
     elif isinstance(pattern, os.PathLike):
         parts = [os.fspath(pattern)]
     else:
-        parts = [piece for item in pattern for piece in _split_commas(os.fspath(item))]
+        # A path is one shard, whatever its name; a text may be several.
+        parts = [
+            piece for item in pattern for piece in (_split_commas(item) if isinstance(item, str) else [os.fspath(item)])
+        ]
     if not parts:
         raise DataError(
             "data.shards is empty: give a folder, a glob, a brace range such as 'x-{000000..000003}.tar', or a list"

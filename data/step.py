@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from data.divide import balanced_parts, equal_parts
+from data.divide import Span, balanced_parts, equal_parts
+from data.packing import Packing, plan_in_packs
+from data.step_plan import Padding, StepPlan, plan_by_length, plan_in_order
 
 LANGUAGE = "language"
 
@@ -18,14 +20,18 @@ LANGUAGE = "language"
 class Batching:
     """`global_batch_size`: samples per optimizer step; `microbatch_samples`: samples of one microbatch over ALL
     data-parallel ranks, that is micro_batch_size x dp(language); `size_at`: samples of the step that begins after so
-    many consumed samples, while the batch grows to `global_batch_size`."""
+    many consumed samples, while the batch grows to `global_batch_size`; `replicas`: dp(language); `padding`: how
+    microbatches of similar lengths are made, or rows of several samples (`Packing`), whose microbatches follow from the
+    lengths; None: samples in their order, all rows as long as any may be."""
 
     global_batch_size: int
     microbatch_samples: int
     size_at: Callable[[int], int] | None = None
+    replicas: int = 1
+    padding: Padding | Packing | None = None
 
     def __post_init__(self) -> None:
-        assert self.microbatch_samples > 0, self
+        assert self.microbatch_samples > 0 and self.microbatch_samples % self.replicas == 0, self
         assert self.global_batch_size > 0 and self.global_batch_size % self.microbatch_samples == 0, self
 
     def size(self, consumed: int) -> int:
@@ -34,12 +40,26 @@ class Batching:
         assert 0 < size <= self.global_batch_size and size % self.microbatch_samples == 0, (self, size)
         return size
 
+    def plan(self, first: int, size: int, lengths: np.ndarray | None, sequence_length: int) -> StepPlan:
+        """The plan of the step of samples [first, first + size).
+
+        Args:
+            lengths: [size], planned tokens; needed with `padding`.
+        """
+        cut = (self.microbatch_samples, self.replicas, sequence_length)
+        if self.padding is None:
+            return plan_in_order(first, size, *cut)
+        assert lengths is not None, "the texts were not counted: TextLengths.serve"
+        if isinstance(self.padding, Packing):
+            return plan_in_packs(first, lengths, self.replicas, self.padding)
+        return plan_by_length(first, lengths, *cut, self.padding)
+
 
 @dataclass(frozen=True)
 class Reader:
     """This rank's part of one module ("language" or a `Media.module`): the `dp_rank`-th of `dp_size` contiguous slices
-    of each microbatch, equal, or `balanced` by the tokens inside the encoder. `sizes_only`: of the media just
-    their sizes, from the index, for ranks that get the rest from others."""
+    of each microbatch in the order of its plan: equal, or `balanced` by the tokens inside the encoder. `sizes_only`: of
+    the media just their sizes, from the index, for ranks that get the rest from others."""
 
     module: str
     dp_rank: int
@@ -50,39 +70,46 @@ class Reader:
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, self
 
-    def slice(self, first: int, loads: Sequence[int]) -> range:
-        """Its sample numbers of those that start at `first`, one for each of `loads`."""
+    def span(self, loads: Sequence[int]) -> Span:
+        """Its samples of a microbatch, one for each of `loads`."""
         parts = balanced_parts(loads, self.dp_size) if self.balanced else equal_parts(len(loads), self.dp_size)
-        begin, end = parts[self.dp_rank]
-        return range(first + begin, first + end)
+        return parts[self.dp_rank]
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """One optimizer step of one rank.
 
+    plan: which samples make which microbatch, the same on every rank; what follows is in its order.
     microbatches: one dict each. With the language module: input_ids, labels, position_ids int64 [B, S] (on three axes
     [3, B, S], see `data.positions`), loss_mask float32 [B, S], and `texts` (list of (question, truth)) if the dataset
-    keeps text. With media modules: `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in
-    sample order, a list of tensors if sizes differ, None in place of the inner dict if there are none; audio has
-    "waveforms": float32 [N, samples]; pictures in tiles are [tiles, 3, side, side] each, and have "sizes"
-    (`Media.size`) beside them; readers of `sizes_only` have "sizes" instead: the list of sizes. Beside these
-    `media` (`MicrobatchMedia`) for modules whose features the dataset looks up, and then N are the pictures of the
-    samples without features only. Always: `sample_numbers` int64 [B], of the language slice, else of the first media
-    module's.
+    keeps text; of a packed row also `documents` (see `collate_packed`), and B is 1. With media modules:
+    `modality_inputs`: {module: {module: {"pixels": uint8 [N, 3, h, w]}}}, N pictures in sample order, a list of tensors
+    if sizes differ, None in place of the inner dict if there are none; audio has "waveforms": float32 [N, samples];
+    pictures in tiles are [tiles, 3, side, side] each, and have "sizes" (`Media.size`) beside them; readers of
+    `sizes_only` have "sizes" instead: the list of sizes. Beside these `media` (`MicrobatchMedia`) for modules whose
+    features the dataset looks up, and then N are the pictures of the samples without features only. Always:
+    `sample_numbers` int64, of the samples of the language slice, else of the first media module's.
+    numbers: per microbatch, module -> sample numbers that this rank reads for it.
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
     in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.
-    bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads).
+    bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads), by place.
     """
 
-    first_sample: int
+    plan: StepPlan
     microbatches: list[dict[str, Any]]
+    numbers: list[dict[str, list[int]]]
     token_counts: dict[str, list[list[int]]]
     loads: dict[str, list[list[int]]]
     pairs: dict[str, list[list[int]]]
     bad: np.ndarray
 
     @property
+    def first_sample(self) -> int:
+        """Number of the first of its samples, which have the numbers behind it."""
+        return self.plan.first
+
+    @property
     def size(self) -> int:
         """Samples of the step, over all data-parallel ranks."""
-        return len(self.bad)
+        return self.plan.size

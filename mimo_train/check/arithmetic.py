@@ -11,6 +11,7 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan import memory
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.memory import GIB, Memory, StageMemory
+from mimo_train.plan.padding import pack_length
 from mimo_train.plan.parameters import ParameterCount, freeze_patterns, module_parameters
 from mimo_train.plan.placement import span_text
 from mimo_train.plan.run import Run
@@ -79,6 +80,19 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
         )
 
 
+def _packed_rows(cfg: ConfigContainer, layout: RunLayout) -> list[tuple[str, str]]:
+    """What a microbatch is where samples are packed."""
+    length, replicas = pack_length(cfg), layout.language.dp
+    most = -(-cfg.train.global_batch_size * cfg.data.sequence_length // (length * replicas))
+    return [
+        (
+            "microbatch",
+            f"a row of up to {length:,} tokens on each of dp {replicas} of {LANGUAGE}: several samples (data.pack)",
+        ),
+        ("microbatches", f"as many as the texts of a step take, about {most} if all had data.sequence_length"),
+    ]
+
+
 def add_batch(report: Report, run: Run) -> None:
     """Batch arithmetic and the pipeline's bubble."""
     cfg, layout, batch = run.cfg, run.layout, run.batch
@@ -86,17 +100,23 @@ def add_batch(report: Report, run: Run) -> None:
     share, chunks = bubble(run), f"{layout.language.vpp} x " if layout.language.vpp > 1 else ""
     per_rank = ", ".join(f"{name} {batch.microbatch_samples // sizes.dp}" for name, sizes in layout.modules.items())
     tokens = train.global_batch_size * cfg.data.sequence_length
+    packed = cfg.data.pack
     rows = [
         ("processes", _processes(layout)),
         ("global batch", f"{train.global_batch_size} samples"),
+        *(_packed_rows(cfg, layout) if packed else ()),
         (
-            "microbatch",
+            "microbatch of an evaluation" if packed else "microbatch",
             f"{batch.microbatch_samples} samples (train.micro_batch_size {train.micro_batch_size} x dp of {LANGUAGE} "
             f"{layout.language.dp})",
         ),
-        ("microbatches", f"{microbatches} a step"),
-        ("samples of a microbatch on a rank", per_rank),
-        ("tokens", f"{tokens:,} a step, padding included ({train.global_batch_size} x {cfg.data.sequence_length})"),
+        *(() if packed else (("microbatches", f"{microbatches} a step"),)),
+        ("samples of a microbatch on a rank", f"{per_rank}{' in an evaluation' if packed else ''}"),
+        (
+            "tokens",
+            f"{'at most ' * (cfg.data.pad == 'microbatch')}{tokens:,} a step, padding included "
+            f"({train.global_batch_size} x {cfg.data.sequence_length})",
+        ),
         ("run", f"{train.iters:,} steps, {batch.samples_of(train.iters):,} samples"),
         (
             "pipeline",

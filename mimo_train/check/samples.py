@@ -12,6 +12,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.shown import shown
+from data.text_lengths import TextLengths
 from mimo_train.check.findings import Report, Table, plural, spread
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
@@ -159,6 +160,10 @@ def _add_samples(
     dataset = build_dataset(cfg, tokenizer, held_out=held_out, shards=shards)
     media = dataset.modules
     seen.fingerprint = dataset.fingerprint
+    if not held_out and cfg.data.pad == "microbatch":
+        to_count = sum(dataset.samples_of(shard) for shard in TextLengths(dataset).missing())
+        said = f"{plural(to_count, 'text')} to count before the first step" if to_count else "known"
+        rows.append(("", "lengths of texts", f"{said} (data.pad=microbatch)"))
     first = range(min(FIRST_SAMPLES, len(dataset)))
     lengths: list[int] = []
     targets, bad, silent = [], [], []

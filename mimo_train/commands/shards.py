@@ -22,8 +22,14 @@ def add(subparsers: Any) -> None:
     commands = shards.add_subparsers(dest="shards_command", required=True, metavar="COMMAND")
     pattern_help = "a folder, a glob, a range such as 'x-{000000..000003}.tar', or several separated by commas"
 
-    index = commands.add_parser("index", help="build the indexes that training reads")
-    index.add_argument("pattern", metavar="PATTERN", help=pattern_help)
+    index = commands.add_parser("index", help="build the indexes that training reads, and count the texts of a run")
+    index.add_argument(
+        "pattern",
+        metavar="PATTERN|CONFIG",
+        help=f"{pattern_help}; or a config (a shipped name or a YAML file): its shards are indexed, and the tokens of "
+        "their texts counted",
+    )
+    index.add_argument("overrides", metavar="key=value", nargs="*", help="with a config: changes to it")
     index.add_argument("--cache-dir", help="put the indexes into this folder instead of beside the shards")
     index.add_argument(
         "--workers", type=positive, default=1, help="processes, each takes a shard at a time (default: 1)"
@@ -94,19 +100,60 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _index(args: argparse.Namespace) -> int:
+    from data.shards import find_shards
+    from mimo_train.config.compose import is_config, load
+
+    if not args.overrides and (Path(args.pattern).is_dir() or not is_config(args.pattern)):
+        return _index_all(find_shards(args.pattern), args.cache_dir, args.workers)
+    cfg = load(args.pattern, args.overrides)
+    if args.cache_dir:
+        cfg.data.cache_dir = args.cache_dir
+    patterns = [pattern for pattern in (cfg.data.shards, cfg.data.validation_shards) if pattern]
+    code = _index_all(find_shards(patterns), cfg.data.cache_dir or None, args.workers)
+    return code or _count_texts(cfg, args.workers)
+
+
+def _count_texts(cfg: Any, workers: int) -> int:
+    from data.text_lengths import TextLengths
+    from mimo_train.metrics.count_bar import CountBar
+    from mimo_train.plan.inputs import OneShard, build_dataset, tokenizer_of
+    from mimo_train.plan.padding import padding_of
+    from mimo_train.plan.run import resolve
+
+    if padding_of(resolve(cfg).cfg) is None:
+        print(f"data.pad is {cfg.data.pad}: texts need not be counted")
+        return 0
+    dataset = build_dataset(cfg, tokenizer_of(cfg))
+    lengths = TextLengths(dataset)
+    bar = CountBar("counting the tokens of texts", sum(dataset.samples_of(shard) for shard in lengths.missing()))
+    counted = 0
+    try:
+        for done in lengths.build(OneShard(cfg), workers):
+            counted += done.samples
+            bar.add(done.samples)
+    finally:
+        bar.close()
+    lengths.serve()
+    found = dataset.lengths
+    assert found is not None
+    print(
+        f"{counted} of {len(found)} texts counted now; tokens of a sample: {found.mean():.1f} on average, longest "
+        f"{found.max()}, of data.sequence_length {cfg.data.sequence_length}"
+    )
+    return 0
+
+
+def _index_all(paths: list[Path], cache_dir: str | None, workers: int) -> int:
     from concurrent.futures import ProcessPoolExecutor
     from contextlib import ExitStack
     from multiprocessing import get_context
 
-    from data.shards import find_shards
-
-    paths = find_shards(args.pattern)
-    jobs = [(path, args.cache_dir) for path in paths]
+    jobs = [(path, cache_dir) for path in paths]
     samples = bad = failed = empty = 0
     with ExitStack() as stack:
         results: Iterable[tuple[int, int, str]] = map(_index_one, jobs)
-        if args.workers > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")))
+        if workers > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("spawn")))
             results = pool.map(_index_one, jobs)
         for path, (count, faults, error) in zip(paths, results, strict=True):
             if error:

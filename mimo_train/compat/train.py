@@ -240,7 +240,7 @@ def compute_throughputs_and_append_to_progress_log(
         state.run_dir,
         world_size=state.layout.world_size,
         step=state.train_state.step,
-        tokens=state.train_state.consumed_train_samples * state.cfg.data.sequence_length,
+        tokens=state.train_state.consumed_train_tokens,
         flops=num_floating_point_operations_so_far,
         job_seconds=state.job_seconds,
     )

@@ -69,7 +69,7 @@ def training_log(
             them.
         log_max_attention_logit: largest attention logit, if it is tracked.
         loaded_iteration: step that this job started from.
-        seq_length: tokens of a sample; default `data.sequence_length`.
+        seq_length: tokens of a sample; default: as many as the samples have.
 
     Returns:
         The new `report_memory_flag`: False once memory has been printed.

@@ -175,15 +175,28 @@ def to_yaml(cfg: ConfigContainer) -> str:
     return yaml.safe_dump(to_dict(cfg), sort_keys=False)
 
 
+def is_config(name: str) -> bool:
+    """Whether `name` is that of a YAML file or of a shipped config."""
+    return Path(name).suffix in _SUFFIXES or name in _shipped()
+
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+def _shipped() -> dict[str, Path]:
+    """Files of the shipped configs by their names."""
+    folder = shipped_configs()
+    files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob(f"{RECIPES}/*.yaml"))]
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+
+
 def _find(config: str) -> Path:
     path = Path(config)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in _SUFFIXES:
         if path.is_file():
             return path.resolve()
         raise ConfigError([Fault("CONFIG", f"no file {config}: give an existing YAML file or a shipped name")])
-    folder = shipped_configs()
-    files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob(f"{RECIPES}/*.yaml"))]
-    shipped = {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+    shipped = _shipped()
     if config in shipped:
         return shipped[config]
     raise ConfigError([Fault("CONFIG", f"no shipped config named {config!r}{nearest(config, shipped)}")])

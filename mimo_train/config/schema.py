@@ -138,6 +138,17 @@ class DataConfig:
     `validation_shards` on first use. Empty: never; set it so for shards of your own."""
     sequence_length: int = key(1024, at_least=1, at_most=2**27)
     """Tokens of one sample, placeholders of media included. Longer texts are cut at the end."""
+    pad: str = key("microbatch", choices=("microbatch", "sequence"))
+    """How long the rows of a microbatch are: `microbatch`: as long as its longest sample, and the samples of a step are
+    sorted so that microbatches hold similar lengths, or `sequence`: `sequence_length`. The samples of a step are the
+    same. See docs/data.md#padding."""
+    pack: bool = False
+    """Whether samples of a step stand in rows of several, without padding between them, instead of a row each. No
+    number changes: attention stays inside samples, and a step trains the same ones. The microbatches of a step follow
+    from their lengths, and `train.micro_batch_size` only gives `pack_length` its default. See docs/data.md#packing."""
+    pack_length: int = key(0, at_least=0, at_most=2**27)
+    """With `pack`: most tokens of a row, at least `sequence_length`. 0: `train.micro_batch_size` x `sequence_length`,
+    what a microbatch holds unpacked."""
     tokenizer: str = key("bytes", filled="bytes or a folder")
     """`bytes` (built in), or a folder with a Hugging Face tokenizer."""
     chat_template: str = key("auto", filled="auto, own or a file")

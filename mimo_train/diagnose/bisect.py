@@ -92,7 +92,7 @@ def bisect(
         with LayerHooks(pipeline) as hooks:
             forward_backward(data, copies)
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, hooks.first(any(bad_losses(pipeline, losses, data))))
+        dist.all_gather_object(found, hooks.first(any(bad_losses(losses, data))))
         sightings = [sighting for sighting in found if sighting is not None]
         if sightings:
             return _origin(microbatch, sightings, list(pipeline.layout.modules))

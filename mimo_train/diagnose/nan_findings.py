@@ -16,7 +16,7 @@ import torch.distributed as dist
 from data.pipeline import MEDIA
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.model.names import global_names, modules_of
-from mimo_train.step.batches import StepIterator, readers_of
+from mimo_train.step.batches import StepIterator
 from mimo_train.step.losses import StepLosses
 from mimo_train.step.schedule import Pipeline
 
@@ -95,8 +95,8 @@ def gather(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> Findin
     own = Findings(
         _on_this_rank(bad_gradients(pipeline.model)),
         _on_this_rank(bad_weights(pipeline.model)),
-        bad_losses(pipeline, losses, data),
-        list(_bad_inputs(pipeline, data)),
+        bad_losses(losses, data),
+        list(_bad_inputs(data)),
     )
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -122,14 +122,14 @@ def bad_weights(model: list) -> dict[str, list[str]]:
     return _bad_names(_parameters(model))
 
 
-def bad_losses(pipeline: Pipeline, losses: StepLosses, data: StepIterator) -> list[BadMicrobatch]:
+def bad_losses(losses: StepLosses, data: StepIterator) -> list[BadMicrobatch]:
     """Losses of this rank that are not finite, with the samples of its part of their microbatches."""
     found = []
     for microbatch, report in enumerate(losses.reports):
         sums = dict(zip(report, torch.stack([value[0] for value in report.values()]).tolist(), strict=True))
         bad = {name: str(value) for name, value in sums.items() if not math.isfinite(value)}
         if bad:
-            numbers = _own_samples(pipeline, data, LANGUAGE, microbatch)
+            numbers = data.current.numbers[microbatch][LANGUAGE]
             found.append(BadMicrobatch(LANGUAGE, dist.get_rank(), microbatch, bad, _samples(data, numbers)))
     return found
 
@@ -140,7 +140,7 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
     return torch.stack(flags).tolist() if flags else []
 
 
-def _bad_inputs(pipeline: Pipeline, data: StepIterator) -> Iterator[BadMicrobatch]:
+def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
     """Non-finite pictures or clips that this rank read, with their samples."""
     outline = data.dataset.outline
     for microbatch, batch in enumerate(data.current.microbatches):
@@ -151,21 +151,13 @@ def _bad_inputs(pipeline: Pipeline, data: StepIterator) -> Iterator[BadMicrobatc
             for name, values in tensors.items():
                 if not isinstance(values[0], torch.Tensor):
                     continue  # later stages of an encoder have sizes alone
-                numbers = _own_samples(pipeline, data, module, microbatch)
+                numbers = data.current.numbers[microbatch][module]
                 # One item for each picture or clip that was read, in the order of the samples.
                 owners = [number for number in numbers if number not in known for _ in outline(number).tokens[module]]
                 bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
                 if bad:
                     samples = _samples(data, dict.fromkeys(bad))
                     yield BadMicrobatch(module, dist.get_rank(), microbatch, {name: "input"}, samples)
-
-
-def _own_samples(pipeline: Pipeline, data: StepIterator, module: str, microbatch: int) -> range:
-    """Numbers of the samples of a microbatch that this rank reads for a module."""
-    size, step = pipeline.batch.microbatch_samples, data.current
-    reader = next(reader for reader in readers_of(pipeline.layout, pipeline.groups) if reader.module == module)
-    loads = step.loads[module][microbatch] if module in step.loads else [0] * size
-    return reader.slice(step.first_sample + microbatch * size, loads)
 
 
 def _samples(data: StepIterator, numbers: Iterable[int]) -> list[Sample]:

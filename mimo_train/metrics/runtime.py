@@ -22,6 +22,7 @@ def report_runtime(
     time_unit: str = "seconds",
     *,
     loaded_iteration: int = 0,
+    tokens: int | None = None,
 ) -> dict[str, float]:
     """How long the run has taken and will take, if the rest goes as fast as this job has gone.
 
@@ -32,6 +33,7 @@ def report_runtime(
         train_iters: steps of the run.
         time_unit: seconds, minutes, hours or days.
         loaded_iteration: step that this job started from; earlier steps took none of its time.
+        tokens: of the run so far, where samples have other numbers than `seq_length`.
 
     Returns:
         `time/remaining_estimate` and `time/total` (of this job, in `time_unit`; the former is NaN before its first
@@ -46,7 +48,7 @@ def report_runtime(
     steps = train_state.step - loaded_iteration
     return {
         "time/remaining_estimate": elapsed / steps * (train_iters - train_state.step) if steps > 0 else math.nan,
-        "time/tokens": train_state.consumed_train_samples * seq_length,
+        "time/tokens": train_state.consumed_train_samples * seq_length if tokens is None else tokens,
         "time/samples": train_state.consumed_train_samples,
         "time/batches": train_state.step,
         "time/total": elapsed,
@@ -61,6 +63,7 @@ def report_throughput(
     window_size: int,
     *,
     history_samples: Sequence[int] | None = None,
+    history_tokens: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Throughput over the latest steps.
 
@@ -71,6 +74,7 @@ def report_throughput(
         history_wct: seconds of each step, newest last.
         window_size: steps to average over.
         history_samples: samples of each step, newest last, where they differ (`train.rampup_batch_size`).
+        history_tokens: tokens of each step, newest last, where samples have other numbers than `seq_length`.
 
     Returns:
         `throughput/{batches,samples,tokens}_per_sec`, and `throughput/device/...`, which is per process of the run;
@@ -89,7 +93,10 @@ def report_throughput(
     samples = train_config.global_batch_size * window_size
     if history_samples is not None:
         samples = sum(history_samples[-window_size:])
-    rates = {"batches": window_size / seconds, "samples": samples / seconds, "tokens": samples * seq_length / seconds}
+    tokens = samples * seq_length
+    if history_tokens is not None:
+        tokens = sum(history_tokens[-window_size:])
+    rates = {"batches": window_size / seconds, "samples": samples / seconds, "tokens": tokens / seconds}
     devices = dist.get_world_size() if dist.is_initialized() else 1
     return {f"throughput/{name}_per_sec": rate for name, rate in rates.items()} | {
         f"throughput/device/{name}_per_sec": rate / devices for name, rate in rates.items()

@@ -4,6 +4,9 @@ A drop-in for Megatron-Core's `DotProductAttention`, which materialises the scor
 attention on a GPU, a fused one on a CPU. A window cuts long sequences into blocks, so that masks stay small. Only
 soft-capped scores are computed as a matrix, for which torch has no kernel.
 
+In a packed row attention stays inside its documents: on a GPU one kernel computes all of them, elsewhere each is a
+call of its own, which on a CPU is faster than any mask.
+
 Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of one context-parallel rank, Q queries, K
 keys.
 """
@@ -17,12 +20,17 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
 from mimo_train.config.fault import UserError
+from mimo_train.model.documents import Documents
 from mimo_train.parallel.context import chunks_of, gather_sequence
 
 _LEAST_BLOCK = 512
 """Queries of one block, where a window is smaller."""
+
+_WIDEST_HEAD = 256
+"""Of flash attention."""
 
 
 class SdpaAttention(MegatronModule):
@@ -82,8 +90,13 @@ class SdpaAttention(MegatronModule):
 
         `attention_mask` is ignored: padding is at the end, where the causal mask already hides it. Where a causal
         layer gets fewer queries than keys, they are those of the last positions.
+
+        Args:
+            packed_seq_params: `Documents` of a packed row; B is 1.
         """
-        assert packed_seq_params is None, "packed sequences need the te layer spec"
+        if packed_seq_params is not None:
+            assert isinstance(packed_seq_params, Documents) and self.is_causal, packed_seq_params
+            return self._attend_inside_documents(query_SBND, key_SBND, value_SBND, packed_seq_params)
         if self.cp_group:
             return self._attend_to_all_parts(query_SBND, key_SBND, value_SBND, self.cp_group)
         # With fewer queries than keys, those of earlier positions come from a cache: Megatron-Core 0.19.2 then asks for
@@ -101,16 +114,62 @@ class SdpaAttention(MegatronModule):
         value_CBND: torch.Tensor,
         cp_group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        """Attention of this rank's query chunks over keys and values of all ranks, gathered in one message."""
-        head = key_CBND.size(-1)
-        keys_values = gather_sequence(torch.cat([key_CBND, value_CBND], dim=-1), cp_group)
-        key_SBND, value_SBND = keys_values[..., :head], keys_values[..., head:]
+        """Attention of this rank's query chunks over keys and values of all ranks."""
+        key_SBND, value_SBND = _gathered(key_CBND, value_CBND, cp_group)
         own = chunks_of(cp_group.rank(), cp_group.size())
         attended = []
         for chunk, query in zip(own, query_CBND.chunk(2), strict=True):
             seen = (chunk + 1) * len(query)
             attended.append(self._attend_in_blocks(query, key_SBND[:seen], value_SBND[:seen]))
         return torch.cat(attended)
+
+    def _attend_inside_documents(
+        self, query_CBND: torch.Tensor, key_CBND: torch.Tensor, value_CBND: torch.Tensor, documents: Documents
+    ) -> torch.Tensor:
+        """Attention of this rank's part of a packed row, each query over the keys of its own document."""
+        rank, key_SBND, value_SBND = 0, key_CBND, value_CBND
+        if self.cp_group:
+            rank = self.cp_group.rank()
+            key_SBND, value_SBND = _gathered(key_CBND, value_CBND, self.cp_group)
+        meetings = documents.meetings(rank)
+        assert meetings[-1].last_query == len(query_CBND), (meetings[-1], query_CBND.shape)
+        assert documents.tokens == len(key_SBND), (documents.tokens, key_SBND.shape)
+        if self._has_kernel(query_CBND):
+            return self._attend_at_once(query_CBND, key_SBND, value_SBND, documents, rank)
+        attended = []
+        for first_query, last_query, first_key, last_key in meetings:
+            parts = (query_CBND[first_query:last_query], key_SBND[first_key:last_key], value_SBND[first_key:last_key])
+            whole = last_query - first_query == last_key - first_key and not self.window and not self.softcap
+            attended.append(self._attend(*parts, None, True) if whole else self._attend_in_blocks(*parts))
+        return torch.cat(attended)
+
+    def _has_kernel(self, query: torch.Tensor) -> bool:
+        """Whether torch has a kernel for documents of any lengths that does what this layer does."""
+        fits = query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= _WIDEST_HEAD
+        return query.is_cuda and fits and not self.softcap and not (self.training and self.dropout)
+
+    def _attend_at_once(
+        self,
+        query_CBND: torch.Tensor,
+        key_SBND: torch.Tensor,
+        value_SBND: torch.Tensor,
+        documents: Documents,
+        rank: int,
+    ) -> torch.Tensor:
+        """`_attend_inside_documents` by one kernel, which aligns a causal mask at the last query and the last key."""
+        query_ends, key_ends, seen = documents.cumulative(rank, query_CBND.device)
+        query, key, value = (part.squeeze(1) for part in (query_CBND, key_SBND, value_SBND))
+        if documents.ranks > 1:
+            key, value = key[seen], value[seen]  # several chunks of queries may see the same keys
+        # Torch does not document that the kernel groups queries.
+        group = query.size(1) // key.size(1)
+        key, value = (part.repeat_interleave(group, 1) if group > 1 else part.contiguous() for part in (key, value))
+        longest = documents.longest
+        window = (self.window - 1 if self.window else -1, 0)
+        ends = (query_ends, key_ends, longest, longest)
+        attended_CND = varlen_attn(query.contiguous(), key, value, *ends, scale=self.softmax_scale, window_size=window)
+        assert isinstance(attended_CND, torch.Tensor), "nothing else was asked for"
+        return attended_CND.flatten(1).unsqueeze(1)
 
     def _attend_in_blocks(
         self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor
@@ -178,3 +237,12 @@ class SdpaAttention(MegatronModule):
             enable_gqa=key_SBND.size(2) != query_SBND.size(2),
         )
         return context_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+
+def _gathered(
+    key_CBND: torch.Tensor, value_CBND: torch.Tensor, cp_group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all positions, [S, B, N, D], in one message."""
+    head = key_CBND.size(-1)
+    keys_values = gather_sequence(torch.cat([key_CBND, value_CBND], dim=-1), cp_group)
+    return keys_values[..., :head], keys_values[..., head:]

@@ -1,16 +1,18 @@
 """Several modules as one model: Megatron-Core's `MimoModel`, at any placement of its modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 
 from encoders.spec import EncoderSpec, deepstack_layers
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.documents import documents_of
 from mimo_train.model.marks import mark
 from mimo_train.parallel.bridge.exchange import SharedBridge
 from mimo_train.parallel.bridge.shapes import StepShapes
@@ -51,13 +53,14 @@ class PlacedMimoModel(MimoModel):
         loss_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         modality_inputs: dict[str, dict[str, Any]] | None = None,
-        packing_kwargs: dict | None = None,
+        documents: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor | dict[str, torch.Tensor], torch.Tensor | None]:
         """Forward pass of the modules on this rank: encoders first, then the language model.
 
         Args:
             input_ids: [batch, sequence], on the language model's ranks; position_ids, labels and loss_mask likewise.
             modality_inputs: encoder module -> arguments of its encoder, None if the microbatch has no media.
+            documents: where the documents of a packed row end; batch is 1. Features are in the order of documents.
 
         Returns:
             (losses or logits, loss mask) at the language model's last stage, ({module: features or activations}, loss
@@ -74,8 +77,13 @@ class PlacedMimoModel(MimoModel):
         if self.role.is_first_stage(LANGUAGE):
             received = self._without_deepstack(received, input_ids)
         return self._forward_language_module(
-            input_ids, position_ids, attention_mask, loss_mask, labels, received, packing_kwargs
+            input_ids, position_ids, attention_mask, loss_mask, labels, received, {"documents": documents}
         )
+
+    def _build_packed_seq_params(self, packing_kwargs: dict | None) -> PackedSeqParams | None:
+        """Megatron-Core 0.19.2 knows no other format here than `thd` (mimo/model/base.py:585)."""
+        ranks = 1 if self._cp_group is None else self._cp_group.size()
+        return documents_of(packing_kwargs or {}, ranks)
 
     def get_text_embeddings(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, special_token_ids: dict[str, int]

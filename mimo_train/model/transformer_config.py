@@ -65,7 +65,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         **_uneven_stages(llm.num_layers, layout.language.pp),
         **_expert_sizes(llm, layout.language),
     )
-    config.llm, config.attention_softcap = llm, llm.attention_softcap
+    config.llm, config.attention_softcap, config.packed = llm, llm.attention_softcap, cfg.data.pack
     config.deepstack = max((deepstack_layers(module.encoder) for module in cfg.encoders.values()), default=0)
     return config
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from data.errors import DataError
 from mimo_train.config.fault import PeersError, UserError
 
 
 @contextmanager
 def agreed(told: Any = None) -> Iterator[list[Any]]:
-    """A block without collectives in which any rank may raise a UserError; at its end, all ranks do. Collective: one
-    gathering of messages. Other errors are ours, and are not waited with.
+    """A block without collectives in which any rank may raise a UserError or DataError; at its end, all ranks do.
+    Collective: one gathering of messages. Other errors are ours, and are not waited with.
 
     Args:
         told: what this rank tells the others with the same message.
@@ -21,13 +22,14 @@ def agreed(told: Any = None) -> Iterator[list[Any]]:
         A list that holds, behind the block, what every rank has told, in their order.
 
     Raises:
-        UserError: a rank has raised one; the lowest such rank raises its own, the others a `PeersError` with its text.
+        UserError, DataError: a rank has raised one; the lowest such rank raises its own, the others a `PeersError` with
+            its text.
     """
-    own: UserError | None = None
+    own: UserError | DataError | None = None
     everyones: list[Any] = []
     try:
         yield everyones
-    except UserError as error:
+    except (UserError, DataError) as error:
         own = error
     messages: list[tuple[tuple[str, str] | None, Any]] = [(None if own is None else (str(own), _kind(own)), told)]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -42,5 +44,5 @@ def agreed(told: Any = None) -> Iterator[list[Any]]:
     raise PeersError(*first) from own
 
 
-def _kind(error: UserError) -> str:
+def _kind(error: UserError | DataError) -> str:
     return error.kind if isinstance(error, PeersError) else type(error).__name__

@@ -14,6 +14,7 @@ however many tensor-parallel ranks share or repeat it.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import cache, partial
 
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
@@ -60,7 +61,7 @@ class Product:
 
 
 def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Product]:
-    """The products of one sample of `sequence_length` tokens, padding included since it is computed.
+    """The products of one row of `sequence_length` tokens, padding included since it is computed.
 
     Forward, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width of the
     first feed-forward product (2f with a gate), S sequence length, P pairs of tokens that attend, L layers, V rows of
@@ -201,6 +202,9 @@ def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
 Numbers = Mapping[str, Sequence[Sequence[int]]]
 """Of the media of a step: encoder module -> microbatch -> sample -> number."""
 
+_Frozen = tuple[tuple[str, tuple[str, ...]], ...]
+"""(module, shell patterns of its parameters that are not trained)."""
+
 
 class StepFlops:
     """FLOPs of every module in a step of a run."""
@@ -218,62 +222,83 @@ class StepFlops:
             name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
             for name, module in cfg.encoders.items()
         }
-        self._products[LANGUAGE] = [language_products(cfg.llm, cfg.data.sequence_length, vocab)]
-        self._unit: dict[tuple, dict[str, list[Flops]]] = {}
-        """For what is frozen: FLOPs of one sample (language), or of one of everything in `Media` (encoders)."""
+        self._row_products = cache(partial(language_products, cfg.llm, vocab=vocab))
+        self._row = cache(self._of_row)
+        self._unit: dict[_Frozen, tuple[set[str], dict[str, list[Flops]]]] = {}
 
-    def __call__(self, *, samples: int, counts: Numbers, loads: Numbers, pairs: Numbers, step: int) -> dict[str, Flops]:
+    def __call__(
+        self, *, texts: Mapping[int, int], counts: Numbers, loads: Numbers, pairs: Numbers, step: int
+    ) -> dict[str, Flops]:
         """FLOPs of each module.
 
         Args:
-            samples: samples of the step.
+            texts: what of the text attends within itself, by its positions (`StepPlan.texts_of_length`): rows, or the
+                samples of packed ones; padding is computed like text.
             counts: rows of features; loads: tokens inside the encoder; pairs: of these that attend to each other.
             step: number of the step, from 1; `freeze_until` depends on it.
         """
+        frozen = self._frozen(step)
+        reached, units = self._units(frozen)
         flops = {}
-        for name, units in self._units(step).items():
-            amounts: list[float] = [samples]
-            if name != LANGUAGE:
-                rows, tokens, squares = (sum(map(sum, numbers[name])) for numbers in (counts, loads, pairs))
-                encoder, projector = self._modules[name].encoder, self._modules[name].projector
-                if projector.latents:
-                    pictures = rows / projector.latents
-                    kept = pictures * getattr(encoder, "kept_tokens", 0)
-                    patches = tokens - pictures * getattr(encoder, "leading_tokens", 0)
-                elif is_tiled(encoder):
-                    patches, kept = tokens * encoder.most_patches() / encoder.token_unit(), 0.0
-                else:
-                    patches = patches_of(encoder, projector, rows)
-                    kept = rows - patches / encoder.joined(projector.merge)
-                amounts = [patches, tokens, squares, kept, rows if projector.latents else 0]
-            flops[name] = sum((unit * amount for unit, amount in zip(units, amounts, strict=True)), Flops())
+        for name in self._modules:
+            if name == LANGUAGE:
+                flops[name] = self.of_texts(texts, step)
+                continue
+            rows, tokens, squares = (sum(map(sum, numbers[name])) for numbers in (counts, loads, pairs))
+            encoder, projector = self._modules[name].encoder, self._modules[name].projector
+            if projector.latents:
+                pictures = rows / projector.latents
+                kept = pictures * getattr(encoder, "kept_tokens", 0)
+                patches = tokens - pictures * getattr(encoder, "leading_tokens", 0)
+            elif is_tiled(encoder):
+                patches, kept = tokens * encoder.most_patches() / encoder.token_unit(), 0.0
+            else:
+                patches = patches_of(encoder, projector, rows)
+                kept = rows - patches / encoder.joined(projector.merge)
+            amounts = [patches, tokens, squares, kept, rows if projector.latents else 0]
+            flops[name] = sum((unit * amount for unit, amount in zip(units[name], amounts, strict=True)), Flops())
         return flops
 
-    def _units(self, step: int) -> dict[str, list[Flops]]:
-        frozen = {
-            name: (*frozen_patterns(module, step), *([PARTS["projector"]] if name in self._adapted_projectors else []))
+    def of_texts(self, texts: Mapping[int, int], step: int) -> Flops:
+        """FLOPs of the language model over some of the texts of a step; arguments as above."""
+        frozen = self._frozen(step)
+        reached, _ = self._units(frozen)
+        return sum(
+            (self._row(length, frozen, LANGUAGE in reached) * number for length, number in texts.items()), Flops()
+        )
+
+    def _frozen(self, step: int) -> _Frozen:
+        return tuple(
+            (
+                name,
+                (*frozen_patterns(module, step), *([PARTS["projector"]] if name in self._adapted_projectors else [])),
+            )
             for name, module in self._modules.items()
-        }
-        key = tuple(frozen.items())
+        )
+
+    def _units(self, key: _Frozen) -> tuple[set[str], dict[str, list[Flops]]]:
+        """The modules that gradients have to go through because something in front of them is trained, and FLOPs of
+        one of everything in `Media`, of each encoder."""
         if key not in self._unit:
-            reached: set[str] = set()
+            frozen, reached = dict(key), set[str]()
             for giver, taker in self._connections:  # in the order of the forward pass
                 if giver in reached or self._adapted[giver] or is_trained(self._products[giver][0], frozen[giver]):
                     reached.add(taker)
-            self._unit[key] = {
-                name: [
-                    count(
-                        products,
-                        frozen[name],
-                        upstream=name in reached,
-                        recompute=self._recompute[name],
-                        adapted=self._adapted[name],
-                    )
-                    for products in self._products[name]
-                ]
-                for name in self._modules
-            }
+            self._unit[key] = (
+                reached,
+                {
+                    name: [self._count(name, products, frozen[name], name in reached) for products in of_each]
+                    for name, of_each in self._products.items()
+                },
+            )
         return self._unit[key]
+
+    def _of_row(self, length: int, frozen: _Frozen, reached: bool) -> Flops:
+        """FLOPs of the language model over one row of `length` positions."""
+        return self._count(LANGUAGE, self._row_products(length), dict(frozen)[LANGUAGE], reached)
+
+    def _count(self, name: str, products: Sequence[Product], frozen: tuple[str, ...], reached: bool) -> Flops:
+        return count(products, frozen, upstream=reached, recompute=self._recompute[name], adapted=self._adapted[name])
 
 
 def is_trained(products: Sequence[Product], frozen: Sequence[str]) -> bool:

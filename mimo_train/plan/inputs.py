@@ -4,8 +4,8 @@ so that `mimo-train check` reads samples exactly as training does."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,3 +114,17 @@ def build_dataset(
         read_retries=data.read_retries,
         bounds=bounds_of(cfg),
     )
+
+
+@dataclass
+class OneShard:
+    """Opens single shards as the training samples of a run. It can be handed to other processes."""
+
+    cfg: ConfigContainer
+
+    def __call__(self, shard: Path) -> Dataset:
+        return build_dataset(self.cfg, self._tokenizer, shards=[shard])
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return tokenizer_of(self.cfg)

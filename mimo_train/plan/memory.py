@@ -29,6 +29,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import layers_of_stage, stage_layers
+from mimo_train.plan.padding import pack_length
 from mimo_train.plan.parameters import ParameterCount, module_parameters
 from mimo_train.plan.run import Run
 from mimo_train.plan.stages import in_flight
@@ -204,11 +205,12 @@ def score_activations(sequence: int, samples: int, heads: int, tp: int = 1, cp: 
 def _language_activations(run: Run, stage: int, vocab: int) -> int:
     cfg, sizes, recompute = run.cfg, run.layout.language, run.cfg.recompute_of(LANGUAGE)
     llm, train = cfg.llm, cfg.train
-    size, samples = BYTES[train.precision], train.micro_batch_size
-    tokens = cfg.data.sequence_length * samples // sizes.cp
+    size, length = BYTES[train.precision], cfg.data.sequence_length
+    row = pack_length(cfg) if cfg.data.pack else length * train.micro_batch_size
+    samples, tokens = math.ceil(row / length), row // sizes.cp
     scores = 0
     if llm.attention_softcap:
-        scores = score_activations(cfg.data.sequence_length, samples, llm.num_attention_heads, sizes.tp, sizes.cp)
+        scores = score_activations(length, samples, llm.num_attention_heads, sizes.tp, sizes.cp)
     own = stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)
     kinds = [llm.has_experts(layer) for layer in own]
     each = {kind: _layer_activations(run, tokens, experts=kind) for kind in set(kinds)}

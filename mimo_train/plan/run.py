@@ -19,6 +19,7 @@ from mimo_train.plan.bridge_limits import bridge_faults
 from mimo_train.plan.deepstack import deepstack_faults
 from mimo_train.plan.divisibility import encoder_faults, language_faults, projector_faults
 from mimo_train.plan.layout import RunLayout, lay_out
+from mimo_train.plan.padding import packing_faults
 from mimo_train.plan.placement import placement_faults
 
 
@@ -111,6 +112,7 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if not misplaced:
         yield from bridge_faults(cfg, lay_out(cfg))
     yield from batch_faults(cfg)
+    yield from packing_faults(cfg)
 
 
 def _world_faults(cfg: ConfigContainer) -> Iterator[Fault]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.pipeline import Batching, Dataset, Reader, StepBatch, StepLoader
+from data.pipeline import Batching, Dataset, Packing, Padding, Reader, StepBatch, StepLoader
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER
@@ -42,12 +42,18 @@ def open_loader(
     consumed: int,
     steps: int,
     size_at: Callable[[int], int] | None = None,
+    padding: Padding | Packing | None = None,
 ) -> StepLoader:
     """The loader of this rank, starting at sample number `consumed`, for `steps` steps of `size_at(consumed)` samples
-    (default: the full batch)."""
+    (default: the full batch).
+
+    Args:
+        padding: how microbatches of similar lengths are made, or rows of several samples, of a dataset whose texts have
+            been counted; None: samples in their order, in rows of `data.sequence_length`.
+    """
     return StepLoader(
         dataset,
-        Batching(run.batch.global_batch_size, run.batch.microbatch_samples, size_at),
+        Batching(run.batch.global_batch_size, run.batch.microbatch_samples, size_at, run.batch.replicas, padding),
         readers_of(run.layout, groups),
         consumed_samples=consumed,
         workers=run.cfg.data.workers,
@@ -59,8 +65,8 @@ class StepIterator:
     """Microbatches of one step at a time, on the device; `advance` moves on to the next step.
 
     A rank that cannot read a sample flags it to all ranks, so that its loss counts nowhere. The flags of the next step
-    are part of the all-reduce at the end of this one and cost no extra message. So is the share of
-    counted positions of each sample, for the weight of the routers' losses.
+    are part of the all-reduce at the end of this one and cost no extra message. So are the positions of each sample
+    that count, for the weight of the routers' losses.
     """
 
     def __init__(self, loader: StepLoader, pipeline: Pipeline, step_sum: StepSum | None = None):
@@ -76,7 +82,7 @@ class StepIterator:
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
         self.weighs = pipeline.router_losses.active and step_sum is not None
-        """Whether ranks exchange the share of counted positions of each sample."""
+        """Whether ranks exchange the positions of each sample that count."""
         self._sums_seen = step_sum.count if step_sum else 0
         self._waiting: deque[int] = deque()
         self.is_fresh = False
@@ -100,7 +106,7 @@ class StepIterator:
             learned = summed.sum_of("learned") if summed else self._learned_of(self._current)
             if not summed:
                 dist.all_reduce(learned)
-            share = (learned * (flags == 0)).sum() / self._current.size
+            share = (learned * (flags == 0)).sum() / self._current.plan.positions
             self._pipeline.router_losses.learned_share = share.to(torch.float32)
         with self._pipeline.stopwatch("data_wait"):
             self._upcoming = next(self._loader, None)
@@ -133,14 +139,9 @@ class StepIterator:
 
     def rewind(self, chosen: Sequence[int] | None = None) -> None:
         """Restart the current step's microbatches: all, or those with the numbers in `chosen`."""
-        step, microbatches = self.current, self.current.microbatches
-        chosen = range(len(microbatches)) if chosen is None else chosen
-        self._pipeline.shapes.begin(
-            *(
-                {module: [numbers[number] for number in chosen] for module, numbers in of.items()}
-                for of in (step.token_counts, step.loads)
-            )
-        )
+        step = self.current
+        chosen = range(len(step.microbatches)) if chosen is None else chosen
+        self._pipeline.shapes.follow(step.plan, step.token_counts, step.loads, chosen)
         self._waiting = deque(chosen)
 
     def __iter__(self) -> "StepIterator":
@@ -156,8 +157,7 @@ class StepIterator:
             batch = to_device(self.current.microbatches[index], self._pipeline.device)
             if "loss_mask" in batch:
                 # Only samples that no rank flagged as bad have a loss.
-                first, count = self._first(index), self._pipeline.batch.micro_batch_size
-                batch["loss_mask"] = batch["loss_mask"] * self._good[first : first + count]
+                batch["loss_mask"] = batch["loss_mask"] * self._good_of(index, batch)
             return batch
 
     def following(self) -> Iterator[dict[str, Any]]:
@@ -176,7 +176,7 @@ class StepIterator:
         return [] if self._upcoming is None else self._upcoming.bad.tolist()
 
     def own_learned(self) -> torch.Tensor:
-        """Share of counted positions of each sample of the next step, for the step's sum."""
+        """Positions of each sample of the next step that count, for the step's sum."""
         return self._learned_of(self._upcoming)
 
     def close(self) -> None:
@@ -189,18 +189,33 @@ class StepIterator:
         return flags.to(self._pipeline.device)
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
-        """[global_batch_size]: share of positions that count, of the samples whose text no other rank adds."""
+        """[global_batch_size]: positions that count, of the samples whose text no other rank adds."""
         pipeline, language = self._pipeline, self._pipeline.groups.collections.get(LANGUAGE)
-        shares = torch.zeros(pipeline.batch.global_batch_size, dtype=torch.float64)
+        counts = torch.zeros(pipeline.batch.global_batch_size, dtype=torch.float64)
         reads = language is not None and language.tp.rank() == language.cp.rank() == language.pp.rank() == 0
         if step is not None and reads:
-            for index, microbatch in enumerate(step.microbatches):
-                first = self._first(index)
-                mask = microbatch["loss_mask"].double()
-                shares[first : first + len(mask)] = mask.mean(dim=1)
-        return shares.to(pipeline.device)
+            for microbatch in step.microbatches:
+                places = microbatch["sample_numbers"] - step.first_sample
+                if step.plan.packed:
+                    counted = microbatch["loss_mask"][0].double().split(_lengths(microbatch["documents"]))
+                    counts[places] = torch.tensor([each.sum() for each in counted[: len(places)]], dtype=counts.dtype)
+                else:
+                    counts[places] = microbatch["loss_mask"].double().sum(dim=1)
+        return counts.to(pipeline.device)
 
-    def _first(self, microbatch: int) -> int:
-        """Place in the step of this language rank's first sample of a microbatch."""
-        batch, language = self._pipeline.batch, self._pipeline.groups.collections[LANGUAGE]
-        return microbatch * batch.microbatch_samples + language.dp.rank() * batch.micro_batch_size
+    def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
+        """1 where the loss of a microbatch counts, 0 in samples that some rank found bad: [B, 1], or [1, T] of a packed
+        row."""
+        if not self.current.plan.packed:
+            return self._good[batch["sample_numbers"] - self.current.first_sample]
+        numbers = self.current.microbatches[index]["sample_numbers"]
+        lengths = _lengths(batch["documents"])
+        # Padding behind the samples is a document without a sample; its loss is none already.
+        places = torch.nn.functional.pad(numbers - self.current.first_sample, (0, len(lengths) - len(numbers)))
+        of_positions = places.repeat_interleave(torch.tensor(lengths))
+        return self._good[of_positions.to(self._pipeline.device, non_blocking=True)].T
+
+
+def _lengths(ends: Sequence[int]) -> list[int]:
+    """Tokens of each document of a packed row, from where they end."""
+    return [end - begin for begin, end in itertools.pairwise((0, *ends))]

@@ -8,6 +8,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.fault import UserError
+from mimo_train.model.documents import documents_of
 from mimo_train.parallel.context import own_part
 from mimo_train.step.losses import masked_token_loss
 from mimo_train.step.state import GlobalState
@@ -33,8 +34,9 @@ def forward_step(
     if batch is None:
         raise UserError("the data ended before train.iters: data_iterator returned no microbatch")
     texts = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "loss_mask")}
-    inputs = own_part(texts, unwrap_model(model).pg_collection.cp)
+    cp_group = unwrap_model(model).pg_collection.cp
+    inputs = own_part(texts, cp_group)
     loss_mask = inputs.pop("loss_mask")
-    inputs["attention_mask"] = None
+    inputs |= {"attention_mask": None, "packed_seq_params": documents_of(batch, cp_group.size())}
     output = unwrap_model(model).build_schedule_plan(**inputs) if return_schedule_plan else model(**inputs)
     return output, partial(masked_token_loss, loss_mask)

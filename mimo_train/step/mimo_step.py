@@ -12,7 +12,7 @@ from mimo_train.config.fault import UserError
 from mimo_train.step.losses import masked_token_loss
 from mimo_train.step.state import GlobalState
 
-MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs")
+MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs", "documents")
 """Keys of a microbatch that the model takes."""
 
 
@@ -35,7 +35,8 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] 
     """The next microbatch of this rank, or None when there is no more, or no iterator.
 
     Returns:
-        On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence]; on encoder ranks:
+        On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence], and of a packed row the ends of
+        its `documents`; on encoder ranks:
         modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank.
     """
     batch = next(data_iterator, None) if data_iterator is not None else None

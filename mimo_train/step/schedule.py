@@ -23,7 +23,12 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.model.mimo import MegatronMimoModel
 from mimo_train.model.moe import RouterLosses
 from mimo_train.model.names import modules_of
-from mimo_train.parallel.bridge.communicator import MegatronCommunicator, ModuleCommunicator, TimedP2PCommunicator
+from mimo_train.parallel.bridge.communicator import (
+    MegatronCommunicator,
+    ModuleCommunicator,
+    TextShapes,
+    TimedP2PCommunicator,
+)
 from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed
 from mimo_train.parallel.bridge.megatron import MegatronSizes
 from mimo_train.parallel.bridge.shapes import StepShapes, features_width
@@ -36,7 +41,7 @@ class Pipeline:
     """Runs forward and backward of all modules over the microbatches of a step.
 
     Attributes:
-        shapes: rows that givers send per sample; the data sets it before each step.
+        shapes: rows that givers send per sample, and rows of text; the data sets it before each step.
         is_last_stage: whether this rank computes the loss: the language model's last stage.
         router_losses: weights and values of the load-balancing loss and the z-loss of experts.
         stopwatch: measures the time that this rank waits for others.
@@ -87,14 +92,15 @@ class Pipeline:
         """Run one step's microbatches; gradients are summed over ranks and divided by tokens afterwards.
 
         Args:
-            num_microbatches: that `data_iterator` gives; default: those of a full batch.
+            num_microbatches: that `data_iterator` gives; default: those of the step that a `StepIterator` is at, or of
+                a full batch.
 
         Returns:
             What the loss function reported for each microbatch, on ranks of the last stage; else an empty list.
         """
         if len(self.model) > 1:
             data_iterator = data_iterator.views(len(self.model))
-        num_microbatches = num_microbatches or self.batch.num_microbatches
+        num_microbatches = num_microbatches or len(self.shapes.texts) or self.batch.num_microbatches
         if self._megatron_sizes:
             self._megatron_sizes.require_possible()
         if not forward_only:
@@ -142,7 +148,16 @@ class Pipeline:
             self._schedule = schedules.forward_backward_pipelining_without_interleaving
             self._schedule_groups = groups.multi_module
         elif layout.language.pp > 1:
-            self._communicator = TimedP2PCommunicator(groups.collections[LANGUAGE].pp, config, self.stopwatch)
+            pgs = groups.collections[LANGUAGE]
+            texts = TextShapes(
+                layout.language,
+                pgs.dp.rank(),
+                pgs.pp.rank(),
+                config.hidden_size,
+                self.shapes,
+                config.microbatch_group_size_per_vp_stage,
+            )
+            self._communicator = TimedP2PCommunicator(pgs.pp, config, self.stopwatch, rows=texts)
             self._schedule = (
                 schedules.forward_backward_pipelining_with_interleaving
                 if layout.language.vpp > 1
@@ -175,13 +190,11 @@ class Pipeline:
         grids = self.groups.grids
         if self._megatron_sizes:
             return MegatronCommunicator(self.layout, grids, config, self.stopwatch)
-        sequence_length = self._run.cfg.data.sequence_length
         return ModuleCommunicator(
             self._run,
             grids,
             config,
             self._hidden_sizes(model, config),
-            sequence_length,
             self.shapes,
             self.device,
             self.stopwatch,

@@ -24,6 +24,8 @@ class TrainState:
     """Optimizer steps done."""
     consumed_train_samples: int = 0
     """Samples consumed; the whole state of the data, since their order is a function of the seed."""
+    consumed_train_tokens: int = 0
+    """Tokens of the consumed samples, without padding where `data.pad` knows their number."""
     skipped_train_samples: int = 0
     """Samples of `train.skip_iters` among them."""
     skipped_iters: int = 0
@@ -35,10 +37,12 @@ class TrainState:
     floating_point_operations_so_far: float = 0.0
     """Model FLOPs of all modules."""
 
-    def count(self, samples: int, result: StepResult, passed_over: bool = False) -> None:
-        """Count a step of `samples` samples; `passed_over`: it is one of `train.skip_iters`."""
+    def count(self, samples: int, tokens: int, result: StepResult, passed_over: bool = False) -> None:
+        """Count a step of `samples` samples of together `tokens` tokens; `passed_over`: it is one of
+        `train.skip_iters`."""
         self.step += 1
         self.consumed_train_samples += samples
+        self.consumed_train_tokens += tokens
         self.skipped_train_samples += samples if passed_over else 0
         self.skipped_iters += result.skipped_iter
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from data.pipeline import StepPlan
 from mimo_train.metrics.memory_stats import report_memory
 from mimo_train.metrics.stopwatch import INTERVALS, Stopwatch
 from mimo_train.plan.flops import Flops
@@ -86,6 +87,10 @@ class IntervalNumbers:
     """Numbers of all ranks since the last logging step."""
 
     steps: int
+    tokens: int
+    """Of the steps, over all ranks (`StepPlan.tokens`)."""
+    positions: int
+    """Of the rows that they stood in, padding included."""
     samples: int
     seconds: float
     """Wall time of the steps on this rank."""
@@ -109,7 +114,7 @@ class Interval:
 
     Attributes:
         steps: steps of the interval so far.
-        step_samples: samples of the latest steps of this job, as many as `log.throughput_window` looks at.
+        step_samples, step_tokens: of the latest steps of this job, as many as `log.throughput_window` looks at.
     """
 
     def __init__(
@@ -124,9 +129,10 @@ class Interval:
         self._bad_samples, self._empty_steps = bad_samples, empty_steps
         self._memory_names = list(report_memory(None)) if state.cfg.log.memory else []
         self.step_samples: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
+        self.step_tokens: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
         self._reset()
 
-    def note_step(self, flops: dict[str, Flops], samples: int, seconds: float) -> None:
+    def note_step(self, flops: dict[str, Flops], plan: StepPlan, seconds: float) -> None:
         """Count a step.
 
         Args:
@@ -134,8 +140,11 @@ class Interval:
             seconds: wall time on this rank.
         """
         self.steps += 1
-        self._samples += samples
-        self.step_samples.append(samples)
+        self._samples += plan.size
+        self._tokens += plan.tokens
+        self._positions += plan.positions
+        self.step_samples.append(plan.size)
+        self.step_tokens.append(plan.tokens)
         self._seconds += seconds
         for name, count in flops.items():
             self._flops[name] += count
@@ -144,11 +153,14 @@ class Interval:
     def state_dict(self) -> dict[str, Any]:
         """Steps so far and what was counted in them, as plain values."""
         flops = {name: [count.model, count.hardware] for name, count in self._flops.items()}
-        return {"steps": self.steps, "samples": self._samples, "seconds": self._seconds, "flops": flops}
+        sums = {"samples": self._samples, "tokens": self._tokens, "positions": self._positions}
+        return {"steps": self.steps, **sums, "seconds": self._seconds, "flops": flops}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.steps, self._samples, self._seconds = state["steps"], state["samples"], state["seconds"]
+        of_whole_rows = self._samples * self._state.cfg.data.sequence_length  # before tokens were counted
+        self._tokens, self._positions = (state.get(name, of_whole_rows) for name in ("tokens", "positions"))
         self._flops |= {name: Flops(*count) for name, count in state["flops"].items() if name in self._flops}
 
     def collect(self, losses: dict[str, torch.Tensor]) -> IntervalNumbers:
@@ -174,6 +186,8 @@ class Interval:
         numbers = IntervalNumbers(
             steps=self.steps,
             samples=self._samples,
+            tokens=self._tokens,
+            positions=self._positions,
             seconds=self._seconds,
             flops=self._flops,
             times=[row[:times] for row in table],
@@ -187,4 +201,5 @@ class Interval:
 
     def _reset(self) -> None:
         self.steps, self._samples, self._seconds = 0, 0, 0.0
+        self._tokens = self._positions = 0
         self._flops: dict[str, Flops] = dict.fromkeys(self._state.layout.modules, Flops())

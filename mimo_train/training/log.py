@@ -7,6 +7,7 @@ from typing import Any
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.straggler import StragglerTimer
+from mimo_train.metrics.imbalance import imbalance
 from mimo_train.metrics.runtime import report_runtime, report_throughput
 from mimo_train.metrics.stopwatch import INTERVALS, time_split
 from mimo_train.metrics.utilisation import peak_tflops, utilisation
@@ -80,6 +81,7 @@ class StepLog:
         self._loaded_step, self._empty_said = self._state.train_state.step, self._state.train_state.empty_steps
         self._started, self._last = 0.0, StepResult()
         self._rates: dict[str, float] = {}
+        self._imbalance: dict[str, float] = {}
         straggler = self._state.cfg.log.straggler
         self.stragglers = StragglerTimer(self._state.layout, self._state.console) if straggler else None
         session.checkpointer.note_sums(self)
@@ -146,9 +148,20 @@ class StepLog:
         """Record the current step of `data`, which took `seconds` on this rank."""
         batch, step = data.current, self._state.train_state.step
         flops = self._step_flops(
-            samples=batch.size, counts=batch.token_counts, loads=batch.loads, pairs=batch.pairs, step=step
+            texts=batch.plan.texts_of_length,
+            counts=batch.token_counts,
+            loads=batch.loads,
+            pairs=batch.pairs,
+            step=step,
         )
-        self._interval.note_step(flops, batch.size, seconds)
+        self._interval.note_step(flops, batch.plan, seconds)
+        if is_logging_step(self._state.cfg, step):
+            self._imbalance = imbalance(
+                batch,
+                self._state.layout,
+                lambda texts: self._step_flops.of_texts(texts, step).hardware,
+                self._pipeline.shapes.spans,
+            )
 
     def write(
         self,
@@ -166,7 +179,7 @@ class StepLog:
             totals: see `add_step`; reset to zero.
             history: seconds of the latest steps, newest last.
             loaded_step: step that this job started from.
-            sequence_length: tokens of a sample; default `data.sequence_length`.
+            sequence_length: tokens of a sample; default: as many as the samples have.
             show_memory: whether to print the memory on the console.
 
         Returns:
@@ -192,7 +205,7 @@ class StepLog:
         nan_steps = values.pop(NAN, 0.0)
         so_far = {name: getattr(state.train_state, name) for name in ("bad_samples", "empty_steps", "skipped_iters")}
         values |= {name: float(count) for name, count in (so_far | {"nan_iters": nan_steps}).items() if count}
-        values |= self._speed(numbers, sequence_length or cfg.data.sequence_length, history, loaded_step)
+        values |= self._speed(numbers, sequence_length, history, loaded_step)
         values |= layer_norms | numbers.memory
         step = state.train_state.step
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
@@ -205,14 +218,15 @@ class StepLog:
         return show_memory and not numbers.memory
 
     def _speed(
-        self, numbers: IntervalNumbers, sequence_length: int, history: Sequence[float], loaded_step: int
+        self, numbers: IntervalNumbers, sequence_length: int | None, history: Sequence[float], loaded_step: int
     ) -> dict[str, float]:
         """Throughput, FLOPs and where the time went, in seconds per step."""
         state, log, progress = self._state, self._state.cfg.log, self._state.train_state
-        values = {
-            "tokens_per_second": numbers.samples * sequence_length / numbers.seconds,
-            "step_seconds": numbers.seconds / numbers.steps,
-        }
+        tokens = numbers.tokens if sequence_length is None else numbers.samples * sequence_length
+        values = {"tokens_per_second": tokens / numbers.seconds, "step_seconds": numbers.seconds / numbers.steps}
+        if numbers.tokens < numbers.positions:
+            values["padding"] = 1 - numbers.tokens / numbers.positions
+        values |= self._imbalance
         flops = {module: total * (1 / numbers.steps) for module, total in numbers.flops.items()}
         peak = log.peak_tflops or peak_tflops(devices.name(self._pipeline.device))
         values |= utilisation(flops, values["step_seconds"], state.layout, peak)
@@ -227,19 +241,21 @@ class StepLog:
             values |= report_throughput(
                 state.cfg.train,
                 progress.step - loaded_step,
-                sequence_length,
+                sequence_length or state.cfg.data.sequence_length,
                 history,
                 log.throughput_window,
                 history_samples=list(self._interval.step_samples),
+                history_tokens=list(self._interval.step_tokens) if sequence_length is None else None,
             )
         if log.runtime_unit:
             values |= report_runtime(
                 progress,
                 time.time() - state.job_seconds,
-                sequence_length,
+                sequence_length or state.cfg.data.sequence_length,
                 state.cfg.train.iters,
                 log.runtime_unit,
                 loaded_iteration=loaded_step,
+                tokens=progress.consumed_train_tokens if sequence_length is None else None,
             )
         return values
 

@@ -71,7 +71,7 @@ def train(
             if result.should_exit:
                 exit_code = result.exit_code
                 break
-            progress.count(data.current.size, result, passed_over)
+            progress.count(data.current.size, data.current.plan.tokens, result, passed_over)
             session.bad_samples.note(data)
             if passed_over:
                 log.write_when_due()

@@ -197,8 +197,7 @@ class Saver:
 
     def _facts(self, reason: str, began: float, waited: float) -> _Facts:
         run = self._state.train_state
-        tokens = run.consumed_train_samples * self._state.cfg.data.sequence_length
-        return _Facts(run.step, reason, began, waited, tokens, run.floating_point_operations_so_far)
+        return _Facts(run.step, reason, began, waited, run.consumed_train_tokens, run.floating_point_operations_so_far)
 
     def _hear(self) -> None:
         """Report the save in flight if the last step's message says that it is complete, or has failed."""

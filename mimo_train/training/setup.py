@@ -48,10 +48,12 @@ from mimo_train.parallel.one_run import LONGEST_SIGHT, Start, require_one_config
 from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
+from mimo_train.plan.padding import padding_of
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
 from mimo_train.plan.run import Run
 from mimo_train.plan.run_dir import make_folder
 from mimo_train.step.batches import StepIterator, open_loader
+from mimo_train.step.counted_texts import count_texts
 from mimo_train.step.feature_cache import Features
 from mimo_train.step.losses import MAX_LOSSES, StepLosses
 from mimo_train.step.schedule import Pipeline
@@ -175,7 +177,9 @@ def _build(
         cfg.train.loss_weights, groups, step_sum, rerun.validate, needs_tokens=pipeline.router_losses.active
     )
     RECORDER.to("index")
-    dataset = build_dataset(cfg, parts.tokenizer)
+    dataset, padding = build_dataset(cfg, parts.tokenizer), padding_of(cfg)
+    if padding is not None:
+        count_texts(run, dataset)
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
@@ -184,6 +188,8 @@ def _build(
     checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters)
     RECORDER.to("load")
     resumed_from = checkpointer.resume()
+    if not train_state.consumed_train_tokens:  # a checkpoint of a time when they were not counted
+        train_state.consumed_train_tokens = train_state.consumed_train_samples * cfg.data.sequence_length
     RECORDER.to("loop")
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
@@ -194,6 +200,7 @@ def _build(
         consumed=train_state.consumed_train_samples,
         steps=cfg.train.iters - train_state.step,
         size_at=run.batch.size_at,
+        padding=padding,
     )
     data = StepIterator(loader, pipeline, step_sum)
     _open_sections(run, step_sum, pipeline, losses, votes, train_state, data, checkpointer)

@@ -61,7 +61,7 @@ class SteppedRun:
         with session.parts.stopwatch("step"):
             session.data.advance()
             result = self._train_step()
-        progress.count(session.data.current.size, result)
+        progress.count(session.data.current.size, session.data.current.plan.tokens, result)
         session.bad_samples.note(session.data)
         session.empty_steps.note()
         return result

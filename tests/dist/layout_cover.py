@@ -21,6 +21,8 @@ def features(row: Row) -> frozenset[str]:
             found |= {f"{one} x {other}" for one in axes for other in axes if one < other}
         if row.size(module, "pp") > 2:
             found.add(f"{module} middle stage")
+    if "data.pack=true" in row.changes:
+        found |= {f"packed, {axis}" for axis in re.sub(r"\d", "", row.sizes["language"]).split()}
     place = "first ranks" if row.placement.startswith("{") else row.placement
     if len(row.sizes) > 1:
         found |= {place, *_neighbours(row, place)}

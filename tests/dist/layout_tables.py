@@ -81,11 +81,16 @@ def alone(language: str, *changes: str) -> Row:
 
 
 WHOLE_STATES = "optim.distributed_optimizer=false"
+WHOLE_ROWS = "data.pad=sequence"
+"""Every row as long as any may be, samples in their order: what rows of similar lengths have to give the numbers of."""
+PACKED = ("data.pack=true", "data.pack_length=300")
+"""Rows of two or three samples: what rows of one sample have to give the numbers of."""
 ONE = "one"
 """A module on one rank."""
 
 VLM = (
     apart(ONE, ONE),
+    same("dp2", "dp2", WHOLE_ROWS),
     apart(ONE, ONE, "placement.bridge=megatron"),
     Row({"images": ONE, "language": "tp2"}, "{images: 2, language: 0}"),
     Row({"images": "dp2", "language": "pp2"}, "{images: 2, language: 0}"),
@@ -93,22 +98,22 @@ VLM = (
     Row({"images": ONE, "language": "dp2"}, "{images: 0, language: 2}", ("placement.allow_idle=true",)),
     apart(ONE, "dp2"),
     apart("dp2", ONE),
-    apart("dp4", "dp2"),
+    apart("dp4", "dp2", *PACKED),
     apart("dp2", "dp4", WHOLE_STATES),
     apart("tp2", "pp2"),
     apart("tp2", "pp2 dp2", WHOLE_STATES),
     apart("tp2 dp2", "tp2 dp2"),
     apart(ONE, "tp2"),
     apart(ONE, "tp2 sp"),
-    apart("dp2", "tp2 sp pp2", "train.recompute=full"),
+    apart("dp2", "tp2 sp pp2", "train.recompute=full", *PACKED),
     same("dp2", "tp2"),
-    same("tp2", "dp2"),
+    same("tp2", "dp2", *PACKED),
     same("tp2", "tp2 sp pp2"),
     same("dp4", "tp2 dp2", WHOLE_STATES),
     same("tp2 dp2", "tp2 dp2 pp2"),
     same("dp2", "dp2 pp2", "modules.images.recompute=full", "modules.language.recompute=selective"),
     apart("dp2", "cp2"),
-    apart("tp2", "cp2 dp2 pp2"),
+    apart("tp2", "cp2 dp2 pp2", *PACKED),
     same("dp2", "cp2", WHOLE_STATES),
     same("tp2 dp2", "tp2 sp cp2"),
 )
@@ -141,7 +146,7 @@ picture."""
 
 ANY_SIZE = (
     apart("pp2", "dp2"),
-    apart("pp2 dp2", ONE),
+    apart("pp2 dp2", ONE, *PACKED),
     apart("tp2 sp dp2", ONE, "modules.images.balance=patches"),
     same("dp2", "tp2"),
 )
@@ -167,11 +172,12 @@ TWO_VISION = (
 
 PICTURES_AND_SOUND = (
     first_ranks("2 one", images="0 one", audio="1 one"),
-    first_ranks("3 dp2", images="0 dp2", audio="2 one"),
+    first_ranks("3 dp2", *PACKED, images="0 dp2", audio="2 one"),
     first_ranks("1 one", images="0 one", audio="1 one"),
     first_ranks("2 dp2", "modules.images.balance=patches", images="0 dp2", audio="2 tp2 sp"),
     first_ranks("3 cp2", audio="0 pp2", images="2 one"),
     first_ranks("2 pp2", images="0 tp2", audio="0 dp2"),
+    first_ranks("0 one", WHOLE_ROWS, images="0 one", audio="0 one"),
 )
 """Pictures of any size and clips of any length; every fourth microbatch has neither."""
 
@@ -186,18 +192,20 @@ BF16 = (
 )
 
 GPT = (
+    alone(ONE, WHOLE_ROWS),
+    alone(ONE, *PACKED),
     alone("tp2"),
     alone("tp2 sp"),
     alone("pp2"),
     alone("pp4", "modules.language.recompute=selective"),
     alone("pp2 vpp2"),
     alone("dp2"),
-    alone("tp2 dp2", WHOLE_STATES),
-    alone("tp2 pp2 vpp2"),
+    alone("tp2 dp2", WHOLE_STATES, *PACKED),
+    alone("tp2 pp2 vpp2", *PACKED),
     alone("pp2 dp2", "train.recompute=full", "optim.overlap_grad_reduce=true"),
     alone("cp2"),
     alone("cp4", WHOLE_STATES),
-    alone("cp2 tp2 sp"),
+    alone("cp2 tp2 sp", *PACKED),
     alone("cp2 dp2 pp2 vpp2"),
 )
 
@@ -216,11 +224,14 @@ EXPERTS = (
     alone(ONE, "train.recompute=full"),
 )
 
+PACKED_EXPERTS = (alone("dp2 ep2", *PACKED), alone("cp2 ep2", WHOLE_STATES, *PACKED))
+"""Without losses of routers, which are means over the positions of a row."""
+
 EXPERT_CHUNKS = (alone("pp2 vpp2"),)
 
 VLM_EXPERTS = (apart(ONE, "dp2 ep2"), apart("dp2", "tp2 sp ep2"), same("dp2", "tp2 sp ep2", WHOLE_STATES))
 
-_SHORT = ("data.sequence_length=64", "train.global_batch_size=8")
+_SHORT = ("data.sequence_length=144", "train.global_batch_size=8")  # texts have 103 tokens or more
 _MICROBATCH = 4
 _MIXTURE = (
     "llm@modules.language.llm=gpt_tiny_moe",
@@ -252,6 +263,7 @@ _SMALL_MIXTURE = (
     "modules.images.encoder.num_layers=1",
 )
 _UNTIED = ("modules.language.llm.tie_embeddings=false",)
+_NO_ROUTER_LOSSES = ("modules.language.llm.router_balancing=none", "modules.language.llm.router_z_loss=0")
 
 
 def _gpt(rows: tuple[Row, ...], *overrides: str, family: str = "gpt") -> Model:
@@ -283,6 +295,7 @@ MODELS = {
     "gpt": _gpt(GPT, "modules.language.llm.num_layers=4"),
     "gpt, three layers, untied": _gpt(GPT_UNEQUAL_STAGES, "modules.language.llm.num_layers=3", *_UNTIED),
     "experts": _gpt(EXPERTS, *_MIXTURE, family=MIXTURES),
+    "experts without losses of routers": _gpt(PACKED_EXPERTS, *_MIXTURE, *_NO_ROUTER_LOSSES, family=MIXTURES),
     "experts, four layers": _gpt(EXPERT_CHUNKS, *_MIXTURE, "modules.language.llm.num_layers=4", family=MIXTURES),
 }
 """By name."""

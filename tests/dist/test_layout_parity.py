@@ -77,6 +77,7 @@ def test_the_default_rows_have_what_any_row_has():
     axes |= {f"images {axis}" for axis in ("tp", "sp", "pp", "dp")}
     ways = {f"uneven, {way}, {fan}" for way in ("apart", "same ranks") for fan in ("fan-in", "fan-out")}
     places = {"disjoint", "shared", "first ranks", "placement.allow_idle=true", "placement.bridge=megatron"}
+    axes |= {f"packed, {axis}" for axis in ("one", "tp", "sp", "pp", "vpp", "cp", "dp", "ep")}
     changes = {"optim.distributed_optimizer=false", "train.recompute=full", "images.balance=patches"}
     assert axes | ways | places | changes | MODELS.keys() <= tried
     assert {MODELS[model].bounds for model, _ in DEFAULT} == {BOUNDS, BOUNDS_BF16}
@@ -86,14 +87,19 @@ def test_the_default_rows_have_what_any_row_has():
 def test_the_table_meets_every_kind_of_microbatch(demos, tmp_path):
     """Uneven counts between replicas in both directions, and microbatches of text alone on one or on all ranks of an
     encoder; counted from the plan of the samples that these rows train on."""
-    from data.pipeline import Batching, StepLoader
+    from data.pipeline import Batching, StepLoader, TextLengths
     from mimo_train.plan.inputs import build_dataset, tokenizer_of
+    from mimo_train.plan.padding import padding_of
 
     for row in MODELS["vlm, few pictures"].rows:
         cfg = config_of("vlm, few pictures", demos, tmp_path, row)
         run = resolve(cfg)
-        batching = Batching(run.batch.global_batch_size, run.batch.microbatch_samples)
-        with StepLoader(build_dataset(cfg, tokenizer_of(cfg)), batching, [], workers=0, limit=STEPS) as steps:
+        sizes = (run.batch.global_batch_size, run.batch.microbatch_samples)
+        batching = Batching(*sizes, None, run.batch.replicas, padding_of(cfg))
+        dataset = build_dataset(cfg, tokenizer_of(cfg))
+        list(TextLengths(dataset).build())
+        TextLengths(dataset).serve()
+        with StepLoader(dataset, batching, [], workers=0, limit=STEPS) as steps:
             microbatches = [counts for step in steps for counts in step.token_counts["images"]]
         assert 0 < sum(not any(counts) for counts in microbatches) < len(microbatches), "all of it text, on all ranks"
         for module in run.layout.modules.values():

@@ -44,6 +44,16 @@ REASONS = [
         "matmul_result = torch.baddbmm(",
     ),
     (
+        "model/documents.py",
+        "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+        "seqlens = ((cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size).tolist()",
+    ),
+    (
+        "model/documents.py",
+        "models.mimo.model.base:MimoModel._build_packed_seq_params",
+        "packed_seq_params.qkv_format = 'thd'",
+    ),
+    (
         "model/llm/attention.py",
         "models.common.embeddings.yarn_rotary_pos_embedding:_yarn_get_concentration_factor_from_config",
         "yarn_mscale",

@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.fault import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.documents import Documents
 from mimo_train.model.llm.rotary import AxisRotaryEmbedding
 from mimo_train.model.rope import inverse_frequencies
+from mimo_train.parallel.context import own_part
 
 
 class SeededGPTModel(GPTModel):
@@ -46,24 +49,68 @@ class SeededGPTModel(GPTModel):
         if self.post_process and llm.logit_softcap:
             self.output_layer.register_forward_hook(_SoftCap(llm.logit_softcap))
 
-    def forward(self, input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """As Megatron-Core's.
 
+        Args:
+            packed_seq_params: `Documents` of a packed row. `position_ids` start again in each of them.
+
         Raises:
-            UserError: with context parallelism, more tokens than this rank's part of a sequence.
+            UserError: with context parallelism, more tokens than this rank's part of a sequence; with `data.pack`, rows
+                without their documents.
         """
-        cp, length = self.config.context_parallel_size, self.max_sequence_length
-        if cp > 1 and input_ids is not None and input_ids.size(1) > length // cp:
-            raise UserError(
-                f"the forward step gives {input_ids.size(1)} tokens of a sequence to each of modules.{LANGUAGE}.layout."
-                f"cp {cp} ranks, and data.sequence_length {length} is {length // cp} for each: cut the microbatch by "
-                "mimo_train.parallel.context.own_part"
-            )
+        self._require_own_part(input_ids, packed_seq_params)
+        kwargs["packed_seq_params"] = packed_seq_params
         added, self.deepstack_LSBH = self.deepstack_LSBH, None
         if added is not None:
             # An argument of the layers: they run again in the backward pass, when other microbatches have gone through.
             kwargs["extra_block_kwargs"] = {"context": added}
         return super().forward(input_ids, *args, **kwargs)
+
+    def _require_own_part(self, input_ids: torch.Tensor | None, packed: PackedSeqParams | None) -> None:
+        """Mistakes of a forward step that would be trained unnoticed."""
+        if self.config.packed and self.training and torch.is_grad_enabled() and packed is None:
+            raise UserError(
+                "data.pack: the rows of a microbatch are several documents, and the forward step does not say where "
+                "they end: give the model packed_seq_params=documents_of(batch, cp), of mimo_train.model.documents"
+            )
+        cp, length = self.config.context_parallel_size, self.max_sequence_length
+        whole = packed.tokens if isinstance(packed, Documents) else length
+        if cp > 1 and input_ids is not None and input_ids.size(1) > whole // cp:
+            of = f"data.sequence_length {length}" if packed is None else f"a packed row of {whole}"
+            raise UserError(
+                f"the forward step gives {input_ids.size(1)} tokens of a sequence to each of modules.{LANGUAGE}.layout."
+                f"cp {cp} ranks, and {of} is {whole // cp} for each: cut the microbatch by "
+                "mimo_train.parallel.context.own_part"
+            )
+
+    def _preprocess(
+        self,
+        *arguments: Any,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> tuple:
+        """As Megatron-Core's, with rotary angles that start again in each document of a packed row. In exact
+        arithmetic they need not, since only distances count; in fp32 the losses of tokens move by 1e-3 otherwise."""
+        found = super()._preprocess(
+            *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
+        )
+        if not isinstance(packed_seq_params, Documents) or self.position_embedding_type != "rope":
+            return found
+        assert position_ids is not None, "positions of the documents"
+        if position_ids.size(-1) == packed_seq_params.tokens:
+            position_ids = own_part({"positions": position_ids}, self.pg_collection.cp)["positions"]
+        # `packed_seq`: all positions, not this context-parallel rank's.
+        table = self.rotary_pos_emb(self.max_sequence_length, packed_seq=True)
+        decoder_input, _, *others = found
+        return decoder_input, table[position_ids[0]], *others
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Loss of every token, [B, S] in nats, from logits [S, B, V], which this changes."""

@@ -1,7 +1,7 @@
 """The communicators of the pipeline schedule: between stages of one module, and over all modules in the pipeline."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.parts import LANGUAGE
@@ -26,16 +27,31 @@ Received = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None
 
 
 class TimedP2PCommunicator(P2PCommunicator):
-    """Megatron-Core's communicator between the stages of one module, timed as `pipeline_wait`."""
+    """Megatron-Core's communicator between the stages of one module, timed as `pipeline_wait`.
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: TransformerConfig, watch: Watch, module: str = LANGUAGE):
+    Args:
+        rows: shapes of what stages of the language model exchange, which Megatron-Core takes to be those of whole
+            sequences in every microbatch; None where they are those, or are exchanged first.
+    """
+
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: TransformerConfig,
+        watch: Watch,
+        module: str = LANGUAGE,
+        rows: "TextShapes | None" = None,
+    ):
         super().__init__(pp_group, config)
-        self._watch, self._place = watch, f"stages of {module}"
+        self._watch, self._place, self._rows = watch, f"stages of {module}", rows
         self._step, self._counts = -1, {FORWARD: 0, BACKWARD: 0}
 
     def _communicate(self, *arguments: Any, **options: Any) -> Received:
         # Every send and receive starts here, and completes here unless communication overlaps with computation.
         self._tell(options)
+        if self._rows is not None and (options["recv_prev"] or options["recv_next"]):
+            assert not (options["recv_prev"] and options["recv_next"]), "each direction is received apart"
+            options["tensor_shape"] = self._rows.next(forward=options["recv_prev"])
         with self._watch("pipeline_wait"):
             previous, following, handles = super()._communicate(*arguments, **options)
         if handles:
@@ -64,6 +80,45 @@ class _TimedHandle:
             self._handle.wait()
 
 
+class TextShapes:
+    """Shapes [S / cp (/ tp with sequence parallel), B, H] of what a stage of the language model receives, one after the
+    other, in microbatches that are each as long as the plan of the step says.
+
+    A stage receives microbatches in the order in which its neighbour sends them, which is that of the schedule: with
+    several chunks a stage, each chunk of a group of microbatches in turn (`get_schedule_table`). The first stage gets
+    nothing for its first chunk, and the last stage no gradient for its last, which come last in that order backward.
+    """
+
+    def __init__(
+        self, module: ModuleLayout, replica: int, stage: int, hidden_size: int, shapes: StepShapes, group: int
+    ):
+        """
+        Args:
+            replica: data-parallel rank of this stage.
+            group: microbatches that one chunk takes before the next does; any where stages have one chunk.
+        """
+        self._module, self._replica, self._hidden, self._shapes = module, replica, hidden_size, shapes
+        self._stage, self._group = stage, group
+        self._step = -1
+        self._orders: dict[bool, Iterator[int]] = {}
+
+    def next(self, forward: bool) -> tuple[int, int, int]:
+        """Of the next activation from the previous stage, or of the next gradient from the following one."""
+        if self._step != self._shapes.step:
+            self._step = self._shapes.step
+            self._orders = {direction: self._order(direction) for direction in (True, False)}
+        length, rows = self._shapes.texts[next(self._orders[forward])][self._replica]
+        module = self._module
+        return length // module.cp // (module.tp if module.sp else 1), rows, self._hidden
+
+    def _order(self, forward: bool) -> Iterator[int]:
+        chunks, microbatches = self._module.vpp, len(self._shapes.texts)
+        table = get_schedule_table(microbatches, chunks, self._group)
+        # Round the pipeline, from its last stage to its first one, goes what is not for the loss.
+        around = self._stage == (0 if forward else self._module.pp - 1)
+        return iter([microbatch for microbatch, chunk in table if not around or chunk < chunks - 1])
+
+
 class ModuleStages(TimedP2PCommunicator):
     """Between the stages of one of several modules. Schedules of several modules exchange shapes before every message
     (`variable_seq_lengths`, p2p_communication.py:322 in Megatron-Core 0.19.2); here shapes are known in advance.
@@ -79,8 +134,6 @@ class ModuleStages(TimedP2PCommunicator):
         pp_group: dist.ProcessGroup,
         config: TransformerConfig,
         hidden_size: int,
-        sequence_length: int,
-        batch: int,
         shapes: StepShapes,
         watch: Watch,
     ):
@@ -89,7 +142,7 @@ class ModuleStages(TimedP2PCommunicator):
         super().__init__(pp_group, config, watch, module.name)
         self._module, self._shapes, self._hidden = module, shapes, hidden_size
         self._replica = (dist.get_rank() - module.first_rank) // (module.tp * module.cp) % module.dp
-        self._fixed = (sequence_length // module.cp // (module.tp if module.sp else 1), batch, hidden_size)
+        self._texts = TextShapes(module, self._replica, pp_group.rank(), hidden_size, shapes, 1)
         self._turns = Turns(shapes)
 
     def _communicate(
@@ -130,7 +183,7 @@ class ModuleStages(TimedP2PCommunicator):
     def _next_shape(self, forward: bool) -> tuple[int, ...]:
         """Shape of the next activation from the previous stage, or of the next gradient from the following one."""
         if self._module.name == LANGUAGE:
-            return self._fixed
+            return self._texts.next(forward)
         microbatch = self._turns.forward() if forward else self._turns.backward()
         first, last = self._shapes.spans(self._module, microbatch)[self._replica]
         rows = sum(self._shapes.loads[self._module.name][microbatch][first:last])
@@ -152,7 +205,6 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
         grids: dict[str, HyperCommGrid],
         config: TransformerConfig,
         hidden_sizes: dict[str, int],
-        sequence_length: int,
         shapes: StepShapes,
         on_device: torch.device,
         watch: Watch = not_timed,
@@ -160,11 +212,9 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
         """
         Args:
             hidden_sizes: of every module's layers.
-            sequence_length: tokens of a sample.
             watch: times bridges as `bridge_wait` and stages as `pipeline_wait`.
         """
         self._run, self._shapes, self._watch, self._hidden_sizes = run, shapes, watch, hidden_sizes
-        self._sequence_length = sequence_length
         self._device = on_device
         super().__init__(*_piped(run.layout, grids, config))
 
@@ -199,8 +249,6 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
                 info.p2p_communicator.pp_group,
                 self.config,
                 self._hidden_sizes[name],
-                self._sequence_length,
-                self._run.batch.micro_batch_size,
                 self._shapes,
                 self._watch,
             )

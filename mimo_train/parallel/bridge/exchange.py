@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
-from data.divide import Span, equal_parts
+from data.divide import Span
 from mimo_train.flight.layout import BACKWARD, FORWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.parallel.bridge.shapes import (
@@ -71,10 +71,9 @@ class Bridge:
         self._hidden, self._dtype, self._device = hidden_size, dtype, device
         self._name = f"{edge.giver}->{edge.taker}"
         self._rank = rank = dist.get_rank()
-        taker = run.layout.modules[edge.taker]
-        giving, taking = giving_replicas(self.giver), taking_replicas(taker)
+        self.taker = run.layout.modules[edge.taker]
+        giving, taking = giving_replicas(self.giver), taking_replicas(self.taker)
         self._giver_replica, self._taker_replica = _replica_of(giving), _replica_of(taking)
-        self._taker_spans = equal_parts(run.batch.microbatch_samples, taker.dp)
         forward, backward = routes(giving, taking), routes(taking, giving)
         self._forward_to = [to for sender, to in forward if sender == rank]
         self._forward_from = [sender for sender, to in forward if to == rank]
@@ -86,23 +85,23 @@ class Bridge:
     def _give_forward(self, features: torch.Tensor, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
         """Rows that the giver sends."""
         RECORDER.at(self._name, FORWARD, microbatch)
-        peers = self._spans_of_taker(self._forward_to)
+        peers = self._spans_of_taker(self._forward_to, microbatch)
         return self._give(features, self._giver_span(microbatch), peers, microbatch)
 
     def _take_forward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
         """Buffer for the rows that the taker receives."""
         RECORDER.at(self._name, FORWARD, microbatch)
         peers = self._spans_of_giver(self._forward_from, microbatch)
-        return self._take(self._taker_span(), peers, microbatch)
+        return self._take(self._taker_span(microbatch), peers, microbatch)
 
     def _give_backward(self, gradient: torch.Tensor | None, microbatch: int) -> list[tuple[torch.Tensor, Part]]:
         RECORDER.at(self._name, BACKWARD, microbatch)
         peers = self._spans_of_giver(self._backward_to, microbatch)
-        return self._give(gradient, self._taker_span(), peers, microbatch)
+        return self._give(gradient, self._taker_span(microbatch), peers, microbatch)
 
     def _take_backward(self, microbatch: int) -> tuple[torch.Tensor, list[Part]]:
         RECORDER.at(self._name, BACKWARD, microbatch)
-        peers = self._spans_of_taker(self._backward_from)
+        peers = self._spans_of_taker(self._backward_from, microbatch)
         return self._take(self._giver_span(microbatch), peers, microbatch)
 
     def _give(
@@ -155,15 +154,19 @@ class Bridge:
     def _giver_span(self, microbatch: int) -> Span:
         return self._shapes.spans(self.giver, microbatch)[self._giver_replica[self._rank]]
 
-    def _taker_span(self) -> Span:
-        return self._taker_spans[self._taker_replica[self._rank]]
+    def _taker_span(self, microbatch: int) -> Span:
+        return self._taken(microbatch)[self._taker_replica[self._rank]]
 
     def _spans_of_giver(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
         spans = self._shapes.spans(self.giver, microbatch)
         return [(rank, *spans[self._giver_replica[rank]]) for rank in ranks]
 
-    def _spans_of_taker(self, ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-        return [(rank, *self._taker_spans[self._taker_replica[rank]]) for rank in ranks]
+    def _spans_of_taker(self, ranks: Sequence[int], microbatch: int) -> list[tuple[int, int, int]]:
+        spans = self._taken(microbatch)
+        return [(rank, *spans[self._taker_replica[rank]]) for rank in ranks]
+
+    def _taken(self, microbatch: int) -> list[Span]:
+        return self._shapes.taken(self.giver.name, self.taker, microbatch)
 
 
 class DisjointBridge(Bridge):

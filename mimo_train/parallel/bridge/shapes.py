@@ -1,11 +1,12 @@
-"""Rows and loads of every sample of a step, and the replica that has it. Every rank has them before the step runs, so
-that no message has to announce the size of the next one. Imports no torch."""
+"""Rows and loads of every sample of a step, the replica that has it, and the rows of text of every microbatch. Every
+rank has them before the step runs, so that no message has to announce the size of the next one. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from data.divide import Span, balanced_parts, equal_parts
+from data.divide import Span, balanced_parts, equal_parts, spread_parts
+from data.step_plan import StepPlan
 from encoders.spec import deepstack_layers
 from mimo_train.plan.layout import ModuleLayout
 from mimo_train.plan.run import Run
@@ -26,7 +27,8 @@ class Needs:
 
 @dataclass
 class StepShapes:
-    """Rows of every sample of every microbatch of the current step, for each encoder module."""
+    """Rows of every sample of every microbatch of the current step, for each encoder module, and what the language
+    model's replicas have of each microbatch. Samples are in the order of the step's plan."""
 
     counts: Counts = field(default_factory=dict)
     """Rows of features that a sample's media make, by giver."""
@@ -36,11 +38,36 @@ class StepShapes:
     """Counts the steps, so that bridges detect a new one."""
     needs: dict[str, Needs] = field(default_factory=dict)
     """Which encoder modules need gradients; one that is missing does. Set at the start of a training step."""
+    texts: list[list[tuple[int, int]]] = field(default_factory=list)
+    """By microbatch and replica of the language model: (positions of a row of text, rows)."""
+    _taken: list[list[Span]] = field(default_factory=list)
+    _packed: bool = False
+    _chosen: Sequence[int] = ()
+    _step_loads: Counts = field(default_factory=dict)
+    _spread: dict[str, list[list[Span]]] = field(default_factory=dict)
 
     def begin(self, counts: Counts, loads: Counts) -> None:
-        """Start a step with these numbers."""
-        self.counts, self.loads = counts, loads
+        """Start a step with these numbers, of equal numbers of samples for each replica of the language model."""
+        self.counts, self.loads, self.texts, self._taken, self._packed = counts, loads, [], [], False
+        self._spread = {}
         self.step += 1
+
+    def follow(self, plan: StepPlan, counts: Counts, loads: Counts, chosen: Sequence[int]) -> None:
+        """Start a step of the `chosen` microbatches of a plan.
+
+        Args:
+            counts, loads: of all its microbatches.
+        """
+        self.begin(*({name: [of[at] for at in chosen] for name, of in numbers.items()} for numbers in (counts, loads)))
+        self.texts = [
+            [(share.length, plan.rows(at, replica)) for replica, share in enumerate(plan.shares[at])] for at in chosen
+        ]
+        self._taken, self._packed = [plan.spans(at) for at in chosen], plan.packed
+        self._chosen, self._step_loads = chosen, loads
+
+    def taken(self, giver: str, taker: ModuleLayout, microbatch: int) -> list[Span]:
+        """Samples of a microbatch whose features each data-parallel rank of a taker needs."""
+        return self._taken[microbatch] if self._taken else equal_parts(len(self.counts[giver][microbatch]), taker.dp)
 
     def features_need_gradient(self, name: str) -> bool:
         """Whether the taker sends a gradient to this giver."""
@@ -52,6 +79,10 @@ class StepShapes:
 
     def spans(self, encoder: ModuleLayout, microbatch: int) -> list[Span]:
         """Samples of a microbatch that each data-parallel rank of an encoder computes."""
+        if self._packed:
+            if encoder.name not in self._spread:
+                self._spread[encoder.name] = spread_parts(self._step_loads[encoder.name], encoder.dp)
+            return self._spread[encoder.name][self._chosen[microbatch]]
         if encoder.balance == "patches":
             return balanced_parts(self.loads[encoder.name][microbatch], encoder.dp)
         return equal_parts(len(self.counts[encoder.name][microbatch]), encoder.dp)

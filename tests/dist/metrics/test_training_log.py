@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from data.pipeline import TextLengths
 from mimo_train.metrics.stopwatch import PARTS
+from mimo_train.plan.inputs import build_dataset, tokenizer_of
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks
 
@@ -26,6 +28,13 @@ GPT_LAYOUTS = ("language_tp2", "language_pp2", "language_dp2")
 def run(name: str, demo: Path, run_dir: Path, *overrides: str) -> list[dict]:
     """Lines of the log of 6 steps."""
     return train_on_ranks(config(name, run_dir, demo, f"train.iters={STEPS}", *overrides))
+
+
+def lengths_of(cfg, samples: int):
+    """Tokens of the first samples in the order of a run whose texts have been counted."""
+    dataset = build_dataset(cfg, tokenizer_of(cfg))
+    TextLengths(dataset).serve()
+    return dataset.plan_step(0, samples).lengths
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +62,19 @@ def test_an_interval_is_the_mean_of_its_steps_at_any_layout(layout, every_step, 
 @pytest.mark.parametrize("layout", GPT_LAYOUTS)
 def test_rates_follow_from_the_seconds_of_a_step(layout, prose, tmp_path):
     lines = run("gpt_tiny", prose, tmp_path, f"layout={layout}", *EVERYTHING)
-    samples, tokens = lines[0]["consumed_samples"], 128
+    samples, lengths = lines[0]["consumed_samples"], lengths_of(config("gpt_tiny", tmp_path, prose), 6 * 16)
+    assert len(set(lengths.tolist())) > 10, "texts of many lengths"
     for before, line in zip(lines, lines[1:], strict=False):
-        assert line["tokens_per_second"] == pytest.approx(samples * tokens / line["step_seconds"])
+        tokens = int(lengths[before["consumed_samples"] : line["consumed_samples"]].sum())
+        of_both = tokens + int(lengths[before["consumed_samples"] - samples : before["consumed_samples"]].sum())
+        assert line["tokens_per_second"] == pytest.approx(tokens / line["step_seconds"])
+        assert 0 < line["padding"] < 0.1
         two = before["step_seconds"] + line["step_seconds"]
         assert line["throughput/batches_per_sec"] == pytest.approx(2 / two, rel=1e-6)
         assert line["throughput/samples_per_sec"] == pytest.approx(2 * samples / two, rel=1e-6)
-        assert line["throughput/device/tokens_per_sec"] == pytest.approx(samples * tokens / two, rel=1e-6)
+        assert line["throughput/device/tokens_per_sec"] == pytest.approx(of_both / 2 / two, rel=1e-6)
         assert line["time/samples"] == line["consumed_samples"]
-        assert line["time/tokens"] == line["consumed_samples"] * tokens
+        assert line["time/tokens"] == lengths[: line["consumed_samples"]].sum()
         # With a peak of 1 TFLOP/s, utilisation is the rate.
         assert line["mfu"] == pytest.approx(line["tflops"]) and line["hfu"] >= line["mfu"] > 0
         assert line["straggler/language/slowest_rank"] in (0, 1)

@@ -67,7 +67,7 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     with torch.no_grad():
         for name, value in model.named_parameters():
             norm = value.ndim == 1 and name.endswith("weight")
-            value.normal_(1.0 if norm else 0.0, 0.3 if value.ndim == 1 else 0.25)
+            value.normal_(1.0 if norm else 0.0, 0.3 if value.ndim == 1 else 0.2)
     model.save_pretrained(folder / "model", max_shard_size="60KB")
     _processor(folder / "model", kind, transformers)
     members: list[tuple[str, bytes]] = []

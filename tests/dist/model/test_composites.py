@@ -23,7 +23,7 @@ LAYOUTS = {
     "qwen2_5_vl": {
         "one process": ONE,
         "tp2": ("layout=one_process", *(f"modules.{name}.layout.tp=2" for name in ("images", "language"))),
-        "pp2": ("layout=one_process", "modules.language.layout.pp=2"),
+        "pp2": ("layout=one_process", "modules.language.layout.pp=2", "data.pack=true"),
         "split": (APART, "modules.images.layout.pp=2", "modules.language.layout.cp=2"),
     },
     "qwen3_vl": {
@@ -33,7 +33,7 @@ LAYOUTS = {
             *(f"modules.{name}.layout.{size}" for name in ("images", "language") for size in ("tp=2", "sp=true")),
         ),
         "pp2": (APART, "modules.language.layout.pp=2"),
-        "split": (APART, "modules.language.layout.cp=2"),
+        "split": (APART, "modules.language.layout.cp=2", "data.pack=true"),
     },
     "llava_next": {
         "one process": ONE,

@@ -221,7 +221,7 @@ def test_only_the_projector_trains_behind_a_frozen_language_model(digits, tmp_pa
     "layout",
     [
         ("layout=two_processes",),
-        ("layout=images_tp2_language_pp2",),
+        ("layout=images_tp2_language_pp2", "data.pack=true"),
         ("layout=one_process", "modules.images.layout.dp=2", "modules.language.layout.tp=2"),
     ],
     ids=["two processes", "tp2 and pp2", "shared ranks"],

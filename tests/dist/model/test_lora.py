@@ -30,7 +30,7 @@ VLM_LAYOUTS = {
         "modules.images.layout.sp=true",
     ),
     "vision tp2 + language pp2": ("layout=images_tp2_language_pp2",),
-    "vision dp2 + language dp2": ("layout=images_dp2_language_dp2",),
+    "vision dp2 + language dp2, packed": ("layout=images_dp2_language_dp2", "data.pack=true"),
 }
 DORA = (
     *("modules.language.lora.rank=3", "modules.language.lora.dora=true", "modules.language.lora.rslora=true"),

@@ -14,11 +14,19 @@ SEQUENCE, BATCH, HEADS, KEY_HEADS, WIDTH = 16, 2, 4, 2, 8
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_over_parts_is_attention_over_the_whole(ranks):
-    assert max(run_ranks(attend_on_this_rank, ranks)) < 1e-5
+    """Of two samples, and of one row of three documents."""
+    assert max(max(found) for found in run_ranks(attend_on_this_rank, ranks)) < 1e-5
 
 
-def attend_on_this_rank() -> float:
+def attend_on_this_rank() -> list[float]:
     """Largest difference of this rank's output and gradients from those of the uncut attention."""
+    from mimo_train.parallel import device as devices
+
+    devices.init_process_group("cpu", 1.0, devices.install("cpu", 0))
+    return [difference_of_parts(None, BATCH), difference_of_parts((3, 9, SEQUENCE), 1)]
+
+
+def difference_of_parts(ends, batch: int) -> float:
     import torch
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,10 +34,9 @@ def attend_on_this_rank() -> float:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from mimo_train.model.attention import SdpaAttention
-    from mimo_train.parallel import device as devices
+    from mimo_train.model.documents import documents_of
     from mimo_train.parallel.context import gather_sequence, own_part
 
-    devices.init_process_group("cpu", 1.0, devices.install("cpu", 0))
     groups = ProcessGroupCollection(cp=dist.group.WORLD)
 
     def attention(cp: int) -> SdpaAttention:
@@ -38,17 +45,19 @@ def attend_on_this_rank() -> float:
         return SdpaAttention(transformer, 1, AttnMaskType.causal, "self", pg_collection=groups)
 
     torch.manual_seed(1)
-    shapes = [(SEQUENCE, BATCH, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    shapes = [(SEQUENCE, batch, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     whole = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    weight = torch.randn(SEQUENCE, BATCH, HEADS * WIDTH)
-    expected = attention(1)(*whole)
+    weight = torch.randn(SEQUENCE, batch, HEADS * WIDTH)
+    packed = {"documents": ends} if ends else {}
+    expected = attention(1)(*whole, packed_seq_params=documents_of(packed, 1))
     (expected * weight).sum().backward()
 
     def part_of(tensor_S):
         return own_part({"x": tensor_S.transpose(0, 1)}, groups.cp)["x"].transpose(0, 1).contiguous()
 
     parts = [part_of(tensor.detach()).requires_grad_() for tensor in whole]
-    output = attention(dist.get_world_size())(*parts)
+    ranks = dist.get_world_size()
+    output = attention(ranks)(*parts, packed_seq_params=documents_of(packed, ranks))
     (output * part_of(weight)).sum().backward()
     pairs = [(part.grad, part_of(tensor.grad)) for part, tensor in zip(parts, whole, strict=True)]
     pairs += [(output, part_of(expected)), (gather_sequence(output.detach(), groups.cp), expected)]

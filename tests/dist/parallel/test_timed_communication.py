@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
+from data.step_plan import plan_in_order
 from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
@@ -31,7 +32,9 @@ def one_microbatch_forward(cfg):
     run, device = resolve(cfg), devices.install("cpu", 0)
     devices.init_process_group("cpu", 1.0, device)
     transformer, names, shapes = language_config(cfg, run.layout), [], StepShapes()
-    shapes.begin({"images": [[3, 0]]}, {"images": [[3, 0]]})
+    widths, length = {"images": 32, "language": transformer.hidden_size}, 24
+    plan = plan_in_order(0, 2, 2, 1, length)
+    shapes.follow(plan, {"images": [[3, 0]]}, {"images": [[3, 0]]}, [0])
 
     @contextmanager
     def watch(name):
@@ -40,8 +43,7 @@ def one_microbatch_forward(cfg):
 
     grids = build_groups(run.layout).grids
     width = transformer.hidden_size
-    widths, length = {"images": 32, "language": width}, cfg.data.sequence_length
-    communicator = ModuleCommunicator(run, grids, transformer, widths, length, shapes, device, watch)
+    communicator = ModuleCommunicator(run, grids, transformer, widths, shapes, device, watch)
     here = communicator.rank_module_map
     if "images" in here:
         communicator.send_forward({"images": torch.ones(3, width)})

@@ -61,8 +61,10 @@ def test_tolerated_corrupt_pictures_count_nowhere_at_any_layout(digits, tmp_path
     counts on no rank: the numbers are those of one process, which sees everything."""
     demo = spoiled(digits, tmp_path / "demo", every_picture_from(120))
     tolerant = ("train.iters=6", "data.max_bad_samples=1000")
+    rows = dict.fromkeys(LAYOUTS, ()) | {LAYOUTS[-1]: ("data.pack=true", "data.pack_length=160")}
     lines = {
-        layout: train_on_ranks(config("vlm_digits", tmp_path / layout, demo, layout, *tolerant)) for layout in LAYOUTS
+        layout: train_on_ranks(config("vlm_digits", tmp_path / layout, demo, layout, *tolerant, *rows[layout]))
+        for layout in LAYOUTS
     }
     one = lines[LAYOUTS[0]]
     assert one[-1]["bad_samples"] > 10

@@ -43,10 +43,10 @@ def test_a_growing_batch_is_the_batch_of_its_size(one_process, digits, tmp_path)
     assert same >= 3 and curve(one_process)[:same] == curve(small)[:same]
 
 
-def test_a_resumed_ramp_goes_on_where_it_was(one_process, digits, tmp_path):
-    train_on_ranks(config("vlm_digits", tmp_path, digits, "train.iters=10", "layout=two_processes", *RAMP,
-                          "train.exit_interval=5"))  # fmt: skip
-    lines = run(digits, tmp_path, "layout=two_processes", *RAMP)
+def test_a_resumed_ramp_goes_on_where_it_was_also_packed(one_process, digits, tmp_path):
+    packed = ("layout=two_processes", *RAMP, "data.pack=true", "data.pack_length=160")
+    train_on_ranks(config("vlm_digits", tmp_path, digits, "train.iters=10", *packed, "train.exit_interval=5"))
+    lines = run(digits, tmp_path, *packed)
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert max(largest_difference(curve(one_process), curve(lines))) < TOLERANCE
 

@@ -79,7 +79,8 @@ def _count_steps(cfg) -> tuple[Counter, Counter]:
 @pytest.mark.parametrize("layout", ["one_process", "two_processes", "images_dp1_language_dp2"])
 def test_a_logging_interval_costs_one_message_and_one_copy(layout, digits, tmp_path):
     overrides = (f"layout={layout}", f"train.iters={STEPS + 1}", f"train.log_interval={INTERVAL}")
-    cfg = config("vlm_digits", tmp_path, digits, *overrides)
+    packed = ("data.pack=true",) if layout == "two_processes" else ()
+    cfg = config("vlm_digits", tmp_path, digits, *overrides, *packed)
     world = {"one_process": 1, "two_processes": 2, "images_dp1_language_dp2": 3}[layout]
     for loop, bare in run_ranks(_count_steps, world, cfg):
         added = {kind: loop[kind] - bare[kind] for kind in ("messages", "host copies")}

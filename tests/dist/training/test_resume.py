@@ -54,10 +54,11 @@ def test_run_continues_on_another_layout(uninterrupted, digits, tmp_path):
     train_on_ranks(run_config(digits, tmp_path, "layout=two_processes", "train.iters=8", "optim.decay=constant"))
     whole = tmp_path / "whole"
     one = curve(train_on_ranks(run_config(digits, whole, "layout=two_processes", "optim.decay=constant")))
-    for name, layout in (("more", "layout=images_tp2_language_pp2"), ("fewer", "layout=one_process")):
+    more, fewer = ("layout=images_tp2_language_pp2", "data.pack=true"), ("layout=one_process", "data.pad=sequence")
+    for name, changes in (("more, packed", more), ("fewer, in rows of one length", fewer)):
         folder = tmp_path / name
         resume = f"checkpoint.resume={folders.newest(tmp_path)}"
-        lines = curve(train_on_ranks(run_config(digits, folder, layout, resume, "optim.decay=constant")))
+        lines = curve(train_on_ranks(run_config(digits, folder, *changes, resume, "optim.decay=constant")))
         assert [line[0] for line in lines] == list(range(9, STEPS + 1))
         loss, norm = largest_difference(one[8:], lines)
         assert max(loss, norm) < TOLERANCE, f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}"

@@ -233,6 +233,18 @@ def test_index_command(small, with_bad_samples, capsys):
     assert "c.tar" in output.err and "truncated" in output.err
 
 
+def test_index_command_counts_the_texts_of_a_config(small, capsys):
+    data = (f"data.shards={small}", "data.demo=", "data.validation_shards=")
+    for counted in (13, 0):
+        assert run("index", "vlm_digits", *data) == 0
+        output = capsys.readouterr().out
+        assert "2 of 2 shards indexed" in output and f"\n{counted} of 13 texts counted now" in output
+    assert len(list(small.glob("*.mimo-lengths"))) == 2
+    assert run("index", "vlm_digits", *data, "data.pad=sequence") == 0
+    assert "need not be counted" in capsys.readouterr().out
+    assert run("index", "vlm_digits", *data, "data.padd=sequence") == 1 and "data.pad" in capsys.readouterr().err
+
+
 def test_inspect_command(small, with_bad_samples, tmp_path, capsys):
     assert run("inspect", small, "--samples", "1", "--cache-dir", tmp_path / "cache") == 0
     output = capsys.readouterr().out

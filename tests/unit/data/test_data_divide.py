@@ -1,11 +1,12 @@
 """Samples of a microbatch over data-parallel ranks."""
 
+import random
 from itertools import combinations, pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.divide import balanced_parts, equal_parts
+from data.divide import balanced_parts, equal_parts, spread_parts
 
 
 def test_equal_parts():
@@ -34,3 +35,21 @@ def test_balanced_parts_are_contiguous_and_no_others_are_better(loads, parts):
         worst(cuts) for count in range(min(parts, len(loads))) for cuts in combinations(range(1, len(loads)), count)
     )
     assert max(sum(loads[first:last]) for first, last in spans) == best
+
+
+def test_spread_parts_are_balanced_over_the_microbatches_together():
+    draw = random.Random(0)
+    loads = [[draw.choice([0, 0, 144, 256, 400, 576]) for _ in range(10)] for _ in range(24)]
+
+    def busiest(spread) -> float:
+        work = [
+            sum(sum(of[first:last]) for of, (first, last) in zip(loads, spans, strict=True))
+            for spans in zip(*spread, strict=True)
+        ]
+        return max(work) * len(work) / sum(work)
+
+    spread = spread_parts([*loads, []], 4)
+    assert spread.pop() == [(0, 0)] * 4
+    in_order = [balanced_parts(of, 4) for of in loads]
+    assert [sorted(spans) for spans in spread] == [sorted(spans) for spans in in_order]
+    assert busiest(spread) < 1.02 < 1.1 < busiest(in_order)

@@ -90,7 +90,6 @@ def test_what_cannot_be_built_is_named():
     for keys, field in [
         ({**tiles}, "grid_pinpoints"),
         ({**tiles, "grid_pinpoints": [[56, 100]]}, "grid_pinpoints"),
-        ({**tiles, "grid_pinpoints": [[56, 112]], "max_tiles": -1}, "max_tiles"),
         ({"grid_pinpoints": [[224, 448]]}, "grid_pinpoints"),
         ({"cut_several": False}, "cut_several"),
     ]:

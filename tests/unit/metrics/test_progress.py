@@ -99,7 +99,7 @@ def test_throughputs_of_the_job_and_of_all_jobs(tmp_path, monkeypatch):
         cfg=cfg,
         layout=resolve(cfg).layout,
         run_dir=tmp_path,
-        train_state=SimpleNamespace(step=300, consumed_train_samples=2400),
+        train_state=SimpleNamespace(step=300, consumed_train_tokens=153600),
         job_seconds=500,
     )
     compute_throughputs_and_append_to_progress_log(state, 7e15)

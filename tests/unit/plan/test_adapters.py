@@ -117,7 +117,7 @@ def test_a_projector_with_adapters_is_frozen():
 
 
 def test_gradients_go_back_to_the_first_adapter():
-    step = {"samples": 1, "counts": {}, "loads": {}, "pairs": {}, "step": 1}
+    step = {"texts": {1024: 1}, "counts": {}, "loads": {}, "pairs": {}, "step": 1}
     flops = []
     for layers in ("[0-9]", "[2-9]", "3"):
         cfg = load("gpt_tiny", f"{LORA}.rank=2", f"{LORA}.targets=['*.layers.{layers}.*linear_proj']")

@@ -150,11 +150,11 @@ def test_frozen_parts_of_an_encoder_module(frozen, expected):
 
 def test_a_step_counts_its_samples_and_the_pictures_that_are_there():
     flops = StepFlops(load("vlm_digits"), vocab=384)
-    one = flops(samples=1, **pictures([[1]]), step=1)
-    step = flops(samples=4, **pictures([[0, 3], [1, 0]]), step=1)
+    one = flops(texts={64: 1}, **pictures([[1]]), step=1)
+    step = flops(texts={64: 4}, **pictures([[0, 3], [1, 0]]), step=1)
     assert step["language"].model == 4 * one["language"].model
     assert step["images"].model == 4 * one["images"].model > 0
-    assert flops(samples=4, **pictures([[0, 0], [0, 0]]), step=1)["images"] == Flops()
+    assert flops(texts={64: 4}, **pictures([[0, 0], [0, 0]]), step=1)["images"] == Flops()
 
 
 def test_pictures_of_a_step_count_as_each_alone():
@@ -170,7 +170,7 @@ def test_pictures_of_a_step_count_as_each_alone():
         for p in (24, 4)
     )
     step = StepFlops(cfg, vocab=384)(
-        samples=2, counts={"images": [[6, 1]]}, loads={"images": [[25, 5]]}, pairs={"images": [[625, 25]]}, step=1
+        texts={64: 2}, counts={"images": [[6, 1]]}, loads={"images": [[25, 5]]}, pairs={"images": [[625, 25]]}, step=1
     )
     assert step["images"].model == pytest.approx(alone, rel=1e-12)
 
@@ -184,13 +184,13 @@ def pictures(numbers: list[list[int]]) -> dict:
 def test_freezing_ends_with_its_step_and_reaches_the_modules_behind():
     cfg = changed({"modules.images.freeze_until": {"encoder": 10, "projector": 10}, "modules.language.freeze": ["llm"]})
     flops = StepFlops(cfg, vocab=384)
-    before, after = (flops(samples=1, **pictures([[1]]), step=step) for step in (10, 11))
+    before, after = (flops(texts={64: 1}, **pictures([[1]]), step=step) for step in (10, 11))
     ratios = {name: after[name].model / before[name].model for name in before}
     assert 2.5 < ratios["images"] < 3 and 2 < ratios["language"] < 2.5
 
 
 def test_a_plain_gpt_has_one_module():
     cfg = load("gpt_tiny")
-    flops = StepFlops(cfg, vocab=384)(samples=2, counts={}, loads={}, pairs={}, step=1)
+    flops = StepFlops(cfg, vocab=384)(texts={cfg.data.sequence_length: 2}, counts={}, loads={}, pairs={}, step=1)
     products = language_products(cfg.language.llm, cfg.data.sequence_length, 384)
     assert flops == {"language": count(products, upstream=False) * 2}

@@ -69,7 +69,7 @@ def _step(cfg, name: str) -> dict[str, Any]:
     session.data.rewind()
     session.freeze_stages.apply(0)
     result = run._run._train_step()
-    session.state.train_state.count(session.data.current.size, result)
+    session.state.train_state.count(session.data.current.size, session.data.current.plan.tokens, result)
     if name != "tp2":
         run.save()
     groups = session.parts.pipeline.groups.collections

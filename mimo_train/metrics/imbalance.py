@@ -1,0 +1,40 @@
+"""How unevenly the work of a step is divided over the data-parallel ranks of each module: ranks with less wait."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from data.divide import Span
+from data.step import StepBatch
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.plan.layout import ModuleLayout, RunLayout
+
+
+def imbalance(
+    batch: StepBatch,
+    layout: RunLayout,
+    work_of_texts: Callable[[Mapping[int, int]], float],
+    spans: Callable[[ModuleLayout, int], Sequence[Span]],
+) -> dict[str, float]:
+    """Work of the busiest data-parallel rank over the mean, of every module that has several and anything to do.
+
+    Args:
+        work_of_texts: FLOPs of the language model over texts by their lengths (`StepPlan.texts_of_length`).
+        spans: samples of a microbatch that each data-parallel rank of an encoder computes (`StepShapes.spans`). Its
+            work are tokens inside the encoder.
+
+    Returns:
+        {"imbalance/NAME": 1.0 where all have as much}.
+    """
+    found = {}
+    for name, module in layout.modules.items():
+        if module.dp == 1:
+            continue
+        if name == LANGUAGE:
+            work = [work_of_texts(texts) for texts in batch.plan.texts_of_ranks()]
+        else:
+            work = [0.0] * module.dp
+            for microbatch, loads in enumerate(batch.loads[name]):
+                for rank, (first, last) in enumerate(spans(module, microbatch)):
+                    work[rank] += sum(loads[first:last])
+        if any(work):
+            found[f"imbalance/{name}"] = max(work) * module.dp / sum(work)
+    return found

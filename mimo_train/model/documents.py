@@ -1,0 +1,154 @@
+"""Documents of a packed row: samples that stand one behind the other in one row of tokens, and know nothing of each
+other.
+
+Shape suffixes: B batch, S sequence, N heads, D head dimension, T tokens of a row.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from mimo_train.config.fault import UserError
+from mimo_train.parallel.context import chunks_of
+
+
+class Meeting(NamedTuple):
+    """Queries of one document that stand together on a rank, and the keys that the last of them sees."""
+
+    first_query: int
+    last_query: int
+    """Behind the last: places in what the rank holds."""
+    first_key: int
+    last_key: int
+    """Behind the last: places in the whole row."""
+
+
+class Documents(PackedSeqParams):
+    """Where the documents of one packed row [1, T] end, in the form in which Megatron-Core hands it to every layer.
+
+    Ends are integers of the host: to read them from a tensor, each layer would wait for the device. For Megatron-Core
+    0.19.2 the row is a batch of one sample (`sbhd`), whose rotary angles the model replaces (`SeededGPTModel`): in its
+    own format for packed rows (`thd`) it waits in each layer, starts every document at position 0 only where no table
+    is as long as the row (rope_utils.py:222-250), and cuts parts of context-parallel ranks with Transformer Engine
+    only.
+
+    Args:
+        ends: behind the last token of each document, ascending; the last is T.
+        ranks: context-parallel ranks that hold the row, each two chunks of it (`mimo_train.parallel.context`).
+    """
+
+    def __init__(self, ends: Sequence[int], ranks: int = 1):
+        assert ends and ends[0] > 0 and all(one < other for one, other in pairwise(ends)), ends
+        self.ends, self.ranks = tuple(ends), ranks
+        assert ranks == 1 or not self.tokens % (2 * ranks), (self.tokens, ranks)
+        # Rows of a table of angles that Megatron-Core makes and cuts for each microbatch, and nothing reads.
+        unused = 2 * ranks
+        super().__init__(qkv_format="sbhd", max_seqlen_q=unused, max_seqlen_kv=unused)
+        self._meetings: dict[int, list[Meeting]] = {}
+        self._tensors: dict[tuple[int, torch.device], tuple[torch.Tensor, ...]] = {}
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.ends[-1]
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(end - start for start, end in pairwise((0, *self.ends)))
+
+    def meetings(self, rank: int) -> list[Meeting]:
+        """What the queries of a context-parallel rank attend to, in the order in which it holds them.
+
+        Queries [a, b) of a chunk that are inside document [s, e) see keys from s on, each up to its own position.
+        """
+        if rank not in self._meetings:
+            self._meetings[rank] = list(self._met_by(rank))
+        return self._meetings[rank]
+
+    def _met_by(self, rank: int) -> Any:
+        chunk = self.tokens // (2 * self.ranks if self.ranks > 1 else 1)
+        held = 0
+        for number in chunks_of(rank, self.ranks) if self.ranks > 1 else (0,):
+            first, last = number * chunk, (number + 1) * chunk
+            at = bisect_right(self.ends, first)
+            while first < last:
+                start, end = self.ends[at - 1] if at else 0, min(self.ends[at], last)
+                yield Meeting(held, held + end - first, start, end)
+                held += end - first
+                first, at = end, at + 1
+
+    def cumulative(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(ends of queries, ends of keys: int32, from 0 on; places in the row of these keys), for kernels that take all
+        meetings at once. Copied to the device once for all layers."""
+        if (rank, device) not in self._tensors:
+            found = self.meetings(rank)
+            queries = [0, *accumulate(one.last_query - one.first_query for one in found)]
+            keys = [0, *accumulate(one.last_key - one.first_key for one in found)]
+            places = torch.cat([torch.arange(one.first_key, one.last_key) for one in found])
+            self._tensors[rank, device] = tuple(
+                tensor.to(device, non_blocking=True)
+                for tensor in (
+                    torch.tensor(queries, dtype=torch.int32),
+                    torch.tensor(keys, dtype=torch.int32),
+                    places,
+                )
+            )
+        queries_at, keys_at, places_at = self._tensors[rank, device]
+        return queries_at, keys_at, places_at
+
+
+def documents_of(batch: dict[str, Any], ranks: int) -> Documents | None:
+    """The documents of a microbatch that is one packed row; None where each row is a sample.
+
+    Args:
+        batch: `documents` are the ends of documents, in tokens of the whole row.
+        ranks: context-parallel ranks.
+    """
+    ends = batch.get("documents")
+    return None if ends is None else Documents(ends, ranks)
+
+
+def attention_inside_documents(attention: type) -> type:
+    """Transformer Engine's core attention, a class of Megatron-Core's, for rows of `Documents`: they become `thd`, in
+    which it computes all documents at once."""
+
+    class InsideDocuments(attention):
+        def forward(
+            self,
+            query_SBND: torch.Tensor,
+            key_SBND: torch.Tensor,
+            value_SBND: torch.Tensor,
+            *arguments: Any,
+            packed_seq_params: PackedSeqParams | None = None,
+            **options: Any,
+        ) -> torch.Tensor:
+            """As Megatron-Core's; [S, B, heads * D].
+
+            Raises:
+                UserError: a packed row is on several context-parallel ranks, which Transformer Engine wants cut
+                    document by document.
+            """
+            run: Callable[..., torch.Tensor] = super().forward
+            if not isinstance(packed_seq_params, Documents):
+                whole = (query_SBND, key_SBND, value_SBND)
+                return run(*whole, *arguments, packed_seq_params=packed_seq_params, **options)
+            if packed_seq_params.ranks > 1:
+                raise UserError(
+                    f"a packed row is on {packed_seq_params.ranks} context-parallel ranks, and the attention of these "
+                    "layers is Transformer Engine's: set data.pack in the config, which chooses another"
+                )
+            ends, _, _ = packed_seq_params.cumulative(0, query_SBND.device)
+            longest = packed_seq_params.longest
+            thd = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+            parts = (part.squeeze(1) for part in (query_SBND, key_SBND, value_SBND))
+            attended_TX = run(*parts, *arguments, packed_seq_params=thd, **options)
+            return attended_TX.reshape(len(query_SBND), 1, -1)
+
+    InsideDocuments.__name__ = InsideDocuments.__qualname__ = attention.__name__
+    return InsideDocuments

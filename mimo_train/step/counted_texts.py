@@ -1,0 +1,73 @@
+"""The texts of a run are counted before its first step: on one rank for all, while the others wait."""
+
+import time
+from collections.abc import Generator
+
+import torch.distributed as dist
+
+from data.pipeline import Dataset, TextLengths
+from data.text_lengths import Counted
+from mimo_train.launch.processes import is_first_of_node
+from mimo_train.metrics.count_bar import CountBar
+from mimo_train.parallel.agreement import agreed
+from mimo_train.plan.inputs import OneShard
+from mimo_train.plan.run import Run
+
+ROUND = 20.0
+"""Seconds after which ranks that wait hear that counting goes on: however long it takes, no message waits for long."""
+
+
+def count_texts(run: Run, dataset: Dataset) -> None:
+    """Give a dataset the lengths of its texts; what has not been counted yet is, on the first rank, and then on the
+    first rank of each node that does not see the files of that one. Collective over all ranks.
+
+    Raises:
+        UserError, DataError: as `TextLengths.count` does, on every rank.
+    """
+    rank = dist.get_rank()
+    for builds in (rank == 0, is_first_of_node(run.layout, rank)):
+        work, unfinished = _Work(run, dataset) if builds else None, True
+        try:
+            while unfinished:
+                own: list[bool] = []
+                with agreed(own) as everyones:
+                    own.append(work is not None and work.go_on(ROUND))
+                unfinished = any(unfinished for (unfinished,) in everyones)
+        finally:
+            if work is not None:
+                work.close()
+    with agreed():
+        TextLengths(dataset).serve()
+
+
+class _Work:
+    """Counting, in rounds."""
+
+    def __init__(self, run: Run, dataset: Dataset):
+        self._run, self._dataset = run, dataset
+        self._jobs: Generator[Counted] | None = None
+        self._bar: CountBar | None = None
+
+    def go_on(self, seconds: float) -> bool:
+        """Count for that long; returns whether anything is left to do."""
+        end = time.monotonic() + seconds
+        if self._jobs is None:
+            lengths = TextLengths(self._dataset)
+            missing = lengths.missing()
+            self._jobs = lengths.build(OneShard(self._run.cfg))
+            if missing:
+                total = sum(self._dataset.samples_of(shard) for shard in missing)
+                self._bar = CountBar("counting the tokens of texts", total)
+        for done in self._jobs:
+            assert self._bar is not None, "something was missing"
+            self._bar.add(done.samples)
+            if time.monotonic() > end:
+                return True
+        return False
+
+    def close(self) -> None:
+        """End the bar, and the processes that count."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._jobs is not None:
+            self._jobs.close()

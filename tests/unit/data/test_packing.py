@@ -1,0 +1,81 @@
+"""Packs of a step: every sample once, no row over its budget, little padding, and the same work for every rank."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.packing import Packing, plan_in_packs
+from data.step_plan import StepPlan
+
+
+def plan(lengths, replicas=1, **options) -> StepPlan:
+    return plan_in_packs(7, np.array(lengths), replicas, Packing(**options))
+
+
+def text(samples: int, seed: int) -> np.ndarray:
+    """Tokens of texts of 350 on average, a few of them cut at 2,048."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(350) - 0.9**2 / 2, 0.9, samples)
+    return np.clip(drawn, 8, 2048).astype(np.int64)
+
+
+def mixed(samples: int, seed: int) -> np.ndarray:
+    """Tokens of texts with 0 to 4 pictures of many sizes."""
+    draw = np.random.default_rng(seed)
+    pictures = draw.choice([0, 1, 2, 4], samples, p=[0.2, 0.6, 0.15, 0.05])
+    sizes = [draw.choice([144, 196, 256, 324, 400, 484, 576], each).sum() for each in pictures]
+    return np.minimum(text(samples, seed + 1000) + np.array(sizes), 2048)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60),
+    budget=st.integers(64, 200),
+    replicas=st.integers(1, 4),
+    microbatches=st.integers(1, 3),
+    unit=st.sampled_from([1, 2, 4, 6, 48]),
+    equal=st.booleans(),
+)
+def test_every_sample_is_in_one_row_that_has_room_for_it(lengths, budget, replicas, microbatches, unit, equal):
+    found = plan(lengths, replicas, budget=budget, unit=unit, microbatches=microbatches, equal=equal)
+    assert (found.first, found.size, found.packed) == (7, len(lengths), True)
+    assert len(found.shares) % microbatches == 0 and {len(shares) for shares in found.shares} == {replicas}
+    everyone = [share for shares in found.shares for share in shares]
+    assert sorted(np.concatenate([share.places for share in everyone]).tolist()) == list(range(len(lengths)))
+    for share in everyone:
+        tokens = sum(lengths[place] for place in share.places)
+        assert tokens <= budget and tokens <= share.length < tokens + 100 or equal
+        assert share.length % unit == 0 and share.length > 0
+        assert share.places.tolist() == sorted(share.places.tolist())
+    if equal:
+        assert all(len({share.length for share in shares}) == 1 for shares in found.shares)
+    again = plan(lengths, replicas, budget=budget, unit=unit, microbatches=microbatches, equal=equal)
+    assert [[share.places.tolist() for share in shares] for shares in again.shares] == [
+        [share.places.tolist() for share in shares] for shares in found.shares
+    ]
+
+
+def balance(found: StepPlan, replicas: int, work) -> float:
+    """Work of the busiest data-parallel rank over the mean."""
+    of_ranks = [sum(work(shares[rank].places) for shares in found.shares) for rank in range(replicas)]
+    return max(of_ranks) / (sum(of_ranks) / replicas)
+
+
+@pytest.mark.parametrize("kind", [text, mixed])
+@pytest.mark.parametrize(("samples", "replicas"), [(256, 1), (256, 4), (1024, 16)])
+@pytest.mark.parametrize("budget", [2048, 4096, 8192])
+def test_rows_are_full_and_ranks_have_as_much_to_do(kind, samples, replicas, budget):
+    for seed in range(3):
+        lengths = kind(samples, seed)
+        found = plan(lengths, replicas, budget=budget)
+        assert lengths.sum() / found.positions >= 0.975
+        assert balance(found, replicas, lambda places: lengths[places].sum()) <= 1.05  # noqa: B023
+        assert balance(found, replicas, lambda places: (lengths[places] ** 2).sum()) <= 1.06  # noqa: B023
+        least = replicas * -(-lengths.sum() // (budget * replicas))
+        assert len(found.shares) * replicas <= 1.25 * least + replicas, "few packs more than tokens need"
+
+
+def test_a_step_with_fewer_samples_than_ranks_has_rows_of_padding():
+    found = plan([5, 3], replicas=4, budget=64)
+    assert [len(share.places) for share in found.shares[0]].count(0) == 2
+    assert {share.length for share in found.shares[0]} == {32}

@@ -1,0 +1,146 @@
+"""The plan of a step: arrays that say what the outlines of its samples say, and microbatches of similar lengths."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.bounds import Bounds
+from data.index import build_index
+from data.order import GlobalOrder
+from data.outline import Media
+from data.pipeline import Dataset
+from data.sample_table import SampleTable
+from data.step_plan import Padding, plan_by_length, plan_in_order
+from data.tokens import build_tokenizer
+from tests.tars import write_tar
+from tests.unit.data.helpers import chat, encode_picture
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(1, 500), st.booleans(), st.integers(0, 3))
+def test_rows_of_a_step_are_those_of_its_samples(size, first, count, shuffle, seed):
+    order = GlobalOrder(size, seed, shuffle)
+    numbers = np.arange(first, first + count)
+    assert order.rows(numbers).tolist() == [order.row(number) for number in numbers.tolist()]
+
+
+def test_rows_of_a_large_order_are_those_of_its_samples():
+    order = GlobalOrder(10**12, seed=7)
+    numbers = np.array([123456789, 10**12 - 1, 10**12, 5 * 10**12 + 3])
+    assert order.rows(numbers).tolist() == [order.row(int(number)) for number in numbers]
+
+
+def odd_samples(folder):
+    """Pictures of several sizes and numbers, and every kind of sample that is bad by the index."""
+    members = []
+    for n in range(40):
+        sizes = [(10 + 7 * (n % 5), 8 + n % 3)] * (n % 4) + [(12, 30)] * (n % 7 == 0)
+        members += [(f"{n:03d}.{at}.png", encode_picture(*size, "PNG")) for at, size in enumerate(sizes)]
+        if n % 11 == 0:
+            members.append((f"{n:03d}.9.jpg", b"no picture"))
+        if n % 13 != 5:
+            members.append((f"{n:03d}.json", chat("<image>" * len(sizes) + "q", "a" * (200 if n == 17 else 3))))
+    write_tar(folder / "a-000000.tar", members[: len(members) // 2])
+    write_tar(folder / "a-000001.tar", members[len(members) // 2 :])
+    return folder
+
+
+def refuses_wide(height, width):
+    if width > 2 * height:
+        raise ValueError("too wide")
+    return height * width // 16
+
+
+MEDIA = [
+    Media("images", "image", "<image>", refuses_wide, lambda height, width: (height, width)),
+    Media(
+        "tiles",
+        "image",
+        "<image:tiles>",
+        lambda height, width: 2 + (height > 0),
+        lambda height, width: (8, 8),
+        inner_tokens=lambda height, width: 5 + height,
+        pairs=lambda height, width: 7 * (1 + width),
+        cut_several=False,
+    ),
+    Media("audio", "audio", "<audio>", lambda frames, rate: frames // rate, lambda frames, rate: (frames, rate)),
+]
+
+
+def test_the_arrays_of_a_step_are_those_of_its_outlines(tmp_path):
+    tokenizer = build_tokenizer("bytes", [media.placeholder for media in MEDIA])
+    options = {"media": MEDIA, "bounds": Bounds(record_bytes=150, placeholders=4), "seed": 5}
+    data = Dataset(odd_samples(tmp_path), tokenizer=tokenizer, sequence_length=70, **options)
+    found = data.plan_step(33, 90)
+    bad = 0
+    for place, number in enumerate(range(33, 123)):
+        sizes = data.media_sizes(number)
+        for module, size in sizes.items():
+            mine = [of[module][place] for of in (found.tokens, found.loads, found.pairs)]
+            assert mine == [size.tokens, size.load, size.pairs], (number, module)
+        bad += data.outline(number).bad_reason is not None
+    assert 10 < bad < 80 and len({tuple(row) for row in np.stack([*found.pairs.values()], 1).tolist()}) > 5
+    assert found.lengths is None
+
+
+def test_equal_hashes_of_unequal_rows_are_told_apart(tmp_path, monkeypatch):
+    """Every number mixed with 0 is 0: all rows have one hash."""
+    monkeypatch.setattr("data.sample_table._MIX", np.uint64(0))
+    tables = []
+    for _ in range(2):
+        table = SampleTable(MEDIA, 70, Bounds())
+        for shard in sorted(odd_samples(tmp_path).glob("*.tar")):
+            table.add(build_index(shard))
+        tables.append(table.of(np.arange(39)))
+        monkeypatch.undo()
+    assert all((tables[0].pairs[module] == tables[1].pairs[module]).all() for module in tables[0].pairs)
+    assert len(set(tables[0].pairs["images"].tolist())) > 3
+
+
+LENGTHS = st.lists(st.integers(0, 100), min_size=48, max_size=48).map(np.array)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 2, 3]), st.sampled_from([8, 12]), st.booleans())
+def test_microbatches_hold_similar_lengths_and_every_sample_once(lengths, replicas, unit, equal):
+    plan = plan_by_length(7, lengths, 12, replicas, 100, Padding(unit, equal))
+    shares = [share for of_ranks in plan.shares for share in of_ranks]
+    assert sorted(place for share in shares for place in share.places.tolist()) == list(range(48))
+    for share in shares:
+        own = lengths[share.places]
+        assert len(own) == 12 // replicas and own.max() <= share.length <= 100
+        assert share.length % unit == 0 or share.length == 100
+        assert equal or share.length - own.max() < unit or share.length == unit
+    assert not equal or len(plan.rows_of_length) == 1
+    # Which samples make a microbatch does not depend on the replicas.
+    alone = plan_by_length(7, lengths, 12, 1, 100, Padding(unit))
+    for at in range(4):
+        assert sorted(plan.places(at)) == sorted(alone.places(at))
+        assert [plan.places(at)[slice(*span)].tolist() for span in plan.spans(at)] == [
+            share.places.tolist() for share in plan.shares[at]
+        ]
+    tops = [max(lengths[plan.places(at)]) for at in range(4)]
+    assert tops == sorted(tops, reverse=True) and plan.tokens == lengths.sum() <= plan.positions
+
+
+def test_replicas_get_as_many_positions():
+    lengths = np.minimum(np.random.default_rng(0).lognormal(5.5, 0.9, 256).astype(int) + 1, 2048)
+    plan = plan_by_length(0, lengths, 16, 4, 2048, Padding())
+    load = [sum(of_ranks[rank].length for of_ranks in plan.shares) for rank in range(4)]
+    assert max(load) < 1.06 * np.mean(load)
+    in_order = plan_in_order(0, 256, 16, 4, 2048)
+    assert plan.positions < in_order.positions / 4 and plan.tokens / plan.positions > 0.8
+
+
+def test_equal_lengths_leave_samples_in_their_order():
+    plan, in_order = plan_by_length(0, np.full(24, 40), 6, 2, 40, Padding()), plan_in_order(0, 24, 6, 2, 40)
+    for at in range(4):
+        assert plan.places(at).tolist() == in_order.places(at).tolist()
+    assert plan.rows_of_length == in_order.rows_of_length == {40: 24}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_of_bad_samples_has_rows_of_a_unit(replicas):
+    plan = plan_by_length(0, np.zeros(8, dtype=int), 4, replicas, 64, Padding(8))
+    assert plan.rows_of_length == {8: 8} and plan.tokens == 0
