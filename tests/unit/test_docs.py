@@ -262,3 +262,15 @@ def test_every_event_of_a_callback_is_described_with_its_arguments():
 )
 def test_a_name_that_does_not_exist_is_found(text, complaint):
     assert complaints(text) == ([complaint] if complaint else [])
+
+
+def test_the_promises_name_tests_that_are_there():
+    table = (DOCS / "reliability.md").read_text().partition("## Promises")[2].partition("Not promised")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        file = ""
+        for named in re.findall(r"`([\w/.]*(?:::\w+|\.py))`", row.split(" | ")[1]):
+            file = named.partition("::")[0] or file
+            test = named.partition("::")[2]
+            assert f"def {test}(" in (ROOT / file).read_text() if test else (ROOT / file).is_file(), named

@@ -1,5 +1,6 @@
 """Files that execute when they are loaded plainly do not when they are given here: each is refused, by a sentence."""
 
+import hashlib
 import json
 import pickle
 import socket
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.index import build_index
+from data.index import build_index, index_path, open_index
 from data.tokens import build_tokenizer
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.format.files import write_marker
+from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage, write_marker
+from mimo_train.checkpoint.format.index import WEIGHT, Key
+from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.checkpoint.recorded_config import recorded_config
 from mimo_train.cli import main
@@ -20,7 +23,10 @@ from mimo_train.config import compose
 from mimo_train.config.fault import UserError
 from mimo_train.config.own_code import code_named
 from mimo_train.config.pretrained.adapter import adapted_paths
+from mimo_train.model.feature_files import FeatureCache
+from tests.records import write_record
 from tests.tars import write_tar
+from tests.unit.checkpoint.format.test_files import written
 from tests.unit.configs import load
 
 
@@ -86,6 +92,44 @@ def test_the_record_of_a_checkpoint(tmp_path, crafted):
     copied(crafted, folder, folders.COMPLETE)
     with pytest.raises(UserError):
         folders.read_record(folder)
+
+
+@pytest.mark.parametrize("name", ["rank_00001.safetensors", INDEX, folders.RECORD, COMPLETE])
+@pytest.mark.parametrize("command", ["list", "show", "verify"])
+def test_a_file_of_a_checkpoint(tmp_path, crafted, capsys, name, command):
+    folder = written(tmp_path)
+    write_record(folder, {"step": 4, "layout": {}})
+    copied(crafted, folder, name)
+    code = main(["checkpoint", command, str(folder)])
+    said = capsys.readouterr().err
+    assert code == 1 and "is damaged" in said or name == COMPLETE, said
+    with pytest.raises((Damage, UserError)):
+        folders.read_record(folder)
+        Reader(folder).whole(Key("language", "embedding.word_embeddings.weight", WEIGHT))
+
+
+def test_kept_features(tmp_path, crafted):
+    """Also where somebody has made the checksum right: they are computed again."""
+    cache = FeatureCache(tmp_path / "features", 10**6, fingerprint="a")
+    cache.write("key", torch.ones(3))
+    (file,) = (tmp_path / "features").glob("*/*")
+    assert torch.equal(cache.read("key"), torch.ones(3))
+    content = crafted[0].read_bytes()
+    file.write_bytes(hashlib.blake2b(content, digest_size=16).digest() + content)
+    assert cache.read("key") is None and cache.damaged == 1 and not file.exists()
+
+
+def test_the_index_of_a_shard(tmp_path, crafted):
+    shard = write_tar(tmp_path / "x.tar", [("a.txt", b"a")])
+    good = open_index(shard)
+    index_path(shard).write_bytes(crafted[0].read_bytes())
+    assert [open_index(shard).key(row) for row in range(len(good))] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
+def test_a_file_of_a_tokenizer(tmp_path, crafted, name):
+    with pytest.raises(DataError):
+        build_tokenizer(copied(crafted, tmp_path / "tokenizer", name))
 
 
 def test_members_of_a_shard_that_other_decoders_unpickle(tmp_path, crafted):

@@ -1,0 +1,87 @@
+"""One save is in flight; what it comes to is known on every rank at the same step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mimo_train.checkpoint import in_flight
+from mimo_train.checkpoint.failed_save import SaveFailed
+from mimo_train.checkpoint.in_flight import InFlight
+from mimo_train.step.state import TrainState
+from mimo_train.training import saving
+from mimo_train.training.callbacks import Callbacks
+from mimo_train.training.saving import Saver
+from tests.unit.configs import load
+
+
+class Slow:
+    """A checkpointer whose saves are never done before they are waited for."""
+
+    def __init__(self, calls: list, clock: list):
+        self.calls, self.clock = calls, clock
+
+    def begin(self, data, *, non_persistent):
+        self.calls.append("begin")
+        return True
+
+    def hear(self):
+        return None
+
+    def finish(self):
+        self.calls.append("finish")
+        self.clock[0] += 5
+        return Path("step")
+
+
+def test_a_save_waits_for_the_one_before_and_says_so(monkeypatch):
+    calls, told, clock = [], [], [0.0]
+    monkeypatch.setattr(saving.time, "perf_counter", lambda: clock[0])
+    timer = SimpleNamespace(start=list, stop=list, elapsed=lambda **_: 0.0)
+    state = SimpleNamespace(
+        cfg=load("vlm_digits", "checkpoint.save_interval=1"),
+        train_state=TrainState(),
+        console=SimpleNamespace(message=told.append),
+        timers=lambda name, log_level: timer,
+        is_logging_rank=False,
+        run_dir=Path("run"),
+    )
+    counts = SimpleNamespace(settle=list)
+    session = SimpleNamespace(state=state, checkpointer=Slow(calls, clock), bad_samples=counts, empty_steps=counts)
+    saver, votes = Saver(session, Callbacks()), SimpleNamespace(signalled=False, out_of_time=False)
+    for step in (1, 2, 3):
+        state.train_state.step = step
+        assert not saver.save_and_decide_exit(None, votes)
+    assert calls == ["begin", "finish", "begin", "finish", "begin"], "never two at once"
+    waits = [text for text in told if text.startswith("waited")]
+    assert waits == ["waited 5 s for the checkpoint before: saves take longer than the steps between them"] * 2
+
+
+def test_a_commit_that_fails_in_its_thread_is_known_to_all_ranks_at_one_step(tmp_path, monkeypatch):
+    """Rank 0 alone commits. Each message has what `own` was when it was sent, summed over the ranks."""
+    ranks, abandoned = [], []
+
+    def commit():
+        raise OSError(28, "No space left on device")
+
+    def together(_own, _run_dir):
+        if any(rank._job.error for rank in ranks):
+            raise SaveFailed("run.dir: full")
+
+    monkeypatch.setattr(in_flight, "raise_together", together)
+    for number in (0, 1):
+        monkeypatch.setattr(in_flight.dist, "get_rank", lambda number=number: number)
+        abandon = lambda number=number: abandoned.append(number)  # noqa: E731
+        ranks.append(InFlight(tmp_path, tmp_path, list, commit, abandon, lambda: True, beside=True))
+    for step in range(2):
+        for rank in ranks:
+            rank._job.join(20)
+        busy, failed = (sum(column) for column in zip(*(rank.own() for rank in ranks), strict=True))
+        assert (busy, failed) == (0, step), "the parts are written at the first, the commit has failed at the second"
+        for rank in ranks:
+            if step:
+                with pytest.raises(SaveFailed):
+                    rank.heard(busy, failed)
+            else:
+                assert not rank.heard(busy, failed)
+    assert abandoned == [0] and not any(rank.is_complete for rank in ranks)
