@@ -1,6 +1,5 @@
 """Folders of checkpoints: names, the newest complete one, removing old ones. Imports no torch."""
 
-import errno
 import json
 import os
 import re
@@ -329,16 +328,6 @@ def require_shared(partial: Path) -> None:
             f"run.dir: {partial} was made by rank 0 and is not there for another rank: run.dir must be on a file "
             "system that all nodes see"
         )
-
-
-def require_room(folder: Path, nbytes: int) -> None:
-    """Raises OSError where the file system of a folder has no room for so many bytes. One that does not say how large
-    it is is believed to have."""
-    system = os.statvfs(folder)
-    free = system.f_bavail * system.f_frsize
-    if system.f_blocks and free < nbytes:
-        sizes = f"a checkpoint takes {nbytes / 1e9:.3g} GB and {free / 1e9:.3g} GB are free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""A run that ends because its folder is full says so, whatever library has found it."""
+"""Full disks: room is looked for before a save, and a run that ends because its folder is full says so, whatever
+library has found it."""
 
 import errno
 import os
@@ -25,6 +26,16 @@ def full_disk(error: BaseException, run_dir: Path) -> UserError | None:
 def why_full(error: BaseException, run_dir: Path) -> str:
     """The system's words where a full disk or a used-up quota of `run_dir` is the cause of an error; else empty."""
     return next((why for cause in _causes(error) if (why := _why(cause, run_dir))), "")
+
+
+def require_room(folder: Path, nbytes: int) -> None:
+    """Raises OSError where the file system of a folder has no room for so many bytes. One that does not say how large
+    it is is believed to have."""
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
+    if system.f_blocks and free < nbytes:
+        sizes = f"a checkpoint takes {nbytes / 1e9:.3g} GB and {free / 1e9:.3g} GB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
 
 
 def _why(cause: BaseException, run_dir: Path) -> str:

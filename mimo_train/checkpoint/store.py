@@ -28,6 +28,7 @@ from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.frozen_base import LEFT_OUT, base_of, fingerprint, is_frozen, require_same
+from mimo_train.checkpoint.full_disk import require_room
 from mimo_train.checkpoint.held import Held, Updated, held_tensors, trained_parameters, updated_ranges
 from mimo_train.checkpoint.in_flight import InFlight, Job
 from mimo_train.checkpoint.integrity import opened, require_held, require_taken
@@ -110,7 +111,7 @@ def open_folder(target: Target, nbytes: int) -> None:
         if dist.get_rank() == 0:
             folders.remove_unfinished(target.run_dir, target.non_persistent)
             target.partial.parent.mkdir(parents=True, exist_ok=True)
-            folders.require_room(target.partial.parent, nbytes)
+            require_room(target.partial.parent, nbytes)
             target.partial.mkdir()
 
     def look() -> None:

@@ -15,11 +15,11 @@ from data.pipeline import require_budget
 from data.storage.replace import replacing
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.evaluation.greedy import PredictStep, greedy_answers, true_answer
 from mimo_train.evaluation.predictions import FILE as PREDICTIONS
 from mimo_train.evaluation.predictions import predictions_of, write_predictions
 from mimo_train.evaluation.shown_media import shown_media
-from mimo_train.metrics.bad_sample_report import BadSampleReport
 from mimo_train.plan.inputs import build_dataset
 from mimo_train.plan.run import Run
 from mimo_train.step.batches import StepIterator, open_loader
@@ -155,8 +155,8 @@ class HeldOut:
             answer = self._tokenizer.decode(ids).strip()
             # Nobody knows how one goes on that was cut, here or by `data.sequence_length`.
             is_whole = all(one and one[-1] in ends for one in (ids, true_ids))
-            words = {"question": question, "answer": answer, "truth": truth}
-            words |= {"correct": answer == truth if is_whole else None}
+            words: dict[str, Any] = {"question": question, "answer": answer, "truth": truth}
+            words["correct"] = answer == truth if is_whole else None
             found.append(shown_media(self.dataset, number) | words)
         return found
 

@@ -72,6 +72,7 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     known = {fault.key for fault in found}
     others = [
         *cfg.faults(),
+        *([] if found else packing_faults(cfg)),
         *_plain_encoder_faults(cfg),
         *cfg.profiling.faults(cfg.run.device, cfg.train.iters, world_size),
     ]
@@ -112,7 +113,6 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if not misplaced:
         yield from bridge_faults(cfg, lay_out(cfg))
     yield from batch_faults(cfg)
-    yield from packing_faults(cfg)
 
 
 def _world_faults(cfg: ConfigContainer) -> Iterator[Fault]:

@@ -3,7 +3,7 @@
 import torch
 
 from data.pipeline import Dataset, require_budget
-from mimo_train.metrics.bad_sample_report import BadSampleReport
+from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.step.batches import StepIterator
 from mimo_train.step.state import TrainState
 

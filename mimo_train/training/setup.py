@@ -23,12 +23,12 @@ from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.profiling import StepProfiler
 from mimo_train.diagnose.rerun import Rerun
+from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
 from mimo_train.metrics import progress
-from mimo_train.metrics.bad_sample_report import BadSampleReport
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.metrics_log import build_metrics_log
 from mimo_train.metrics.stopwatch import Stopwatch

@@ -18,7 +18,7 @@ def test_what_a_run_would_refuse_is_bad_though_every_file_is_whole(capsys):
     path = shard(Path("a.tar"), *members)
     assert main(["shards", "verify", "a.tar"]) == 0
     capsys.readouterr()
-    bounds = {"data.bounds.record_bytes": "150", "data.validation_shards": "a.tar"}
+    bounds = {"data.bounds.record_bytes": "110", "data.validation_shards": "a.tar"}
     code, lines, err = verify(capsys, *on(path, **bounds), "--workers", "2")
     assert code == 1
     bad = "bad: a.tar: key 0100: member .json: its bytes are"

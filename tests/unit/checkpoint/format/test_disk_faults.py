@@ -14,6 +14,7 @@ from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import NotFinite, Part, complete, write_rank
+from mimo_train.checkpoint.full_disk import require_room
 from tests.disk_faults import DiskCalls
 
 KEY, RANKS = Key("language", "weight", WEIGHT), 2
@@ -122,7 +123,7 @@ def test_a_disk_that_becomes_full_keeps_the_checkpoint_before(small_disk):
     partial.mkdir()
     part = Part(KEY, Span.of_whole((100_000,)), torch.zeros(100_000))
     with pytest.raises(OSError, match="No space left"):
-        folders.require_room(partial, part.nbytes)
+        require_room(partial, part.nbytes)
     with pytest.raises(OSError, match="No space left"):
         write_rank(partial, 0, [part])
     assert left(small_disk) == 1.0
@@ -131,9 +132,9 @@ def test_a_disk_that_becomes_full_keeps_the_checkpoint_before(small_disk):
 
 
 def test_room_is_looked_at_beforehand(tmp_path):
-    folders.require_room(tmp_path, 1)
+    require_room(tmp_path, 1)
     with pytest.raises(OSError, match=r"a checkpoint takes 1e\+09 GB and .* GB are free") as raised:
-        folders.require_room(tmp_path, 10**18)
+        require_room(tmp_path, 10**18)
     assert raised.value.errno == errno.ENOSPC
 
 

@@ -37,7 +37,11 @@ class BadSampleReport:
             part: `train` or `held_out`.
         """
         found.is_quiet = True
-        found.on_excess = lambda new: _append(self._file, new, part)
+
+        def append(new: list[BadSample]) -> None:
+            _append(self._file, new, part)
+
+        found.on_excess = append
 
     def __call__(self, found: BadSamples, part: str) -> None:
         """Tell of those that are new since the last call. Collective over all ranks."""
