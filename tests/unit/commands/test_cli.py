@@ -225,17 +225,17 @@ def test_an_interrupt_exits_130(trainer):
 
 
 def test_generate_hands_its_arguments_on(trainer):
-    names = "prompt, media, chat, system, prompt_format, sampling, max_new_tokens"
+    names = "prompt, media, chat, system, prompt_format, sampling, max_new_tokens, trust_code"
     calls = trainer(f"calls.append((checkpoint, {names}))", generate, f"checkpoint, *, {names}")
     options = ["--image", "a.png", "--audio", "c.wav", "--image", "b.png", "--top-k", "3", "--seed", "0"]
     assert main(["generate", "runs/x", "--prompt", "What?", *options]) == 0
     assert main(["generate", "runs/x", "--chat", "--system", "Be brief.", "--max-new-tokens", "5"]) == 0
-    assert main(["generate", "runs/x", "--prompt", "a", "--temperature", "0", "--top-p", "0.5"]) == 0
+    assert main(["generate", "runs/x", "--prompt", "a", "--temperature", "0", "--top-p", "0.5", "--trust-code"]) == 0
     media = [("image", Path("a.png")), ("image", Path("b.png")), ("audio", Path("c.wav"))]
     assert calls == [
-        ("runs/x", "What?", media, False, "", "auto", Sampling(1.0, 3, 1.0, 0), 64),
-        ("runs/x", None, [], True, "Be brief.", "auto", Sampling(), 5),
-        ("runs/x", "a", [], False, "", "auto", Sampling(0.0, 0, 0.5), 64),
+        ("runs/x", "What?", media, False, "", "auto", Sampling(1.0, 3, 1.0, 0), 64, False),
+        ("runs/x", None, [], True, "Be brief.", "auto", Sampling(), 5, False),
+        ("runs/x", "a", [], False, "", "auto", Sampling(0.0, 0, 0.5), 64, True),
     ]
 
 
