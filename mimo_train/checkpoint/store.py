@@ -6,7 +6,7 @@ stored per rank and restored only at the same layout.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from mimo_train.checkpoint.integrity import opened, require_held, require_taken
 from mimo_train.checkpoint.snapshot import Snapshot
 from mimo_train.checkpoint.weights import fill
 from mimo_train.config.compose import to_dict
+from mimo_train.config.fault import UserError
 from mimo_train.config.parts import is_adapter
 from mimo_train.model.lora import start_magnitudes
 from mimo_train.optim.module_optimizer import ModuleOptimizer
@@ -251,15 +252,29 @@ def _loaded(
     added = {id(one.tensor) for one in new}
     for chunk in map(unwrap_model, model):
         start_magnitudes(chunk, [name for name, value in chunk.named_parameters() if id(value) in added])
-    if optimizer is not None:
-        optimizer.load_plain_state(record["optimizer"])
-    if schedulers is not None:
-        schedulers.load_state_dict(record["schedulers"])
-    if train_state is not None:
-        train_state.load_state_dict(record["train_state"])
+    with agreed(), _record_fits(folder):
+        if optimizer is not None:
+            optimizer.load_plain_state(record["optimizer"])
+        if schedulers is not None:
+            schedulers.load_state_dict(record["schedulers"])
+        if train_state is not None:
+            train_state.load_state_dict(record["train_state"])
     if rng is not None:
         device.set_rng_state(rng)
     return {**record, "rerun": rerun}
+
+
+@contextmanager
+def _record_fits(folder: Path) -> Iterator[None]:
+    """Turns what comes of values of other types into damage: the marker says only that the record is what was
+    written."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        why = f"{folders.RECORD} holds other values than a run writes ({type(error).__name__}: {error})"
+        raise folders.damaged(folder, why) from error
 
 
 def load_weights(folder: Path, layout: RunLayout, model: list[MegatronModule], base: str = "") -> None:

@@ -144,7 +144,10 @@ class ModuleOptimizer(MimoOptimizer):
 
         Raises:
             UserError: the checkpoint was made with other `modules.NAME.freeze_until`.
+            TypeError, KeyError: it is none of `plain_state`.
         """
+        if type(state["updates"]) is not int:
+            raise TypeError(f"updates is {state['updates']!r}")
         was, now = state["freeze_until"], self._freeze_until
         for name in sorted(now.keys() | was.keys()):
             if was.get(name, {}) != now.get(name, {}):

@@ -60,7 +60,9 @@ class ModuleSchedulers:
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move every schedule to the step of a checkpoint."""
+        """Move every schedule to the step of a checkpoint. Raises TypeError where that is no whole number."""
+        if type(state["num_steps"]) is not int:
+            raise TypeError(f"num_steps is {state['num_steps']!r}")
         self.step(state["num_steps"] - self.num_steps)
 
 

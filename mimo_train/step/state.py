@@ -1,5 +1,6 @@
 """The state of a run for forward steps, callbacks and the log: its config, its progress, its loggers."""
 
+import math
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,9 +54,21 @@ class TrainState:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a checkpoint."""
+        """Load the state of a checkpoint.
+
+        Raises:
+            TypeError: a value is no such number or list.
+            AttributeError: there is no such state.
+        """
         for name, value in state.items():
-            setattr(self, name, type(getattr(self, name))(value))
+            kind = type(getattr(self, name))
+            one = (int, float) if kind is float else (int,)
+            numbers = value if kind is list else [value]
+            if not isinstance(numbers, list) or any(
+                type(each) not in one or not 0 <= each < math.inf for each in numbers
+            ):
+                raise TypeError(f"{name} is {value!r}")
+            setattr(self, name, kind(value))
 
 
 @dataclass

@@ -46,7 +46,7 @@ def refused(*cfgs) -> list[str]:
     messages = []
     for ranks in zip(*run_ranks(_refused, 2, cfgs), strict=True):
         kinds, (one, other) = zip(*ranks, strict=True)
-        assert one == other and set(kinds) <= {"UserError", "ConfigError", "PeersError"}, ranks
+        assert one == other and set(kinds) <= {"UserError", "ConfigError", "DamagedCheckpoint", "PeersError"}, ranks
         assert set(kinds) != {"PeersError"}, ranks
         messages.append(one)
     return messages
@@ -71,6 +71,13 @@ TENSORS = {
 }
 """Where the config is the same, and the tensors are not: a changed model (`pre_wrap_hook`), another version."""
 
+TYPES = {
+    "train_state": ({"step": "2"}, "TypeError: step is '2'"),
+    "schedulers": ({"num_steps": 2.5}, "TypeError: num_steps is 2.5"),
+    "optimizer": ({"freeze_until": {}, "updates": [2], "updates_before": []}, "TypeError: updates is [2]"),
+}
+"""Values that no run writes, in a record whose marker is right."""
+
 TEXT = "another tokenizer"
 LOCKED = "another run"
 
@@ -91,6 +98,11 @@ def other_models(whole, digits, tmp_path_factory) -> dict:
         copy = folders.newest(runs / str(number))
         record = folders.read_record(copy) | {"config": compose.to_dict(cfgs[case])}
         write_record(copy, record | ({"text_fingerprint": "0123"} if case == TEXT else {}))
+    for name, (value, _) in TYPES.items():
+        shutil.copytree(whole, runs / name)
+        cfgs[name] = start(name)
+        copy = folders.newest(runs / name)
+        write_record(copy, folders.read_record(copy) | {name: value})
     (runs / LOCKED).mkdir()
     cfgs[LOCKED] = start(LOCKED)
     lock = RunLock(runs / LOCKED)
@@ -116,6 +128,11 @@ def test_tensors_that_do_not_fit_are_named(override, other_models):
     assert message.startswith("checkpoint ") and " is of another model: " in message
     assert [word for word in TENSORS[override] if word not in message] == [], message
     assert "give the config that it was saved with" in message
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_values_of_other_types_are_damage(name, other_models):
+    assert f"is damaged: {folders.RECORD} holds other values than a run writes ({TYPES[name][1]})" in other_models[name]
 
 
 def test_a_checkpoint_of_another_tokenizer_is_named(other_models):
