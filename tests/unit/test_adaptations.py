@@ -166,10 +166,10 @@ def test_a_message_of_torch_has_no_place_for_what_a_recorder_knows_of_it():
 
 
 def test_soundfile_prints_a_traceback_where_a_damaged_header_makes_it_seek_wrongly(monkeypatch):
-    """Else `data/media/headers.py` need not ignore such a seek."""
+    """Else `data/media/audio_headers.py` need not ignore such a seek."""
     import soundfile
 
-    from data.media.headers import AudioFile
+    from data.media.audio_headers import AudioFile
 
     buffer = BytesIO()
     soundfile.write(buffer, [0.0] * 400, 8000, format="AIFF", subtype="PCM_16")

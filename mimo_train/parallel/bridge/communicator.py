@@ -49,7 +49,7 @@ class TimedP2PCommunicator(P2PCommunicator):
     def _communicate(self, *arguments: Any, **options: Any) -> Received:
         # Every send and receive starts here, and completes here unless communication overlaps with computation.
         self._tell(options)
-        if self._rows is not None and (options["recv_prev"] or options["recv_next"]):
+        if self._rows is not None and self._rows.are_planned and (options["recv_prev"] or options["recv_next"]):
             assert not (options["recv_prev"] and options["recv_next"]), "each direction is received apart"
             options["tensor_shape"] = self._rows.next(forward=options["recv_prev"])
         with self._watch("pipeline_wait"):
@@ -101,6 +101,11 @@ class TextShapes:
         self._stage, self._group = stage, group
         self._step = -1
         self._orders: dict[bool, Iterator[int]] = {}
+
+    @property
+    def are_planned(self) -> bool:
+        """Whether the data says how long microbatches are; those of an iterator of somebody else are whole ones."""
+        return bool(self._shapes.texts)
 
     def next(self, forward: bool) -> tuple[int, int, int]:
         """Of the next activation from the previous stage, or of the next gradient from the following one."""

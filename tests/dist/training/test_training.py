@@ -189,7 +189,7 @@ def _answer_with_placeholders() -> tuple[list[int], list]:
     for _ in range(2):
         answers.append(torch.tensor([image]))
     assert (ids[0] == image).sum() == 1, "the model would be asked for features that there are not"
-    return ids[0].tolist(), answers.finished()
+    return ids[0].tolist(), answers.finished(keep_ends=False)
 
 
 def test_an_answer_of_placeholders_asks_for_no_features():
