@@ -1,4 +1,5 @@
-"""Directories that `mimo-train export` writes, read by transformers 4 and 5: the same logits, and no weight missing.
+"""Directories that `mimo-train export` writes, read by transformers 4 and 5: the logits of our own model, and no weight
+missing.
 
     python benchmarks/export_loads_in_transformers_4.py [--environment FOLDER] [--keep FOLDER]
 
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,8 +39,11 @@ LANGUAGE = {
     "Gemma 3": ("Gemma3", {"sliding_window": 8, "query_pre_attn_scalar": 20}),
 }  # fmt: skip
 """Class of a family in transformers, and what it has besides the sizes."""
-COMPOSITES = {"Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl"}
-"""As the tests make them. Of LLaVA-NeXT and LLaVA-OneVision the two versions make other pixels."""
+COMPOSITES = {
+    "LLaVA-NeXT": "llava_next", "LLaVA-OneVision": "llava_onevision",
+    "Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl",
+}  # fmt: skip
+"""As the tests make them."""
 
 
 def make(family: str, folder: Path) -> None:
@@ -51,8 +56,10 @@ def make(family: str, folder: Path) -> None:
     config = config_class(**{key: value for key, value in (SIZES | own).items() if value is not None})
     torch.manual_seed(1)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
+    for key, parameter in model.named_parameters():
+        # Gemma's norms multiply by 1 + weight.
+        is_norm = parameter.ndim == 1 and not key.endswith("bias") and name != "Gemma3"
+        torch.nn.init.normal_(parameter, float(is_norm), std=0.3 if parameter.ndim == 1 else 0.15)
     model.save_pretrained(folder)
 
 
@@ -71,12 +78,18 @@ def export(run: Path, to: Path) -> None:
     assert main(str(run), to, dtype="", file_gigabytes=5, merge=False) == 0
 
 
+def picture() -> Any:
+    """The one that every model sees."""
+    import numpy
+    from PIL import Image
+
+    return Image.fromarray(numpy.random.default_rng(1).integers(0, 256, (60, 90, 3), dtype=numpy.uint8))
+
+
 def read(folder: Path) -> dict:
     """What this version of transformers makes of a directory: logits, and what is wrong with it."""
-    import numpy
     import torch
     import transformers
-    from PIL import Image
 
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -87,12 +100,14 @@ def read(folder: Path) -> dict:
     model, found = kind.from_pretrained(folder, output_loading_info=True)
     if is_composite:
         processor = transformers.AutoProcessor.from_pretrained(folder)
-        picture = Image.fromarray(numpy.random.default_rng(1).integers(0, 256, (60, 90, 3), dtype=numpy.uint8))
-        content = [{"type": "image", "image": picture}, {"type": "text", "text": "\nWhich digit?"}]
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-        )  # fmt: skip
+        if processor.chat_template is None:
+            inputs = processor(text="<image>\nWhich digit?", images=picture(), return_tensors="pt")
+        else:
+            content = [{"type": "image", "image": picture()}, {"type": "text", "text": "\nWhich digit?"}]
+            inputs = processor.apply_chat_template(
+                [{"role": "user", "content": content}],
+                add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+            )  # fmt: skip
     else:
         inputs = {"input_ids": torch.randint(0, 300, (2, 96), generator=torch.Generator().manual_seed(1))}
     with torch.no_grad():
@@ -102,7 +117,7 @@ def read(folder: Path) -> dict:
     return {
         "version": transformers.__version__,
         "logits": logits.double().flatten().tolist(),
-        "ids": inputs["input_ids"].flatten().tolist(),
+        "ids": inputs["input_ids"].tolist(),
         "pixels": inputs["pixel_values"].flatten().tolist() if is_composite else [],
         "wrong": {name: value for name, value in wrong.items() if value},
     }
@@ -121,20 +136,30 @@ def read_by(environment: Path | None, folder: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(name: str, folder: Path, environment: Path) -> str:
+def compare(name: str, run: Path, folder: Path, environment: Path) -> str:
     """A row of the table."""
+    from tests.dist.checkpoint.hf.asking import logits_here
+    from tests.dist.ranks import run_ranks
+
     new, old = (read_by(place, folder) for place in (None, environment))
     assert new["version"].startswith("5.") and old["version"] == "4.57.6", (new["version"], old["version"])
-    scale = max(map(abs, new["logits"]))
-    error = max(abs(a - b) for a, b in zip(new["logits"], old["logits"], strict=True)) / scale
+    file = run / "picture.png" if new["pixels"] else None
+    if file is not None:
+        picture().save(file)
+    (found,) = run_ranks(logits_here, 1, run, new["ids"], file)
+    own = found.flatten().tolist()
+    errors = [
+        max(abs(a - b) for a, b in zip(one["logits"], own, strict=True)) / max(map(abs, own)) for one in (old, new)
+    ]
     inputs = "equal" if new["ids"] == old["ids"] and new["pixels"] == old["pixels"] else "DIFFERENT"
     wrong = json.dumps({"5": new["wrong"], "4": old["wrong"]}) if new["wrong"] or old["wrong"] else "none"
-    return f"| {name} | {len(new['logits'])} | {error:.1e} | {inputs} | {wrong} |"
+    return f"| {name} | {len(own)} | {errors[0]:.1e} | {errors[1]:.1e} | {inputs} | {wrong} |"
 
 
-def make_all(work: Path) -> dict[str, Path]:
-    """Every directory, by what it is."""
+def make_all(work: Path) -> dict[str, tuple[Path, Path]]:
+    """Every run and the directory that it was exported to, by what it is."""
     from data.demo.make import make_demo, make_text_demo
+    from tests.dist.checkpoint.hf.models import make_llava
     from tests.dist.model.composites import SAMPLES
     from tests.dist.model.composites import make as make_composite
     from tests.dist.ranks import run_ranks
@@ -163,6 +188,11 @@ def make_all(work: Path) -> dict[str, Path]:
         "vlm_digits",
         [*pictures, f"modules.language.pretrained={work / 'from Qwen2.5'}", "data.tokenizer=bytes"],
     )
+    run_ranks(make_llava, 1, work / "from LLaVA-1.5")
+    runs["LLaVA-1.5"] = (
+        "vlm_digits",
+        [*pictures, f"pretrained={work / 'from LLaVA-1.5'}", "data.sequence_length=160"],
+    )
     for name, kind in COMPOSITES.items():
         source = work / f"from {name}"
         source.mkdir()
@@ -172,8 +202,8 @@ def make_all(work: Path) -> dict[str, Path]:
         runs[name] = ("vlm_digits", own)
     for name, (config, own) in runs.items():
         run_ranks(train, 1, config, [*step, *own, f"run.dir={work / f'run {name}'}"])
-        found[name] = work / f"out {name}"
-        run_ranks(export, 1, work / f"run {name}", found[name])
+        found[name] = work / f"run {name}", work / f"out {name}"
+        run_ranks(export, 1, *found[name])
     return found
 
 
@@ -195,10 +225,11 @@ def main() -> None:
         work = arguments.keep or Path(temporary, "models")
         work.mkdir(parents=True, exist_ok=True)
         directories = make_all(work)
-        print("| model | logits | largest difference / largest | ids and pixels | missing or unexpected weights |")
-        print("|---|---|---|---|---|")
-        for name, folder in directories.items():
-            print(compare(name, folder, environment), flush=True)
+        print("Largest difference to our logits, of the largest of these:\n")
+        print("| model | logits | 4.57.6 | 5 | ids and pixels of both | missing or unexpected weights |")
+        print("|---|---|---|---|---|---|")
+        for name, places in directories.items():
+            print(compare(name, *places, environment), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,25 +13,27 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import TooManyBadSamples
 from data.shown import shown
+from data.storage.url import Place
 
 _log = logging.getLogger(__name__)
 
 
 class BadSample(NamedTuple):
-    """A sample that cannot be read: its global number, where it is, and why."""
+    """A sample that cannot be read: its global number, where it is, why, and its source in a mixture."""
 
     number: int
-    shard: Path
+    shard: Place
     key: str
     reason: str
+    source: str = ""
 
     def __str__(self) -> str:
-        return f"{self.shard}, key {self.key!r}: {shown(self.reason)}"
+        source = f" of {self.source}" if self.source else ""
+        return f"{self.shard}{source}, key {self.key!r}: {shown(self.reason)}"
 
 
 def require_budget(count: int, allowed: int, example: BadSample | None = None) -> None:

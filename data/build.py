@@ -1,28 +1,65 @@
-"""A file of records and a folder of media -> shards: what LLaVA's JSON and lists like it become.
+"""Shards from what people have: LLaVA's JSON, CSV, Hugging Face datasets, img2dataset's output, tars, folders of files.
 
-A record names its files by `image` and `audio` (or `images`, `audios`), one or a list, below the folder; everything in
-it goes into the shard as it is. Whether a sample can be trained on is seen here, before anything is written.
+Two steps, each in parallel and each going on after a kill. First every part of the source is read: whether its samples
+can be trained on is seen before any shard is written (`data.building.parts`). Then the shards are planned by what their
+samples take, and written one by one; a shard appears when it is whole. The plan follows from the source and the
+settings alone, so that shards are the same however often the work was stopped.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError, RecordError
+import numpy as np
+
+from data.building.find import fingerprint
+from data.building.parts import Contents, Part, done_part, read_part, rows_of
+from data.building.samples import Source
+from data.errors import DataError
 from data.listed import listed
-from data.members import AUDIO, IMAGES
-from data.records import parse_record
-from data.storage.write import write_shard
+from data.order import GlobalOrder
+from data.storage.replace import replacing
+from data.storage.write import shard_bytes, write_shard
 
 NAMED = 5
 """Faults that an error shows; the rest is counted."""
+LEFT_OUT = "left_out.jsonl"
+"""In the folder of the shards: a line for each row that was left out."""
+SUMMARY = "build.json"
+"""In the folder of the shards: what they were built of, and how."""
+_WORK, _DONE = ".build", ".built"
+_VERSION = 1
 
-_KINDS = {"image": ("image", "images", IMAGES), "audio": ("audio", "audios", AUDIO)}
-"""By kind of a medium: the fields of a record that name its files, and the extensions that can be decoded."""
+Progress = Callable[[str, int, int | None], None]
+"""(what is done, how many more, of how many; None: not known)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What shards follow from, besides their source."""
+
+    held_out: int = 0
+    """Samples that are set aside, evenly over the source."""
+    per_shard: int = 1000
+    """Most samples of a shard."""
+    shard_bytes: int = 1 << 30
+    """A shard is full before it would be larger; one sample alone may be."""
+    seed: int | None = 0
+    """Of the order of samples; None: that of the source."""
+    skip_bad: bool = False
+    """Rows that cannot be used are left out, instead of an error."""
 
 
 @dataclass(frozen=True)
@@ -31,114 +68,218 @@ class Built:
 
     samples: dict[str, int]
     """By part, `train` and `held_out`."""
-    left_out: list[str] = field(default_factory=list)
-    """A sentence for each record that cannot be used."""
+    shards: dict[str, int]
+    left_out: int
+    """Rows that cannot be used."""
+    notes: list[str] = field(default_factory=list)
+    """What else its user should know, a sentence each."""
 
 
 @dataclass(frozen=True)
-class _Sample:
-    record: Any
-    files: list[Path]
+class _Shard:
+    """A shard to be written: samples by part of the source and place in it."""
+
+    path: Path
+    first: int
+    lines: np.ndarray  # [samples, 3] part, at, length
+    bytes: int
 
 
 def build_shards(
-    records: Path, media: Path, to: Path, *, held_out: int = 0, per_shard: int = 1000, skip_bad: bool = False
+    source: Source, to: Path, settings: Settings, *, workers: int = 1, progress: Progress = lambda *_: None
 ) -> Built:
     """Write the shards `to/train/train-000000.tar`, ..., and `to/held_out/held_out-000000.tar`, ... if there are any.
 
-    Args:
-        records: a JSON list, or a file with a JSON object a line.
-        media: folder that the files of the records are in.
-        held_out: records that are set aside, evenly over the file.
-        per_shard: samples of a shard.
-        skip_bad: leave out records that cannot be used, instead of raising.
-
     Raises:
-        DataError: the records cannot be read, some cannot be used (with the first of them), or there are shards in `to`
-            already.
+        DataError: the source cannot be read, some rows cannot be used (with the first of them), or `to` holds shards,
+            or work that another source or other settings began.
+        OSError: a file cannot be read or written.
     """
-    for part in ("train", "held_out"):
-        if any((to / part).glob("*.tar")):
-            raise DataError(f"{to / part} holds shards already: choose another folder, or move them")
-    if not media.is_dir():
-        raise DataError(f"no folder {media} with the files that the records name")
-    samples, faults = [], []
-    for number, record in enumerate(_read(records)):
+    notes, was_there = list(source.notes()), to.exists()
+    with _working(to, _settings_of(source, settings)) as work:
+        parts = _read_parts(source, work, workers, progress)
+        faults = [fault for part in parts for fault in part.faults]
+        samples = sum(part.samples for part in parts)
+        wrong = _wrong(source, settings, samples, faults)
+        if wrong:
+            shutil.rmtree(work)
+            if not was_there:
+                to.rmdir()
+            raise DataError(wrong)
+        rows = rows_of(work, len(parts))
+        planned, counts = _planned(to, rows, settings)
+        _write_shards(planned, work, workers, progress)
+        built = Built(
+            counts,
+            dict(Counter(shard.path.parent.name for shard in planned)),
+            len(faults),
+            [*notes, *_notes(parts, rows)],
+        )
+        if faults:
+            with replacing(to / LEFT_OUT) as file:
+                file.writelines(json.dumps({"reason": fault}).encode() + b"\n" for fault in faults)
+        with replacing(to / SUMMARY) as file:
+            file.write(json.dumps({"source": source.what} | asdict(settings) | asdict(built), indent=1).encode())
+        os.replace(work, to / _DONE)
+    shutil.rmtree(to / _DONE)
+    return built
+
+
+@contextmanager
+def _working(to: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """The folder of what is not done yet, by this process alone."""
+    work = to / _WORK
+    shutil.rmtree(to / _DONE, ignore_errors=True)  # of a process that was killed as it ended
+    given = work / "settings.json"
+    if not work.exists():
+        for part in ("train", "held_out"):
+            if any((to / part).glob("*.tar")):
+                raise DataError(f"{to / part} holds shards already: choose another folder, or move them")
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / "lock", "w") as lock:
         try:
-            samples.append(_sample(record, media, f"record {number}"))
-        except RecordError as error:
-            faults.append(str(error))
-    if faults and not skip_bad:
-        raise DataError(
-            f"{len(faults)} of {len(samples) + len(faults)} records of {records} cannot be used; nothing was written. "
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends
+        except BlockingIOError as error:
+            raise DataError(
+                f"{to}: another process builds shards there: wait for it, or choose another folder"
+            ) from error
+        if given.exists():
+            before = json.loads(given.read_bytes())
+            if others := [name for name in settings if before.get(name) != settings[name]]:
+                said = ", ".join(
+                    f"{name} ({_short(before.get(name))}, now {_short(settings[name])})" for name in others
+                )
+                raise DataError(
+                    f"{to} holds shards that were begun with another {said}: go on with the same, or remove {work} and "
+                    "the shards"
+                )
+        else:
+            with replacing(given) as file:
+                file.write(json.dumps(settings).encode())
+        for folder in (work, to / "train", to / "held_out"):
+            for left in folder.glob(".*.tmp"):  # of a process that was killed
+                left.unlink()
+        yield work
+
+
+def _settings_of(source: Source, settings: Settings) -> dict[str, Any]:
+    """As JSON gives them back."""
+    given = {"version": _VERSION, "source": repr(source), "files": fingerprint(source)} | asdict(settings)
+    return json.loads(json.dumps(given))
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _read_parts(source: Source, work: Path, workers: int, progress: Progress) -> list[Part]:
+    found = [done_part(work, number) for number in range(len(source.parts))]
+    missing = [number for number, part in enumerate(found) if part is None]
+    what = "reading rows"
+    progress(what, sum(part.samples for part in found if part), None)
+    if workers == 1 or len(missing) < 2:
+        for number in missing:
+            found[number] = read_part(source, work, number, lambda rows: progress(what, rows, None))
+    else:
+        for number, part in _in_processes(partial(read_part, source, work), missing, workers):
+            found[number] = part
+            progress(what, part.samples, None)
+    return [part for part in found if part is not None]
+
+
+def _in_processes(work: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[tuple[Any, Any]]:
+    """(job, result) as they end. The first error ends the work."""
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(work, job): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _wrong(source: Source, settings: Settings, samples: int, faults: Sequence[str]) -> str:
+    """Why nothing can be written; empty if it can."""
+    if faults and not settings.skip_bad:
+        return (
+            f"{len(faults)} of {samples + len(faults)} records of {source.what} cannot be used; nothing was written. "
             "Mend them, or leave them out with --skip-bad:\n" + listed(faults, NAMED, between="\n", before_more="\n")
         )
-    if len(samples) <= held_out:
-        raise DataError(f"{records} has {len(samples)} records that can be used: hold out fewer, not {held_out}")
-    aside = {(2 * at + 1) * len(samples) // (2 * held_out) for at in range(held_out)}
-    parts = {"train": [one for at, one in enumerate(samples) if at not in aside]}
-    if held_out:
-        parts["held_out"] = [one for at, one in enumerate(samples) if at in aside]
-    for name, own in parts.items():
-        for shard, first in enumerate(range(0, len(own), per_shard)):
-            path = to / name / f"{name}-{shard:06d}.tar"
-            write_shard(path, map(_members, own[first : first + per_shard]), first)
-    return Built({name: len(own) for name, own in parts.items()}, faults)
+    if samples <= settings.held_out:
+        first = f", such as: {faults[0]}" if faults else ""
+        return (
+            f"{source.what} has {samples} records that can be used{first}: hold out fewer, not {settings.held_out}"
+            if settings.held_out
+            else f"{source.what} has no record that can be used{first}"
+        )
+    return ""
 
 
-def _read(records: Path) -> list[Any]:
-    try:
-        text = records.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{records} is not UTF-8 ({error.reason} at byte {error.start})") from error
-    try:
-        if not text.lstrip().startswith("["):
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{records} is neither a JSON list nor a JSON object a line ({error})") from error
+def _planned(to: Path, rows: Sequence[np.ndarray], settings: Settings) -> tuple[list[_Shard], dict[str, int]]:
+    """The shards, and the samples of `train` and `held_out`."""
+    lines = np.concatenate(
+        [np.stack([np.full(len(own), part), own["at"], own["length"]], axis=1) for part, own in enumerate(rows)]
+    )
+    sizes = np.concatenate([own["bytes"] for own in rows])
+    total, held = len(sizes), settings.held_out
+    aside = np.zeros(total, dtype=bool)
+    aside[[(2 * at + 1) * total // (2 * held) for at in range(held)]] = True
+    planned, counts = [], {}
+    for name, own in (("train", np.flatnonzero(~aside)), ("held_out", np.flatnonzero(aside))):
+        if not len(own):
+            continue
+        counts[name] = len(own)
+        order = own[GlobalOrder(len(own), settings.seed or 0, settings.seed is not None).rows(np.arange(len(own)))]
+        for number, (start, end) in enumerate(_cuts(sizes[order], settings)):
+            path = to / name / f"{name}-{number:06d}.tar"
+            planned.append(
+                _Shard(path, start, lines[order[start:end]], shard_bytes(int(sizes[order[start:end]].sum())))
+            )
+    return planned, counts
 
 
-def _sample(record: Any, media: Path, where: str) -> _Sample:
-    if not isinstance(record, dict):
-        raise RecordError(f"{where} is a JSON {type(record).__name__}, not an object")
-    files, counts = [], {}
-    for kind, (one, several, extensions) in _KINDS.items():
-        names = _names(record, one, several, where)
-        counts[kind] = len(names)
-        for name in names:
-            file = media / name
-            if _extension(file) not in extensions:
-                raise RecordError(f"{where}: {name} is no {kind} that can be decoded ({', '.join(sorted(extensions))})")
-            if not file.is_file():
-                raise RecordError(f"{where}: no file {file}")
-            files.append(file)
-    try:
-        parse_record(json.dumps(record).encode(), "json", where, counts)
-    except RecordError as error:
-        raise RecordError(str(error).replace(f"key {where!r}", where)) from error
-    return _Sample(record, files)
+def _cuts(sizes: np.ndarray, settings: Settings) -> Iterator[tuple[int, int]]:
+    """(first, behind the last) sample of each shard."""
+    ends = np.cumsum(sizes)
+    start, before = 0, 0
+    while start < len(sizes):
+        most = int(np.searchsorted(ends, before + settings.shard_bytes - shard_bytes(0), side="right"))
+        end = min(max(most, start + 1), start + settings.per_shard, len(sizes))
+        yield start, end
+        start, before = end, int(ends[end - 1])
 
 
-def _names(record: dict[str, Any], one: str, several: str, where: str) -> Sequence[str]:
-    given = [name for name in (one, several) if record.get(name) not in (None, "", [])]
-    if len(given) > 1:
-        raise RecordError(f"{where} has both {one} and {several}")
-    value = record[given[0]] if given else []
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RecordError(f"{where}: {given[0]} is neither the name of a file nor a list of such")
-    return names
+def _write_shards(planned: Sequence[_Shard], work: Path, workers: int, progress: Progress) -> None:
+    missing = [shard for shard in planned if not (shard.path.exists() and shard.path.stat().st_size == shard.bytes)]
+    what, total = "writing samples", sum(len(shard.lines) for shard in planned)
+    progress(what, total - sum(len(shard.lines) for shard in missing), total)
+    if workers == 1 or len(missing) < 2:
+        for shard in missing:
+            _write_shard(work, shard)
+            progress(what, len(shard.lines), total)
+        return
+    for shard, _ in _in_processes(partial(_write_shard, work), missing, workers):
+        progress(what, len(shard.lines), total)
 
 
-def _extension(file: Path) -> str:
-    return file.suffix[1:].lower()
+def _write_shard(work: Path, shard: _Shard) -> None:
+    with Contents(work) as contents:
+        write_shard(shard.path, (contents.of(*line) for line in shard.lines.tolist()), shard.first)
 
 
-def _members(sample: _Sample) -> list[tuple[str, bytes]]:
-    several = len(sample.files) > 1
-    members = [
-        (f"{at}.{_extension(file)}" if several else _extension(file), file.read_bytes())
-        for at, file in enumerate(sample.files)
-    ]
-    return [*members, ("json", json.dumps(sample.record, ensure_ascii=False).encode())]
+def _notes(parts: Sequence[Part], rows: Sequence[np.ndarray]) -> list[str]:
+    notes = []
+    if nulls := sum(part.nulls for part in parts):
+        first = next(part.first_null for part in parts if part.first_null)
+        notes.append(f"{nulls} without a caption or answer to learn are left out, such as {first}")
+    rules: Counter[str] = Counter()
+    for part in parts:
+        rules.update(part.rules)
+    notes += [f"{count} {rule}" for rule, count in rules.items()]
+    names = np.concatenate([own["name"] for own in rows])
+    names = names[names != 0]
+    if again := len(names) - len(np.unique(names)):
+        notes.append(f"{again} have the name (id or key) of an earlier one: all are kept, since samples are numbered")
+    return notes

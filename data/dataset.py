@@ -14,14 +14,11 @@ Three promises that the ranks of a run rely on:
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -46,15 +43,16 @@ from data.index import Member, ShardIndex, open_index
 from data.media.decode import decode_media
 from data.media.ground import WHITE, Colour
 from data.members import unread
-from data.order import GlobalOrder
 from data.outline import Media, MediaSize, SampleOutline, count_tokens
 from data.positions import axis_positions
 from data.records import Conversation, parse_fields, parse_record
+from data.remote_indexes import prepare
 from data.sample_table import SampleTable, StepSamples, lengths_key
-from data.shards import find_shards
 from data.shown import shown
+from data.sources import Shards, Source, SourcesView, fingerprint_of, found_shards, order_of, sources_of
 from data.storage.local import ShardReader
 from data.storage.retry import RETRIES
+from data.storage.url import Place, Url
 from data.storage.version import ShardVersion
 from data.templates import MediaTokens
 from data.tokens import Tokenizer
@@ -62,17 +60,18 @@ from data.tokens import Tokenizer
 _OPEN_INDEXES = 256  # each holds a file descriptor
 
 
-class Dataset:
+class Dataset(SourcesView):
     """An endless, shuffled stream of samples over WebDataset shards, addressed by number.
 
-    shards: see `find_shards`; tokenizer: see `build_tokenizer`, made with each module's placeholder; sequence_length:
-    S; media: the encoder modules (several may take one kind: then each picture expands to the tokens of each, in this
-    order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of beside the shards;
-    blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be bad, see
-    `allowed_of`;
-    keep_text: text samples carry (question, truth) too; read_retries: how often a read is tried again after an I/O
-    error; bounds: what is above is bad; ground: see `decode_picture`; fields: `data.fields`; skip_null: samples whose
-    answers are null or blank have no loss, and are not bad. Methods may be called from several threads.
+    shards: see `find_shards`, or `Source`s that are mixed; tokenizer: see `build_tokenizer`, made with each module's
+    placeholder; sequence_length: S; media: the encoder modules (several may take one kind: then each picture expands to
+    the tokens of each, in this order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of
+    beside the shards; blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be
+    bad, see `allowed_of`; keep_text: text samples carry (question, truth) too; read_retries: how often a read is tried
+    again after an I/O error; bounds: what is above is bad; ground: see `decode_picture`; fields: `data.fields`;
+    skip_null: samples whose answers are null or blank have no loss, and are not bad; held_fraction: share of the
+    samples that is held out, see `held_rows`; only_held: the samples are these, and not the others. Methods may be
+    called from several threads.
 
     Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
     read), ReadError (an I/O error that does not pass).
@@ -80,7 +79,7 @@ class Dataset:
 
     def __init__(
         self,
-        shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        shards: Shards | Sequence[Source],
         *,
         tokenizer: Tokenizer,
         sequence_length: int,
@@ -96,9 +95,13 @@ class Dataset:
         ground: Colour | None = WHITE,
         fields: Fields = NO_FIELDS,
         skip_null: bool = False,
+        held_fraction: float = 0.0,
+        only_held: bool = False,
     ) -> None:
         assert sequence_length > 0, sequence_length
-        self.shards = find_shards(shards)
+        self.sources = sources_of(shards)
+        found = [found_shards(source) for source in self.sources]
+        self.shards = [path for paths in found for path in paths]
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text = blind, keep_text
         self._read_retries, self._bounds = read_retries, bounds
@@ -125,6 +128,10 @@ class Dataset:
         self._table = SampleTable(self.modules, sequence_length, bounds)
         read_as = f"{self.text_fingerprint} {fields} {skip_null}"
         counts = []
+        self.is_remote = any(isinstance(path, Url) for path in self.shards)
+        """Whether shards are read over a network: then it pays to announce what is read (`data.announce`)."""
+        if self.is_remote:
+            prepare(self.shards, cache_dir, read_retries)
         for number, path in enumerate(self.shards):
             index = open_index(path, cache_dir, read_retries).with_fields(fields)
             self.versions.append(index.version)
@@ -138,22 +145,20 @@ class Dataset:
             raise DataError(
                 f"data.shards: the {len(self.shards)} shard(s) hold no sample, for example {self.shards[0]}"
             )
-        self.order = GlobalOrder(int(self._ends[-1]), seed, shuffle)
+        self._source_ends = np.cumsum([len(paths) for paths in found])
+        of_shards = self._source_ends.tolist(), counts, [version.content for version in self.versions]
+        self.order = order_of(self.sources, *of_shards, seed, shuffle, held_fraction, only_held)
         self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
-        self.bad_samples = BadSamples(self.allowed_bad_samples, self.order.row)
-        names = [
-            [path.name, version.size, version.content, count]
-            for path, version, count in zip(self.shards, self.versions, counts, strict=True)
-        ]
-        self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32]
-        """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order; it does not change
-        when the folder moves."""
+        self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
+        self.fingerprint = fingerprint_of(self.shards, self.versions, counts, self._source_ends.tolist(), held_fraction)
+        """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order, which source each is
+        of, and the share that is held out; it does not change when the folder moves."""
 
     def __len__(self) -> int:
         """Samples of one epoch."""
         return self.order.size
 
-    def locate(self, number: int) -> tuple[Path, str]:
+    def locate(self, number: int) -> tuple[Place, str]:
         """(shard, key) of a global sample number, of any epoch."""
         shard, row = self._place(number)
         return self.shards[shard], self._index(shard).key(row)
@@ -177,7 +182,7 @@ class Dataset:
 
     def length_of(self, shard: int, row: int) -> int:
         """Tokens that a sample, or its stand-in, takes in the sequence; reads the json or txt member only."""
-        outline = self._outline(None, shard, row)
+        outline = self.outline_at(shard, row)
         tokens = self._media_tokens(outline)
         try:
             conversation = self._conversation(outline)
@@ -189,9 +194,10 @@ class Dataset:
 
     def outline(self, number: int) -> SampleOutline:
         """What the index says of a sample; reads no member."""
-        return self._outline(number, *self._place(number))
+        return self.outline_at(*self._place(number), number)
 
-    def _outline(self, number: int | None, shard: int, row: int) -> SampleOutline:
+    def outline_at(self, shard: int, row: int, number: int = -1) -> SampleOutline:
+        """`outline` of a row of a shard."""
         index = self._index(shard)
         key, reason, at = index.key(row), index.bad_reason(row), index.record(row)
         every = index.members(row)
@@ -210,7 +216,7 @@ class Dataset:
         if reason is None and len(every) > len(texts):
             names = {kind: [member.extension for member in own] for kind, own in members.items()}
             beside = Beside(names, self._unread(member.extension for member in every))
-        return SampleOutline(-1 if number is None else number, shard, key, texts, members, tokens, reason, beside)
+        return SampleOutline(number, shard, key, texts, members, tokens, reason, beside)
 
     def _unread(self, extensions: Iterable[str]) -> list[str]:
         """Those of a sample that are not read, as far as `data.fields` says nothing about it."""
@@ -253,7 +259,7 @@ class Dataset:
         """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
         outline = self.outline(number)
         try:
-            return _question_and_truth(self._conversation(outline))
+            return self._conversation(outline).question_and_truth
         except Exception as error:
             self._reason(outline, error)
             return "", ""
@@ -267,7 +273,7 @@ class Dataset:
             self._require_words(conversation)
             sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, outline.key)
             if self.keep_text:
-                sample = replace(sample, question_and_truth=_question_and_truth(conversation))
+                sample = replace(sample, question_and_truth=conversation.question_and_truth)
             return self._positioned(sample, outline), None
         except Exception as error:
             skipped = self._skip_null and isinstance(error, NothingToLearn)
@@ -379,20 +385,15 @@ class Dataset:
             return index
 
     def _bad(self, outline: SampleOutline, reason: str) -> BadSample:
+        source = int(np.searchsorted(self._source_ends, outline.shard, side="right"))
         return BadSample(
-            outline.number, self.shards[outline.shard], outline.key, reason.removeprefix(f"key {outline.key!r}: ")
+            outline.number,
+            self.shards[outline.shard],
+            outline.key,
+            reason.removeprefix(f"key {outline.key!r}: "),
+            self.sources[source].name,
         )
 
     def _record(self, bad: BadSample | None) -> None:
         if bad is not None:
             self.bad_samples.record(bad)
-
-
-def _question_and_truth(conversation: Conversation) -> tuple[str, str]:
-    """Text of the last assistant turn, and of the last user turn before it with the markers that are inside it; a plain
-    text has no question."""
-    turns = conversation.turns
-    last = max((at for at, turn in enumerate(turns) if turn.role in ("assistant", "plain")), default=None)
-    assert last is not None, "parse_record refuses conversations without an assistant turn"
-    questions = [turn.marked_text for turn in turns[:last] if turn.role == "user"]
-    return questions[-1] if questions else "", turns[last].text.strip()

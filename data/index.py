@@ -35,9 +35,11 @@ from data.media.headers import parse_header
 from data.members import arrange, kind_of, unread
 from data.reading import READS
 from data.shards import refuse_compressed
+from data.storage.remote import WholeObject
 from data.storage.replace import replacing
 from data.storage.retry import RETRIES, retrying
 from data.storage.tar import ReadRange, walk_tar
+from data.storage.url import Place, Url, place_of
 from data.storage.version import ShardVersion, open_file, require_file
 
 _log = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class Member(NamedTuple):
 class ShardIndex:
     """Read with `key`, `members`, `record` and `bad_reason`; rows are 0 to len - 1 in the shard's order."""
 
-    path: Path
+    path: Place
     version: ShardVersion
     extensions: list[str]
     kinds: list[str]  # of each of `extensions`, which may be there once for each kind
@@ -154,7 +156,7 @@ class ShardIndex:
 
 
 def open_index(
-    shard: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, retries: int = RETRIES
+    shard: str | os.PathLike[str] | Url, cache_dir: str | os.PathLike[str] | None = None, retries: int = RETRIES
 ) -> ShardIndex:
     """The shard's index; built and saved first if it is absent or out of date. Several processes may call this at once.
 
@@ -164,7 +166,9 @@ def open_index(
     Raises ShardError if the shard is no file, compressed, truncated or damaged; ReadError if it cannot be read;
     DataError if the index cannot be written.
     """
-    shard = Path(shard)
+    shard = place_of(shard)
+    if isinstance(shard, Url):
+        return _open_remote(shard, cache_dir, retries)
     found = retrying(shard.stat, f"{shard}: cannot look at it", retries)
     require_file(shard, found)
     writable = index_path(shard, cache_dir, writable=True)
@@ -187,6 +191,20 @@ def open_index(
     return index
 
 
+def _open_remote(shard: Url, cache_dir: str | os.PathLike[str] | None, retries: int) -> ShardIndex:
+    source, path = WholeObject(shard, retries), index_path(shard, cache_dir)
+    index = _load(path, shard)
+    if index is None or not source.is_same(index.version):
+        index = _build_remote(shard, source)
+        _save(index, path)
+    return index
+
+
+def _build_remote(shard: Url, source: WholeObject) -> ShardIndex:
+    refuse_compressed(str(shard))
+    return _build(shard, source.look(), source.read)
+
+
 def _confirmed(shard: Path, index: ShardIndex) -> ShardVersion | None:
     fd = open_file(shard)
     try:
@@ -196,27 +214,31 @@ def _confirmed(shard: Path, index: ShardIndex) -> ShardVersion | None:
 
 
 def index_path(
-    shard: str | os.PathLike[str],
+    shard: str | os.PathLike[str] | Url,
     cache_dir: str | os.PathLike[str] | None = None,
     writable: bool = False,
     suffix: str = _SUFFIX,
 ) -> Path:
     """Where the index lies, or another file about the shard: beside it, or in `cache_dir` if given. With `writable`, a
-    user-wide cache folder takes the place of a shard folder that this process may not write to."""
-    shard = Path(shard)
-    if cache_dir is None and writable and not os.access(shard.parent, os.W_OK):
+    user-wide cache folder takes the place of a shard folder that this process may not write to; so it does of a
+    URL's."""
+    shard = place_of(shard)
+    if cache_dir is None and (isinstance(shard, Url) or (writable and not os.access(shard.parent, os.W_OK))):
         cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train" / "index"
     if cache_dir is None:
+        assert not isinstance(shard, Url)
         return shard.with_name(shard.name + suffix)
     # Shards of several folders often share their names; the hash keeps their indexes apart.
-    place = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:12]
+    place = hashlib.sha256(os.fsencode(str(shard.absolute()))).hexdigest()[:12]
     return Path(cache_dir).expanduser() / f"{shard.name}.{place}{suffix}"
 
 
-def build_index(shard: str | os.PathLike[str], retries: int = RETRIES) -> ShardIndex:
+def build_index(shard: str | os.PathLike[str] | Url, retries: int = RETRIES) -> ShardIndex:
     """Reads the shard's directory and picture headers; writes nothing. Raises ShardError and ReadError as `open_index`
     does."""
-    shard = Path(shard)
+    shard = place_of(shard)
+    if isinstance(shard, Url):
+        return _build_remote(shard, WholeObject(shard, retries))
     refuse_compressed(shard)
     fd = retrying(lambda: open_file(shard), f"{shard}: cannot open it", retries)
 
@@ -244,7 +266,7 @@ class _Codes:
         return self.known.setdefault(found, len(self.known))
 
 
-def _build(shard: Path, version: ShardVersion, read: ReadRange) -> ShardIndex:
+def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
     codes, reasons = _Codes(), _Codes()
     samples: list[tuple[int, int, int, int]] = []
     members: list[tuple[int, ...]] = []
@@ -326,7 +348,7 @@ def _checksum(meta: dict[str, Any], arrays: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def _load(path: Path, shard: Path) -> ShardIndex | None:
+def _load(path: Path, shard: Place) -> ShardIndex | None:
     """The saved index, or None if it is absent, of another version, or damaged."""
     try:
         with open(open_file(path), "rb") as file:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,10 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from data.announce import expect_sample
 from data.bad_samples import BadSample
 from data.collate import TextSample, collate, collate_media, collate_packed
 from data.dataset import Dataset
 from data.divide import Span, spread_parts
+from data.errors import DataError
 from data.features import MEDIA, MicrobatchMedia, SampleMedia
 from data.sample_table import StepSamples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
@@ -119,6 +122,9 @@ class StepLoader:
         plan = self._batching.plan(first, step_size, samples.lengths, self._dataset.sequence_length)
         text = self._dataset.read_text
         own = self._own(plan, samples)
+        if self._dataset.is_remote:
+            for numbers in own:  # before a thread can read them: what is announced too late is read again
+                self._expect(numbers)
         return _Step(
             plan,
             samples,
@@ -133,6 +139,14 @@ class StepLoader:
                 for numbers in own
             ],
         )
+
+    def _expect(self, own: dict[str, list[int]]) -> None:
+        """Let what a rank reads of a microbatch be on its way together: a reading thread waits for one at a time."""
+        with suppress(DataError):  # reading it says so
+            for module, numbers in own.items():
+                media = [] if module == LANGUAGE or module in {*self._sizes_only, *self._dataset.lookups} else [module]
+                for number in numbers:
+                    expect_sample(self._dataset, number, media, text=module == LANGUAGE)
 
     def _own(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
         """By microbatch and module, the sample numbers that this rank reads."""
@@ -200,6 +214,8 @@ class StepLoader:
             # A sample whose picture failed on this very rank must not be learned from either.
             samples = [sample.without_loss() if sample.number in bad else sample for sample in samples]
             batch |= self._rows(plan, plan.shares[at][self._language.dp_rank], samples)
+            if len(self._dataset.sources) > 1:
+                batch["sources"] = self._sources(samples, batch)
             if self._dataset.keep_text:
                 batch["texts"] = [sample.question_and_truth for sample in samples]
         if media:
@@ -215,6 +231,18 @@ class StepLoader:
         assert plan.lengths is not None, "packs follow from lengths"
         lengths = plan.lengths[share.places].tolist()
         return collate_packed(samples, lengths, share.length, self._dataset.tokenizer.pad_id)
+
+    def _sources(self, samples: Sequence[TextSample], batch: dict[str, Any]) -> torch.Tensor:
+        """Which source each token is of, int64 as `input_ids`; padding behind the last sample of a packed row is of the
+        first."""
+        sources = torch.from_numpy(self._dataset.sources_of([sample.number for sample in samples]))
+        tokens = batch["input_ids"]
+        if "documents" not in batch:
+            return sources[:, None].expand_as(tokens).contiguous()
+        ends = torch.tensor(batch["documents"][: len(samples)], dtype=torch.int64)
+        row = torch.zeros_like(tokens)
+        row[0, : int(ends[-1]) if len(ends) else 0] = sources.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
+        return row
 
     def _planned(self, plan: StepPlan, sample: TextSample, bad: BadSample | None) -> TextSample:
         """The sample as long as the plan says: the stand-in of one that could be read when it was counted has padding

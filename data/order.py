@@ -49,8 +49,8 @@ class GlobalOrder:
         while True:
             high, low = value >> low_bits, value & low_mask
             for turn in range(0, _ROUNDS, 2):
-                high ^= _mix(low + keys[turn]) & high_mask
-                low ^= _mix(high + keys[turn + 1]) & low_mask
+                high ^= splitmix(low + keys[turn]) & high_mask
+                low ^= splitmix(high + keys[turn + 1]) & low_mask
             value = high << low_bits | low
             if value < self.size:
                 return value
@@ -74,8 +74,8 @@ class GlobalOrder:
             own = values[walking]
             high, low = own >> low_bits, own & low_mask
             for turn in range(0, _ROUNDS, 2):
-                high ^= _mix_all(low + np.uint64(keys[turn])) & high_mask
-                low ^= _mix_all(high + np.uint64(keys[turn + 1])) & low_mask
+                high ^= splitmix_all(low + np.uint64(keys[turn])) & high_mask
+                low ^= splitmix_all(high + np.uint64(keys[turn + 1])) & low_mask
             own = high << low_bits | low
             values[walking] = own
             walking = walking[own >= np.uint64(self.size)]
@@ -90,11 +90,11 @@ def _split(size: int) -> tuple[int, int, int]:
 
 
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    state = _mix(_mix(seed & _MASK) + epoch)
-    return tuple(_mix(state + 0x9E3779B97F4A7C15 * (turn + 1)) for turn in range(_ROUNDS))
+    state = splitmix(splitmix(seed & _MASK) + epoch)
+    return tuple(splitmix(state + 0x9E3779B97F4A7C15 * (turn + 1)) for turn in range(_ROUNDS))
 
 
-def _mix(value: int) -> int:
+def splitmix(value: int) -> int:
     """Finaliser of SplitMix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -102,8 +102,8 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
-def _mix_all(values: np.ndarray) -> np.ndarray:
-    """`_mix` of uint64."""
+def splitmix_all(values: np.ndarray) -> np.ndarray:
+    """`splitmix` of uint64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -9,6 +9,7 @@ from data.loader import StepLoader
 from data.media.resize import Resize
 from data.outline import Media
 from data.packing import Packing
+from data.sources import MixedOrder, Source
 from data.step import Batching, Reader, StepBatch
 from data.step_plan import Padding, StepPlan
 from data.text_lengths import TextLengths
@@ -23,11 +24,13 @@ __all__ = [
     "Lookup",
     "Media",
     "MicrobatchMedia",
+    "MixedOrder",
     "Packing",
     "Padding",
     "Reader",
     "Resize",
     "SampleMedia",
+    "Source",
     "StepBatch",
     "StepLoader",
     "StepPlan",

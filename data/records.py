@@ -93,6 +93,15 @@ class Conversation:
         answers = [turn for turn in self.turns if turn.role in ("assistant", "plain")]
         return not any(turn.text.strip() or turn.fields for turn in answers)
 
+    @property
+    def question_and_truth(self) -> tuple[str, str]:
+        """Text of the last assistant turn, and of the last user turn before it with the markers that are inside it; a
+        plain text has no question."""
+        last = max((at for at, turn in enumerate(self.turns) if turn.role in ("assistant", "plain")), default=None)
+        assert last is not None, "parse_record refuses conversations without an assistant turn"
+        questions = [turn.marked_text for turn in self.turns[:last] if turn.role == "user"]
+        return questions[-1] if questions else "", self.turns[last].text.strip()
+
 
 def parse_record(
     raw: bytes,

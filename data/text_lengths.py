@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from xxhash import xxh3_128
 
+from data.announce import expect_texts
 from data.errors import DataError
 from data.index import index_path
 from data.storage.replace import replacing
+from data.storage.url import Place
 from data.storage.version import ShardVersion, open_file
 
 if TYPE_CHECKING:
@@ -37,13 +39,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LONGEST_HEAD = 1 << 16
+_AHEAD = 256  # records of a remote shard that are announced together
 _FEW = 20_000  # samples that are counted before processes for it would have started
 
 
 class Counted(NamedTuple):
     """A shard whose texts have been counted."""
 
-    shard: Path
+    shard: Place
     samples: int
 
 
@@ -70,13 +73,17 @@ class TextLengths:
         the file cannot be written."""
         dataset = self._dataset
         rows = dataset.samples_of(shard)
-        lengths = np.fromiter((dataset.length_of(shard, row) for row in range(rows)), dtype=np.int32, count=rows)
+        lengths = np.empty(rows, dtype=np.int32)
+        for row in range(rows):
+            if row % _AHEAD == 0:
+                expect_texts(dataset, shard, range(row, min(row + 2 * _AHEAD, rows)))
+            lengths[row] = dataset.length_of(shard, row)
         self._save(shard, lengths)
         self._found[shard] = lengths
         return Counted(self._shard(shard), rows)
 
     def build(
-        self, open_shard: Callable[[Path], Dataset] | None = None, processes: int | None = None
+        self, open_shard: Callable[[Place], Dataset] | None = None, processes: int | None = None
     ) -> Generator[Counted]:
         """Counts what is missing, and says of each shard that it is done.
 
@@ -110,7 +117,7 @@ class TextLengths:
         suffix = f".{dataset.length_keys[shard]}.mimo-lengths"
         return index_path(self._shard(shard), dataset.cache_dir, writable=writable, suffix=suffix)
 
-    def _shard(self, shard: int) -> Path:
+    def _shard(self, shard: int) -> Place:
         return self._dataset.shards[shard]
 
     def _load(self, shard: int) -> bool:
@@ -174,7 +181,7 @@ def _checksum(head: dict[str, object], body: bytes) -> str:
 _opener = lru_cache(maxsize=1)(pickle.loads)  # one for all shards that a process counts: it may hold a tokenizer
 
 
-def _count_one(opener: bytes, path: Path) -> Counted:
+def _count_one(opener: bytes, path: Place) -> Counted:
     """At module level, so that worker processes can find it."""
     dataset = _opener(opener)(path)
     try:
@@ -185,7 +192,7 @@ def _count_one(opener: bytes, path: Path) -> Counted:
         dataset.close()
 
 
-def require_planned(found: int, planned: int, where: tuple[Path, str]) -> None:
+def require_planned(found: int, planned: int, where: tuple[Place, str]) -> None:
     """Raises DataError for a text that is not as long as the plan of its step says: its row may have no room for it."""
     if found != planned:
         shard, key = where

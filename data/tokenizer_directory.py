@@ -188,11 +188,18 @@ def _add_special(to: Path, tokens: Mapping[int, str]) -> None:
 
 
 def make_readable_by_version_4(to: Path) -> None:
-    """Version 5 names a class that version 4 does not know, for a tokenizer that both read."""
+    """Version 5 names a class that version 4 does not know, for a tokenizer that both read, and calls a list of tokens
+    by what is a mapping there, and what was its name before, which both read."""
     config = to / "tokenizer_config.json"
-    settings = _read(config)
+    settings = found = _read(config)
     if settings.get("tokenizer_class") == "TokenizersBackend" and (to / "tokenizer.json").is_file():
-        _write(config, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+        settings = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if isinstance(settings.get("extra_special_tokens"), list):
+        tokens = settings["extra_special_tokens"]
+        settings = {name: value for name, value in settings.items() if name != "extra_special_tokens"}
+        settings.setdefault("additional_special_tokens", tokens)
+    if settings != found:
+        _write(config, settings)
 
 
 def _added(token: int, text: str) -> dict[str, Any]:

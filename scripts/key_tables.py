@@ -186,9 +186,10 @@ def _rows(cls: type, prefix: str, wanted: Callable[[dataclasses.Field], bool]) -
             yield from _rows(field.default_factory, key, lambda _: True)
             continue
         of_each = next((one for one in get_args(field.type) if dataclasses.is_dataclass(one)), None)
-        if get_origin(field.type) is dict and of_each is not None:
+        if get_origin(field.type) in (dict, list) and of_each is not None:
             yield f"| `{key}` | {_default(field)} | {_shown_text(meanings[field.name])} |"
-            yield from _rows(of_each, f"{key}.NAME", lambda _: True)
+            each = f"{key}.NAME" if get_origin(field.type) is dict else f"{key}[N]"
+            yield from _rows(of_each, each, lambda _: True)
             continue
         meaning, see, place = meanings[field.name].partition(" See docs/")
         yield f"| `{key}` | {_default(field)} | {_shown_text(meaning + _bounds(field) + see + place)} |"

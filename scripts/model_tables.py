@@ -9,9 +9,11 @@ Imports no torch.
 
 import dataclasses
 import inspect
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +32,7 @@ from mimo_train.config.rope_spec import RopeScaling  # noqa: E402
 from scripts.key_tables import check_or_write, filled  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
+VERSION_4 = ROOT / "benchmarks" / "export_loads_in_transformers_4.py"
 WRITE = "python scripts/model_tables.py --write"
 
 WINDOWS = {
@@ -67,14 +70,27 @@ def current(page: str) -> str:
     return filled(page, parts(), PAGE.name)
 
 
-def pinned_version() -> str:
-    """Of `transformers`, as pyproject.toml has it."""
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return next(need.partition("==")[2] for need in needs if need.startswith("transformers=="))
+def pinned_version(package: str = "transformers") -> str:
+    """Of a package, as pyproject.toml has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = chain(project["dependencies"], *project["optional-dependencies"].values())
+    return next(need.partition("==")[2] for need in needs if need.startswith(f"{package}=="))
+
+
+def version_4() -> str:
+    """Of `transformers`, the one of version 4 that the benchmark installs."""
+    found = re.search(r"transformers==(4[.0-9]+)", VERSION_4.read_text())
+    assert found is not None, VERSION_4
+    return found[1]
 
 
 def _version() -> Iterator[str]:
-    yield f"Everything below is tested against models that `transformers` {pinned_version()} makes."
+    yield "| versions tested | with what |"
+    yield "|---|---|"
+    yield f"| `transformers` {pinned_version()} | everything below, of models that it makes with random weights |"
+    record = "[record](../benchmarks/export_loads_in_transformers_4_cpu2_2026-11-22.md)"
+    yield f"| `transformers` {version_4()} | what an export writes, which it loads with the same logits ({record}) |"
+    yield f"| `peft` {pinned_version('peft')} | adapters, in and out |"
     yield ""
 
 
@@ -152,10 +168,17 @@ def _composites() -> Iterator[str]:
         if composite.projector is not None and not composite.language:
             language_part = "`config.json` itself"
         projector = "yes" if composite.projector is not None else "—"
-        yield f"| `{kind}` | `{composite.encoder}` | {language_part} | {projector} |"
+        encoder = "—" if composite.no_encoder else f"`{composite.encoder}`"
+        yield f"| `{kind}` | {encoder} | {language_part} | {projector} |"
     yield ""
-    if UNREAD:
-        yield from ["| refused | why |", "|---|---|", *(f"| `{kind}` | it {why} |" for kind, why in UNREAD.items()), ""]
+    refused = {f"`{kind}`": why for kind, why in UNREAD.items()}
+    refused |= {
+        f"`{composite.encoder}` of `{kind}`": composite.no_encoder
+        for kind, composite in COMPOSITES.items()
+        if composite.no_encoder
+    }
+    if refused:
+        yield from ["| refused | why |", "|---|---|", *(f"| {what} | it {why} |" for what, why in refused.items()), ""]
 
 
 def shown(value: Any) -> str:

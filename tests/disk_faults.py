@@ -1,8 +1,13 @@
 """A disk that fails, or a kill, at one call of the functions that write checkpoints."""
 
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 CALLS = ("open", "write", "fsync", "rename")
 
@@ -38,3 +43,15 @@ class DiskCalls:
         durable.os = self
         durable._exchange = self.counted(exchange or durable._exchange)
         return self
+
+
+@contextmanager
+def disk_of(size: str, folder: Path) -> Iterator[Path]:
+    """A file system of a size such as 256k in a folder; the test is skipped where none can be mounted."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -63,10 +63,10 @@ def _patches(states: torch.Tensor, leading: int) -> torch.Tensor:
     return states[:, leading:].flatten(0, 1)
 
 
-def _clip() -> torch.nn.Module:
+def _clip(act: str = "quick_gelu") -> torch.nn.Module:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
-    return CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=6 * SIDE, patch_size=SIDE))
+    return CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=6 * SIDE, patch_size=SIDE, hidden_act=act))
 
 
 def _siglip() -> torch.nn.Module:
@@ -155,11 +155,37 @@ def _whisper() -> torch.nn.Module:
 
 
 def _run_whisper(model: torch.nn.Module, media: torch.Tensor) -> Any:
+    """Clips without the silence behind them, to which the extractor adds it again."""
+    heard = [wave[: int(wave.nonzero().max()) + 1] for wave in media]
+    return model(_mels(heard, media.size(1)))
+
+
+def _mels(waves: list[torch.Tensor], samples: int) -> torch.Tensor:
     from transformers import WhisperFeatureExtractor
 
     extractor = WhisperFeatureExtractor(feature_size=20)
-    mels = extractor(list(media.numpy()), sampling_rate=16000, return_tensors="pt", max_length=media.size(1))
-    return model(mels.input_features)
+    clips = [wave.numpy() for wave in waves]
+    return extractor(clips, sampling_rate=16000, return_tensors="pt", max_length=samples).input_features
+
+
+def _run_whisper_for_as_long(model: torch.nn.Module, media: torch.Tensor) -> Any:
+    """The same weights in an encoder that is as long as the clips: transformers' takes clips of one length."""
+    import copy
+
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    config = copy.deepcopy(model.config)
+    config.max_source_positions = frames = media.size(1) // 320
+    parameters = {
+        name: value[:frames] if "embed_positions" in name else value for name, value in model.named_parameters()
+    }
+    return torch.func.functional_call(WhisperEncoder(config).eval(), parameters, (_mels(list(media), media.size(1)),))
+
+
+def _clips(*lengths: int) -> torch.Tensor:
+    """Clips of these lengths, with silence behind them up to the longest."""
+    noise = torch.randn(len(lengths), max(lengths), generator=torch.Generator().manual_seed(1))
+    return noise * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
 
 
 def _states(leading: int, last: bool) -> dict[str, Reading]:
@@ -203,6 +229,12 @@ _DINOV2_NAMES = {
 
 TOWERS: dict[str, Tower] = {
     "clip": Tower(_clip, _states(1, last=False), {"^": "vision_model."}, preprocessor=_square(6 * SIDE)),
+    "clip of LAION": Tower(
+        lambda: _clip("gelu"),
+        {"layer -2": _states(1, last=False)["layer -2"]},
+        {"^": "vision_model."},
+        preprocessor=_square(6 * SIDE),
+    ),
     "siglip": Tower(
         _siglip,
         _states(0, last=True),
@@ -256,8 +288,17 @@ TOWERS: dict[str, Tower] = {
         {"^": "model.encoder."},
         config={"model_type": "whisper"},
         preprocessor={"feature_size": 20},
-        media=lambda: [torch.randn(2, 17600, generator=torch.Generator().manual_seed(1))],
+        media=lambda: [_clips(17600, 9001, 17600)],
         run=_run_whisper,
+    ),
+    "whisper, clips of their lengths": Tower(
+        _whisper,
+        {"last norm": Reading({"pad_clips": False}, lambda output: output.last_hidden_state.flatten(0, 1))},
+        {"^": "model.encoder."},
+        config={"model_type": "whisper"},
+        preprocessor={"feature_size": 20},
+        media=lambda: [_clips(17600), _clips(6400, 6400)],
+        run=_run_whisper_for_as_long,
     ),
     "dinov3 gated": Tower(
         lambda: _dinov3(True),
@@ -281,7 +322,9 @@ class Published:
     features: dict[str, torch.Tensor]
     """By reading."""
     gradients: Path
-    """A directory with the gradients of the sum of `weigh(features)` of the first reading, by the tensors' names."""
+    """A directory with the gradients of the loss of the first reading, by the tensors' names."""
+    loss: float
+    """`loss_of` the features of the first reading."""
 
 
 def publish(tower: Tower, folder: Path) -> Published:
@@ -294,7 +337,8 @@ def publish(tower: Tower, folder: Path) -> Published:
     features = {
         name: torch.cat([reading.features(output) for output in outputs]) for name, reading in tower.readings.items()
     }
-    weigh(next(iter(features.values()))).sum().backward()
+    loss = loss_of(next(iter(features.values())))
+    loss.backward()
     config = model.config.to_dict() | tower.config
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -316,12 +360,13 @@ def publish(tower: Tower, folder: Path) -> Published:
         )
     readings = {name: reading.keys for name, reading in tower.readings.items()}
     kept = {name: value.detach() for name, value in features.items()}
-    return Published(folder, config, tower.preprocessor, tower.merge, media, readings, kept, folder / "gradients")
+    found = folder / "gradients", loss.item()
+    return Published(folder, config, tower.preprocessor, tower.merge, media, readings, kept, *found)
 
 
-def weigh(features: torch.Tensor) -> torch.Tensor:
-    """Features times numbers that are different for every one of them."""
-    return features * torch.linspace(-1, 2, features.numel()).view_as(features).sin()
+def loss_of(features: torch.Tensor) -> torch.Tensor:
+    """Mean square of features times numbers that are different for every one of them."""
+    return (features * torch.linspace(-1, 2, features.numel()).view_as(features).sin()).square().mean()
 
 
 def _redraw(model: torch.nn.Module) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from data.errors import ShardError
 from data.reading import READS
+from data.storage.remote import RemoteReader
 from data.storage.retry import RETRIES, retrying
+from data.storage.url import Place, Url
 from data.storage.version import ShardVersion, open_file
 
 _OPEN_FILES = 128
@@ -34,14 +36,15 @@ class ShardReader:
         self._retries, self._clock = retries, clock
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, _File] = OrderedDict()
+        self._remote = RemoteReader(retries)
         self._confirmed: dict[Path, tuple[int, ShardVersion]] = {}  # inode, and the version as last seen there
 
-    def read(self, path: Path, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:
+    def read(self, path: Place, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:
         """`size` bytes at `offset`.
 
         Args:
             version: that of the shard when it was indexed. It is compared when the file is opened and after every read,
-                and every few seconds with the file that stands at `path` by then.
+                and every few seconds with the file that stands at `path` by then; of an object at every read.
 
         Raises:
             ReadError: the file cannot be read, after several tries.
@@ -49,13 +52,25 @@ class ShardReader:
         """
         what = f"{path}: cannot read {size} bytes at byte {offset}"
         with READS.of(path):
-            raw = retrying(lambda: self._read(path, offset, size, version), what, self._retries)
+            if isinstance(path, Url):
+                raw = self._remote.read(path, offset, size, version)
+            else:
+                raw = retrying(lambda: self._read(path, offset, size, version), what, self._retries)
         with self._lock:
             self.bytes_read[extension] += len(raw)
         return raw
 
+    def expect(self, path: Place, offset: int, size: int, version: ShardVersion) -> None:
+        """Begin to read what will be asked for, if it is remote."""
+        if isinstance(path, Url):
+            self._remote.expect(path, offset, size, version)
+
     def close(self) -> None:
-        """Closes the files that no thread is reading."""
+        """Closes the files that no thread is reading, and forgets what it expects."""
+        self._close_files()
+        self._remote.close()
+
+    def _close_files(self) -> None:
         with self._lock:
             self._shrink(0)
 
@@ -76,7 +91,7 @@ class ShardReader:
                 return raw
         except OSError:
             # The next try opens the file again, which a stale handle needs, with descriptors to spare.
-            self.close()
+            self._close_files()
             raise
 
     def _confirm(self, path: Path, fd: int, version: ShardVersion) -> None:

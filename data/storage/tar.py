@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from data.errors import ShardError
 from data.shown import shown
+from data.storage.url import Place
 
 ReadRange = Callable[[int, int], bytes]
 """(bytes, at which byte) -> what is there, less at the end of the file."""
@@ -40,7 +40,7 @@ _DECIMAL = re.compile(rb"[0-9]{1,20}")
 _OCTAL = re.compile(rb"[0-7]*")
 
 
-def walk_tar(path: Path, read: ReadRange, size: int) -> Iterator[tuple[str, int, int]]:
+def walk_tar(path: Place, read: ReadRange, size: int) -> Iterator[tuple[str, int, int]]:
     """(name, offset, bytes) of every regular member of the tar `path` of `size` bytes.
 
     Raises:
@@ -105,7 +105,7 @@ class _Extra:
     sparse: bool = False
     begun: bool = False
 
-    def add(self, path: Path, at: int, kind: str, content: bytes) -> None:
+    def add(self, path: Place, at: int, kind: str, content: bytes) -> None:
         """A GNU long name (L; K is that of a link) or a pax header (x; g holds for the whole shard)."""
         self.begun = self.begun or kind != "g"
         if kind == "L":
@@ -125,7 +125,7 @@ class _Extra:
                 _refuse(path, at, self.name or "", "its length is no number, or negative", value)
 
 
-def _pax_records(path: Path, at: int, content: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _pax_records(path: Place, at: int, content: bytes) -> Iterator[tuple[bytes, bytes]]:
     """(key, value) of each `LENGTH KEY=VALUE` and line break."""
     place = 0
     while place < len(content) and content[place]:
@@ -139,7 +139,7 @@ def _pax_records(path: Path, at: int, content: bytes) -> Iterator[tuple[bytes, b
         place += length
 
 
-def _refuse(path: Path, at: int, name: str, said: str, raw: bytes = b"") -> NoReturn:
+def _refuse(path: Place, at: int, name: str, said: str, raw: bytes = b"") -> NoReturn:
     member = f"member {shown(name)!r}" if name else "a header"
     raise ShardError(
         f"{path}: {member} at byte {at}: {said}{f' ({raw[:32]!r})' if raw else ''}. Write the shard again, of plain "
@@ -193,7 +193,7 @@ class _Window:
         return self._bytes[offset : offset + _BLOCK]
 
 
-def _require_end(path: Path, read: ReadRange, end: int, size: int) -> None:
+def _require_end(path: Place, read: ReadRange, end: int, size: int) -> None:
     """Raises ShardError unless nothing but zeros, and enough of them, follow byte `end`."""
     zeros = 0
     while zeros < size - end:

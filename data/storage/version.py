@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class ShardVersion:
     ctime_ns: int
     content: str
     """Hash of 32 blocks of 4 KiB, evenly over the shard: of all of it up to 128 KiB."""
+    tag: str = ""
+    """Of an object, another one for every content; it has no times here. Empty: a file."""
 
     @classmethod
     def of(cls, fd: int) -> ShardVersion:
@@ -54,10 +57,21 @@ class ShardVersion:
 
 def content_hash(fd: int, size: int) -> str:
     """`ShardVersion.content` of an open file of `size` bytes. Raises OSError."""
-    digest = xxh3_128(str(size).encode())
+    return hash_of(size, (os.pread(fd, length, at) for at, length in sampled(size)))
+
+
+def sampled(size: int) -> list[tuple[int, int]]:
+    """(first byte, bytes) of the blocks that stand for the content of a shard of `size` bytes."""
     last = max(size - _BLOCK, 0)
-    for at in sorted({last * number // (_BLOCKS - 1) for number in range(_BLOCKS)}):
-        digest.update(os.pread(fd, _BLOCK, at))
+    places = sorted({last * number // (_BLOCKS - 1) for number in range(_BLOCKS)})
+    return [(at, min(_BLOCK, size - at)) for at in places]
+
+
+def hash_of(size: int, blocks: Iterable[bytes | memoryview]) -> str:
+    """`ShardVersion.content`, from the blocks of `sampled`."""
+    digest = xxh3_128(str(size).encode())
+    for block in blocks:
+        digest.update(block)
     return digest.hexdigest()
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.drawing import bare_layer, draw_weights
 from encoders.projectors.merge import merge_patches
 from encoders.qwen3_vit.spec import Qwen3VitSpec
 from encoders.staged import Size
@@ -28,9 +30,9 @@ class Qwen3VisionTransformer(VisionTransformer):
         super().__init__(*arguments, **options)
         assert self.is_first_stage and self.is_last_stage, "states of all layers are needed on one stage"
         torch.manual_seed(self.config.init_seed + 2)
-        spec, dtype = self.spec, self.config.params_dtype
+        spec, config = self.spec, self.config
         self.deepstack = torch.nn.ModuleList(
-            StateMerger(spec.merged_width, spec.deepstack_width, spec.layernorm_epsilon, spec.init_std, dtype)
+            StateMerger(spec.merged_width, spec.deepstack_width, spec.layernorm_epsilon, spec.init_std, config)
             for _ in spec.deepstack
         )
 
@@ -68,14 +70,14 @@ class Qwen3VisionTransformer(VisionTransformer):
 class StateMerger(torch.nn.Module):
     """Merged states of a layer -> what a layer of the language model adds: norm, linear, GELU, linear."""
 
-    def __init__(self, width: int, language_width: int, eps: float, init_std: float, dtype: torch.dtype):
+    def __init__(self, width: int, language_width: int, eps: float, init_std: float, config: TransformerConfig):
         super().__init__()
+        dtype = config.params_dtype
         self.norm = torch.nn.LayerNorm(width, eps=eps, dtype=dtype)
-        self.linear_fc1 = torch.nn.Linear(width, width, dtype=dtype)
-        self.linear_fc2 = torch.nn.Linear(width, language_width, dtype=dtype)
+        self.linear_fc1 = bare_layer(torch.nn.Linear, width, width, dtype=dtype, config=config)
+        self.linear_fc2 = bare_layer(torch.nn.Linear, width, language_width, dtype=dtype, config=config)
         for linear in (self.linear_fc1, self.linear_fc2):
-            torch.nn.init.normal_(linear.weight, std=init_std)
-            torch.nn.init.zeros_(linear.bias)
+            draw_weights(linear, init_std, config)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[..., H * merge^2] -> [..., W]."""

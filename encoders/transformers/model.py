@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
 from encoders.errors import EncoderError
@@ -69,7 +70,7 @@ class Tower(torch.nn.Module):
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise EncoderError(
                 f"encoder.path: transformers cannot load {self.spec.path}: {str(error).splitlines()[0]}; give a "
                 "directory with safetensors, or set encoder.weights=random"

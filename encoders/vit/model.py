@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.drawing import bare_layer, draw_weights, drawn
 from encoders.projectors.merge import merge_patches
 from encoders.spec import is_tiled
 from encoders.staged import Size, StagedEncoder
@@ -77,9 +78,8 @@ class VisionTransformer(StagedEncoder):
         spec, config = self.spec, self.config
         torch.manual_seed(config.init_seed)
         positions = math.prod(spec.position_grid) + spec.class_position
-        self.patch_embedding = torch.nn.Linear(
-            spec.patch_width, spec.hidden_size, bias=spec.patch_bias, dtype=config.params_dtype
-        )
+        options = {"bias": spec.patch_bias, "dtype": config.params_dtype, "config": config}
+        self.patch_embedding = bare_layer(torch.nn.Linear, spec.patch_width, spec.hidden_size, **options)
         rows, dims = (1,) * (spec.embedding_dims - 2), spec.class_token_dims
         hidden, registers = spec.hidden_size, spec.register_tokens
         self.position_embedding = _normal((*rows, positions, hidden), config) if spec.learned_positions else None
@@ -88,9 +88,7 @@ class VisionTransformer(StagedEncoder):
         self.pre_norm = None
         if spec.pre_norm:
             self.pre_norm = torch.nn.LayerNorm(spec.hidden_size, eps=spec.layernorm_epsilon, dtype=config.params_dtype)
-        torch.nn.init.normal_(self.patch_embedding.weight, std=spec.init_std)
-        if self.patch_embedding.bias is not None:
-            torch.nn.init.zeros_(self.patch_embedding.bias)
+        draw_weights(self.patch_embedding, spec.init_std, config)
         # In steps of a pixel's 255 values.
         self.register_buffer("pixel_mean", 255 * _channels(spec.pixel_mean), persistent=False)
         self.register_buffer("pixel_std", 255 * _channels(spec.pixel_std), persistent=False)
@@ -138,7 +136,7 @@ class VisionTransformer(StagedEncoder):
 
 
 def _normal(shape: tuple[int, ...], config: TransformerConfig) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.randn(shape).mul_(config.init_method_std).to(config.params_dtype))
+    return drawn(shape, config.init_method_std, config)
 
 
 def _channels(values: list[float]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torchaudio.functional import melscale_fbanks
 
+from encoders.drawing import bare_layer, draw_weights
 from encoders.staged import Size, StagedEncoder
 from encoders.whisper.positions import sinusoids
 from encoders.whisper.spec import WhisperSpec
@@ -54,13 +55,11 @@ class WhisperEncoder(StagedEncoder):
     def _build_embeddings(self) -> None:
         spec, config = self.spec, self.config
         torch.manual_seed(config.init_seed)
-        options = {"kernel_size": 3, "padding": 1, "dtype": config.params_dtype}
-        self.conv1 = torch.nn.Conv1d(spec.num_mels, spec.hidden_size, **options)
-        self.conv2 = torch.nn.Conv1d(spec.hidden_size, spec.hidden_size, stride=2, **options)
+        options = {"kernel_size": 3, "padding": 1, "dtype": config.params_dtype, "config": config}
+        self.conv1 = bare_layer(torch.nn.Conv1d, spec.num_mels, spec.hidden_size, **options)
+        self.conv2 = bare_layer(torch.nn.Conv1d, spec.hidden_size, spec.hidden_size, stride=2, **options)
         for convolution in (self.conv1, self.conv2):
-            torch.nn.init.normal_(convolution.weight, std=spec.init_std)
-            assert convolution.bias is not None
-            torch.nn.init.zeros_(convolution.bias)
+            draw_weights(convolution, spec.init_std, config)
         self.register_buffer("window", torch.hann_window(spec.window), persistent=False)
         self.register_buffer("mel_filters", mel_filters(spec), persistent=False)
 

@@ -15,8 +15,9 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.batch import Batch
 from mimo_train.plan.layout import lay_out
+from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
-from mimo_train.plan.run import Run, config_faults
+from mimo_train.plan.run import Run, config_faults, with_iters
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
 """With faults below these keys there is no layout."""
@@ -75,11 +76,14 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
         arithmetic.add_media(report, cfg)
         if not without_data:
             seen = samples.add_data(report, cfg, tokenizer)
+        if run and seen.steps is not None:
+            run = with_iters(run, seen.steps)
         if run:
             arithmetic.add_batch(report, run)
             arithmetic.add_memory(report, run, vocab, seen.media_per_sample)
     promises.add_promises(report, cfg)
-    resuming.add_run_dir(report, cfg, layout, seen.fingerprint, tokenizer)
+    mixing = Mixing(cfg, Batch.of(cfg), seen.source_sizes) if run and seen.source_sizes else None
+    resuming.add_run_dir(report, cfg, layout, seen.fingerprint, tokenizer, mixing)
     return report
 
 

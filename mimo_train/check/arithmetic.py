@@ -118,7 +118,12 @@ def add_batch(report: Report, run: Run) -> None:
             f"{'at most ' * (cfg.data.pad == 'microbatch')}{tokens:,} a step, padding included "
             f"({train.global_batch_size} x {cfg.data.sequence_length})",
         ),
-        ("run", f"{train.iters:,} steps, {batch.samples_of(train.iters):,} samples"),
+        (
+            "run",
+            f"{train.iters:,} steps, {batch.samples_of(train.iters):,} samples"
+            if train.iters
+            else f"{train.epochs:g} epochs of the data",
+        ),
         (
             "pipeline",
             f"{plural(stages, 'stage')}, bubble about {share:.0%} = ({stages} - 1) / "

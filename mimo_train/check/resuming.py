@@ -3,20 +3,27 @@
 from pathlib import Path
 from typing import Any
 
+from data.storage.url import Place, place_of
 from mimo_train.check.findings import Report
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.recorded_config import config_if_trusted
-from mimo_train.checkpoint.same_run import module_faults, resume_faults, weights_faults
+from mimo_train.checkpoint.same_run import left_behind, module_faults, resume_faults, weights_faults
 from mimo_train.config.compose import to_dict
 from mimo_train.config.fault import Fault, UserError
 from mimo_train.config.own_code import code_named
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import RunLayout, lay_out
+from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.run_dir import folder_fault
 
 
 def add_run_dir(
-    report: Report, cfg: ConfigContainer, layout: RunLayout | None, data_fingerprint: str | None, tokenizer: Any | None
+    report: Report,
+    cfg: ConfigContainer,
+    layout: RunLayout | None,
+    data_fingerprint: str | None,
+    tokenizer: Any | None,
+    mixing: Mixing | None = None,
 ) -> None:
     """Notes what the run resumes from, and faults a folder that cannot be written, and a checkpoint that does not fit
     the model, the tokenizer or the data.
@@ -24,6 +31,7 @@ def add_run_dir(
     Args:
         data_fingerprint: of the training shards, or None where they could not all be read.
         tokenizer: that of the run, or None where it cannot be loaded.
+        mixing: the weights of its sources, or None where their sizes are not known.
     """
     folder = Path(cfg.run.dir)
     unusable = folder_fault(folder)
@@ -32,20 +40,23 @@ def add_run_dir(
         return
     key = "checkpoint.resume"
     try:
+        saves = place_of(cfg.checkpoint.dir) if cfg.checkpoint.dir else folder
         if cfg.checkpoint.resume == "auto":
-            checkpoint, passed_over = folders.newest_readable(folder)
+            checkpoint, passed_over = folders.newest_readable(saves)
             report.warnings += [f"{damage}; a run sets it aside" for damage in passed_over]
         else:
-            checkpoint = folders.chosen(folder, cfg.checkpoint.resume)
+            checkpoint = folders.chosen(saves, cfg.checkpoint.resume)
+        if checkpoint is None:
+            report.faults += left_behind(cfg)
         if checkpoint is not None:
             record = folders.read_record(checkpoint)
             given = {"data_fingerprint": data_fingerprint, "text_fingerprint": tokenizer and tokenizer.fingerprint}
-            report.faults += resume_faults(checkpoint, record, cfg, **given)
+            report.faults += resume_faults(checkpoint, record, cfg, **given, mixing=mixing)
             own = [name for names in code_named(to_dict(cfg)).values() for name in names]
             _note(report, checkpoint, record, layout, own)
         elif cfg.checkpoint.weights:
             key = "checkpoint.weights"
-            checkpoint = folders.in_folder(Path(cfg.checkpoint.weights), key)
+            checkpoint = folders.in_folder(place_of(cfg.checkpoint.weights), key)
             vocabulary = tokenizer and tokenizer.vocabulary_fingerprint
             record = folders.read_record(checkpoint)
             report.faults += weights_faults(checkpoint, record, cfg, vocabulary_fingerprint=vocabulary)
@@ -62,7 +73,7 @@ def add_run_dir(
 
 def _add_module(report: Report, cfg: ConfigContainer, name: str, vocabulary: str | None) -> None:
     load = cfg.checkpoint.load_modules[name]
-    checkpoint = folders.in_folder(Path(load.path), f"checkpoint.load_modules.{name}.path")
+    checkpoint = folders.in_folder(place_of(load.path), f"checkpoint.load_modules.{name}.path")
     record = folders.read_record(checkpoint)
     faults, changes = module_faults(checkpoint, record, cfg, name, vocabulary_fingerprint=vocabulary)
     report.faults += faults
@@ -72,7 +83,7 @@ def _add_module(report: Report, cfg: ConfigContainer, name: str, vocabulary: str
 
 
 def _note(
-    report: Report, checkpoint: Path, record: dict[str, Any], layout: RunLayout | None, own_code: list[str]
+    report: Report, checkpoint: Place, record: dict[str, Any], layout: RunLayout | None, own_code: list[str]
 ) -> None:
     try:
         before = lay_out(config_if_trusted(checkpoint, record, own_code))

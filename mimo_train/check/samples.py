@@ -5,19 +5,34 @@ Only reading samples imports torch.
 
 import importlib.util
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
 from data.shown import shown
+from data.sources import MixedOrder, Part
+from data.storage.url import Place
 from data.text_lengths import TextLengths
 from mimo_train.check.findings import Report, Table, plural, spread
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_mix import source_names
 from mimo_train.plan.batch import Batch
-from mimo_train.plan.inputs import build_dataset, fields_of, tokenizer_of
+from mimo_train.plan.inputs import (
+    build_dataset,
+    fields_of,
+    held_out_sets,
+    tokenizer_of,
+    training_sources,
+    without_split,
+)
+from mimo_train.plan.layout import lay_out
+from mimo_train.plan.mixture import Mixing, too_short
+from mimo_train.plan.run import Run, steps_of_epochs
 
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""
@@ -38,6 +53,20 @@ class Seen:
     """Pictures or clips in a sample, on average, by module."""
     fingerprint: str | None = None
     """Of the training shards, if all of them can be read."""
+    complete: bool = True
+    """Whether they can."""
+    source_sizes: list[int] = field(default_factory=list)
+    """Samples of the sources, if so."""
+    steps: int | None = None
+    """Of the run, by the length of its data."""
+    name: str = ""
+    """Of the source or held-out set, where there are several."""
+    of_sources: list["Seen"] = field(default_factory=list)
+    """Of each source, where this is of all."""
+
+    def row(self, what: str) -> str:
+        """`what` of this source."""
+        return f"{what} of {self.name}" if self.name else what
 
 
 def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
@@ -56,57 +85,153 @@ def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
 
 def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> Seen:
     """Training and held-out shards. Without a tokenizer, shards are opened and no sample is read."""
-    seen, rows = Seen(), [("data.tokenizer", cfg.data.tokenizer if tokenizer else "at fault", "")]
+    rows = [("data.tokenizer", cfg.data.tokenizer if tokenizer else "at fault", "")]
     if tokenizer:
         rows = [("data.tokenizer", cfg.data.tokenizer, f"{tokenizer.vocab_size:,} ids")]
         rows.append(("data.chat_template", cfg.data.chat_template, tokenizer.template.name))
         report.warnings += [f"data.chat_template: {note}" for note in tokenizer.template.notes]
-    if not cfg.data.shards:
+    data = cfg.data
+    if not data.shards and not data.mix:
         report.faults.append(
             Fault("data.shards", "is empty: give a folder, a glob, a brace range such as x-{000000..000127}.tar")
         )
-    if not cfg.data.validation_shards:
+    sets = held_out_sets(cfg)
+    if not sets:
         report.notes.append("data.validation_shards is empty: no evaluation")
-    for key, training in (("data.shards", True), ("data.validation_shards", False)):
-        pattern = cfg.data.shards if training else cfg.data.validation_shards
-        if not pattern:
+    sources = [(one.key, str(one.shards), Seen(name=one.name)) for one in training_sources(cfg)]
+    others = [(one.key, str(one.source.shards), Seen(name=one.name)) for one in sets]
+    counts: dict[str, int] = {}
+    for at, (key, pattern, own) in enumerate(sources + others):
+        training = at < len(sources)
+        if not pattern or key == "data.validation_fraction":
             continue
         if cfg.data.demo and _is_absent(pattern):
             rows.append((key, pattern, f"not there: the {cfg.data.demo} demo is made on first use"))
             if training:
                 _add_demo_faults(report, cfg)
             continue
-        samples = _add_shards(report, cfg, key, pattern, tokenizer, seen if training else Seen(), rows)
+        samples = _add_shards(report, cfg, key, pattern, tokenizer, own, rows)
         if training and samples:
-            seen.training_samples = samples
-            drawn = Batch.of(cfg).samples_of(cfg.train.iters)
-            rows.append(("epochs", "", f"{drawn / samples:.2f} ({drawn:,} samples drawn from {samples:,})"))
+            counts[key] = samples
+    seen = Seen(of_sources=[own for *_, own in sources])
+    seen.complete = all(own.complete for own in seen.of_sources)
+    seen.fingerprint = seen.of_sources[0].fingerprint if len(sources) == 1 else None
+    # Without the shares of the sources, as much as any of them has.
+    seen.media_per_sample = _over(max, seen.of_sources)
+    if len(counts) == len(sources):
+        _add_whole(report, cfg, tokenizer, counts, seen, rows)
     _add_repeats(report, cfg)
     report.tables.append(Table("Data", (), rows))
     return seen
+
+
+def _over(joined: Callable[[list[float]], float], of_sources: list[Seen]) -> dict[str, float]:
+    """What `joined` makes of the sources' pictures or clips in a sample, by module; empty if one was not read."""
+    modules = of_sources[0].media_per_sample
+    if not all(own.media_per_sample for own in of_sources):
+        return {}
+    return {name: joined([own.media_per_sample[name] for own in of_sources]) for name in modules}
+
+
+def _add_whole(
+    report: Report, cfg: ConfigContainer, tokenizer: Any, counts: dict[str, int], seen: Seen, rows: list
+) -> None:
+    """How long the run is in epochs, of all sources and of each, where all of their shards can be read."""
+    data, sizes = cfg.data, list(counts.values())
+    if (data.mix or data.validation_fraction) and tokenizer is not None and cfg.data.sequence_length > 0:
+        seen.fingerprint = None
+        try:
+            dataset = build_dataset(cfg, tokenizer)
+            for one in held_out_sets(cfg):
+                if one.fraction:
+                    build_dataset(cfg, tokenizer, held_out=one).close()
+        except DataError as error:
+            key = next((one.key for one in training_sources(cfg) if str(error).startswith(f"{one.key}:")), "")
+            key = key or ("data.validation_fraction" if data.validation_fraction else next(iter(counts)))
+            report.faults.append(Fault(key, _without_key(error, key)))
+            return
+        sizes = dataset.source_sizes
+        if seen.complete:
+            seen.fingerprint = dataset.fingerprint
+        if data.validation_fraction:
+            held = sum(counts.values()) - sum(sizes)
+            rows.append(("data.validation_fraction", f"{data.validation_fraction:g}", f"{held:,} samples held out"))
+    seen.training_samples, seen.source_sizes = sum(sizes), sizes
+    run = Run(cfg, lay_out(cfg), Batch.of(cfg)) if _has_batch(report) else None
+    if run is None:
+        return
+    wanted = steps = steps_of_epochs(run, seen.training_samples) if cfg.train.epochs else cfg.train.iters
+    mixing, names = Mixing(cfg, run.batch, sizes), source_names(data.mix)
+    order = MixedOrder([Part(0, size) for size in sizes], mixing.phases, cfg.run.seed)
+    shares = [[weight / sum(weights) for weight in weights] for _, weights in mixing.phases]
+    of_phases = [_over(partial(_mean, share), seen.of_sources) for share in shares]
+    seen.media_per_sample = {name: max(each[name] for each in of_phases) for name in of_phases[0]}
+    if data.exhausted == "stop" and (end := order.exhausted()) is not None:
+        source, numbers = end
+        steps = min(steps, run.batch.steps_within(numbers))
+        if not steps:
+            report.faults.append(too_short(cfg, run.batch, sizes[source], names[source] if names else ""))
+            return
+    seen.steps, drawn = steps, run.batch.samples_of(steps)
+    rows.append(
+        (
+            "epochs",
+            "",
+            f"{drawn / seen.training_samples:.2f} ({drawn:,} samples drawn from {seen.training_samples:,})",
+        )
+    )
+    if steps < wanted:
+        key = "train.epochs" if cfg.train.epochs else "train.iters"
+        rows.append(("data.exhausted", "stop", f"after {steps:,} of the {wanted:,} steps of {key}"))
+    if data.mix:
+        drawn_of = order.counts(drawn)
+        header = ("source", "samples", *_phase_names(mixing), "drawn", "epochs")
+        table = [
+            (name, f"{size:,}", *(f"{share[at]:.2%}" for share in shares), f"{count:,}", f"{count / size:.2f}")
+            for at, (name, size, count) in enumerate(zip(names, sizes, drawn_of, strict=True))
+        ]
+        report.tables.append(Table("Mixture", header, table))
+
+
+def _mean(share: list[float], values: list[float]) -> float:
+    return sum(weight * value for weight, value in zip(share, values, strict=True))
+
+
+def _phase_names(mixing: Mixing) -> list[str]:
+    later = [f"from sample {start:,}" for start, _ in mixing.phases[1:]]
+    return ["share", *later]
+
+
+def _has_batch(report: Report) -> bool:
+    """Whether layout and batch can be computed."""
+    return not any(fault.key.split(".")[0] in ("modules", "placement", "train") for fault in report.faults)
 
 
 def _add_repeats(report: Report, cfg: ConfigContainer) -> None:
     """Warnings of shards that are named more than once, or both for training and for evaluation."""
     from data.shards import find_shards
 
-    files: dict[str, Counter[Path]] = {}
-    for key in ("shards", "validation_shards"):
+    files: dict[str, Counter[Place]] = {}
+    training = [one.shards for one in training_sources(cfg)]
+    others = [(one.key, [one.source.shards]) for one in held_out_sets(cfg) if not one.fraction]
+    for key, patterns in [("data.mix" if cfg.data.mix else "data.shards", training), *others]:
         try:
-            files[key] = Counter(path.resolve() for path in find_shards(getattr(cfg.data, key)))
+            files[key] = Counter(path.resolve() for shards in patterns for path in find_shards(shards))
         except (DataError, OSError):
             continue  # none, or a fault of its own
         twice = [path for path, times in files[key].items() if times > 1]
         if twice:
             report.warnings.append(
-                f"data.{key}: {plural(len(twice), 'shard')}, such as {twice[0]}, "
+                f"{key}: {plural(len(twice), 'shard')}, such as {twice[0]}, "
                 "named more than once: an epoch has their samples as often"
             )
-    if both := sorted(files.get("shards", Counter()) & files.get("validation_shards", Counter())):
-        report.warnings.append(
-            f"data.validation_shards: {plural(len(both), 'shard')}, such as {both[0]}, also in data.shards: "
-            "the evaluation sees what was trained on"
-        )
+        trained = next(iter(files))
+        both = sorted(files[trained] & files[key], key=str) if key not in ("data.mix", "data.shards") else []
+        if both:
+            report.warnings.append(
+                f"{key}: {plural(len(both), 'shard')}, such as {both[0]}, also in {trained}: "
+                "the evaluation sees what was trained on"
+            )
 
 
 def _add_shards(
@@ -120,6 +245,7 @@ def _add_shards(
     try:
         paths = find_shards(pattern)
     except (DataError, OSError) as error:
+        seen.complete = False
         report.faults.append(Fault(key, _without_key(error, "data.shards")))
         return 0
     good, samples, unusable = [], 0, 0
@@ -131,6 +257,7 @@ def _add_shards(
             index = open_index(path, cfg.data.cache_dir or None).with_fields(fields)
         except (DataError, OSError) as error:
             report.faults.append(Fault(key, str(error)))
+            seen.complete = False
             continue
         good.append(path)
         samples += len(index)
@@ -158,17 +285,17 @@ def _add_samples(
     report: Report, cfg: ConfigContainer, key: str, shards: list[str], tokenizer: Any, seen: Seen, rows: list
 ) -> None:
     """Reads the first samples in the order of the run: their text, and what every encoder gets."""
-    held_out = key != "data.shards"
-    dataset = build_dataset(cfg, tokenizer, held_out=held_out, shards=shards)
+    held_out = next((one for one in held_out_sets(cfg) if one.key == key), None)
+    dataset = build_dataset(without_split(cfg), tokenizer, held_out=held_out, shards=shards)
     media = dataset.modules
     seen.fingerprint = dataset.fingerprint
     if not held_out and cfg.data.pad == "microbatch":
         to_count = sum(dataset.samples_of(shard) for shard in TextLengths(dataset).missing())
         said = f"{plural(to_count, 'text')} to count before the first step" if to_count else "known"
-        rows.append(
-            ("", "lengths of texts", f"{said} ({'data.pack=true' if cfg.data.pack else 'data.pad=microbatch'})")
-        )
+        why = "data.pack=true" if cfg.data.pack else "data.pad=microbatch"
+        rows.append(("", seen.row("lengths of texts"), f"{said} ({why})"))
     first = range(min(FIRST_SAMPLES, len(dataset)))
+    label = seen.row(f"first {len(first)}")
     lengths: list[int] = []
     targets, bad, silent = [], [], []
     counts: dict[str, list[int]] = {item.module: [] for item in media}
@@ -183,7 +310,7 @@ def _add_samples(
                 bad.append(f"{found.shard}, key {shown(found.key)}: {shown(found.reason)}")
                 continue
             if not lengths:
-                _add_rendered(text, tokenizer, rows)
+                _add_rendered(text, tokenizer, seen.row("first sample"), rows)
             lengths.append(text.length)
             targets.append(int(text.loss_mask.sum()))
             if not targets[-1]:
@@ -193,12 +320,12 @@ def _add_samples(
     seen.media_per_sample = {name: sum(numbers) / len(numbers) for name, numbers in counts.items()}
     for name, numbers in counts.items():
         medium = cfg.modules[name].encoder.medium
-        rows.append((f"first {len(first)}", f"{medium}s of {name}", f"{spread(numbers)} a sample"))
+        rows.append((label, f"{medium}s of {name}", f"{spread(numbers)} a sample"))
     if lengths:
         limit = cfg.data.sequence_length
         full = sum(length >= limit for length in lengths)
-        rows.append((f"first {len(first)}", "tokens used", f"{spread(lengths)}, of data.sequence_length {limit}"))
-        rows.append((f"first {len(first)}", "tokens with loss", spread(targets)))
+        rows.append((label, "tokens used", f"{spread(lengths)}, of data.sequence_length {limit}"))
+        rows.append((label, "tokens with loss", spread(targets)))
         if full:
             report.warnings.append(
                 f"{key}: {full} of the first {len(first)} samples fill data.sequence_length {limit}: "
@@ -212,7 +339,7 @@ def _add_samples(
     _add_bad(report, dataset.allowed_bad_samples, key, bad, len(first))
 
 
-def _add_rendered(text: Any, tokenizer: Any, rows: list) -> None:
+def _add_rendered(text: Any, tokenizer: Any, of: str, rows: list) -> None:
     """One sample as the model sees it, and what of it is learned."""
     shown = ""
     runs = groupby(text.input_ids[: text.length].tolist(), key=lambda token: (tokenizer.as_text(token) != token, token))
@@ -223,8 +350,8 @@ def _add_rendered(text: Any, tokenizer: Any, rows: list) -> None:
         else:
             shown += tokenizer.shown([token for run in members for token in run])
     learned = tokenizer.shown(text.labels[text.loss_mask > 0].tolist())
-    rows.append(("first sample", "rendered", _cut(shown)))
-    rows.append(("first sample", "learned", _cut(learned)))
+    rows.append((of, "rendered", _cut(shown)))
+    rows.append((of, "learned", _cut(learned)))
 
 
 def _cut(text: str) -> str:

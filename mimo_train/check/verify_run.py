@@ -4,29 +4,54 @@ Not only whether files can be decoded: the run's bounds, its template and tokeni
 takes. Samples are read in several processes, each with a dataset of its own.
 """
 
+from __future__ import annotations
+
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import Any
+from typing import TYPE_CHECKING
 
+from data.bad_samples import allowed_of
 from data.errors import DataError
 from data.members import named_unread
 from data.shown import shown
+from data.sources import Shards
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.inputs import build_dataset, fields_of, tokenizer_of
+from mimo_train.plan.inputs import (
+    HeldOutSet,
+    build_dataset,
+    fields_of,
+    held_out_sets,
+    tokenizer_of,
+    training_sources,
+    without_split,
+)
 from mimo_train.plan.run import config_faults
 
-_AT_ONCE = 64  # samples that a process takes at a time
-_SETS = (("data.shards", False), ("data.validation_shards", True))
+if TYPE_CHECKING:
+    from data.dataset import Dataset
 
-_readers: dict[bool, Any] = {}
-"""Datasets of a worker process, by whether they are held out."""
+_AT_ONCE = 64  # samples that a process takes at a time
+
+_readers: dict[int, Dataset] = {}
+"""Datasets of a worker process, by the number of their set."""
+
+
+@dataclass(frozen=True)
+class _Set:
+    """Shards that the run reads."""
+
+    key: str
+    """Of the config."""
+    shards: Shards
+    held_out: HeldOutSet | None = None
+    """None: they are trained on."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +76,7 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
     cfg = compose.load(config, overrides)
     if faults := config_faults(cfg):
         raise ConfigError(faults)
-    code, sets = 0, [pair for pair in _SETS if getattr(cfg.data, pair[0].partition(".")[2])]
+    code, samples, bad = 0, 0, 0
     with ExitStack() as stack:
         pool = None
         if workers > 1:
@@ -59,19 +84,37 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
             pool = stack.enter_context(ProcessPoolExecutor(workers, context, _open, (config, list(overrides))))
         else:
             _open(config, overrides)
-        for key, held_out in sets:
+        for number, one in enumerate(_sets_of(cfg)):
             try:
-                dataset = build_dataset(cfg, tokenizer_of(cfg), held_out=held_out)
-                code |= _verify_set(cfg, key, held_out, dataset, pool)
+                dataset = _dataset_of(cfg, one)
             except DataError as error:  # a shard that cannot be read
                 code = 1
                 print(f"bad shard: {shown(str(error))}")
-    return code
+                continue
+            found = _verify_set(number, one.key, cfg, dataset, pool)
+            if one.held_out:
+                code |= int(found > dataset.allowed_bad_samples)
+            else:
+                samples, bad = samples + len(dataset), bad + found
+    return code | int(bad > allowed_of(cfg.data.max_bad_samples, samples))
 
 
-def _verify_set(cfg: ConfigContainer, key: str, held_out: bool, dataset: Any, pool: ProcessPoolExecutor | None) -> int:
+def _sets_of(cfg: ConfigContainer) -> list[_Set]:
+    """What is held out by `data.validation_fraction` is among what is trained on."""
+    trained = [_Set(one.key, one.shards) for one in training_sources(cfg) if one.shards]
+    return trained + [_Set(one.key, one.source.shards, one) for one in held_out_sets(cfg) if not one.fraction]
+
+
+def _dataset_of(cfg: ConfigContainer, one: _Set) -> Dataset:
+    """Every sample once, in the order of the shards, whatever the run's is. Raises DataError as `build_dataset`."""
+    plain = replace(cfg, data=replace(cfg.data, shuffle=False))
+    return build_dataset(without_split(plain), tokenizer_of(cfg), held_out=one.held_out, shards=one.shards)
+
+
+def _verify_set(number: int, key: str, cfg: ConfigContainer, dataset: Dataset, pool: ProcessPoolExecutor | None) -> int:
+    """Read the samples of a set. Returns how many are bad."""
     size, allowed = len(dataset), dataset.allowed_bad_samples
-    jobs = [(held_out, first, min(first + _AT_ONCE, size)) for first in range(0, size, _AT_ONCE)]
+    jobs = [(number, first, min(first + _AT_ONCE, size)) for first in range(0, size, _AT_ONCE)]
     results: Iterator[_Found] = pool.map(_read, jobs) if pool else map(_read, jobs)
     bad, cut, silent, reasons = 0, 0, 0, Counter[str]()
     for found in results:
@@ -86,30 +129,26 @@ def _verify_set(cfg: ConfigContainer, key: str, held_out: bool, dataset: Any, po
     print(f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {silent:,} have no token with loss")
     for reason, count in reasons.most_common(8):
         print(f"  {count:,} x {reason}")
-    return int(bad > allowed)
+    return bad
 
 
 def _open(config: str, overrides: Sequence[str]) -> None:
     """Build the datasets of this process."""
     cfg = compose.load(config, overrides)
-    tokenizer = tokenizer_of(cfg)
-    for key, held_out in _SETS:
-        if getattr(cfg.data, key.partition(".")[2]):
-            # In the order of the shards, whatever the run's is.
-            cfg.data.shuffle = False
-            try:
-                _readers[held_out] = build_dataset(cfg, tokenizer, held_out=held_out)
-            except DataError:
-                _readers.pop(held_out, None)  # said once, by the main process
+    for number, one in enumerate(_sets_of(cfg)):
+        try:
+            _readers[number] = _dataset_of(cfg, one)
+        except DataError:
+            _readers.pop(number, None)  # said once, by the main process
 
 
-def _read(job: tuple[bool, int, int]) -> _Found:
-    held_out, first, end = job
-    dataset, bad, cut, silent = _readers[held_out], list[str](), 0, 0
-    for number in range(first, end):
-        sample, wrong = dataset.read_text(number)
+def _read(job: tuple[int, int, int]) -> _Found:
+    number, first, end = job
+    dataset, bad, cut, silent = _readers[number], list[str](), 0, 0
+    for at in range(first, end):
+        sample, wrong = dataset.read_text(at)
         for media in dataset.modules:
-            wrong = wrong or dataset.read_media(number, media.module)[1]
+            wrong = wrong or dataset.read_media(at, media.module)[1]
         if wrong is not None:
             bad.append(f"{wrong.shard}: key {shown(wrong.key)}: {shown(wrong.reason)}")
             continue

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
+from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
@@ -17,8 +17,8 @@ from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.in_flight import InFlight
 from mimo_train.checkpoint.modules import Loaded, load_modules
-from mimo_train.checkpoint.same_run import resume_faults, weights_faults
-from mimo_train.checkpoint.snapshot import Demand, Snapshot, fits
+from mimo_train.checkpoint.same_run import left_behind, resume_faults, weights_faults
+from mimo_train.checkpoint.snapshot import Demand, Snapshot, lacking
 from mimo_train.checkpoint.store import (
     Target,
     begin_save,
@@ -35,6 +35,7 @@ from mimo_train.model.start_weights import load_start_weights
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel.agreement import agreed
+from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.run import Run
 
 SUMS = "log_sums"
@@ -101,15 +102,18 @@ class Checkpointer:
         fingerprints: Fingerprints,
         read_pretrained: Callable[[], bool] = lambda: False,
         read_adapters: Callable[[], bool] = lambda: False,
+        mixing: Mixing | None = None,
     ):
         """
         Args:
             read_pretrained: fills the model of a new run from the directories of its modules; returns whether there
                 are any. Collective.
+            mixing: the weights of the sources, which go on from those of the checkpoint.
             read_adapters: fills the adapters of a new run from those that its modules start with; returns whether there
                 are any. Collective.
         """
         self._read_pretrained, self._read_adapters = read_pretrained, read_adapters
+        self._mixing = mixing
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
         self._train_state, self._rerun, self._fingerprints = train_state, rerun, fingerprints
         self._snapshot, self._save, self._heard = Snapshot(), cast(InFlight | None, None), 0
@@ -119,8 +123,10 @@ class Checkpointer:
         """Damaged checkpoints that `resume` has passed over."""
         self.loaded: list[Loaded] = []
         """Modules whose weights `resume` has taken from other runs."""
+        self.lacking = ""
+        """What hosts lack for `checkpoint.asynchronous=auto`, as of the last save; empty: nothing."""
 
-    def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Path | None = None) -> Path:
+    def save(self, data: Any = None, *, non_persistent: bool = False, run_dir: Place | None = None) -> Place:
         """Write a checkpoint of the run, after one that is in flight; pending parameter gathers are completed first.
 
         Args:
@@ -141,24 +147,22 @@ class Checkpointer:
         assert folder is not None
         return folder
 
-    def begin(self, data: Any = None, *, non_persistent: bool = False) -> bool:
+    def begin(self, data: Any = None, *, non_persistent: bool = False) -> Place | None:
         """Begin to write a checkpoint beside training, as `checkpoint.asynchronous` has it; otherwise write it. None
         may be in flight. Arguments and errors as of `save`.
 
         Returns:
-            Whether it is in flight; if not, it is complete.
+            Its folder, if it is complete; None: it is in flight.
         """
         assert self._save is None
         beside = self._begin(data, non_persistent, None, beside=True)
-        if not beside:
-            self.finish()
-        return beside
+        return None if beside else self.finish()
 
     def own(self) -> tuple[float, ...]:
         """What this rank has to say of the save in flight, for the message of a step."""
         return tuple(map(float, self._save.own())) if self._save is not None else ()
 
-    def hear(self) -> Path | None:
+    def hear(self) -> Place | None:
         """Learn from the last step's message what became of the save in flight. All ranks learn the same.
 
         Returns:
@@ -180,7 +184,7 @@ class Checkpointer:
             raise
         return save.folder if save.is_complete else None
 
-    def finish(self) -> Path | None:
+    def finish(self) -> Place | None:
         """Wait for the save in flight. Collective.
 
         Returns:
@@ -209,10 +213,14 @@ class Checkpointer:
             self._parameters = held
         return self._parameters
 
-    def _begin(self, data: Any, non_persistent: bool, run_dir: Path | None, *, beside: bool) -> bool:
+    def _begin(self, data: Any, non_persistent: bool, run_dir: Place | None, *, beside: bool) -> bool:
         cfg = self._run.cfg.checkpoint
         target = Target(
-            run_dir or self._run.dir, self._train_state.step, non_persistent, 0 if run_dir else cfg.keep, cfg.keep_every
+            run_dir or self._run.checkpoints,
+            self._train_state.step,
+            non_persistent,
+            0 if run_dir else cfg.keep,
+            cfg.keep_every,
         )
         with gathered(self._model):
             rerun = self._rerun.state_dict(data)
@@ -222,20 +230,22 @@ class Checkpointer:
             everyone: list[Any] = [own] * dist.get_world_size()
             dist.all_gather_object(everyone, own)
             sizes, demands, sums = zip(*everyone, strict=True)
-            open_folder(target, sum(sizes))
+            folder = open_folder(target, sum(sizes))
             others = {
                 **left_out,
                 "rerun": rerun is not None,
                 SUMS: next((one for one in sums if one is not None), None),
                 **self._fingerprints.record(),
+                **(self._mixing.record() if self._mixing else {}),
             }
             record = record_of(self._run, self._optimizer, self._schedulers, self._train_state, others)
-            beside = beside and (cfg.asynchronous is True or (cfg.asynchronous == "auto" and fits(demands)))
-            self._save, hold = begin_save(target, parts, record, sizes, self._snapshot if beside else None)
+            self.lacking = lacking(demands) if beside and cfg.asynchronous == "auto" else ""
+            beside = beside and bool(cfg.asynchronous) and not self.lacking
+            self._save, hold = begin_save(target, folder, parts, record, sizes, self._snapshot if beside else None)
         self._optimizer.before_update, self._heard = hold, self._optimizer.arrivals
         return beside
 
-    def resume(self) -> Path | None:
+    def resume(self) -> Place | None:
         """Continue from the checkpoint that `checkpoint.resume` chooses, or begin with the weights of
         `checkpoint.weights`, or with those of `modules.NAME.pretrained` and those that an encoder brings itself.
 
@@ -249,16 +259,17 @@ class Checkpointer:
         cfg, layout = self._run.cfg, self._run.layout
         self.set_aside, self.loaded = [], []
         if cfg.checkpoint.resume == "auto":
-            folder, self.set_aside = newest_that_loads(self._run.dir, self._continue_from)
+            folder, self.set_aside = newest_that_loads(self._run.checkpoints, self._continue_from)
         else:
             folder = self._chosen()
             if folder is not None:
                 self._continue_from(folder)
         if folder is not None:
             return folder
+        self._require_none(lambda: left_behind(cfg))
         if cfg.checkpoint.weights:
             key = "checkpoint.weights"
-            weights = chosen_by_first(lambda: folders.in_folder(Path(cfg.checkpoint.weights), key), key)
+            weights = chosen_by_first(lambda: folders.in_folder(place_of(cfg.checkpoint.weights), key), key)
             assert weights is not None
             self._require_none(partial(self._weights_faults, weights))
             load_weights(weights, layout, self._model)
@@ -273,7 +284,7 @@ class Checkpointer:
             self._optimizer.reload_model_params()
         return None
 
-    def _continue_from(self, folder: Path) -> None:
+    def _continue_from(self, folder: Place) -> None:
         """Load all of a checkpoint. Collective.
 
         Raises:
@@ -292,6 +303,8 @@ class Checkpointer:
         whole = (self._model, self._optimizer, self._schedulers, self._train_state)
         record = load_checkpoint(folder, layout, *whole)
         self._resumed = self._train_state.step, record.get(SUMS)
+        if self._mixing is not None:
+            self._mixing.continue_from(record)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
             self._rerun.load_state_dict(record["rerun"])
 
@@ -308,21 +321,22 @@ class Checkpointer:
             if found:
                 raise ConfigError(found)
 
-    def _resume_faults(self, folder: Path) -> list[Fault]:
+    def _resume_faults(self, folder: Place) -> list[Fault]:
         mine = self._fingerprints
         given = {"data_fingerprint": mine.data, "text_fingerprint": mine.text}
-        return resume_faults(folder, folders.read_record(folder, "config"), self._run.cfg, **given)
+        record = folders.read_record(folder, "config")
+        return resume_faults(folder, record, self._run.cfg, **given, mixing=self._mixing)
 
-    def _weights_faults(self, folder: Path) -> list[Fault]:
+    def _weights_faults(self, folder: Place) -> list[Fault]:
         record, mine = folders.read_record(folder, "config"), self._fingerprints.vocabulary
         return weights_faults(folder, record, self._run.cfg, vocabulary_fingerprint=mine)
 
-    def _chosen(self) -> Path | None:
+    def _chosen(self) -> Place | None:
         """The checkpoint that `checkpoint.resume` names. Collective."""
 
-        def choose() -> Path | None:
-            folders.finish_renames(self._run.dir)
-            return folders.chosen(self._run.dir, self._run.cfg.checkpoint.resume)
+        def choose() -> Place | None:
+            folders.finish_renames(self._run.checkpoints)
+            return folders.chosen(self._run.checkpoints, self._run.cfg.checkpoint.resume)
 
         return chosen_by_first(choose, "checkpoint.resume")
 

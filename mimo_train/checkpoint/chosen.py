@@ -4,15 +4,15 @@ Each rank that looked for the newest by itself could find another one, while the
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch.distributed as dist
 
+from data.storage.url import Place
 from mimo_train.checkpoint import folders
 from mimo_train.parallel.agreement import agreed
 
 
-def chosen_by_first(choose: Callable[[], Path | None], key: str) -> Path | None:
+def chosen_by_first(choose: Callable[[], Place | None], key: str) -> Place | None:
     """What `choose` finds on rank 0; every rank must find it too. Collective.
 
     Args:
@@ -22,7 +22,7 @@ def chosen_by_first(choose: Callable[[], Path | None], key: str) -> Path | None:
         UserError: that of `choose`, or a rank does not see the checkpoint; on every rank.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    box = list[Path | None]([None])
+    box = list[Place | None]([None])
     with agreed():
         if alone or dist.get_rank() == 0:
             box = [choose()]

@@ -1,8 +1,9 @@
 """A checkpoint that could not be written: the same error on every rank, at the same step."""
 
-from pathlib import Path
 from typing import Any, cast
 
+from data.storage.url import Place
+from mimo_train.checkpoint.folders import key_of
 from mimo_train.checkpoint.format.files import Damage
 from mimo_train.checkpoint.format.write import NotFinite
 from mimo_train.checkpoint.full_disk import why_full
@@ -34,7 +35,7 @@ class _PeersNotFiniteWeights(NotFiniteWeights, PeersError):
     """One that another rank has found."""
 
 
-def named(error: BaseException, run_dir: Path) -> SaveFailed | None:
+def named(error: BaseException, run_dir: Place) -> SaveFailed | None:
     """What a user is told of an error of a save; None where it is none that a user can cause."""
     if isinstance(error, SaveFailed):
         return error
@@ -51,10 +52,10 @@ def named(error: BaseException, run_dir: Path) -> SaveFailed | None:
         if why
         else (f"a checkpoint cannot be written to {run_dir} ({error})", "mend that")
     )
-    return SaveFailed(f"run.dir: {what}: {remedy}; complete checkpoints are as they were")
+    return SaveFailed(f"{key_of(run_dir)}: {what}: {remedy}; complete checkpoints are as they were")
 
 
-def raise_together(own: BaseException | None, run_dir: Path) -> None:
+def raise_together(own: BaseException | None, run_dir: Place) -> None:
     """Raise on every rank what any rank has found, with the text of the lowest such rank. Collective.
 
     Raises:

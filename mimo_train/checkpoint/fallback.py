@@ -6,11 +6,12 @@ whole: a file system that fails for a while moves none.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
+from data.storage.url import Place, Url
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.damage import damage_in
 from mimo_train.config.fault import UserError
 from mimo_train.parallel.agreement import agreed
 
@@ -19,17 +20,18 @@ from mimo_train.parallel.agreement import agreed
 class SetAside:
     """A damaged checkpoint that a run did not continue from."""
 
-    folder: Path
+    folder: Place
     """As it was called."""
-    now: Path
-    """As it is called now."""
+    now: Place
+    """As it is called now; in object storage, the mark that says that it is damaged."""
     why: str
 
     def __str__(self) -> str:
-        return f"checkpoint {self.folder} is damaged: {self.why}; it is now {self.now}"
+        what = "its mark" if isinstance(self.now, Url) else "it"
+        return f"checkpoint {self.folder} is damaged: {self.why}; {what} is now {self.now}"
 
 
-def newest_that_loads(run_dir: Path, load: Callable[[Path], None]) -> tuple[Path | None, list[SetAside]]:
+def newest_that_loads(run_dir: Place, load: Callable[[Place], None]) -> tuple[Place | None, list[SetAside]]:
     """Load the newest checkpoint of a run, or the one before it where that is damaged, and so on. Collective.
 
     Args:
@@ -42,13 +44,13 @@ def newest_that_loads(run_dir: Path, load: Callable[[Path], None]) -> tuple[Path
         UserError: every checkpoint is damaged, and none was moved; or one cannot be loaded for another reason. On every
             rank alike.
     """
-    given_up: list[tuple[Path, UserError]] = []
+    given_up: list[tuple[Place, UserError]] = []
     for folder in _candidates(run_dir):
         try:
-            _require_whole(folder)
+            _require_whole(folder, folders.key_of(run_dir))
             load(folder)
         except UserError as error:
-            if folders.damage_in(folder, error):
+            if damage_in(folder, error):
                 given_up.append((folder, error))
                 continue
             if not given_up:
@@ -63,38 +65,38 @@ def newest_that_loads(run_dir: Path, load: Callable[[Path], None]) -> tuple[Path
     return None, []
 
 
-def _candidates(run_dir: Path) -> list[Path]:
+def _candidates(run_dir: Place) -> list[Place]:
     """Folders named as checkpoints, the newest first, as rank 0 finds them. Collective."""
-    box = list[list[str]]([[]])
+    box = list[list[Place]]([[]])
     with agreed():
         if dist.get_rank() == 0:
             folders.finish_renames(run_dir)
-            box = [[str(folder) for folder in folders.newest_first(run_dir)]]
+            box = [folders.newest_first(run_dir)]
     dist.broadcast_object_list(box)
-    return [Path(folder) for folder in box[0]]
+    return box[0]
 
 
-def _require_whole(folder: Path) -> None:
+def _require_whole(folder: Place, key: str) -> None:
     """Rank 0 finds a checkpoint complete, and every other rank finds it. Collective.
 
     Raises:
-        UserError: not so; on every rank.
+        UserError: not so, with `key`; on every rank.
     """
     with agreed():
         if dist.get_rank() == 0:
             folders.require_complete(folder)
     with agreed():
-        folders.require_seen(folder)
+        folders.require_seen(folder, key)
 
 
-def _renamed(folder: Path, damage: UserError) -> Path:
+def _renamed(folder: Place, damage: UserError) -> Place:
     try:
         return folders.set_aside(folder)
     except OSError as error:
-        raise UserError(f"{damage}\nrun.dir: and it cannot be renamed ({error}): rename or remove it") from error
+        raise UserError(f"{damage}\nand it cannot be renamed ({error}): rename or remove it") from error
 
 
-def _set_aside(given_up: list[tuple[Path, UserError]]) -> list[SetAside]:
+def _set_aside(given_up: list[tuple[Place, UserError]]) -> list[SetAside]:
     """Rename them. Collective."""
     if not given_up:
         return []
@@ -102,7 +104,7 @@ def _set_aside(given_up: list[tuple[Path, UserError]]) -> list[SetAside]:
     with agreed():
         if dist.get_rank() == 0:
             for folder, error in given_up:
-                found.append(SetAside(folder, _renamed(folder, error), folders.damage_in(folder, error)))
+                found.append(SetAside(folder, _renamed(folder, error), damage_in(folder, error)))
     box = [found]
     dist.broadcast_object_list(box)
     return box[0]

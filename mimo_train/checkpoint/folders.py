@@ -1,77 +1,101 @@
-"""Folders of checkpoints: names, the newest complete one, removing old ones. Imports no torch."""
+"""Folders of checkpoints: names, the newest complete one, removing old ones. Imports no torch.
+
+They are on file systems or in object storage (`object_folders`): a `run_dir` is the folder or URL in which the folder
+`checkpoints` is, `run.dir` or `checkpoint.dir`.
+"""
 
 import json
 import os
-import re
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from fnmatch import fnmatchcase
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-from mimo_train.checkpoint.format.files import COMPLETE, Damage, marked_file, patiently
-from mimo_train.config.fault import PeersError, UserError
-
-_STEP = re.compile(r"step_(\d{8})")
-"""Names of the folders; the newest is known by its name."""
+from data.storage.url import WEB, Place, Url, place_of
+from mimo_train.checkpoint import object_folders as objects
+from mimo_train.checkpoint.damage import REMEDY, DamagedCheckpoint, damaged, failure_named, unreadable
+from mimo_train.checkpoint.format.durable import make_folder
+from mimo_train.checkpoint.format.files import COMPLETE, marked_file, patiently
+from mimo_train.checkpoint.full_disk import require_room
+from mimo_train.checkpoint.other_formats import require_own_format
+from mimo_train.config.fault import UserError
 
 RECORD = "run.json"
 """File in a checkpoint: the run's progress, config, layout and fingerprints."""
-
 
 LAYOUT = ("first_rank", "tp", "cp", "dp", "pp", "vpp", "ep", "etp")
 """What a record has of a module's layout, in this order."""
 
 
-_FORMATS = {
-    (".metadata", "*.distcp", "common.pt"): "the format of torch.distributed.checkpoint",
-    ("mp_rank_*/*.pt", "iter_*/mp_rank_*/*.pt"): "Megatron-LM's own format",
-    ("*.pt", "*.pth", "*.ckpt"): "the format of torch.save",
-}
-"""Files that only checkpoints of other formats have."""
-
-
-class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not those that were written; made by `damaged`."""
-
-
-class FolderFailed(UserError, OSError):
-    """The file system does not say what a folder holds, or does not rename in it: no damage, so that nothing is moved,
-    and no checkpoint is believed missing."""
-
-
-def checkpoints_dir(run_dir: Path, non_persistent: bool = False) -> Path:
+def checkpoints_dir(run_dir: Place, non_persistent: bool = False) -> Place:
     """Folder of all checkpoints of a run, or of the non-persistent ones, of which only the newest is kept."""
     return run_dir / "checkpoints" / "non_persistent" if non_persistent else run_dir / "checkpoints"
 
 
-def final_folder(run_dir: Path, step: int, non_persistent: bool = False) -> Path:
+def final_folder(run_dir: Place, step: int, non_persistent: bool = False) -> Place:
     """Folder of the complete checkpoint of one step."""
     return checkpoints_dir(run_dir, non_persistent) / f"step_{step:08d}"
 
 
-def partial_folder(run_dir: Path, step: int, non_persistent: bool = False) -> Path:
+def partial_folder(run_dir: Place, step: int, non_persistent: bool = False) -> Place:
     """Folder that a checkpoint is written into before it is complete and renamed."""
-    return checkpoints_dir(run_dir, non_persistent) / f"step_{step:08d}.partial"
+    return final_folder(run_dir, step, non_persistent).with_name(f"step_{step:08d}.partial")
 
 
-def run_of(folder: Path) -> Path | None:
+def step_in(folder: Place) -> int:
+    """The step that a checkpoint is named after."""
+    named = objects.STEP.fullmatch(folder.name)
+    assert named, folder
+    return int(named[1])
+
+
+def begin(run_dir: Place, step: int, non_persistent: bool, nbytes: int) -> tuple[Place, Place]:
+    """Make the folder that a checkpoint of `nbytes` is written into, after removing what earlier saves have not
+    finished.
+
+    Returns:
+        (that folder; the one that it is when it is complete).
+
+    Raises:
+        OSError: it cannot be made, or has no room.
+    """
+    remove_unfinished(run_dir, non_persistent)
+    final, partial = final_folder(run_dir, step, non_persistent), partial_folder(run_dir, step, non_persistent)
+    if isinstance(final, Url) or isinstance(partial, Url):
+        assert isinstance(final, Url), final
+        begun = objects.begin(final.parent, final.name)
+        return begun, begun
+    make_folder(partial.parent)
+    require_room(partial.parent, nbytes)
+    partial.mkdir()
+    return partial, final
+
+
+def run_of(folder: Place) -> Place | None:
     """The folder of the run that a checkpoint was written by; None if it was moved out of it."""
     return next((parent.parent for parent in folder.absolute().parents if parent.name == "checkpoints"), None)
 
 
-def named(run_dir: Path, non_persistent: bool, pattern: str = "step_????????") -> list[Path]:
-    """Everything of one kind whose name fits, sorted. (`Path.glob` takes a folder that it may not read for an empty
-    one.)
+def named(run_dir: Place, non_persistent: bool) -> list[Place]:
+    """Everything of one kind that has the name of a checkpoint, complete or not, sorted.
 
     Raises:
-        FolderFailed: the file system does not list the folder, also when it is asked again.
+        FolderFailed: the file system or the object storage does not list the folder, also when it is asked again.
     """
     folder = checkpoints_dir(run_dir, non_persistent)
-    with _failure_named(folder):
+    if isinstance(folder, Url):
+        with failure_named(folder):
+            return [*objects.named(folder)]
+    return [*listed(folder, "step_????????")]
+
+
+def listed(folder: Path, pattern: str) -> list[Path]:
+    """Everything in a folder whose name fits, sorted; nothing if there is no such folder. (`Path.glob` takes a folder
+    that it may not read for an empty one.) Raises FolderFailed as `named` does."""
+    with failure_named(folder):
         try:
             found = patiently(lambda: os.listdir(folder), folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -79,37 +103,30 @@ def named(run_dir: Path, non_persistent: bool, pattern: str = "step_????????") -
     return [folder / name for name in sorted(found) if fnmatchcase(name, pattern)]
 
 
-@contextmanager
-def _failure_named(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise FolderFailed(
-            f"the checkpoints in {folder} cannot be looked at ({error}): an error of the file system or of this "
-            "machine, or a missing permission: mend that, and start again"
-        ) from error
-
-
-def complete(run_dir: Path, non_persistent: bool = False) -> list[Path]:
+def complete(run_dir: Place, non_persistent: bool = False) -> list[Place]:
     """Complete checkpoints of one kind, oldest first. Raises FolderFailed."""
-    return [folder for folder in named(run_dir, non_persistent) if _is_complete(folder)]
+    folder = checkpoints_dir(run_dir, non_persistent)
+    if isinstance(folder, Url):
+        with failure_named(folder):
+            return [*objects.complete(folder)]
+    return [found for found in named(run_dir, non_persistent) if is_complete(found)]
 
 
-def newest(run_dir: Path) -> Path | None:
+def newest(run_dir: Place) -> Place | None:
     """The newest complete checkpoint of either kind, or None; of two at one step, the persistent one. Raises
     FolderFailed."""
     # The name is the step: max takes the first of equal ones.
     return max([*complete(run_dir), *complete(run_dir, True)], key=lambda folder: folder.name, default=None)
 
 
-def newest_first(run_dir: Path) -> list[Path]:
+def newest_first(run_dir: Place) -> list[Place]:
     """Everything that has the name of a checkpoint, complete or not, of either kind; of two at one step, the persistent
     one first. Raises FolderFailed."""
     found = [path for kind in (False, True) for path in named(run_dir, kind)]
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
-def newest_readable(run_dir: Path) -> tuple[Path | None, list[str]]:
+def newest_readable(run_dir: Place) -> tuple[Place | None, list[str]]:
     """The checkpoint that `checkpoint.resume=auto` continues from, as far as markers and records tell, and what is
     wrong with later ones, which a run sets aside.
 
@@ -124,18 +141,21 @@ def newest_readable(run_dir: Path) -> tuple[Path | None, list[str]]:
         except DamagedCheckpoint as error:
             passed_over.append(error)
             continue
-        return folder, [str(error).removesuffix(_REMEDY) for error in passed_over]
+        return folder, [str(error).removesuffix(REMEDY) for error in passed_over]
     if passed_over:
         raise UserError("\n".join(map(str, passed_over)))
     return None, []
 
 
-def set_aside(folder: Path) -> Path:
-    """Give a damaged checkpoint a name that is none of a checkpoint; returns it. Nothing is removed, then or later.
+def set_aside(folder: Place) -> Place:
+    """Give a damaged checkpoint a name that is none of a checkpoint, or, in object storage, a mark; returns it. Nothing
+    is removed, then or later.
 
     Raises:
-        OSError: the folder cannot be renamed.
+        OSError: the folder cannot be renamed or marked.
     """
+    if isinstance(folder, Url):
+        return objects.set_aside(folder)
     for number in count(1):
         aside = folder.with_name(f"{folder.name}.damaged{f'.{number}' if number > 1 else ''}")
         if not os.path.lexists(aside):
@@ -144,7 +164,7 @@ def set_aside(folder: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-def _newest_of_whole(run_dir: Path, key: str) -> Path | None:
+def _newest_of_whole(run_dir: Place, key: str) -> Place | None:
     """The newest complete checkpoint, if none of a later step has lost its record. A run never leaves such a one: it
     writes under another name, and renames.
 
@@ -154,9 +174,9 @@ def _newest_of_whole(run_dir: Path, key: str) -> Path | None:
     found = newest(run_dir)
     after = found.name if found is not None else ""
     there = (path for kind in (False, True) for path in named(run_dir, kind))
-    spoilt = sorted(path for path in there if path.name > after and not _is_complete(path))
+    spoilt = sorted((path for path in there if path.name > after and not is_complete(path)), key=str)
     for path in spoilt:
-        _require_own_format(path, f"{key}: ")
+        require_own_format(path, f"{key}: ")
     if spoilt:
         raise UserError(
             f"{key}: {', '.join(map(str, spoilt))}: no complete checkpoint, there is no {COMPLETE} in it, but later "
@@ -165,19 +185,19 @@ def _newest_of_whole(run_dir: Path, key: str) -> Path | None:
     return found
 
 
-def chosen(run_dir: Path, resume: str) -> Path | None:
+def chosen(run_dir: Place, resume: str) -> Place | None:
     """The checkpoint that `checkpoint.resume` names: a checkpoint's folder or a run's folder; None for `never`.
 
     Raises:
         UserError: the folder holds no complete checkpoint, or a later one that is not; or `run_dir` holds later ones,
             see `require_none_later`.
     """
-    found = None if resume == "never" else in_folder(Path(resume), "checkpoint.resume")
+    found = None if resume == "never" else in_folder(place_of(resume), "checkpoint.resume")
     require_none_later(run_dir, found)
     return found
 
 
-def require_none_later(run_dir: Path, start: Path | None) -> None:
+def require_none_later(run_dir: Place, start: Place | None) -> None:
     """
     Args:
         start: the checkpoint that a run in `run_dir` starts from; None for a new run.
@@ -191,50 +211,42 @@ def require_none_later(run_dir: Path, start: Path | None) -> None:
     if found is None or found == start:
         return
     step = read_record(start, "step")["step"] if start is not None else 0
-    if found.name > final_folder(run_dir, step).name:
+    if step_in(found) > step:
         raise UserError(
             f"checkpoint.resume: {found} is of a later step than {step}, at which this run begins: "
-            "checkpoint.resume=auto continues from it; to begin there, give another run.dir, or remove the later ones"
+            f"checkpoint.resume=auto continues from it; to begin there, give another {key_of(run_dir)}, or remove the "
+            "later ones"
         )
 
 
-def in_folder(folder: Path, key: str) -> Path:
+def in_folder(folder: Place, key: str) -> Place:
     """The checkpoint that the value of `key` names: a checkpoint's folder, or a run's folder, whose newest it is.
 
     Raises:
         UserError: the folder holds no complete checkpoint, or a later one that is not.
     """
-    found = folder if _is_complete(folder) else _newest_of_whole(folder, key)
+    if isinstance(folder, Url) and folder.scheme in WEB and not is_complete(folder):
+        raise UserError(
+            f"{key}: no complete checkpoint at {folder}: give the URL of a checkpoint itself, since a web server does "
+            "not list what is in a run's folder"
+        )
+    found = folder if is_complete(folder) else _newest_of_whole(folder, key)
     if found is None:
-        _require_own_format(folder, f"{key}: ")
+        require_own_format(folder, f"{key}: ")
         raise UserError(f"{key}: no complete checkpoint in {folder}: give the folder of a run or of a checkpoint")
     return found
 
 
-_DAMAGED = " is damaged: "
-_REMEDY = "; remove this folder, and checkpoint.resume=auto takes the newest that is left, or name another one"
-
-
-def damaged(folder: Path, why: str) -> DamagedCheckpoint:
-    """The error of a checkpoint whose files are not those that were written."""
-    return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{why}{_REMEDY}")
-
-
-def _unreadable(folder: Path, error: OSError) -> FolderFailed:
-    return FolderFailed(
-        f"checkpoint {folder} cannot be read ({error}): an error of the file system or of this machine, which says "
-        "nothing about the checkpoint: mend that, and start again"
-    )
-
-
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Place) -> bool:
     """Whether a folder has the marker of a complete checkpoint. `Path.is_file` may say no after any error.
 
     Raises:
-        UserError: the file system does not tell.
+        FolderFailed: the file system does not tell.
     """
 
     def look() -> bool:
+        if isinstance(folder, Url):
+            return objects.is_there(folder / COMPLETE)
         try:
             return stat.S_ISREG((folder / COMPLETE).stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
@@ -243,43 +255,21 @@ def _is_complete(folder: Path) -> bool:
     try:
         return patiently(look, folder / COMPLETE)
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error
 
 
-def damage_in(folder: Path, error: UserError) -> str:
-    """What is damaged in a checkpoint, if that is what an error says, of this rank or of another; else empty."""
-    of_peer = isinstance(error, PeersError) and error.kind == DamagedCheckpoint.__name__
-    start = f"checkpoint {folder}{_DAMAGED}"
-    if not of_peer and not isinstance(error, DamagedCheckpoint) or not str(error).startswith(start):
-        return ""
-    return str(error).removeprefix(start).removesuffix(_REMEDY)
-
-
-def require_complete(folder: Path) -> None:
+def require_complete(folder: Place) -> None:
     """
     Raises:
         DamagedCheckpoint: a folder that has the name of a checkpoint has no marker that it is complete.
         UserError: it is of another program, or of a version before this format; or the file system does not tell.
     """
-    if not _is_complete(folder):
-        _require_own_format(folder)
+    if not is_complete(folder):
+        require_own_format(folder)
         raise damaged(folder, f"{COMPLETE} is missing, as in one that was copied in part: copy what is missing")
 
 
-def _require_own_format(folder: Path, before: str = "") -> None:
-    """Raises UserError, which begins with `before`, for a checkpoint of another program or of an earlier version:
-    nothing is damaged in it, and copying or renaming it is of no use."""
-    for names, program in _FORMATS.items():
-        found = next((path for name in names for path in sorted(folder.glob(name))), None)
-        if found is not None:
-            raise UserError(
-                f"{before}checkpoint {folder} is of {program} ({found.relative_to(folder)}), which is read by "
-                "unpickling, and so not here: go on with the program that wrote it, or export it as a directory of "
-                "transformers there and start from that (modules.NAME.pretrained)"
-            )
-
-
-def read_record(folder: Path, *needed: str) -> dict[str, Any]:
+def read_record(folder: Place, *needed: str) -> dict[str, Any]:
     """The record of a complete checkpoint.
 
     Args:
@@ -293,12 +283,12 @@ def read_record(folder: Path, *needed: str) -> dict[str, Any]:
     try:
         record = json.loads(marked_file(folder, RECORD))
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error
     except (ValueError, RecursionError) as error:
         raise damaged(folder, f"{RECORD} cannot be read ({error})") from error
     if not isinstance(record, dict):
         raise damaged(folder, f"{RECORD} holds no record, but {type(record).__name__}")
-    step, named = record.get("step"), _STEP.fullmatch(folder.name)
+    step, named = record.get("step"), objects.STEP.fullmatch(folder.name)
     if named and step is not None and step != int(named[1]):
         raise damaged(folder, f"it is named as of step {int(named[1])}, and its {RECORD} is of step {step}")
     lacking = [key for key in needed if key not in record]
@@ -312,59 +302,65 @@ def record_text(record: dict[str, Any]) -> bytes:
     return json.dumps(record, indent=1).encode()
 
 
-def require_seen(folder: Path, key: str = "run.dir") -> None:
+def require_seen(folder: Place, key: str) -> None:
     """Raises UserError, with `key`, where this rank does not find a complete checkpoint that another one has found."""
-    if not _is_complete(folder):
-        raise UserError(
-            f"{key}: a rank does not find {folder}, which rank 0 has chosen: it must be on a file system that "
-            "all nodes see"
-        )
+    if not is_complete(folder):
+        where = "all ranks need the same storage, endpoint and credentials"
+        if not isinstance(folder, Url):
+            where = "it must be on a file system that all nodes see"
+        raise UserError(f"{key}: a rank does not find {folder}, which rank 0 has chosen: {where}")
 
 
-def require_shared(partial: Path) -> None:
-    """Raises UserError where a folder that rank 0 has just made is not there."""
-    if not partial.is_dir():
+def require_shared(partial: Place) -> None:
+    """Raises UserError, or OSError of object storage, where a folder that rank 0 has just made is not there."""
+    if isinstance(partial, Url):
+        objects.require_begun(partial)
+    elif not partial.is_dir():
         raise UserError(
             f"run.dir: {partial} was made by rank 0 and is not there for another rank: run.dir must be on a file "
             "system that all nodes see"
         )
 
 
-@contextmanager
-def damage_named(folder: Path) -> Iterator[None]:
-    """Turns `Damage`, and errors of the file system, which are none, into errors that name the checkpoint and the
-    remedy."""
-    try:
-        yield
-    except (Damage, FileNotFoundError) as error:
-        raise damaged(folder, str(error)) from error
-    except FolderFailed:
-        raise
-    except OSError as error:
-        raise _unreadable(folder, error) from error
-
-
-def finish_renames(run_dir: Path) -> None:
+def finish_renames(run_dir: Place) -> None:
     """Give complete checkpoints their names that a kill has left without: it came between the marker and the rename, or
     between the two renames that replace a folder. For the one process that writes into `run_dir`. Raises
     FolderFailed."""
     for kind in (False, True):
+        folder = checkpoints_dir(run_dir, kind)
+        if isinstance(folder, Url):
+            return  # they have them
         for pattern in ("step_????????.partial", "step_????????.old.partial"):  # the new one first
-            for found in named(run_dir, kind, pattern):
+            for found in listed(folder, pattern):
                 final = found.with_name(found.name.partition(".")[0])
-                if _is_complete(found) and not os.path.lexists(final):
-                    with _failure_named(found.parent):
+                if is_complete(found) and not os.path.lexists(final):
+                    with failure_named(folder):
                         found.rename(final)
 
 
-def remove_unfinished(run_dir: Path, non_persistent: bool = False) -> None:
+def remove_unfinished(run_dir: Place, non_persistent: bool = False) -> None:
     """Remove what earlier saves have not finished."""
+    folder = checkpoints_dir(run_dir, non_persistent)
+    if isinstance(folder, Url):
+        objects.remove_unfinished(folder)
+        return
     finish_renames(run_dir)
-    for folder in named(run_dir, non_persistent, "*.partial"):
-        shutil.rmtree(folder, ignore_errors=True)
+    for partial in listed(folder, "*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def remove_old(run_dir: Path, keep: int, non_persistent: bool = False, keep_every: int = 0) -> None:
+def holds(folder: Place, names: Collection[str]) -> bool:
+    """Whether a folder has all of these files. Raises OSError of object storage."""
+    there = objects.in_folder(folder).objects if isinstance(folder, Url) else os.listdir(folder)
+    return set(names) <= set(there)
+
+
+def key_of(run_dir: Place) -> str:
+    """The config key that a folder of checkpoints is of."""
+    return "checkpoint.dir" if isinstance(run_dir, Url) else "run.dir"
+
+
+def remove_old(run_dir: Place, keep: int, non_persistent: bool = False, keep_every: int = 0) -> None:
     """Remove checkpoints beyond `keep`.
 
     Args:
@@ -376,18 +372,23 @@ def remove_old(run_dir: Path, keep: int, non_persistent: bool = False, keep_ever
         OSError: one cannot be removed.
     """
     keep, every = (1, 0) if non_persistent else (keep, keep_every)
-    for folder in complete(run_dir, non_persistent)[:-keep] if keep else []:
-        if every and int(folder.name.partition("_")[2]) % every == 0:
-            continue
+    found = complete(run_dir, non_persistent)
+    # Of objects, the one before of a step that was saved again is still there.
+    before = [one for one, after in pairwise(found) if step_in(one) == step_in(after)]
+    found = [folder for folder in found if folder not in before]
+    old = [folder for folder in found[:-keep] if not every or step_in(folder) % every] if keep else []
+    for folder in (*before, *old):
         remove(folder)
 
 
-def remove(folder: Path) -> None:
+def remove(folder: Place) -> None:
     """Remove a checkpoint, or what there is of one; what cannot be removed is left and is none.
 
     Raises:
         OSError: it cannot be removed.
     """
+    if isinstance(folder, Url):
+        return objects.remove(folder)
     # The marker first: without it the folder is no checkpoint.
     (folder / COMPLETE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

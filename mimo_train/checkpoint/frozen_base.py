@@ -5,12 +5,12 @@ these as the first run did, from its `checkpoint.weights` or from its seed, and 
 """
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.held import Held
@@ -56,7 +56,7 @@ def fingerprint(weights: Collection[Held]) -> str:
     return f"{sum(count for _, count in everyone):,} weights {sum(total for total, _ in everyone) & _MASK:016x}"
 
 
-def require_same(record: dict[str, Any], missing: Collection[Held], folder: Path) -> None:
+def require_same(record: dict[str, Any], missing: Collection[Held], folder: Place) -> None:
     """The weights here in the place of those that the checkpoint leaves out are those that its run had. Collective.
 
     Raises:
@@ -72,7 +72,7 @@ def require_same(record: dict[str, Any], missing: Collection[Held], folder: Path
         )
 
 
-def base_of(folder: Path, given: str = "") -> Path | None:
+def base_of(folder: Place, given: str = "") -> Place | None:
     """The checkpoint with the weights that the checkpoint in `folder` leaves out; None if it has all of them, or its
     run began with those of its seed.
 
@@ -88,7 +88,7 @@ def base_of(folder: Path, given: str = "") -> Path | None:
     weights = given or record["config"]["checkpoint"]["weights"]
     if not weights:
         return None
-    found = folders.in_folder(Path(weights), "checkpoint.weights")
+    found = folders.in_folder(place_of(weights), "checkpoint.weights")
     if found.resolve() == folder.resolve():
         raise UserError(
             f"checkpoint.weights: {found} has trained weights only, and cannot be its own base: give the weights that "

@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from data.storage.url import Place, Url
 from mimo_train.config.fault import UserError
 
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 
 
-def full_disk(error: BaseException, run_dir: Path) -> UserError | None:
+def full_disk(error: BaseException, run_dir: Place) -> UserError | None:
     """What to raise instead of `error` where a full disk or a used-up quota is its cause; None where it is not, or
     the disk is another one."""
     found = why_full(error, run_dir)
@@ -23,7 +24,7 @@ def full_disk(error: BaseException, run_dir: Path) -> UserError | None:
     )
 
 
-def why_full(error: BaseException, run_dir: Path) -> str:
+def why_full(error: BaseException, run_dir: Place) -> str:
     """The system's words where a full disk or a used-up quota of `run_dir` is the cause of an error; else empty."""
     return next((why for cause in _causes(error) if (why := _why(cause, run_dir))), "")
 
@@ -38,8 +39,10 @@ def require_room(folder: Path, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
 
 
-def _why(cause: BaseException, run_dir: Path) -> str:
+def _why(cause: BaseException, run_dir: Place) -> str:
     if not isinstance(cause, OSError) or cause.errno not in _CODES:
+        return ""
+    if isinstance(run_dir, Url):
         return ""
     file_name = cause.filename
     if isinstance(file_name, str) and not Path(file_name).absolute().is_relative_to(run_dir.absolute()):

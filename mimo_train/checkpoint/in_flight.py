@@ -7,11 +7,11 @@ what the other ranks are told of a thread travels in the message of every step, 
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from threading import Thread
 
 import torch.distributed as dist
 
+from data.storage.url import Place
 from mimo_train.checkpoint.failed_save import raise_together
 
 LONGEST_PARTS = 3.0
@@ -68,8 +68,8 @@ class InFlight:
 
     def __init__(
         self,
-        folder: Path,
-        run_dir: Path,
+        folder: Place,
+        run_dir: Place,
         write: Callable[[], object],
         commit: Callable[[], object],
         abandon: Callable[[], object],
@@ -111,7 +111,7 @@ class InFlight:
             self._go_on(agree=failed > 0)
         return self.is_complete
 
-    def finish(self) -> Path:
+    def finish(self) -> Place:
         """Wait until it is complete. Collective.
 
         Raises:

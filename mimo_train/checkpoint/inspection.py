@@ -8,9 +8,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mimo_train.checkpoint import folders
+from data.storage import base
+from data.storage.stores import store_of
+from data.storage.url import WEB, Place, Url
+from mimo_train.checkpoint import folders, object_folders
+from mimo_train.checkpoint.damage import damage_in
 from mimo_train.checkpoint.format.blocks import Blocks
-from mimo_train.checkpoint.format.files import COMPLETE, Damage
+from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage
 from mimo_train.checkpoint.format.index import WEIGHT, Index, Key, is_of_rank
 from mimo_train.config.fault import UserError
 from mimo_train.plan.layout import AXES
@@ -24,7 +28,7 @@ CONTINUED = (PERSISTENT, NON_PERSISTENT)
 class Found:
     """A folder of a checkpoint, as far as its names, sizes and record tell."""
 
-    path: Path
+    path: Place
     kind: str
     """PERSISTENT, NON_PERSISTENT, UNFINISHED or SET_ASIDE."""
     step: int | None
@@ -61,7 +65,7 @@ class Tensor:
 class Verified:
     """What reading all of a checkpoint has found."""
 
-    path: Path
+    path: Place
     files: int
     nbytes: int
     blocks: int
@@ -69,48 +73,71 @@ class Verified:
     """By file, with tensors; empty if it is whole."""
 
 
-def folders_at(path: Path) -> list[Path]:
+def folders_at(path: Place) -> list[Place]:
     """The folders of checkpoints in a run's folder, in its `checkpoints`, or the one that `path` is; oldest first.
 
     Raises:
         UserError: there is none.
     """
-    if (path / COMPLETE).is_file() or path.name.startswith("step_"):
-        if not path.is_dir():
-            raise UserError(f"PATH: no folder {path}")
-        return [path]
-    run_dir = path.parent if path.name == "checkpoints" and not (path / "checkpoints").is_dir() else path
-    found = [
-        folder for kind in (False, True) for folder in folders.named(run_dir, kind, "step_????????*") if folder.is_dir()
-    ]
+    found = _objects_at(path) if isinstance(path, Url) else _files_at(path)
     if not found:
         raise UserError(f"PATH: no checkpoint in {path}: give the folder of a run, or of a checkpoint")
     return sorted(found, key=lambda folder: (folder.name, str(folder)))
 
 
-def look(path: Path) -> list[Found]:
+def _files_at(path: Path) -> list[Place]:
+    if (path / COMPLETE).is_file() or path.name.startswith("step_"):
+        return [path] if path.is_dir() else []
+    run_dir = path.parent if path.name == "checkpoints" and not (path / "checkpoints").is_dir() else path
+    places = [run_dir / "checkpoints", run_dir / "checkpoints" / "non_persistent"]
+    return [folder for place in places for folder in folders.listed(place, "step_????????*") if folder.is_dir()]
+
+
+def _objects_at(url: Url) -> list[Place]:
+    try:
+        if object_folders.is_there(url / COMPLETE):
+            return [url]
+        if url.scheme in WEB:
+            return []
+        if object_folders.STEP.fullmatch(url.name):
+            return [url] if object_folders.in_folder(url).objects else []
+        run_dir = url.parent if url.name == "checkpoints" else url
+        places = [run_dir / "checkpoints", run_dir / "checkpoints" / "non_persistent"]
+        return [folder.url for place in places for folder in object_folders.every(place)]
+    except OSError as error:
+        raise UserError(f"PATH: {url} cannot be listed ({error})") from error
+
+
+def look(path: Place) -> list[Found]:
     """What the folders of `folders_at` hold, without reading their tensors. One that a run has renamed or removed
     meanwhile is left out."""
     found = [(folder, _look(folder)) for folder in folders_at(path)]
-    return [one for folder, one in found if folder.is_dir()]
+    return [one for folder, one in found if isinstance(folder, Url) or folder.is_dir()]
 
 
-def _look(folder: Path) -> Found:
+def _look(folder: Place) -> Found:
     damage = ""
     record: dict[str, Any] = {}
+    blocks: Blocks | None = None
     try:
         folders.require_complete(folder)
         record = folders.read_record(folder, "step", "layout")
-        Blocks(folder).require_files()
+        blocks = Blocks(folder)
+        blocks.require_files()
     except UserError as error:
-        damage = folders.damage_in(folder, error) or str(error)
+        damage = damage_in(folder, error) or str(error)
     except (Damage, OSError) as error:
         damage = str(error)
     sizes: list[int] = []
     saved_at: float | None = None
     with suppress(OSError):
-        sizes = [file.stat().st_size for file in folder.iterdir() if file.is_file()]
-        saved_at = (folder / COMPLETE).stat().st_mtime
+        if isinstance(folder, Url):
+            objects = _objects_in(folder, blocks)
+            sizes = [found.size for found in objects.values()]
+            saved_at = objects[COMPLETE].modified if COMPLETE in objects else None
+        else:
+            sizes = [file.stat().st_size for file in folder.iterdir() if file.is_file()]
+            saved_at = (folder / COMPLETE).stat().st_mtime
     return Found(
         path=folder,
         kind=kind_of(folder),
@@ -123,14 +150,25 @@ def _look(folder: Path) -> Found:
     )
 
 
-def verify(folder: Path, workers: int) -> Verified:
+def _objects_in(folder: Url, blocks: Blocks | None) -> dict[str, base.Found]:
+    """By name; on a web server, which lists nothing, those that belong to a checkpoint."""
+    if folder.scheme not in WEB:
+        return object_folders.in_folder(folder).objects
+    found = {}
+    for name in (COMPLETE, INDEX, folders.RECORD, *(file.name for file in (blocks.index.files if blocks else ()))):
+        with suppress(FileNotFoundError):
+            found[name] = store_of(folder).look(folder / name)
+    return found
+
+
+def verify(folder: Place, workers: int) -> Verified:
     """Read all of a checkpoint and compare every hash, in as many threads."""
     try:
         folders.require_complete(folder)
         folders.read_record(folder)
         blocks = Blocks(folder)
     except UserError as error:
-        return Verified(folder, 0, 0, 0, [folders.damage_in(folder, error) or str(error)])
+        return Verified(folder, 0, 0, 0, [damage_in(folder, error) or str(error)])
     except (Damage, OSError) as error:
         return Verified(folder, 0, 0, 0, [str(error)])
     damage, files = blocks.damage(workers), blocks.index.files
@@ -167,8 +205,19 @@ def _tensor(index: Index, module: str, name: str, by_state: dict[str, Key]) -> T
     )
 
 
-def kind_of(folder: Path) -> str:
-    """PERSISTENT, NON_PERSISTENT, UNFINISHED or SET_ASIDE, by its name."""
+def kind_of(folder: Place) -> str:
+    """PERSISTENT, NON_PERSISTENT, UNFINISHED or SET_ASIDE, by its name; of objects, by its marks.
+
+    Raises:
+        UserError: object storage does not answer.
+    """
+    if isinstance(folder, Url) and folder.scheme not in WEB:
+        try:
+            there = object_folders.in_folder(folder)
+        except OSError as error:
+            raise UserError(f"PATH: {folder} cannot be listed ({error})") from error
+        if there.is_set_aside or there.is_unfinished:
+            return SET_ASIDE if there.is_set_aside else UNFINISHED
     if ".partial" in folder.name:
         return UNFINISHED
     if ".damaged" in folder.name:

@@ -5,13 +5,14 @@ What its files hold is compared with their hashes as it is read.
 """
 
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from data.listed import listed
+from data.storage.url import Place
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.held import MOMENTS, Held
@@ -23,14 +24,14 @@ RECORD_KEYS = (*("step", "train_state", "schedulers", "optimizer", "layout", "da
 """What a record holds, see `store.record_of`."""
 
 
-def opened(folder: Path) -> tuple[Reader, dict[str, Any]]:
+def opened(folder: Place) -> tuple[Reader, dict[str, Any]]:
     """A checkpoint's tensors and its record. Collective.
 
     Raises:
         UserError: a file is missing, cut short or changed, as far as that shows without reading the tensors; on every
             rank.
     """
-    with agreed(), folders.damage_named(folder):
+    with agreed(), damage_named(folder):
         record = folders.read_record(folder, *RECORD_KEYS)
         reader = Reader(folder)
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -38,7 +39,7 @@ def opened(folder: Path) -> tuple[Reader, dict[str, Any]]:
     return reader, record
 
 
-def require_held(asked: Iterable[Held], reader: Reader, folder: Path, *, states: bool = False) -> None:
+def require_held(asked: Iterable[Held], reader: Reader, folder: Place, *, states: bool = False) -> None:
     """The checkpoint has every tensor that is asked for, in the same shape. Collective.
 
     Args:
@@ -66,7 +67,7 @@ def require_held(asked: Iterable[Held], reader: Reader, folder: Path, *, states:
             )
 
 
-def require_taken(held: Iterable[Held], reader: Reader, folder: Path, modules: Collection[str] | None) -> None:
+def require_taken(held: Iterable[Held], reader: Reader, folder: Place, modules: Collection[str] | None) -> None:
     """Every weight in the checkpoint has its place in the model, on some rank. Collective.
 
     Args:

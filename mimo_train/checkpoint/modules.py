@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +11,10 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.chosen import chosen_by_first
+from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
@@ -34,7 +35,7 @@ class Loaded:
     """What a module of a new run has got from a checkpoint; names of parameters and buffers in the module here."""
 
     module: str
-    folder: Path
+    folder: Place
     source: str
     """Name of the module there."""
     taken: int
@@ -69,7 +70,7 @@ def load_modules(cfg: ConfigContainer, model: list[MegatronModule], vocabulary_f
 
 def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], vocabulary: str) -> Loaded:
     load, key = cfg.checkpoint.load_modules[name], f"checkpoint.load_modules.{name}"
-    folder = chosen_by_first(lambda: folders.in_folder(Path(load.path), f"{key}.path"), f"{key}.path")
+    folder = chosen_by_first(lambda: folders.in_folder(place_of(load.path), f"{key}.path"), f"{key}.path")
     assert folder is not None
     with agreed():
         record = folders.read_record(folder, "config")
@@ -99,7 +100,7 @@ def _load_module(name: str, cfg: ConfigContainer, model: list[MegatronModule], v
             _require_shapes(key, taken, names, reader)
             if load.strict:
                 _require_all(report, load, key)
-        with agreed(), folders.damage_named(folder):
+        with agreed(), damage_named(folder):
             fill_weights(reader, [(one, names[one.name]) for one in taken])
     _start_adapters(name, model, held, {id(one.tensor) for one in taken})
     return report
@@ -128,7 +129,7 @@ def _over_ranks(names: list[str]) -> set[str]:
     return set().union(*everyone)
 
 
-def _require_matches(load: LoadConfig, key: str, there: Collection[str], folder: Path) -> None:
+def _require_matches(load: LoadConfig, key: str, there: Collection[str], folder: Place) -> None:
     idle = [pattern for pattern in load.only if not any(_is_asked_for(name, [pattern]) for name in there)]
     if idle:
         raise UserError(f"{key}.only: {', '.join(idle)} matches nothing in checkpoint {folder}: remove or correct it")

@@ -3,10 +3,11 @@
 A checkpoint is data: whoever made it may not name code that runs here, unless the user does too."""
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
-from mimo_train.checkpoint.folders import RECORD, damaged, read_record
+from data.storage.url import Place
+from mimo_train.checkpoint.damage import damaged
+from mimo_train.checkpoint.folders import RECORD, read_record
 from mimo_train.config.compose import from_dict
 from mimo_train.config.own_code import require_trusted
 from mimo_train.config.schema import ConfigContainer
@@ -17,7 +18,7 @@ _REMEDY = (
 )
 
 
-def recorded_config(folder: Path, *, trust_code: bool) -> ConfigContainer:
+def recorded_config(folder: Place, *, trust_code: bool) -> ConfigContainer:
     """The config in the record of a complete checkpoint, without its callbacks, which only training uses.
 
     Args:
@@ -35,14 +36,14 @@ def recorded_config(folder: Path, *, trust_code: bool) -> ConfigContainer:
         raise damaged(folder, f"{RECORD} nests its config without end") from error
 
 
-def config_if_trusted(folder: Path, record: dict[str, Any], trusted: Collection[str]) -> ConfigContainer:
+def config_if_trusted(folder: Place, record: dict[str, Any], trusted: Collection[str]) -> ConfigContainer:
     """As `recorded_config`, of a record that was read already; the user's own config names the code `trusted`."""
     plain = _plain(folder, record)
     require_trusted(plain, str(folder / RECORD), trusted, "the config of this run does not name it")
     return from_dict(plain)
 
 
-def _plain(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _plain(folder: Place, record: dict[str, Any]) -> dict[str, Any]:
     plain = record["config"]
     if not isinstance(plain, dict):
         raise damaged(folder, f"{RECORD} holds no config, but {type(plain).__name__}")

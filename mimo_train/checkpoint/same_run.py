@@ -6,20 +6,24 @@
 from pathlib import Path
 from typing import Any
 
+from data.storage.url import Place
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.damage import damaged
 from mimo_train.config.fault import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.model_changes import model_changes, module_changes
 
 
 def resume_faults(
-    folder: Path,
+    folder: Place,
     record: dict[str, Any],
     cfg: ConfigContainer,
     *,
     data_fingerprint: str | None,
     text_fingerprint: str | None,
+    mixing: Mixing | None = None,
 ) -> list[Fault]:
     """Why a run cannot continue from a checkpoint.
 
@@ -27,11 +31,13 @@ def resume_faults(
         record: of the checkpoint in `folder`.
         data_fingerprint: of this run's shards; None: not known, and not compared.
         text_fingerprint: of this run's tokenizer, chat template and placeholders, likewise.
+        mixing: the weights of this run's sources, likewise.
 
     Raises:
         UserError: the record holds no config.
     """
-    key = "run.dir" if cfg.checkpoint.resume == "auto" else "checkpoint.resume"
+    home = "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
+    key = home if cfg.checkpoint.resume == "auto" else "checkpoint.resume"
     before, found = _config(folder, record), []
     changes = _changes(folder, before, cfg, new_run=False)
     if changes:
@@ -39,7 +45,7 @@ def resume_faults(
             Fault(
                 key,
                 f"checkpoint {folder} is of another model: {changes}; give the config that it was saved with, or begin "
-                f"a new run in another run.dir (with what fits of its weights: checkpoint.weights={folder})",
+                f"a new run in another {home} (with what fits of its weights: checkpoint.weights={folder})",
             )
         )
     found += _other_text(
@@ -48,17 +54,19 @@ def resume_faults(
         record.get("text_fingerprint"),  # one of before it was recorded has none
         text_fingerprint,
         "give the same data.tokenizer, data.chat_template, data.template_variables and modules.*.placeholder, or begin "
-        "a new run in another run.dir",
+        f"a new run in another {home}",
     )
     was = record.get("data_fingerprint")
     if data_fingerprint is not None and data_fingerprint != was:
         found.append(
             Fault(
-                "data.shards",
+                "data.mix" if cfg.data.mix else "data.shards",
                 f"the shards are not those of checkpoint {folder} (fingerprint {data_fingerprint}, was {was}), so the "
-                "order of samples would not continue: give the same shards, or another run.dir",
+                f"order of samples would not continue: give the same shards, or another {home}",
             )
         )
+    elif data_fingerprint is not None and mixing is not None and (fault := mixing.fault(record)) is not None:
+        found.append(fault)
     for name, old, new in (
         ("run.seed", before["run"]["seed"], cfg.run.seed),
         ("data.shuffle", before["data"]["shuffle"], cfg.data.shuffle),
@@ -68,14 +76,30 @@ def resume_faults(
                 Fault(
                     name,
                     f"is {new}, and checkpoint {folder} was trained with {old}, so the order of samples would not "
-                    f"continue: set {name}={str(old).lower()}, or give another run.dir",
+                    f"continue: set {name}={str(old).lower()}, or give another {home}",
                 )
             )
     return found
 
 
+def left_behind(cfg: ConfigContainer) -> list[Fault]:
+    """The fault of a run that would begin anew in `checkpoint.dir`, while `run.dir` has its checkpoints of before."""
+    if not cfg.checkpoint.dir or cfg.checkpoint.resume != "auto":
+        return []
+    found = folders.newest(Path(cfg.run.dir))
+    if found is None:
+        return []
+    return [
+        Fault(
+            "checkpoint.dir",
+            f"{cfg.checkpoint.dir} has no checkpoint, and run.dir has {found}: continue from there with "
+            f"checkpoint.resume={cfg.run.dir}, or begin a new run in another run.dir",
+        )
+    ]
+
+
 def weights_faults(
-    folder: Path, record: dict[str, Any], cfg: ConfigContainer, *, vocabulary_fingerprint: str | None
+    folder: Place, record: dict[str, Any], cfg: ConfigContainer, *, vocabulary_fingerprint: str | None
 ) -> list[Fault]:
     """Why a new run cannot begin with the weights of a checkpoint (`checkpoint.weights`). Arguments and errors as of
     `resume_faults`; the fingerprint is that of the tokenizer's vocabulary alone."""
@@ -94,7 +118,7 @@ def weights_faults(
 
 
 def module_faults(
-    folder: Path,
+    folder: Place,
     record: dict[str, Any],
     cfg: ConfigContainer,
     name: str,
@@ -117,7 +141,7 @@ def module_faults(
     try:
         changes = list(module_changes(before, source, cfg.modules[name], f"modules.{name}"))
     except (KeyError, TypeError, AttributeError) as error:
-        raise folders.damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
+        raise damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
     found = []
     if changes and load.strict:
         found.append(
@@ -134,14 +158,14 @@ def module_faults(
     return found, changes
 
 
-def _changes(folder: Path, before: dict[str, Any], cfg: ConfigContainer, *, new_run: bool) -> str:
+def _changes(folder: Place, before: dict[str, Any], cfg: ConfigContainer, *, new_run: bool) -> str:
     try:
         return "; ".join(model_changes(before, cfg, new_run=new_run))
     except (KeyError, TypeError, AttributeError) as error:
-        raise folders.damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
+        raise damaged(folder, f"{folders.RECORD} holds no config of modules ({error!r})") from error
 
 
-def _other_text(what: str, folder: Path, was: str | None, now: str | None, remedy: str) -> list[Fault]:
+def _other_text(what: str, folder: Place, was: str | None, now: str | None, remedy: str) -> list[Fault]:
     if was is None or now is None or was == now:
         return []
     return [
@@ -153,12 +177,12 @@ def _other_text(what: str, folder: Path, was: str | None, now: str | None, remed
     ]
 
 
-def _config(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _config(folder: Place, record: dict[str, Any]) -> dict[str, Any]:
     """The config in a record, of which every version has written these keys."""
     config = record.get("config")
     if not isinstance(config, dict):
-        raise folders.damaged(folder, f"{folders.RECORD} holds no config")
+        raise damaged(folder, f"{folders.RECORD} holds no config")
     for section, name in (("run", "seed"), ("data", "shuffle"), ("modules", "language")):
         if not isinstance(config.get(section), dict) or name not in config[section]:
-            raise folders.damaged(folder, f"{folders.RECORD} has no config.{section}.{name}")
+            raise damaged(folder, f"{folders.RECORD} has no config.{section}.{name}")
     return config

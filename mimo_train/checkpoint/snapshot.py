@@ -77,13 +77,17 @@ class Demand:
         return cls(socket.gethostname(), max(nbytes - kept, 0), free_memory())
 
 
-def fits(demands: Sequence[Demand]) -> bool:
-    """Whether every host has twice the memory free that its ranks need: data, evaluations and the page cache want some
-    too."""
+def lacking(demands: Sequence[Demand]) -> str:
+    """What the first host lacks that has not twice the memory free that its ranks need: data, evaluations and the page
+    cache want some too. Empty: none lacks any."""
     needed: dict[str, int] = {}
     for one in demands:
         needed[one.host] = needed.get(one.host, 0) + one.nbytes
-    return all(2 * needed[one.host] <= one.free for one in demands if needed[one.host])
+    for one in demands:
+        if 0 < needed[one.host] and one.free < 2 * needed[one.host]:
+            take, free = needed[one.host] / 1e9, one.free / 1e9
+            return f"copies take {take:.3g} GB of {one.host}'s memory, of which twice that must be free, not {free:.3g}"
+    return ""
 
 
 def free_memory(cgroup: Path = _CGROUP) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,10 @@ from megatron.core.rerun_state_machine import Call, Caller, RerunDiagnostic, Rer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from data.storage.url import Place
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.chosen import chosen_by_first
+from mimo_train.checkpoint.damage import damage_named, damaged
 from mimo_train.checkpoint.failed_save import raise_together
 from mimo_train.checkpoint.format.files import of_rank
 from mimo_train.checkpoint.format.index import WEIGHT, Key
@@ -28,7 +29,6 @@ from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.frozen_base import LEFT_OUT, base_of, fingerprint, is_frozen, require_same
-from mimo_train.checkpoint.full_disk import require_room
 from mimo_train.checkpoint.held import Held, Updated, held_tensors, trained_parameters, updated_ranges
 from mimo_train.checkpoint.in_flight import InFlight, Job
 from mimo_train.checkpoint.integrity import opened, require_held, require_taken
@@ -54,7 +54,8 @@ RERUN_CLASSES = (Call, Caller, RerunDiagnostic, RerunMode, RerunState)
 class Target:
     """Where a checkpoint goes, and which others stay."""
 
-    run_dir: Path
+    run_dir: Place
+    """Folder or URL in which the folder `checkpoints` is."""
     step: int
     non_persistent: bool
     """Whether it is of the kind of which only the newest is kept."""
@@ -63,15 +64,15 @@ class Target:
     keep_every: int
     """Steps of which every multiple is kept; 0: none."""
 
-    @property
-    def partial(self) -> Path:
-        """The folder that it is written into."""
-        return folders.partial_folder(self.run_dir, self.step, self.non_persistent)
 
-    @property
-    def final(self) -> Path:
-        """Its folder when it is complete."""
-        return folders.final_folder(self.run_dir, self.step, self.non_persistent)
+@dataclass(frozen=True)
+class Opened:
+    """Folders of a checkpoint, made by `open_folder`."""
+
+    partial: Place
+    """The one that it is written into."""
+    final: Place
+    """The one that it is when it is complete."""
 
 
 def save_parts(
@@ -98,7 +99,7 @@ def save_parts(
     return parts + (_parts_of_rank("rerun", rerun) if rerun is not None else []), left_out
 
 
-def open_folder(target: Target, nbytes: int) -> None:
+def open_folder(target: Target, nbytes: int) -> Opened:
     """Make the folder that a checkpoint is written into. Collective.
 
     Args:
@@ -108,18 +109,22 @@ def open_folder(target: Target, nbytes: int) -> None:
         SaveFailed: it cannot be made, has no room, or is not on this rank's file system; on every rank.
     """
 
+    box = list[Opened | None]([None])
+
     def make() -> None:
         if dist.get_rank() == 0:
-            folders.remove_unfinished(target.run_dir, target.non_persistent)
-            target.partial.parent.mkdir(parents=True, exist_ok=True)
-            require_room(target.partial.parent, nbytes)
-            target.partial.mkdir()
+            box[0] = Opened(*folders.begin(target.run_dir, target.step, target.non_persistent, nbytes))
 
     def look() -> None:
-        folders.require_shared(target.partial)
+        assert box[0] is not None
+        folders.require_shared(box[0].partial)
 
-    for work in (make, look):
-        raise_together(Job(work, beside=False).error, target.run_dir)
+    raise_together(Job(make, beside=False).error, target.run_dir)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box)
+    raise_together(Job(look, beside=False).error, target.run_dir)
+    assert box[0] is not None
+    return box[0]
 
 
 def record_of(
@@ -146,9 +151,14 @@ def record_of(
 
 
 def begin_save(
-    target: Target, parts: list[Part], record: dict[str, Any], sizes: Sequence[int], snapshot: Snapshot | None
+    target: Target,
+    folder: Opened,
+    parts: list[Part],
+    record: dict[str, Any],
+    sizes: Sequence[int],
+    snapshot: Snapshot | None,
 ) -> tuple[InFlight, Callable[[], None]]:
-    """Write what this rank has, into the folder that `open_folder` has made.
+    """Write what this rank has, into `folder`, which `open_folder` has made.
 
     Args:
         sizes: bytes that each rank writes.
@@ -167,23 +177,23 @@ def begin_save(
     def write() -> None:
         wait()
         sources.clear()
-        write_rank(target.partial, rank, copies)
+        write_rank(folder.partial, rank, copies)
 
     def commit() -> None:
         text = folders.record_text(record)  # here, since it takes as long as a copy of 40 MB
-        complete(target.partial, target.final, world, {folders.RECORD: text}, sizes)
+        complete(folder.partial, folder.final, world, {folders.RECORD: text}, sizes)
         try:
             folders.remove_old(target.run_dir, target.keep, target.non_persistent, target.keep_every)
         except OSError as error:
             _logger.warning("an old checkpoint cannot be removed (%s)", error)
 
     save = InFlight(
-        target.final,
+        folder.final,
         target.run_dir,
         write,
         commit,
-        abandon=lambda: folders.remove(target.partial),
-        all_written=lambda: all((target.partial / of_rank(each)[1]).is_file() for each in range(world)),
+        abandon=lambda: folders.remove(folder.partial),
+        all_written=lambda: folders.holds(folder.partial, [of_rank(each)[1] for each in range(world)]),
         beside=snapshot is not None,
     )
     return save, hold
@@ -194,7 +204,7 @@ def _nothing() -> None:
 
 
 def load_checkpoint(
-    folder: Path,
+    folder: Place,
     layout: RunLayout,
     model: list[MegatronModule],
     optimizer: ModuleOptimizer | None = None,
@@ -224,7 +234,7 @@ def load_checkpoint(
 def _loaded(
     reader: Reader,
     record: dict[str, Any],
-    folder: Path,
+    folder: Place,
     layout: RunLayout,
     model: list[MegatronModule],
     optimizer: ModuleOptimizer | None,
@@ -243,7 +253,7 @@ def _loaded(
     require_held(wanted, reader, folder)
     by_parameter = {id(one.tensor): one for one in held}
     require_held([by_parameter[id(one.parameter)] for one in updated], reader, folder, states=True)
-    with agreed(), folders.damage_named(folder):
+    with agreed(), damage_named(folder):
         _read(reader, wanted, updated, by_parameter)
         rng = rerun = None
         if optimizer is not None and record["layout"] == _layout_key(layout):
@@ -265,7 +275,7 @@ def _loaded(
 
 
 @contextmanager
-def _record_fits(folder: Path) -> Iterator[None]:
+def _record_fits(folder: Place) -> Iterator[None]:
     """Turns what comes of values of other types into damage: the marker says only that the record is what was
     written."""
     try:
@@ -274,10 +284,10 @@ def _record_fits(folder: Path) -> Iterator[None]:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         why = f"{folders.RECORD} holds other values than a run writes ({type(error).__name__}: {error})"
-        raise folders.damaged(folder, why) from error
+        raise damaged(folder, why) from error
 
 
-def load_weights(folder: Path, layout: RunLayout, model: list[MegatronModule], base: str = "") -> None:
+def load_weights(folder: Place, layout: RunLayout, model: list[MegatronModule], base: str = "") -> None:
     """Load the model alone from `folder`, after the weights that it leaves out, if any, from where its run had them.
     Collective; errors as of `load_checkpoint`.
 
@@ -288,7 +298,7 @@ def load_weights(folder: Path, layout: RunLayout, model: list[MegatronModule], b
     load_checkpoint(folder, layout, model)
 
 
-def load_base(folder: Path, layout: RunLayout, model: list[MegatronModule], given: str = "") -> None:
+def load_base(folder: Place, layout: RunLayout, model: list[MegatronModule], given: str = "") -> None:
     """Load the weights that the checkpoint in `folder` leaves out, if any, unless they are those of its run's seed.
     Arguments as of `load_weights`. Collective."""
     base = chosen_by_first(partial(base_of, folder, given), "checkpoint.weights")

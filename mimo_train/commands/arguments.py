@@ -54,6 +54,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(text: str) -> float:
+    """The type of an argument that is a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, is {text!r}")
+    return number
+
+
 def whole(text: str) -> int:
     """The type of an argument that is a whole number from 0 on, of at most 63 bits."""
     if not text.isdecimal() or int(text) >= 2**63:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.shown import shown
+from data.storage.url import Place, Url, place_of
 from mimo_train.commands.arguments import positive
 
 if TYPE_CHECKING:
     from mimo_train.checkpoint.inspection import Found, Tensor
 
-PATH_HELP = "folder of a run, its `checkpoints`, or one checkpoint"
+PATH_HELP = "folder or URL of a run, its `checkpoints`, or one checkpoint"
 
 
 def add(subparsers: Any) -> None:
@@ -34,7 +35,7 @@ def add(subparsers: Any) -> None:
         ("verify", _verify, "read all of every checkpoint and compare hashes; exit code 1 if one is damaged"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("path", metavar="PATH", type=Path, help=PATH_HELP)
+        command.add_argument("path", metavar="PATH", help=PATH_HELP)
         command.add_argument("--json", action="store_true", help="write JSON")
         command.set_defaults(handler=handler)
         if name == "show":
@@ -49,7 +50,7 @@ def add(subparsers: Any) -> None:
 def _list(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint import inspection
 
-    found = inspection.look(args.path)
+    found = inspection.look(place_of(args.path))
     if args.json:
         _print_json([_plain(one) for one in found])
     else:
@@ -68,7 +69,7 @@ def _show(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint.format.files import Damage
     from mimo_train.config.fault import UserError
 
-    continued = inspection.look(args.path)
+    continued = inspection.look(place_of(args.path))
     if len(continued) > 1:
         continued = [one for one in continued if one.kind in inspection.CONTINUED]
     if not continued:
@@ -108,7 +109,7 @@ def _verify(args: argparse.Namespace) -> int:
     from mimo_train.checkpoint import inspection
     from mimo_train.config.fault import UserError
 
-    paths = inspection.folders_at(args.path)
+    paths = inspection.folders_at(place_of(args.path))
     if len(paths) > 1:
         paths = [path for path in paths if inspection.kind_of(path) in inspection.CONTINUED]
     if not paths:
@@ -141,7 +142,7 @@ def _print_modules(tensors: list[Tensor]) -> None:
     _print_table(rows)
 
 
-def _complain(damages: list[tuple[Path, str]]) -> int:
+def _complain(damages: list[tuple[Place, str]]) -> int:
     """Names what is damaged, on standard error; returns the exit code."""
     for path, why in damages:
         print(shown(f"error: checkpoint {path} is damaged: {why}"), file=sys.stderr)
@@ -153,7 +154,10 @@ def _print_json(value: Any) -> None:
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    return {key: str(one) if isinstance(one, Path) else one for key, one in dataclasses.asdict(value).items()}
+    return {
+        key: str(getattr(value, key)) if isinstance(getattr(value, key), Path | Url) else one
+        for key, one in dataclasses.asdict(value).items()
+    }
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

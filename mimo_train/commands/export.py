@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mimo_train.commands.arguments import add_command, add_trust, positive
+from mimo_train.commands.arguments import above_zero, add_command, add_trust
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -19,7 +19,9 @@ def add(commands: Any) -> None:
         "Writes a checkpoint as a directory that transformers reads, on one process, a few tensors at a time.\n\n"
         "example:\n  mimo-train export runs/my_run --to exported",
     )
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a run, or of one of its checkpoints")
+    command.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="folder or URL of a run, or of one of its checkpoints"
+    )
     command.add_argument("--to", required=True, type=Path, metavar="DIR", help="new folder to write")
     command.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the checkpoint)")
     command.add_argument(
@@ -27,7 +29,7 @@ def add(commands: Any) -> None:
     )
     add_trust(command)
     command.add_argument(
-        "--file-gigabytes", type=positive, default=5, metavar="N", help="largest file, in 10^9 bytes (default: 5)"
+        "--file-gigabytes", type=above_zero, default=5, metavar="N", help="largest file, in 10^9 bytes (default: 5)"
     )
 
 
@@ -36,35 +38,38 @@ def _export(args: argparse.Namespace) -> int:
     return main(args.checkpoint, args.to, **options, trust_code=args.trust_code)
 
 
-def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: int, merge: bool, trust_code: bool = False) -> int:
+def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: float, merge: bool, trust_code: bool = False) -> int:
     """Write the model of a checkpoint to `to`. Returns the exit code.
 
     Args:
+        file_gigabytes: above which a new file begins; a tensor is never divided.
         trust_code: import encoders that the checkpoint's config names by their paths.
 
     Raises:
         UserError: no complete checkpoint or a damaged one, it names code that is not trusted, `to` is not empty, the
             directory of a module has gone, or PEFT has no place for an adapter.
     """
+    from data.storage.url import place_of
     from mimo_train.checkpoint import folders
     from mimo_train.checkpoint.hf.directory import new_directory
     from mimo_train.checkpoint.recorded_config import recorded_config
 
-    folder = folders.in_folder(Path(checkpoint), "CHECKPOINT")
+    folder = folders.in_folder(place_of(checkpoint), "CHECKPOINT")
     cfg = recorded_config(folder, trust_code=trust_code)
     new_directory(to)
 
     from mimo_train.launch.library_log import adopt_torch, divert
 
     run_dir = folders.run_of(folder)
-    if run_dir is not None:
+    if isinstance(run_dir, Path):
         divert(run_dir / "logs" / "export.log")
     import torch.distributed as dist
 
     adopt_torch()
     from mimo_train.training.exporting import export
 
-    written, why = export(folder, cfg, to, dtype=dtype, largest_file=file_gigabytes * 10**9, merge=merge)
+    largest_file = int(file_gigabytes * 10**9)
+    written, why = export(folder, cfg, to, dtype=dtype, largest_file=largest_file, merge=merge)
     if why:
         print(f"each part by itself, for no model of transformers has them all: {why}")
     for one in written:

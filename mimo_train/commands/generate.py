@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
     option(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="folder of a run, of one of its checkpoints, or of a model of transformers",
+        help="folder or URL of a run or of one of its checkpoints, or folder of a model of transformers",
     )
     option("--prompt", metavar="TEXT", help="what to ask; with --chat the first message")
     option("--chat", action="store_true", help="go on with messages from the input, line by line")
@@ -133,10 +133,11 @@ def main(
         UserError: no complete checkpoint or a damaged one, a picture or clip that cannot be read or that no module
             takes, options that exclude each other, or a prompt that does not fit into `data.sequence_length`.
     """
+    from data.storage.url import place_of
     from mimo_train.generation.source import open_source
     from mimo_train.launch.library_log import adopt_torch, divert
 
-    source = open_source(Path(checkpoint), trust_code=trust_code)
+    source = open_source(place_of(checkpoint), trust_code=trust_code)
     asking = _parts_of_conversation(media, chat, system)
     if prompt_format == "text" and asking:
         raise UserError(f"--prompt-format: text continues a prompt without turns, leave out {' and '.join(asking)}")

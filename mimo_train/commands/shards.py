@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from data.shown import shown
+from data.storage.url import Place, is_url
+from mimo_train.commands import shards_build, shards_page
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, positive, whole
 from mimo_train.config.fault import UserError
 
@@ -37,8 +39,10 @@ def add(subparsers: Any) -> None:
     index.set_defaults(handler=_about_files(_index))
 
     inspect = commands.add_parser("inspect", help="show what the shards hold")
-    inspect.add_argument("pattern", metavar="PATTERN", help=pattern_help)
-    inspect.add_argument("--samples", type=whole, default=3, help="samples to print in full (default: 3)")
+    inspect.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{pattern_help}; or a config: {CONFIG_HELP}")
+    inspect.add_argument("overrides", metavar="key=value", nargs="*", help=f"of a CONFIG: {OVERRIDE_HELP}")
+    inspect.add_argument("--samples", type=whole, help="samples to print in full (default: 3), or of a page (20)")
+    inspect.add_argument("--html", metavar="FILE", help="of a CONFIG: write a page with samples as training reads them")
     inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
     inspect.set_defaults(handler=_about_files(_inspect))
 
@@ -58,16 +62,7 @@ def add(subparsers: Any) -> None:
     )
     verify.set_defaults(handler=_about_files(_verify))
 
-    build = commands.add_parser("build", help="make shards of a JSON file, such as LLaVA's, and a folder of media")
-    build.add_argument("records", metavar="RECORDS", help="a JSON list of records, or a JSON object a line")
-    build.add_argument(
-        "--media", metavar="FOLDER", required=True, help="where the files are that `image` and `audio` name"
-    )
-    build.add_argument("--to", metavar="FOLDER", required=True, help="folder to write: train/ and held_out/ in it")
-    build.add_argument("--held-out", type=whole, default=0, help="records to set aside for evaluation (default: 0)")
-    build.add_argument("--samples-per-shard", type=positive, default=1000, help="default: 1000")
-    build.add_argument("--skip-bad", action="store_true", help="leave out records that cannot be used, and name them")
-    build.set_defaults(handler=_about_files(_build))
+    shards_build.add(commands, _about_files)
 
     demo = commands.add_parser("make-demo", help="make a small data set to try things on, without a download")
     demo.add_argument("out", metavar="OUT", help="folder to write")
@@ -90,36 +85,20 @@ def _about_files(handler: Any) -> Any:
     return run
 
 
-def _build(args: argparse.Namespace) -> int:
-    from data.build import build_shards
-
-    to = Path(args.to)
-    built = build_shards(
-        Path(args.records),
-        Path(args.media),
-        to,
-        held_out=args.held_out,
-        per_shard=args.samples_per_shard,
-        skip_bad=args.skip_bad,
-    )
-    for reason in built.left_out:
-        print(f"left out: {reason}", file=sys.stderr)
-    for part, samples in built.samples.items():
-        print(f"{to / part}: {samples} samples in {-(-samples // args.samples_per_shard)} shards")
-    return 0
-
-
 def _index(args: argparse.Namespace) -> int:
     from data.shards import find_shards
+    from data.sources import found_shards
     from mimo_train.config.compose import is_config, load
+    from mimo_train.plan.inputs import held_out_sets, training_sources
 
-    if not args.overrides and (Path(args.pattern).is_dir() or not is_config(args.pattern)):
+    if not args.overrides and (is_url(args.pattern) or Path(args.pattern).is_dir() or not is_config(args.pattern)):
         return _index_all(find_shards(args.pattern), args.cache_dir, args.workers)
     cfg = load(args.pattern, args.overrides)
     if args.cache_dir:
         cfg.data.cache_dir = args.cache_dir
-    patterns = [pattern for pattern in (cfg.data.shards, cfg.data.validation_shards) if pattern]
-    code = _index_all(find_shards(patterns), cfg.data.cache_dir or None, args.workers)
+    sources = training_sources(cfg) + [one.source for one in held_out_sets(cfg) if not one.fraction]
+    paths = [path for source in sources if source.shards for path in found_shards(source)]
+    code = _index_all(list(dict.fromkeys(paths)), cfg.data.cache_dir or None, args.workers)
     return code or _count_texts(cfg, args.workers)
 
 
@@ -153,7 +132,7 @@ def _count_texts(cfg: Any, workers: int) -> int:
     return 0
 
 
-def _index_all(paths: list[Path], cache_dir: str | None, workers: int) -> int:
+def _index_all(paths: list[Place], cache_dir: str | None, workers: int) -> int:
     from concurrent.futures import ProcessPoolExecutor
     from contextlib import ExitStack
     from multiprocessing import get_context
@@ -194,6 +173,17 @@ def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    if args.html or args.overrides or _is_config(args.pattern):
+        if not _is_config(args.pattern):
+            what = "--html shows samples as a run reads them" if args.html else f"{args.overrides[0]} is of a config"
+            raise UserError(f"{what}, and {args.pattern} is no config: give one, with data.shards=... for other shards")
+        if not args.html:
+            raise UserError(f"{args.pattern} is a config: give --html FILE, or the shards themselves")
+        return shards_page.write(args)
+    return _inspect_shards(args)
+
+
+def _inspect_shards(args: argparse.Namespace) -> int:
     from collections import Counter
 
     from data.index import open_index
@@ -222,7 +212,7 @@ def _inspect(args: argparse.Namespace) -> int:
                     clips.append((member.rate, member.frames))
             if fault := index.bad_reason(row):
                 faults.append(f"{path}: key {shown(index.key(row))}: {shown(fault)}")
-            if printed < args.samples:
+            if printed < (3 if args.samples is None else args.samples):
                 printed += 1
                 listed = ", ".join(_describe(member) for member in members)
                 print(f"{path.name}  {shown(index.key(row))}  {listed}")
@@ -267,6 +257,8 @@ def _is_config(name: str) -> bool:
     """Whether an argument names a config, not shards: a YAML file, or a shipped one where no such file is."""
     from mimo_train.config.compose import shipped_configs
 
+    if is_url(name):
+        return False
     if name.endswith((".yaml", ".yml")):
         return True
     return not Path(name).exists() and (shipped_configs() / f"{name}.yaml").is_file()

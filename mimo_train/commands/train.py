@@ -130,8 +130,10 @@ def _first_line(run: "Run") -> str:
     """What is about to run, while the libraries are imported."""
     modules = ", ".join(f"{name} ({sizes})" for name, sizes in run.layout.modules.items())
     ranks = f"{run.layout.world_size} processes" if run.layout.world_size > 1 else "one process"
+    train = run.cfg.train
+    length = f"{train.epochs:g} epochs in steps" if train.epochs else f"{train.iters} steps"
     return (
-        f"{run.dir}: {modules} on {ranks}; {run.cfg.train.iters} steps of "
+        f"{run.dir}: {modules} on {ranks}; {length} of "
         f"{run.batch.global_batch_size} samples of {run.cfg.data.sequence_length} tokens; "
         "starting"
     )
@@ -154,20 +156,21 @@ def _summary(run: "Run") -> list[str]:
 
     run_dir = run.dir
     report = write_report(run_dir, run)
-    evaluations = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in line]
-    lines = []
-    if evaluations:
-        lines.append(held_out_line(evaluations[-1]))
+    last: dict[str, dict[str, Any]] = {}
+    for line in read_metrics(run_dir / "metrics.jsonl"):
+        last |= {key.removesuffix("loss"): line for key in line if key.startswith("eval/") and key.endswith("/loss")}
+    lines = [held_out_line(line, at) for at, line in last.items()]
     return [*lines, f"report: {report}", f"next: {_try_it(run)}"]
 
 
-def held_out_line(line: dict[str, float]) -> str:
-    """What the last evaluation, a line of metrics.jsonl, has measured."""
-    if not line["eval/samples"]:
-        return f"held-out: no sample has a token with loss, so that nothing is measured (step {line['step']})"
+def held_out_line(line: dict[str, float], at: str = "eval/") -> str:
+    """What the last evaluation, a line of metrics.jsonl, has measured of the set whose keys begin with `at`."""
+    of_set = f"held-out {at.removeprefix('eval/').rstrip('/')}".rstrip()
+    if not line[f"{at}samples"]:
+        return f"{of_set}: no sample has a token with loss, so that nothing is measured (step {line['step']})"
     return (
-        f"held-out exact match {line['eval/exact_match']:.3f}, loss {line['eval/loss']:.3f} "
-        f"({line['eval/samples']:.0f} samples, step {line['step']})"
+        f"{of_set} exact match {line[f'{at}exact_match']:.3f}, loss {line[f'{at}loss']:.3f} "
+        f"({line[f'{at}samples']:.0f} samples, step {line['step']})"
     )
 
 
@@ -197,4 +200,5 @@ def _try_it(run: "Run") -> str:
     program = os.path.relpath(beside) if beside.exists() else "mimo-train"
     own = any(key != CALLBACKS and any(map(is_path, names)) for key, names in code_named(to_dict(run.cfg)).items())
     trust = " --trust-code" if own else ""
-    return f"{min(program, str(beside), key=len)} generate {run_dir}{media} --prompt {shlex.quote(prompt)}{trust}"
+    program = min(program, str(beside), key=len)
+    return f"{program} generate {run.checkpoints}{media} --prompt {shlex.quote(prompt)}{trust}"

@@ -34,6 +34,7 @@ class SessionState(GlobalState):
             own.start_time,
             own.metrics,
             own.console,
+            own.data_ends,
             session=session,
             callbacks=callbacks,
         )

@@ -24,6 +24,7 @@ from mimo_train.model.param_gather import overlapping_chunks
 from mimo_train.plan.run import resolve
 from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.training import loop
+from mimo_train.training.data_end import decided_by
 from mimo_train.training.evaluating import EvaluationHooks
 from mimo_train.training.exit import agreed_votes
 from mimo_train.training.garbage import collect_when_due
@@ -44,7 +45,7 @@ def train(
     process_non_loss_data_func: Callable | None = None,
     non_loss_data_func: Callable | None = None,
 ) -> int:
-    """Train until `train.iters` or an exit condition.
+    """Train until the last step or an exit condition.
 
     Args:
         forward_step_func: see `forward_step.ACCEPTED_FORMS`.
@@ -59,7 +60,8 @@ def train(
     """
     session = session_of(global_state, "train")
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=train_data_iterator)
-    session = replace(session, held_out=valid_data_iterator)
+    if valid_data_iterator is not session.held_out:  # that of `setup` stands for all held-out sets
+        session = replace(session, held_out_sets=() if valid_data_iterator is None else (valid_data_iterator,))
     hooks = None
     if process_non_loss_data_func is not None or non_loss_data_func is not None:
         hooks = EvaluationHooks(process_non_loss_data_func, non_loss_data_func)
@@ -82,7 +84,7 @@ def train_step(
             `advance`, to look at the samples, that step is made.
 
     Raises:
-        UserError: the steps of `train.iters` have been made.
+        UserError: the steps of the run have been made.
 
     Returns:
         The fields of `StepResult` in this order: (losses, skipped_iter, should_checkpoint, should_exit, exit_code,
@@ -92,8 +94,8 @@ def train_step(
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=data_iterator)
     if not data_iterator.is_fresh and data_iterator.advance() is None:
         raise UserError(
-            f"train_step: the {session.state.cfg.train.iters} steps of train.iters have been made, and the data ends "
-            "with them"
+            f"train_step: the {session.state.last_step} steps of {decided_by(session.state)} have been made, and the "
+            "data ends with them"
         )
     session.freeze_stages.apply(session.state.train_state.step)
     result = TrainStep(session, forward_step_func)()
@@ -129,7 +131,7 @@ def post_training_step_callbacks(
     Raises:
         RuntimeError: replicas hold different weights.
     """
-    if straggler_timer is not None and is_logging_step(config, iteration):
+    if straggler_timer is not None and is_logging_step(config, iteration, config.train.iters):
         straggler_timer.report()
     interval = config.checkpoint.save_interval
     if config.train.rerun != "disabled" and interval > 0 and iteration % interval == 0:

@@ -81,7 +81,7 @@ def training_log(
     session.bad_samples.note(session.data)
     log.note(session.data, history_wct[-1])
     add_step(total_loss_dict, loss_dict, skipped_iter, session.empty_steps.note())
-    if not is_logging_step(config, global_state.train_state.step):
+    if not is_logging_step(config, global_state.train_state.step, global_state.last_step):
         return report_memory_flag
     rates = learning_rate if isinstance(learning_rate, dict) else {"all": learning_rate}
     rates = {**rates, "decoupled": decoupled_learning_rate}

@@ -1,6 +1,7 @@
 """YAML files and overrides -> one `ConfigContainer`, or every fault with its key. Hydra composes. Imports no torch."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,23 @@ from encoders.joined.spec import PARTS as JOINED
 from encoders.joined.spec import JoinedSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import Family, family_of, is_path
+from mimo_train.config.energon import fill_in_energon
 from mimo_train.config.fault import ConfigError, Fault, nearest
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.own_code import say_imports, search_working_directory
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
-from mimo_train.config.schema import CheckpointConfig, ConfigContainer
+from mimo_train.config.schema import ConfigContainer, DataConfig
+from mimo_train.config.schema_checkpoint import CheckpointConfig
 from mimo_train.config.schema_load import LoadConfig
+from mimo_train.config.schema_mix import MixChange, SourceConfig, ValidationConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.slips import left_open, override_slips, value_slips
 from mimo_train.config.sources import resolver_faults, source_faults
 from mimo_train.config.typed import shown_plain, structured
+
+_IN_LIST = re.compile(r"\[\d+\]|\.\d+(\.|$)")
+"""In the keys of values inside a list, as `data.mix[0].weight`."""
 
 RECIPES = "recipes"
 """Folder in that of the shipped configs, with whole runs of models that people use and a `layout/` group of their own;
@@ -66,6 +73,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
         plain = _composed(path, [*choices, *(f"~{key.replace(' ', '')}" for key in picked)], values)
         fill_in(plain, found, tokenizer_is_given=_tokenizer_is_given(path, values))
     fill_in_joined(plain)
+    fill_in_energon(plain)
     return from_dict(plain)
 
 
@@ -85,7 +93,11 @@ def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict
     """Nested dicts of the file, with Hydra's overrides and values."""
     try:
         composed = _composed_files(path, tuple(choices))
-        merged = OmegaConf.merge(composed, OmegaConf.from_dotlist(list(values)))
+        of_lists = [value for value in values if _IN_LIST.search(value.partition("=")[0])]
+        merged = OmegaConf.merge(composed, OmegaConf.from_dotlist([one for one in values if one not in of_lists]))
+        for one in of_lists:  # a merge would take the place of the list
+            at, _, value = one.partition("=")
+            OmegaConf.update(merged, at, OmegaConf.from_dotlist([f"value={value}"]).value)
         calls = list(resolver_faults(OmegaConf.to_container(merged, resolve=False)))
         if calls:
             raise ConfigError(calls)
@@ -141,6 +153,9 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
     faults = [*left_open(plain), *value_slips(plain)] or list(_unknown_keys(plain, ConfigContainer, ""))
     if faults:
         raise ConfigError(faults)
+    train = plain.get("train")
+    if isinstance(train, Mapping) and train.get("epochs") and "iters" not in train:
+        plain = {**plain, "train": {**train, "iters": 0}}  # without its default
     modules = {name: dict(module or {}) for name, module in (plain.get("modules") or {}).items()}
     specs = {name: {key: module.pop(key, None) for key in ("encoder", "projector")} for name, module in modules.items()}
     cfg, faults = structured(ConfigContainer, {**plain, "modules": modules}, "")
@@ -167,6 +182,8 @@ def to_dict(cfg: ConfigContainer) -> dict[str, Any]:
         for part in ("encoder", "projector", "llm"):
             if module[part] is None:
                 del module[part]
+    if plain["train"]["epochs"]:
+        plain["train"]["iters"] = 0  # it follows from the data
     return plain
 
 
@@ -282,6 +299,13 @@ def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
         elif cls is CheckpointConfig and key == "load_modules" and isinstance(value, dict):
             for name, load in value.items():
                 yield from _unknown_keys(load or {}, LoadConfig, f"{full}.{name}")
+        elif cls is DataConfig and key == "validation" and isinstance(value, dict):
+            for name, one in value.items():
+                yield from _unknown_keys(one or {}, ValidationConfig, f"{full}.{name}")
+        elif cls is DataConfig and key in ("mix", "mix_schedule") and isinstance(value, list):
+            of_each = SourceConfig if key == "mix" else MixChange
+            for at, one in enumerate(value):
+                yield from _unknown_keys(one, of_each, f"{full}[{at}]")
         elif isinstance(of := fields[key].type, type) and dataclasses.is_dataclass(of) and value is not None:
             yield from _unknown_keys(value, of, full)
 

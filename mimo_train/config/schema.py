@@ -6,20 +6,31 @@ Imports no torch; reading YAML is in `compose`. Sizes, ranks and batches are loo
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from data.bounds import BOUNDS
 from data.errors import DataError
 from data.fields import read_fields
 from data.media.ground import colour_of
+from data.storage.url import is_url
 from mimo_train.config.fault import Fault
 from mimo_train.config.installed import library_faults
 from mimo_train.config.keys import key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
-from mimo_train.config.schema_load import LoadConfig
+from mimo_train.config.places import local_faults
+from mimo_train.config.schema_checkpoint import CheckpointConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
-from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
+from mimo_train.config.schema_mix import (
+    MixChange,
+    SourceConfig,
+    ValidationConfig,
+    mix_faults,
+    source_names,
+    validation_faults,
+)
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_placement import PlacementConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
 
 LEAST_PATIENCE = 0.25
@@ -56,6 +67,7 @@ class RunConfig:
     def faults(self, resume: str) -> Iterator[Fault]:
         """Values that cannot be, alone and together with `checkpoint.resume`."""
         yield from value_faults(self, "run")
+        yield from local_faults("run.dir", self.dir, "give the URL as checkpoint.dir")
         yield from library_faults(
             self, "run", {"inprocess_restarts": ("nvidia_resiliency_ext.inprocess", "'mimo-train[resiliency]'")}
         )
@@ -70,41 +82,6 @@ class RunConfig:
                 "checkpoint.resume",
                 f"must be auto with run.inprocess_restarts {self.inprocess_restarts}, is {resume!r}: a run that starts "
                 "again continues from its newest checkpoint",
-            )
-
-
-@dataclass
-class PlacementConfig:
-    """Which ranks the modules get."""
-
-    mode: str = key("disjoint", choices=("disjoint", "shared"))
-    """`disjoint` (one module after the other) or `shared` (every encoder on the ranks of the language model's first
-    stage)."""
-    first_rank: dict[str, int] = key(factory=dict, at_most=MOST_RANKS)
-    """First rank of each module by name, instead of one after the other: `'placement.first_rank={images: 1, language:
-    0}'`. Names every module or none; with mode `disjoint`."""
-    allow_idle: bool = False
-    """Whether processes may be without a module: those in holes between modules, and those beyond the last one. They
-    end at once."""
-    ranks_per_node: int = key(0, at_least=0, at_most=MOST_RANKS)
-    """Ranks of a node, for `mimo-train check` before there is a launcher; 0: as many as the launcher has started on
-    each."""
-    tp_across_nodes: bool = False
-    """Whether a tensor-parallel group may have ranks on several nodes."""
-    bridge: str = key("native", choices=("native", "megatron"))
-    """How features reach the language model: `native` (sizes are known from the data index; any layouts and counts) or
-    `megatron` (Megatron-Core's own communicators, to compare; they exchange sizes, and need counts of equal parts and
-    data-parallel sizes that divide each other). Same numbers."""
-
-    def faults(self) -> Iterator[Fault]:
-        """Values that cannot be. Ranks and modules are looked at together in `mimo_train.plan.placement`."""
-        yield from value_faults(self, "placement")
-        for name, rank in self.first_rank.items():
-            if rank < 0:
-                yield Fault(f"placement.first_rank.{name}", f"must be at least 0, is {rank}")
-        if self.first_rank and self.mode == "shared":
-            yield Fault(
-                "placement.first_rank", "applies to mode disjoint; shared modules all start at rank 0: remove it"
             )
 
 
@@ -133,9 +110,24 @@ class DataConfig:
     """Where the samples are and how they become sequences."""
 
     shards: str = ""
-    """Training shards, required: a folder, a glob, a brace range `x-{000000..000127}.tar`, or several with commas."""
+    """Training shards, required unless there is a `mix`: a folder, a glob, a brace range `x-{000000..000127}.tar`, or
+    several with commas; paths or URLs (`s3://`, `gs://`, `az://`, `https://`, ...); or a folder of an Energon dataset,
+    or the YAML of a metadataset. See docs/data.md#what-you-have."""
+    mix: list[SourceConfig] = field(default_factory=list)
+    """Sources of samples and their weights, in place of `shards`. See docs/data.md#mixtures."""
+    mix_schedule: list[MixChange] = field(default_factory=list)
+    """Other weights of the sources from some steps on."""
+    mix_new_weights: bool = False
+    """Whether a run that continues may have other weights than its checkpoint: they hold from there on."""
+    exhausted: str = key("repeat", choices=("repeat", "stop"))
+    """When all samples of a source have been drawn: `repeat` (its next epoch, in a new order), or `stop` (the run ends
+    with the last step before a sample is drawn a second time)."""
     validation_shards: str = ""
-    """Held-out shards, same forms; empty: no evaluation."""
+    """Held-out shards, same forms; empty: no evaluation, unless there are the two keys below."""
+    validation: dict[str, ValidationConfig] = field(default_factory=dict)
+    """Further held-out sets by name, `{charts: {shards: shards/charts}}`: measured as `eval/NAME/loss` and so on."""
+    validation_fraction: float = key(0.0, at_least=0, below=1)
+    """Share of the training samples that is held out instead of trained on; 0: none. See docs/data.md#held-out-sets."""
     demo: str = key("", choices=("", "digits", "mixed", "text"))
     """`digits`, `mixed` (pictures, sounds and texts) or `text`: make the demo's shards at `shards` and
     `validation_shards` on first use. Empty: never; set it so for shards of your own."""
@@ -184,7 +176,7 @@ class DataConfig:
     """Threads that read and decode ahead on each rank; 0 reads in the training thread."""
     cache_dir: str = ""
     """Folder for shard indexes, instead of beside the shards; empty: beside them, or in the user's cache where that
-    folder cannot be written. See docs/data.md#index."""
+    folder cannot be written and for shards with a URL. See docs/data.md#index."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
@@ -192,6 +184,9 @@ class DataConfig:
         yield from found
         if found:
             return  # paths that are none
+        yield from mix_faults(self.mix, self.mix_schedule, self.shards)
+        names = source_names(self.mix)
+        yield from validation_faults(self.validation, self.validation_shards, self.validation_fraction, names)
         yield from self._tokenizer_faults()
         if self.max_bad_samples >= 1 and self.max_bad_samples != int(self.max_bad_samples):
             yield Fault(
@@ -236,6 +231,10 @@ class DataConfig:
 
         if self.demo not in DEMOS:
             return
+        for name in ("shards", "validation_shards"):
+            yield from local_faults(f"data.{name}", getattr(self, name), "the demo is made there")
+        if is_url(self.shards) or is_url(self.validation_shards):
+            return
         folder = Path(self.shards).parent
         places = {"shards": folder / "train", "validation_shards": folder / "held_out"}
         for name, place in places.items():
@@ -254,40 +253,6 @@ class DataConfig:
                     f"{folder / MARKER}): set data.demo= (empty) to train on them",
                 )
                 return
-
-
-@dataclass
-class CheckpointConfig:
-    """When a run is saved and how it starts again."""
-
-    save_interval: int = key(0, at_least=0)
-    """Steps between checkpoints; 0: at the end only."""
-    resume: str = key("auto", filled="auto, never or a folder")
-    """`auto` (the newest complete checkpoint of `run.dir`, if any), `never`, a checkpoint's folder, or another run's
-    folder."""
-    weights: str = ""
-    """Folder of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
-    load_modules: dict[str, LoadConfig] = field(default_factory=dict)
-    """Modules whose weights a new run takes from other runs, by name, after those of `weights` or `pretrained`:
-    `{language: {path: runs/gpt}}`. See docs/checkpoints.md#modules-from-other-runs."""
-    trained_only: bool = False
-    """Leave weights that the run never trains out of checkpoints: with adapters a checkpoint holds these, other trained
-    weights such as a projector, and the optimizer's state. The rest comes from `weights`, or from `run.seed`, again.
-    See docs/frozen.md#small-checkpoints."""
-    asynchronous: bool | Literal["auto"] = "auto"
-    """Whether training goes on while a checkpoint is written, from a copy in the host's memory: `true`, `false`, or
-    `auto`: where each host has twice the memory free that its ranks' copies take. See
-    docs/checkpoints.md#while-training-goes-on."""
-    max_failed_saves: int = key(3, at_least=0)
-    """Saves in a row that may fail (disk full, read-only, folder gone) while training goes on; one more ends the run
-    with the error. The last save of a run must not fail."""
-    keep: int = key(3, at_least=0)
-    """Newest checkpoints that stay on disk; 0 keeps all."""
-    keep_every: int = key(0, at_least=0)
-    """Checkpoints of every multiple of this many steps stay too, whatever `keep` is; 0: none."""
-    non_persistent_interval: int = key(0, at_least=0)
-    """Steps between checkpoints of which only the newest stays, besides the others; `resume: auto` takes the newest of
-    both kinds. 0: none."""
 
 
 @dataclass
@@ -355,7 +320,7 @@ class ConfigContainer:
         yield from self.data.faults()
         yield from self.train.faults()
         yield from self.optim.faults(self.train.precision)
-        yield from value_faults(self.checkpoint, "checkpoint")
+        yield from self.checkpoint.faults()
         for name, load in self.checkpoint.load_modules.items():
             yield from load.faults(f"checkpoint.load_modules.{name}", name, list(self.modules))
         llm = self.modules[LANGUAGE].llm if LANGUAGE in self.modules else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from mimo_train.config.fault import Fault
 from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
+from mimo_train.config.places import place_faults
 
 
 @dataclass
@@ -13,7 +14,7 @@ class LoadConfig:
     """Weights that a module of a new run begins with, from a checkpoint of any run and layout."""
 
     path: str = ""
-    """Folder of a run, whose newest checkpoint it is, or of a checkpoint. Required."""
+    """Folder or URL of a run, whose newest checkpoint it is, or of a checkpoint. Required."""
     module: str = ""
     """Name of the module there; empty: as here."""
     only: list[str] = field(default_factory=list)
@@ -37,6 +38,7 @@ class LoadConfig:
         yield from value_faults(self, prefix)
         if not self.path:
             yield Fault(f"{prefix}.path", "is empty: give the folder of a run or of a checkpoint")
+        yield from place_faults(f"{prefix}.path", self.path)
         if (name == LANGUAGE) != (self.source(name) == LANGUAGE):
             yield Fault(f"{prefix}.module", f"is {self.source(name)!r}: a language model is no encoder")
         parts = parts_of(name)

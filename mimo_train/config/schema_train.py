@@ -27,8 +27,11 @@ MOST_MINUTES = 100 * 365 * 24 * 60
 class TrainConfig:
     """The loop."""
 
-    iters: int = key(1000, at_least=1)
-    """Optimizer steps in all."""
+    iters: int = key(1000, at_least=0)
+    """Optimizer steps in all. 0: as many as `epochs` takes."""
+    epochs: float = key(0.0, at_least=0, at_most=1e6, zero_means="iters counts")
+    """Length of the run in epochs of its data, in place of `iters`: a mixture's is as many samples as all its sources
+    have together. The last step is whole, with samples of the next epoch."""
     global_batch_size: int = key(32, at_least=1, at_most=2**24)
     """Samples of one optimizer step."""
     micro_batch_size: int = key(8, at_least=1, at_most=2**24)
@@ -80,6 +83,13 @@ class TrainConfig:
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be."""
         yield from value_faults(self, "train")
+        if self.epochs > 0 and self.iters > 0:
+            yield Fault(
+                "train.epochs",
+                f"is {self.epochs:g}, and train.iters {self.iters}: set train.iters=0, or train.epochs=0",
+            )
+        elif self.epochs == 0 and self.iters == 0:
+            yield Fault("train.iters", "must be at least 1, is 0, unless train.epochs is above 0: give one of them")
         for entry in self.callbacks:
             if not re.fullmatch(r"\w+(\.\w+)*:\w+", entry):
                 yield Fault("train.callbacks", f"must be entries package.module:Class, one is {entry!r}")

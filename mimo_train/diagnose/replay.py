@@ -48,6 +48,8 @@ def write_replay(
         "train.on_nan=bisect",
         f"train.exit_interval={step}",
     ]
+    if state.cfg.checkpoint.dir:
+        overrides.append("checkpoint.dir=")  # its checkpoints are none of the run
     if state.cfg.run.inprocess_restarts:
         # A run with restarts resumes from its newest checkpoint, not from a chosen one.
         overrides.append("run.inprocess_restarts=0")

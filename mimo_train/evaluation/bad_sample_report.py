@@ -14,7 +14,8 @@ from data.shown import shown
 _logger = logging.getLogger(__name__)
 
 FILE = "bad_samples.jsonl"
-"""In `run.dir`: a JSON object a line, `shard`, `key`, `reason` and `part` (`train` or `held_out`)."""
+"""In `run.dir`: a JSON object a line, `shard`, `key`, `reason`, `part` (`train` or `held_out`), `number` and `source`
+(empty without a mixture)."""
 
 NAMED = 5
 """Bad samples of one report that are named on the console; the rest is counted."""
@@ -68,7 +69,8 @@ def _append(path: Path, bad_samples: Iterable[BadSample], part: str) -> list[Bad
                 known.add((str(bad.shard), bad.key))
                 new.append(bad)
         entries = [
-            {"shard": str(bad.shard), "key": bad.key, "reason": shown(bad.reason), "part": part, "number": bad.number}
+            {"shard": str(bad.shard), "key": bad.key, "reason": shown(bad.reason), "part": part}
+            | {"number": bad.number, "source": bad.source}
             for bad in new
         ]
         if entries:

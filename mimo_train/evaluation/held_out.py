@@ -20,7 +20,7 @@ from mimo_train.evaluation.greedy import PredictStep, greedy_answers, true_answe
 from mimo_train.evaluation.predictions import FILE as PREDICTIONS
 from mimo_train.evaluation.predictions import predictions_of, write_predictions
 from mimo_train.evaluation.shown_media import shown_media
-from mimo_train.plan.inputs import build_dataset
+from mimo_train.plan.inputs import HeldOutSet, build_dataset, held_out_sets
 from mimo_train.plan.run import Run
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.feature_cache import Features
@@ -33,15 +33,29 @@ SHOWN_TOKENS = 24
 
 
 class HeldOut:
-    """The held-out samples, all or the first `train.eval_samples`, and evaluations on them."""
+    """The samples of a held-out set, all or the first `train.eval_samples`, and evaluations on them."""
 
-    def __init__(self, run: Run, pipeline: Pipeline, tokenizer: Tokenizer, features: Features | None = None):
+    def __init__(
+        self,
+        run: Run,
+        pipeline: Pipeline,
+        tokenizer: Tokenizer,
+        features: Features | None = None,
+        of: HeldOutSet | None = None,
+        *,
+        shows: bool = True,
+    ):
         """
         Args:
             features: lookups of cached features of frozen encoders.
+            of: the set; default: the run's first.
+            shows: whether its evaluations write samples.json.
         """
+        of = of or held_out_sets(run.cfg)[0]
         self._run, self._pipeline, self._tokenizer = run, pipeline, tokenizer
-        self.dataset = build_dataset(run.cfg, tokenizer, held_out=True)
+        self._prefix, self._shows = f"eval/{of.name}/" if of.name else "eval/", shows
+        self._predictions = f"predictions_{of.name}.jsonl" if of.name else PREDICTIONS
+        self.dataset = build_dataset(run.cfg, tokenizer, held_out=of)
         if features is not None:
             features.serve(self.dataset)
         self._report: BadSampleReport | None = None
@@ -60,8 +74,8 @@ class HeldOut:
         return StepIterator(loader, self._pipeline)
 
     def evaluate(self, step: int = 0) -> dict[str, float]:
-        """Loss and exact match over the samples; on the logging rank, samples.json and predictions.jsonl too.
-        Collective over all ranks.
+        """Loss and exact match over the samples; on the logging rank, samples.json and predictions.jsonl (of a
+        set with a name predictions_NAME.jsonl) too. Collective over all ranks.
 
         An answer matches exactly when greedy decoding gives the true answer to the last token. That is so
         if and only if the most likely token after every true prefix is the true one (by induction over the answer), so
@@ -75,15 +89,17 @@ class HeldOut:
                 rank that has found too many by itself raises earlier.
 
         Returns:
-            {"eval/loss": nats per answer token, "eval/exact_match": share of samples, "eval/samples": their number};
-            NaN where no held-out sample has a token with loss; empty on ranks before the language model's last stage.
+            {"eval/loss": nats per answer token, "eval/exact_match": share of samples, "eval/samples": their number},
+            of a set with a name `eval/NAME/loss` and so on; NaN where no held-out sample has a token with loss; empty
+            on ranks before the language model's last stage.
         """
         pipeline = self._pipeline
         sums, predict = torch.zeros(4, dtype=torch.float64, device=pipeline.device), PredictStep(pipeline)
         bad = torch.zeros((), dtype=torch.int64, device=pipeline.device)
         run, shown, predictions = self._run, list[dict](), list[dict]()
         # Each replica of the language model decodes its own samples; one writes them.
-        wanted, of_step = run.cfg.train.report_samples, run.batch.global_batch_size // run.layout.language.dp
+        wanted = run.cfg.train.report_samples if self._shows else 0
+        of_step = run.batch.global_batch_size // run.layout.language.dp
         iterator = self()
         try:
             with _evaluating(pipeline.model):
@@ -112,12 +128,12 @@ class HeldOut:
         dist.all_gather_object(of_replicas, predictions, group=replicas)
         if dist.get_rank() == run.layout.logging_rank:
             entries = [entry for of_replica in of_replicas for entry in of_replica]
-            write_predictions(run.dir / PREDICTIONS, entries, step, self.dataset)
+            write_predictions(run.dir / self._predictions, entries, step, self.dataset)
         loss, tokens, matches, samples = sums.tolist()
         return {
-            "eval/loss": loss / tokens if tokens else math.nan,
-            "eval/exact_match": matches / samples if samples else math.nan,
-            "eval/samples": samples,
+            f"{self._prefix}loss": loss / tokens if tokens else math.nan,
+            f"{self._prefix}exact_match": matches / samples if samples else math.nan,
+            f"{self._prefix}samples": samples,
         }
 
     def non_loss_data(self, step_func: Callable, give: Callable[[list], Any] | None = None) -> Any:
@@ -159,6 +175,14 @@ class HeldOut:
             words["correct"] = answer == truth if is_whole else None
             found.append(shown_media(self.dataset, number) | words)
         return found
+
+
+def open_held_out(
+    run: Run, pipeline: Pipeline, tokenizer: Tokenizer, features: Features | None = None
+) -> tuple[HeldOut, ...]:
+    """All held-out sets of a run; the first one's evaluations write samples.json."""
+    sets = enumerate(held_out_sets(run.cfg))
+    return tuple(HeldOut(run, pipeline, tokenizer, features, one, shows=not number) for number, one in sets)
 
 
 def _write_samples(path: Path, shown: list[dict]) -> None:

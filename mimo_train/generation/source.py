@@ -7,13 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.storage.url import Place, Url
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.recorded_config import recorded_config
 from mimo_train.config.pretrained.alone import config_of_directory, is_directory_of_a_model
 from mimo_train.config.pretrained.fill_in import parts_there
-from mimo_train.config.schema import ConfigContainer, PlacementConfig
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, ModuleConfig
+from mimo_train.config.schema_placement import PlacementConfig
 
 if TYPE_CHECKING:
     from data.tokens import Tokenizer
@@ -29,12 +31,13 @@ class Source:
     load: Callable[["Pipeline", "Tokenizer"], None]
     """Reads the weights into a model built from `cfg`, and merges its adapters."""
     run_dir: Path | None
-    """The run that wrote the weights, where libraries' warnings go; None if they were moved out of it."""
+    """The run that wrote the weights, where libraries' warnings go; None if they were moved out of it, or are in object
+    storage."""
     undrawn: Set[tuple[str, str]] = frozenset()
     """Parts whose initial weights need not be drawn, see `model.build.build_model`."""
 
 
-def open_source(path: Path, *, trust_code: bool = False) -> Source:
+def open_source(path: Place, *, trust_code: bool = False) -> Source:
     """The model in the folder of a run, whose newest checkpoint it is, of a checkpoint, or of a model of
     `transformers`.
 
@@ -45,15 +48,16 @@ def open_source(path: Path, *, trust_code: bool = False) -> Source:
         UserError: there is no complete checkpoint, it is damaged, it names code that is not trusted, or the directory's
             model cannot be built.
     """
-    if is_directory_of_a_model(path):
+    if not isinstance(path, Url) and is_directory_of_a_model(path):
         alone = on_one_process(config_of_directory(path))
         return Source(alone, partial(_load_directory, alone), None, parts_there(alone))
     folder = folders.in_folder(path, "CHECKPOINT")
     alone = on_one_process(recorded_config(folder, trust_code=trust_code))
-    return Source(alone, partial(_load, folder, alone), folders.run_of(folder))
+    run_dir = folders.run_of(folder)
+    return Source(alone, partial(_load, folder, alone), None if isinstance(run_dir, Url) else run_dir)
 
 
-def load_model(folder: Path, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     """Read the weights of a checkpoint into a model whose weights are initial. Collective; errors as of
     `store.load_checkpoint`."""
     from mimo_train.checkpoint.frozen_base import LEFT_OUT
@@ -72,7 +76,7 @@ def load_model(folder: Path, cfg: ConfigContainer, pipeline: "Pipeline", tokeniz
     load_checkpoint(folder, pipeline.layout, pipeline.model)
 
 
-def _load(folder: Path, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
+def _load(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     from mimo_train.model.lora import merge_lora
 
     load_model(folder, cfg, pipeline, tokenizer)

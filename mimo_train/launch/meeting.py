@@ -66,17 +66,34 @@ def _server(port: int, patience: float) -> socket.socket:
             time.sleep(0.2)
 
 
-def _host(address: str, port: int, nodes: int, _node: int, again: bool, leaves: bool, patience: float) -> str:
+def require_free(port: int, *, again: bool = False) -> None:
+    """For one node, on which torchrun will open its store at a port: it would fail with a traceback.
+
+    Args:
+        again: as of `meet`.
+
+    Raises:
+        UserError: the port is in use, by whom.
+    """
+    _opened(port, "this node", "to a free port, or start with --standalone, which takes one by itself", again).close()
+
+
+def _opened(port: int, where: str, instead: str, again: bool) -> socket.socket:
+    """A server at MASTER_PORT, or UserError with who has it."""
     try:
-        server = _server(port, ANSWER if again else 0.0)
+        return _server(port, ANSWER if again else 0.0)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise UserError(f"MASTER_PORT is {port}, which cannot be opened: {error.strerror}") from error
         who = ", ".join(_holders(port)) or "a process that is not to be seen from here"
         raise UserError(
-            f"MASTER_PORT is {port}, which is in use on node 0 ({socket.gethostname()}) by {who}: end it, or set "
-            "MASTER_PORT to another port on all nodes"
+            f"MASTER_PORT is {port}, which is in use on {where} ({socket.gethostname()}) by {who}: end it, or set "
+            f"MASTER_PORT {instead}"
         ) from error
+
+
+def _host(address: str, port: int, nodes: int, _node: int, again: bool, leaves: bool, patience: float) -> str:
+    server = _opened(port, "node 0", "to another port on all nodes", again)
     greeted: SimpleQueue[_Greeted] = SimpleQueue()
     with closing(server):
         # Each connection in a thread: one that says nothing, as of a port scan, must not keep the others waiting.

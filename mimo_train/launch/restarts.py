@@ -44,13 +44,26 @@ def failure_of(code: int, scratch: Path) -> Failure:
     Args:
         scratch: the launcher's folder, in which ranks have left where their files are.
     """
-    try:
-        ranks = read_ranks(Path((scratch / FLIGHT).read_text()))
-    except OSError:
+    folder = _flight_folder(scratch)
+    if folder is None:
         return Failure(code, -1)
+    ranks = read_ranks(folder)
     errors = sorted((rank.seen_at, rank.error) for rank in ranks.values() if rank.error)
     step = max((rank.step for rank in ranks.values()), default=-1)
     return Failure(code, step, errors[0][1] if errors else "")
+
+
+def run_dir_of(scratch: Path) -> Path | None:
+    """`run.dir` of the ranks, if they have begun; arguments as of `failure_of`."""
+    folder = _flight_folder(scratch)
+    return folder.parent.parent if folder is not None else None
+
+
+def _flight_folder(scratch: Path) -> Path | None:
+    try:
+        return Path((scratch / FLIGHT).read_text())
+    except OSError:
+        return None
 
 
 class Restarts:

@@ -66,7 +66,7 @@ class RunLock:
             OSError: the file cannot be written.
         """
         self._path, self._run_dir, self._beat = run_dir / LOCK_FILE, run_dir, beat
-        self._on_lost, self._ended, self._written = on_lost or _end, threading.Event(), 0
+        self._on_lost, self._ended, self._written = on_lost or end_process, threading.Event(), 0
         self._guard = threading.Lock()
         self._me: dict[str, object] = {"host": socket.gethostname(), "pid": os.getpid()}
         deadline = time.monotonic() + patience
@@ -207,7 +207,7 @@ class RunLock:
         )
 
 
-def _end(why: str) -> None:
+def end_process(why: str) -> None:
     """Two runs in one folder mix their metrics and remove each other's checkpoints: this one ends at once."""
     sys.stderr.write(f"error: {why}\n")
     sys.stderr.flush()

@@ -12,7 +12,7 @@ options. What it adds to torchrun:
   same failure at the same step twice ends it (``restarts``). Torchrun itself starts it again at once. Several nodes
   meet before each start: all start again, or none.
 - A launcher that is killed leaves no ranks (``supervisor``) and no temporary files (``scratch``) behind.
-- Several nodes: a MASTER_PORT that is in use ends all launchers with one message (``meeting``).
+- A MASTER_PORT that is in use ends the launchers of all nodes, or of one, with one message (``meeting``).
 
 It imports no torch at module level: its signal handlers are installed before that import begins.
 """
@@ -21,6 +21,7 @@ import ctypes
 import gc
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -33,9 +34,9 @@ from mimo_train.config.fault import UserError
 from mimo_train.flight.recorder import START
 from mimo_train.flight.watch import HANG_CODE, hand_down, say
 from mimo_train.launch.grace import grace_seconds
-from mimo_train.launch.meeting import meet
+from mimo_train.launch.meeting import meet, require_free
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
-from mimo_train.launch.restarts import RESTART, RESTARTS, Restarts, failure_of, first_wait
+from mimo_train.launch.restarts import RESTART, RESTARTS, Restarts, failure_of, first_wait, run_dir_of
 from mimo_train.launch.scratch import FLIGHT, scratch_folder
 from mimo_train.launch.supervisor import Supervisor
 
@@ -184,7 +185,7 @@ def _attempts(attempt: Callable[[], object], options: Any, ranks: Ranks, folder:
         try:
             attempt()
         except ChildFailedError as error:
-            code = _report(error.failures, ranks.stop_asked)
+            code = _report(error.failures, ranks.stop_asked, folder)
             if ranks.stop_asked or not restarts.number:
                 return code
             first = min(error.failures.values(), key=lambda failure: failure.timestamp)
@@ -217,10 +218,15 @@ def _meet(options: Any, *, again: bool = False, leaves: bool = False) -> None:
         UserError: as of `meet`.
     """
     os.environ.pop(START, None)  # of whoever has started this launcher
-    static = options.rdzv_backend == "static" and not options.standalone and not options.rdzv_endpoint
-    if static and options.nnodes.isdecimal() and int(options.nnodes) > 1:
-        nodes, node, address = int(options.nnodes), int(options.node_rank), options.master_addr
-        os.environ[START] = meet(address, int(options.master_port), nodes, node, again=again, leaves=leaves)
+    fewest, _, most = options.nnodes.partition(":")
+    if options.rdzv_backend != "static" or options.standalone or options.rdzv_endpoint or fewest != (most or fewest):
+        return
+    nodes, port = int(fewest), int(options.master_port)
+    if nodes > 1:
+        node, address = int(options.node_rank), options.master_addr
+        os.environ[START] = meet(address, port, nodes, node, again=again, leaves=leaves)
+    elif port and not leaves:
+        require_free(port, again=again)
 
 
 def _adapt(context_class: Any, ranks: Ranks) -> None:
@@ -239,8 +245,12 @@ def _adapt(context_class: Any, ranks: Ranks) -> None:
     context_class._start, context_class._close = started, closed
 
 
-def _report(failures: dict[int, Any], stop_asked: bool) -> int:
-    """Print which rank failed first, and return its exit code. The other ranks failed or were ended because of it."""
+def _report(failures: dict[int, Any], stop_asked: bool, folder: Path) -> int:
+    """Print which rank failed first, and return its exit code. The other ranks failed or were ended because of it.
+
+    Args:
+        folder: the launcher's.
+    """
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     if failure.exitcode in ASKED_FOR:
         say(f"exit code {failure.exitcode}: {ASKED_FOR[failure.exitcode]}. All ranks of this node have ended.")
@@ -250,10 +260,17 @@ def _report(failures: dict[int, Any], stop_asked: bool) -> int:
     elif failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         how = f"was killed by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
+        if name == "SIGABRT":
+            how += f" (as gloo does where ranks make different collectives: {_hang_command(folder)} compares them)"
     else:
         how = f"failed with exit code {failure.exitcode}; the messages above say why"
     say(f"rank {rank} (process {failure.pid}) {how}. All ranks of this node have ended.")
     return max(1, failure.exitcode)
+
+
+def _hang_command(folder: Path) -> str:
+    run_dir = run_dir_of(folder)
+    return f"mimo-train hang {shlex.quote(str(run_dir)) if run_dir else 'RUN_DIR'}"
 
 
 def end_with_launcher() -> None:

@@ -17,7 +17,7 @@ from data.shown import shown_lines
 from mimo_train.launch.output import to_nowhere
 
 _SECONDS_BETWEEN_LINES = 1.0
-_LEARNING_RATE = "learning_rate/"
+_LEARNING_RATE, _OF_SOURCE = "learning_rate/", "loss/"
 
 
 class Console:
@@ -69,8 +69,14 @@ class Console:
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Print the values of an evaluation after `step`; keys are `eval/...`."""
-        unscored = values.get("eval/samples") == 0  # then there is no loss, and nothing is exact
-        shown = [_evaluated(key, None if unscored and math.isnan(value) else value) for key, value in values.items()]
+        # Of a set without a token with loss there is no loss, and nothing is exact.
+        unscored = {
+            key.removesuffix("samples") for key, value in values.items() if key.endswith("/samples") and not value
+        }
+        shown = [
+            _evaluated(key, None if key.rpartition("/")[0] + "/" in unscored and math.isnan(value) else value)
+            for key, value in values.items()
+        ]
         text = "  ".join([f"evaluation at step {step}", *shown])
         self._show(lambda: self._view.print(text))
 
@@ -171,6 +177,11 @@ def step_parts(values: dict[str, float]) -> dict[str, str]:
     parts = {}
     if "lm loss" in values:
         parts["loss"] = f"lm loss {values['lm loss']:.4f}"
+    of_sources = [
+        f"{key.removeprefix(_OF_SOURCE)} {loss:.4f}" for key, loss in values.items() if key.startswith(_OF_SOURCE)
+    ]
+    if of_sources:
+        parts["sources"] = f"({', '.join(of_sources)})"
     if "grad_norm" in values:
         parts["norm"] = f"grad norm {values['grad_norm']:.3g}"
     rates = {key.removeprefix(_LEARNING_RATE): rate for key, rate in values.items() if key.startswith(_LEARNING_RATE)}
@@ -201,10 +212,11 @@ def duration(seconds: float) -> str:
 
 
 def _evaluated(key: str, value: float | None) -> str:
-    key = key.removeprefix("eval/")
-    name = key.replace("_", " ")
+    of_set, _, key = key.removeprefix("eval/").rpartition("/")
+    before = f"{of_set} " if of_set else ""
+    name = before + key.replace("_", " ")
     if value is None:
         return f"no {name}"
     if key == "samples":
-        return f"{value:.0f} samples"
+        return f"{before}{value:.0f} samples"
     return f"{name} {value:.1%}" if key == "exact_match" else f"{name} {value:.4g}"

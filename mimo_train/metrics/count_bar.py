@@ -1,4 +1,4 @@
-"""The progress of counting texts: a bar on a terminal, a line now and then anywhere else."""
+"""The progress of long work: a bar on a terminal, a line now and then anywhere else."""
 
 import os
 import sys
@@ -14,10 +14,11 @@ _SECONDS_BETWEEN_LINES = 10.0
 class CountBar:
     """Shows how many of `total` are done; away from a terminal nothing of what takes seconds."""
 
-    def __init__(self, what: str, total: int, stream: TextIO | None = None):
+    def __init__(self, what: str, total: int | None, stream: TextIO | None = None):
         """
         Args:
             what: is counted, for example "texts".
+            total: None: not known.
             stream: default: standard error.
         """
         self._what, self._total, self._done = what, total, 0
@@ -38,7 +39,8 @@ class CountBar:
             self._bar.update(self._task, completed=self._done)
         elif time.monotonic() - self._last > _SECONDS_BETWEEN_LINES:
             self._last = time.monotonic()
-            print(f"{self._what}: {self._done:,} of {self._total:,}", file=self._stream, flush=True)
+            total = "" if self._total is None else f" of {self._total:,}"
+            print(f"{self._what}: {self._done:,}{total}", file=self._stream, flush=True)
 
     def close(self) -> None:
         """Ends the bar."""

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from data.storage.url import Place
 from mimo_train.config.fault import UserError
 
 PROGRESS_FILE = "progress.txt"
@@ -57,12 +58,12 @@ def job_started(run_dir: Path, *, world_size: int, step: int, flops: float = 0.0
     append_to_progress_log(run_dir, f"start\tworld_size={world_size}\tstep={step}\tflops={flops:.17g}")
 
 
-def checkpoint_saved(run_dir: Path, *, step: int, path: str | Path, reason: str) -> None:
+def checkpoint_saved(run_dir: Path, *, step: int, path: str | Place, reason: str) -> None:
     """Note a complete checkpoint and why it was saved."""
     append_to_progress_log(run_dir, f"checkpoint\tstep={step}\tpath={path}\treason={reason}")
 
 
-def checkpoint_set_aside(run_dir: Path, *, path: Path, why: str) -> None:
+def checkpoint_set_aside(run_dir: Path, *, path: Place, why: str) -> None:
     """Note a damaged checkpoint, under the name that it has now."""
     append_to_progress_log(run_dir, f"damaged\tpath={path}\twhy={why}")
 

@@ -24,6 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from mimo_train.config.fault import UserError
 from mimo_train.model.documents import Documents
+from mimo_train.model.neutral import require_neutral
 from mimo_train.parallel.context import chunks_of, gather_sequence
 
 _LEAST_BLOCK = 512
@@ -31,6 +32,14 @@ _LEAST_BLOCK = 512
 
 _WIDEST_HEAD = 256
 """Of flash attention."""
+
+_UNKNOWN = {
+    "softmax_type": "vanilla",
+    "qk_clip": False,
+    "log_max_attention_logit": False,
+    "apply_query_key_layer_scaling": False,
+}
+"""Options of Megatron-Core's attention that there are none of here."""
 
 
 class SdpaAttention(MegatronModule):
@@ -43,8 +52,8 @@ class SdpaAttention(MegatronModule):
     the layers it holds in, and `attention_softcap` (see `mimo_train.model.transformer_config`), the cap of scores.
 
     Raises:
-        UserError: for a mask type other than causal and no_mask, or context parallelism or a window without a causal
-            mask.
+        UserError: for a mask type other than causal and no_mask, context parallelism or a window without a causal mask,
+            a window that reaches behind a token, attention to another sequence, or an option that it does not have.
     """
 
     def __init__(
@@ -58,9 +67,13 @@ class SdpaAttention(MegatronModule):
         cp_comm_type: str | None = None,
         *,
         pg_collection: ProcessGroupCollection,
-        **_unused_by_this_backend: object,
     ):
         super().__init__(config=config)
+        require_neutral(type(self).__name__, config, **_UNKNOWN)
+        if attention_type != "self":
+            raise UserError(f"SdpaAttention attends to its own sequence, attention_type is {attention_type!r}")
+        if cp_comm_type not in (None, "all_gather"):
+            raise UserError(f"SdpaAttention gathers keys and values, cp_comm_type is {cp_comm_type!r}: leave it out")
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise UserError(f"SdpaAttention masks causally or not at all, mask type is {attn_mask_type}")
         self.is_causal = attn_mask_type is AttnMaskType.causal
@@ -72,6 +85,11 @@ class SdpaAttention(MegatronModule):
         self.window = config.window_size[0] + 1 if windowed else 0
         if self.window and not self.is_causal:
             raise UserError(f"SdpaAttention has windows under a causal mask only, window_size is {config.window_size}")
+        if self.window and config.window_size[1] != 0:
+            raise UserError(
+                f"SdpaAttention sees nothing behind a token, window_size is {config.window_size}: its second number "
+                "must be 0"
+            )
         self.softcap: float = getattr(config, "attention_softcap", 0.0)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -88,12 +106,19 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attend; keys and values may have fewer heads than queries. Returns [S, B, heads * D].
 
-        `attention_mask` is ignored: padding is at the end, where the causal mask already hides it. Where a causal
-        layer gets fewer queries than keys, they are those of the last positions.
+        A causal layer does not look at `attention_mask`: padding is at the end, where the causal mask already hides it.
+        Where it gets fewer queries than keys, they are those of the last positions.
 
         Args:
             packed_seq_params: `Documents` of a packed row; B is 1.
+
+        Raises:
+            UserError: a mask for a layer without one, or of a kind that there is not.
         """
+        if attention_mask is not None and not self.is_causal:
+            raise UserError(f"SdpaAttention without a causal mask has none, and gets one of {attention_mask.shape}")
+        if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.no_mask):
+            raise UserError(f"SdpaAttention masks causally or not at all, the pass asks for {attn_mask_type}")
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, Documents) and self.is_causal, packed_seq_params
             return self._attend_inside_documents(query_SBND, key_SBND, value_SBND, packed_seq_params)

@@ -35,6 +35,7 @@ from mimo_train.model.llm.norms import ZeroCenteredRMSNorm
 from mimo_train.model.lora import add_adapters, linear_classes
 from mimo_train.model.marks import mark
 from mimo_train.model.moe import expert_layer
+from mimo_train.model.neutral import require_neutral
 from mimo_train.model.seeds import seed_for
 from mimo_train.model.window_attention import WindowAttention
 
@@ -55,22 +56,29 @@ class SeededTransformerLayer(TransformerLayer):
         add_adapters(self, f"{config.layers_name}.{self.layer_number - 1}", config, seed)
 
 
+_NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+
+
 class TorchNorm:
     """LayerNorm or RMSNorm of torch, built where Megatron-Core builds a norm.
 
     Unlike `WrappedTorchNorm` it allows sequence parallelism: its parameters are marked, so that
     `finalize_model_grads` sums their gradients over the tensor-parallel ranks.
+
+    Raises:
+        UserError: the config asks for a norm that there is none of here, by the option's name.
     """
 
     def __new__(  # type: ignore[misc]  # it builds a norm, and is none
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> torch.nn.Module:
+        require_neutral("TorchNorm", config, persist_layer_norm=False, memory_efficient_layer_norm=False)
         if config.layernorm_zero_centered_gamma:
-            assert config.normalization == "RMSNorm", config.normalization
+            require_neutral("TorchNorm with layernorm_zero_centered_gamma", config, normalization="RMSNorm")
             norm: torch.nn.Module = ZeroCenteredRMSNorm(hidden_size, eps, config.params_dtype)
         else:
-            norm_class = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
-            norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
+            require_neutral("TorchNorm", config, normalization=tuple(_NORMS))
+            norm = _NORMS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             mark(parameter, sequence_parallel=config.sequence_parallel)
         return norm

@@ -9,12 +9,26 @@ from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.drawing import drawn
 from encoders.projectors.lines import lines_of_tiles
 from encoders.projectors.resampler import PerceiverResampler
 from encoders.projectors.spec import ProjectorSpec
 from encoders.vit.tiles import Tiling
 from mimo_train.config.parts import PARTS
 from mimo_train.model.lora import add_adapters
+from mimo_train.model.neutral import require_neutral
+
+_NOT_RESAMPLED = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "qk_layernorm": False,
+    "softmax_scale": None,
+    "window_size": None,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "sequence_parallel": False,
+}
+"""Options of layers that those of a resampler have not."""
 
 
 class Projector(MultimodalProjector):
@@ -42,12 +56,11 @@ class Projector(MultimodalProjector):
         self.resampler = None
         if spec.latents:
             torch.manual_seed(config.init_seed + 2)
-            self.resampler = PerceiverResampler(resampler_config, spec.latents, norm, pg_collection.tp)
+            self.resampler = resampler(resampler_config, spec.latents, norm, pg_collection.tp)
         self.newline = None
         if spec.newline:
             torch.manual_seed(config.init_seed + 3)
-            drawn = torch.randn(config.hidden_size) * config.hidden_size**-0.5
-            self.newline = torch.nn.Parameter(drawn.to(config.params_dtype))
+            self.newline = drawn((config.hidden_size,), config.hidden_size**-0.5, config)
 
     def forward(
         self,
@@ -74,3 +87,15 @@ class Projector(MultimodalProjector):
             return projected
         assert counts is not None and sum(counts) == len(projected), (counts, projected.shape)
         return self.resampler(projected, counts)
+
+
+def resampler(
+    config: TransformerConfig, latents: int, norm: type, tp_group: torch.distributed.ProcessGroup
+) -> PerceiverResampler:
+    """A resampler of these sizes; arguments as of `PerceiverResampler`.
+
+    Raises:
+        UserError: the config asks for what its layers do not have, by the option's name.
+    """
+    require_neutral("PerceiverResampler", config, **_NOT_RESAMPLED)
+    return PerceiverResampler(config, latents, norm, tp_group)

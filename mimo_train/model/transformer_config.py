@@ -204,6 +204,8 @@ def resampler_config(cfg: ConfigContainer, layout: ModuleLayout) -> TransformerC
         gated_linear_unit=resampler.activation == GATED,
         activation_func=_ACTIVATIONS[resampler.activation],
         add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         init_method_std=cfg.llm.init_std,
     )
 

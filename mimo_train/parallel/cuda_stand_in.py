@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -26,8 +26,7 @@ class StandIn:
     """Every replacement, in one place; made once per process, before Megatron-Core is used."""
 
     def __init__(self) -> None:
-        self.device_mode = _CudaNamesToCpu()
-        self.device_mode.__enter__()
+        self._replace_factories()
         self._replace_cuda_functions()
         self._replace_rng()
         self._replace_groups()
@@ -38,25 +37,40 @@ class StandIn:
         torch.compiler.set_stance("force_eager")
 
     @staticmethod
+    def _replace_factories() -> None:
+        """Every function that takes a device, once. A `TorchFunctionMode` would run in every call of torch, 3,300
+        times in a step of the demo."""
+        # `with torch.device(...)` looks for the originals, which the replacements call, in a set that is made once.
+        constructors = {id(function) for function in _device_constructors()}
+        factories = [name for name, function in vars(torch).items() if id(function) in constructors]
+        for name in (*factories, *(f"{name}_like" for name in _LIKE)):
+            setattr(torch, name, _on_the_cpu(getattr(torch, name)))
+        for name in _NEW:
+            setattr(torch.Tensor, name, _on_the_cpu(getattr(torch.Tensor, name)))
+        tensor: Any = torch.Tensor
+        tensor.to, tensor.type = _to_the_cpu(tensor.to), _with_names_of_cuda(tensor.type)
+        tensor.cuda = lambda self, *args, **kwargs: self
+
+    @staticmethod
     def _replace_cuda_functions() -> None:
         known = {
             "current_device": lambda: CPU,
-            "set_device": _nothing,
-            "synchronize": _nothing,
+            "set_device": _without_effect(),
+            "synchronize": _without_effect(),
             "current_stream": lambda device=None: _Stream(),
             "default_stream": lambda device=None: _Stream(),
-            "set_stream": _nothing,
+            "set_stream": _without_effect(),
             "stream": lambda stream=None: contextlib.nullcontext(),
             "Stream": _Stream,
             "Event": _Event,
             "device": lambda device=None: contextlib.nullcontext(),
-            "empty_cache": _nothing,
-            "reset_peak_memory_stats": _nothing,
+            "empty_cache": _without_effect(),
+            "reset_peak_memory_stats": _without_effect(),
             "get_rng_state": lambda device="cuda": torch.get_rng_state(),
             "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
             "manual_seed": torch.default_generator.manual_seed,
             # torch.manual_seed, which has seeded the CPU already, calls it.
-            "manual_seed_all": _nothing,
+            "manual_seed_all": _without_effect(),
             "FloatTensor": torch.FloatTensor,
             "HalfTensor": torch.HalfTensor,
             "BFloat16Tensor": torch.BFloat16Tensor,
@@ -98,35 +112,56 @@ class StandIn:
         token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
-_TAKE_DEVICES = {torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to}
-"""Functions that take a device, or its name, as a positional argument."""
+_LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+"""Each has a `*_like`, which takes a device too."""
+_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+"""Methods of tensors that take a device."""
 
 
-class _CudaNamesToCpu(TorchFunctionMode):
-    """Replaces CUDA devices by the CPU in torch calls, and makes `Tensor.type()` return CUDA's names."""
+def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory`, which makes its tensor on the CPU and unpinned where CUDA or pinned memory is asked for."""
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not kwargs and func not in _TAKE_DEVICES:
-            return func(*args)  # nearly all calls; this runs thousands of times per step
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # clip_grads.py:174 and distrib_optimizer.py:401 compare with the names of CUDA's tensor types.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if kwargs.get("pin_memory"):
-            # rope_utils.py:62: pinned, so that the copy to the GPU need not be waited for.
-            kwargs = {**kwargs, "pin_memory": False}
-        device = kwargs.get("device")
-        if device is not None and _is_cuda(device):
-            kwargs = {**kwargs, "device": CPU}
-        elif func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        elif func is torch.Tensor.type and len(args) > 1 and isinstance(args[1], str):
-            args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
-        return func(*args, **kwargs)
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and _is_cuda(device):
+                kwargs["device"] = CPU
+            if kwargs.get("pin_memory"):
+                # rope_utils.py:62: pinned, so that the copy to the GPU need not be waited for.
+                kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _to_the_cpu(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`Tensor.to`, for which CUDA is the CPU."""
+
+    @functools.wraps(to)
+    def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        elif kwargs and _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return to(self, *args, **kwargs)
+
+    return move
+
+
+def _with_names_of_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`: clip_grads.py:174 and distrib_optimizer.py:401 compare with the names of CUDA's tensor types."""
+
+    @functools.wraps(type_of)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs:
+            # Under a TorchFunctionMode torch calls this very function once more, by its name.
+            return f"torch.cuda.{type_of(self).rpartition('.')[2]}"
+        if args and isinstance(args[0], str):
+            args = (args[0].replace("torch.cuda.", "torch."), *args[1:])
+        return type_of(self, *args, **kwargs)
+
+    return type_
 
 
 def _is_cuda(device: Any) -> bool:
@@ -193,8 +228,10 @@ class _Event:
         return True
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    """Replaces functions that have no effect on a CPU."""
+def _without_effect() -> Callable[..., None]:
+    """For a function that has no effect on a CPU. Each is another: torch.compile, which Megatron-Core imports, tells
+    the functions of torch apart by identity."""
+    return lambda *args, **kwargs: None
 
 
 _HARMLESS = {

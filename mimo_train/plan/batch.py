@@ -64,14 +64,29 @@ class Batch:
             yield from range(self.first, self.global_batch_size, self.increment)
         yield self.global_batch_size
 
-    def samples_of(self, steps: int) -> int:
-        """Samples of the first `steps` steps."""
-        consumed = 0
+    def samples_of(self, steps: int, consumed: int = 0) -> int:
+        """Samples of the first `steps` steps after `consumed` samples."""
+        before = consumed
         for done in range(steps):
             if not self.first or consumed > self.ramp_samples:
-                return consumed + (steps - done) * self.global_batch_size
+                return consumed - before + (steps - done) * self.global_batch_size
             consumed += self.size_at(consumed)
-        return consumed
+        return consumed - before
+
+    def steps_within(self, samples: int, consumed: int = 0) -> int:
+        """Steps after `consumed` samples that take at most `samples` samples in all, these included."""
+        steps = 0
+        while self.first and consumed <= self.ramp_samples:
+            consumed += self.size_at(consumed)
+            if consumed > samples:
+                return steps
+            steps += 1
+        return steps + max(0, samples - consumed) // self.global_batch_size
+
+    def steps_of(self, samples: int) -> int:
+        """The fewest steps with that many samples."""
+        steps = self.steps_within(samples)
+        return steps + (self.samples_of(steps) < samples)
 
 
 def rampup_faults(cfg: ConfigContainer) -> Iterator[Fault]:

@@ -3,16 +3,15 @@ so that `mimo-train check` reads samples exactly as training does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.bounds import Bounds
 from data.errors import DataError
 from data.fields import NO_FIELDS, Fields, read_fields
 from data.media.ground import colour_of
+from data.storage.url import Place
 from encoders.spec import (
     attention_pairs,
     inner_tokens,
@@ -23,9 +22,11 @@ from encoders.spec import (
     token_grid,
 )
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_mix import source_names
 
 if TYPE_CHECKING:
-    from data.pipeline import Dataset, Media
+    from data.pipeline import Dataset, Media, Source
+    from data.sources import Shards
 
 
 def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
@@ -93,17 +94,62 @@ def fields_of(cfg: ConfigContainer) -> Fields:
         return NO_FIELDS
 
 
+@dataclass(frozen=True)
+class HeldOutSet:
+    """A held-out set of a run."""
+
+    name: str
+    """In metrics, `eval/NAME/loss`; empty: `eval/loss`."""
+    key: str
+    """Of the config, that it comes from."""
+    source: Source
+    fraction: float = 0.0
+    """Of `source` that it is, where that is trained on too."""
+
+
+def training_sources(cfg: ConfigContainer) -> list[Source]:
+    """Where the training samples are from: the sources of `data.mix`, or one without a name."""
+    from data.sources import Source
+
+    data = cfg.data
+    if not data.mix:
+        return [Source("", data.shards)]
+    return [
+        Source(name, one.shards, f"data.mix[{at}].shards", one.weight)
+        for at, (name, one) in enumerate(zip(source_names(data.mix), data.mix, strict=True))
+    ]
+
+
+def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
+    """The held-out sets of a run, in the order in which they are evaluated."""
+    from data.sources import Source
+
+    data, key = cfg.data, "data.validation_fraction"
+    found = []
+    if data.validation_shards:
+        unnamed = "data.validation_shards"
+        found.append(HeldOutSet("", unnamed, Source("", data.validation_shards, unnamed)))
+    if data.validation_fraction:
+        # Its weight, which may be 0, is that of training.
+        sources = [replace(one, weight=None) for one in training_sources(cfg)]
+        found += [HeldOutSet(one.name, key, one, data.validation_fraction) for one in sources]
+    for name, one in data.validation.items():
+        own = f"data.validation.{name}.shards"
+        found.append(HeldOutSet(name, own, Source("", one.shards, own)))
+    return found
+
+
 def build_dataset(
     cfg: ConfigContainer,
     tokenizer: Any,
     *,
-    held_out: bool = False,
-    shards: str | Sequence[str | Path] | None = None,
+    held_out: HeldOutSet | None = None,
+    shards: Shards | None = None,
 ) -> Dataset:
-    """The training samples, or the held-out ones: these in order, and with their texts.
+    """The training samples, or those of a held-out set: these in order, and with their texts.
 
     Args:
-        shards: instead of those of the config.
+        shards: instead of those of the config, all of one source.
 
     Raises:
         DataError: no shards, or one that cannot be used.
@@ -112,7 +158,7 @@ def build_dataset(
 
     data = cfg.data
     return Dataset(
-        shards or (data.validation_shards if held_out else data.shards),
+        shards or ([held_out.source] if held_out else training_sources(cfg)),
         tokenizer=tokenizer,
         sequence_length=data.sequence_length,
         media=media_of(cfg),
@@ -121,23 +167,30 @@ def build_dataset(
         cache_dir=data.cache_dir or None,
         blind=data.blind,
         max_bad_samples=data.max_bad_samples,
-        keep_text=held_out,
+        keep_text=held_out is not None,
         read_retries=data.read_retries,
         bounds=bounds_of(cfg),
+        held_fraction=held_out.fraction if held_out else data.validation_fraction,
+        only_held=held_out is not None,
         ground=colour_of(data.background),
         fields=fields_of(cfg),
         skip_null=data.null_captions == "skip",
     )
 
 
+def without_split(cfg: ConfigContainer) -> ConfigContainer:
+    """The config with every sample on the side of training, for those who look at shards and not at the run."""
+    return replace(cfg, data=replace(cfg.data, validation_fraction=0.0))
+
+
 @dataclass
 class OneShard:
-    """Opens single shards as the training samples of a run. It can be handed to other processes."""
+    """Opens single shards, with all of their samples, as a run does. It can be handed to other processes."""
 
     cfg: ConfigContainer
 
-    def __call__(self, shard: Path) -> Dataset:
-        return build_dataset(self.cfg, self._tokenizer, shards=[shard])
+    def __call__(self, shard: Place) -> Dataset:
+        return build_dataset(without_split(self.cfg), self._tokenizer, shards=[shard])
 
     @cached_property
     def _tokenizer(self) -> Any:

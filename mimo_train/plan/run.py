@@ -2,11 +2,15 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
+from data.storage.url import Place, place_of
 from encoders.plain.spec import PlainSpec
+from encoders.ranges import MOST
 from encoders.spec import encoders_in, joint_faults, most_tokens, number_faults
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.keys import value_faults
@@ -36,6 +40,26 @@ class Run:
     def dir(self) -> Path:
         """Folder that the run writes into."""
         return Path(self.cfg.run.dir)
+
+    @property
+    def checkpoints(self) -> Place:
+        """Folder or URL in which the run's folder `checkpoints` is."""
+        return place_of(self.cfg.checkpoint.dir) if self.cfg.checkpoint.dir else self.dir
+
+
+def with_iters(run: Run, iters: int) -> Run:
+    """The run with so many steps, as they follow from its data."""
+    return replace(run, cfg=replace(run.cfg, train=replace(run.cfg.train, iters=iters)))
+
+
+def steps_of_epochs(run: Run, samples: int) -> int:
+    """Steps of `train.epochs`.
+
+    Args:
+        samples: of an epoch.
+    """
+    # In decimals: 0.1 of 30 samples are 3, and not the next whole number above them.
+    return max(1, run.batch.steps_of(math.ceil(Fraction(str(run.cfg.train.epochs)) * samples)))
 
 
 def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
@@ -74,7 +98,7 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
         *cfg.faults(),
         *([] if found else packing_faults(cfg)),
         *_plain_encoder_faults(cfg),
-        *cfg.profiling.faults(cfg.run.device, cfg.train.iters, world_size),
+        *cfg.profiling.faults(cfg.run.device, cfg.train.iters or MOST, world_size),
     ]
     return found + [fault for fault in others if fault.key not in known]
 

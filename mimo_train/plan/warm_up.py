@@ -5,14 +5,20 @@ from collections.abc import Iterator
 from mimo_train.config.schema import ConfigContainer
 
 
-def warm_up_warnings(cfg: ConfigContainer) -> Iterator[str]:
+def warm_up_warnings(cfg: ConfigContainer, last_step: int | None = None) -> Iterator[str]:
     """Modules whose learning rate never reaches its peak. That is no fault: a run of a few steps, to try a config, is
-    such a one."""
+    such a one.
+
+    Args:
+        last_step: of the run, where its data may end it before `train.iters`.
+    """
+    length = cfg.train.iters if last_step is None else last_step
+    named = f"train.iters {length}" if length == cfg.train.iters else f"the {length} steps that the data lasts for"
     steps_of = {"optim": cfg.optim.warmup_iters}
     steps_of |= {f"modules.{name}.optim": module.optim.warmup_iters or 0 for name, module in cfg.modules.items()}
     for key, steps in steps_of.items():
-        if steps > cfg.train.iters:
+        if steps > length > 0:  # 0: not known yet
             yield (
-                f"{key}.warmup_iters {steps} is longer than train.iters {cfg.train.iters}: the learning rate never "
+                f"{key}.warmup_iters {steps} is longer than {named}: the learning rate never "
                 "reaches its peak; lower it, unless this run is a trial"
             )

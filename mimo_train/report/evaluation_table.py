@@ -45,7 +45,7 @@ def _cells(key: str, column: Column, steps: list[float]) -> list[str]:
 
 def _number_format(key: str, values: Sequence[float]) -> Callable[[float], str]:
     """How the values of a column are written: with equally many decimals, so that they can be compared at a glance."""
-    if key == f"{_EVALUATION}exact_match":
+    if key.endswith("/exact_match"):
         return lambda value: f"{value:.1%}" if math.isfinite(value) else f"{value}"
     finite = [abs(value) for value in values if math.isfinite(value)]
     largest = max(finite, default=0.0)

@@ -23,9 +23,10 @@ class Number:
 
 def headline(data: dict[str, Column], iters: int) -> list[Number]:
     """The numbers for which there are metrics. `iters` is the number of steps that the run is to have."""
+    at = next((key.removesuffix("loss") for key in held_out_keys(data, "loss")), "eval/")
     numbers = [
-        _held_out(data, "eval/exact_match", "Held-out exact match", lambda value: f"{value:.1%}"),
-        _held_out(data, "eval/loss", "Held-out loss", lambda value: f"{value:.4f}"),
+        _held_out(data, at, "exact_match", "Held-out exact match", lambda value: f"{value:.1%}"),
+        _held_out(data, at, "loss", "Held-out loss", lambda value: f"{value:.4f}"),
     ]
     if "consumed_samples" in data:
         steps = data["consumed_samples"].steps[-1]
@@ -42,13 +43,26 @@ def headline(data: dict[str, Column], iters: int) -> list[Number]:
     return [number for number in numbers if number is not None]
 
 
-def _held_out(data: dict[str, Column], key: str, label: str, name: Callable[[float], str]) -> Number | None:
+def held_out_keys(data: dict[str, Column], name: str) -> list[str]:
+    """The keys under which a number is measured of held-out sets: of the set without a name, or of each by its name."""
+    return [key for key in data if key.startswith("eval/") and key.endswith(f"/{name}")]
+
+
+def set_of(key: str) -> str:
+    """The name of the set of such a key, empty for that without a name."""
+    return key.removeprefix("eval/").rpartition("/")[0]
+
+
+def _held_out(data: dict[str, Column], at: str, what: str, label: str, name: Callable[[float], str]) -> Number | None:
+    """`what` of the set whose keys begin with `at`."""
+    key = f"{at}{what}"
     last = data[key].last_finite() if key in data else None
     if last is None:
         return None
     step, value = last
-    samples = data.get("eval/samples")
-    count = f"{samples.values[-1]:,.0f} samples, " if samples else ""
+    samples, of_set = data.get(f"{at}samples"), set_of(key)
+    count = f"{of_set}, " if of_set else ""
+    count += f"{samples.values[-1]:,.0f} samples, " if samples else ""
     return Number(label, name(value), f"{count}step {step:,.0f}")
 
 

@@ -1,5 +1,6 @@
 """From the data of a page to HTML: the templates and the style sheet beside this file. Imports no torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -19,7 +20,8 @@ def environment() -> Environment:
     )
 
 
-def render(page: object) -> str:
-    """The whole page, with its style sheet inside. `page` is what templates/page.html.j2 reads: a `page.Page`."""
-    style = (_FOLDER / "style.css").read_text(encoding="utf-8")
-    return environment().get_template("page.html.j2").render(page=page, style=style)
+def render(page: object, template: str = "page.html.j2", styles: Sequence[str] = ("style.css",)) -> str:
+    """The whole page, with its style sheets inside. `page` is what the template reads: of templates/page.html.j2 a
+    `page.Page`, of templates/data.html.j2 a `data_page.DataPage`."""
+    style = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in styles)
+    return environment().get_template(template).render(page=page, style=style)

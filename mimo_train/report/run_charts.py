@@ -3,9 +3,11 @@
 from mimo_train.plan.layout import RunLayout
 from mimo_train.report.charts import Chart, Series, chart
 from mimo_train.report.curves import Column, smooth
+from mimo_train.report.headline import held_out_keys, set_of
 from mimo_train.report.layout_drawing import module_colors
 
 _RATE = "learning_rate/"
+COLORS = 6
 _LOSS_COLOR, _HELD_OUT_COLOR, _MATCH_COLOR, _NORM_COLOR, _SPEED_COLOR = 0, 3, 2, 4, 5
 
 
@@ -14,13 +16,13 @@ def run_charts(data: dict[str, Column], layout: RunLayout) -> list[Chart]:
     if "consumed_samples" not in data:
         return []
     last_step = data["consumed_samples"].steps[-1]
-    match = data.get("eval/exact_match")
     charts = [
         chart("Loss", "cross-entropy, nats per token", _loss_series(data), last_step=last_step),
+        chart("Loss by source", "smoothed", _source_series(data), last_step=last_step, name_single=True),
         chart(
             "Held-out exact match",
             "answers equal to the truth",
-            [Series("exact match", match.steps, match.values, "dots", _MATCH_COLOR)] if match else [],
+            _match_series(data),
             last_step=last_step,
             y_range=(0, 1),
             y_format=lambda value: f"{value:.0%}" if value in (0, 1) else f"{100 * value:.3g}%",
@@ -44,10 +46,30 @@ def run_charts(data: dict[str, Column], layout: RunLayout) -> list[Chart]:
 
 def _loss_series(data: dict[str, Column]) -> list[Series]:
     series = _raw_and_smooth(data.get("lm loss"), "training, ", _LOSS_COLOR)
-    if "eval/loss" in data:
-        held_out = data["eval/loss"]
-        series.append(Series("held-out", held_out.steps, held_out.values, "dots", _HELD_OUT_COLOR))
+    for number, key in enumerate(held_out_keys(data, "loss")):
+        name = ", ".join(filter(None, ("held-out", set_of(key))))
+        color = (_HELD_OUT_COLOR + number) % COLORS
+        series.append(Series(name, data[key].steps, data[key].values, "dots", color))
     return series
+
+
+def _match_series(data: dict[str, Column]) -> list[Series]:
+    """Exact match of every held-out set."""
+    return [
+        Series(
+            set_of(key) or "exact match", data[key].steps, data[key].values, "dots", (_MATCH_COLOR + number) % COLORS
+        )
+        for number, key in enumerate(held_out_keys(data, "exact_match"))
+    ]
+
+
+def _source_series(data: dict[str, Column]) -> list[Series]:
+    """The losses of the sources of a mixture, smoothed."""
+    found = [(key.removeprefix("loss/"), column) for key, column in data.items() if key.startswith("loss/")]
+    return [
+        Series(name, column.steps, smooth(column.values, len(column.values) / 50), "line", number % COLORS)
+        for number, (name, column) in enumerate(found)
+    ]
 
 
 def _raw_and_smooth(column: Column | None, prefix: str, color: int) -> list[Series]:

@@ -8,6 +8,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.fault import UserError
+from mimo_train.config.schema_mix import source_names
 from mimo_train.model.documents import documents_of
 from mimo_train.parallel.context import own_part
 from mimo_train.step.losses import masked_token_loss
@@ -33,10 +34,13 @@ def forward_step(
     batch = next(data_iterator, None)
     if batch is None:
         raise UserError("the data ended before train.iters: data_iterator returned no microbatch")
-    texts = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "loss_mask")}
+    texts: dict[str, Any] = {
+        key: batch[key] for key in ("input_ids", "position_ids", "labels", "loss_mask", "sources") if key in batch
+    }
     cp_group = unwrap_model(model).pg_collection.cp
     inputs = own_part(texts, cp_group)
-    loss_mask = inputs.pop("loss_mask")
+    loss_mask, sources = inputs.pop("loss_mask"), inputs.pop("sources", None)
     inputs |= {"attention_mask": None, "packed_seq_params": documents_of(batch, cp_group.size())}
     output = unwrap_model(model).build_schedule_plan(**inputs) if return_schedule_plan else model(**inputs)
-    return output, partial(masked_token_loss, loss_mask)
+    names = source_names(state.cfg.data.mix)
+    return output, partial(masked_token_loss, loss_mask, sources_BS=sources, names=names)

@@ -3,7 +3,7 @@
 Shape suffixes: B batch, S sequence.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,27 +25,40 @@ With context parallelism a rank has a part of each sequence, and sums and counts
 form the losses of these ranks add up: each is the sum of its part, divided by the count of the whole."""
 
 MAX_LOSSES = 16
-"""Most names that the losses of a step may have."""
+"""Most names that the losses of a step may have, without those of the sources of a mixture."""
+
+OF_SOURCE = "loss/"
+"""What the names of the losses of sources begin with."""
 
 
 def masked_token_loss(
-    loss_mask_BS: torch.Tensor, output_tensor_BS: torch.Tensor
+    loss_mask_BS: torch.Tensor,
+    output_tensor_BS: torch.Tensor,
+    sources_BS: torch.Tensor | None = None,
+    names: Sequence[str] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the losses of the tokens that count.
 
     Args:
         loss_mask_BS: 1 where a token is learned from, else 0.
         output_tensor_BS: loss per token, in nats.
+        sources_BS: which of the sources `names` each token is of; None: the samples are not of a mixture.
 
     Returns:
         (sum of losses, number of tokens as int, {"lm loss": [sum, number]}): the token-aware pattern; the optimizer
-        step divides by the tokens of the whole global batch.
+        step divides by the tokens of the whole global batch. With `loss/NAME` of every source beside it.
     """
     loss_mask = loss_mask_BS.reshape(-1).float()
     loss = torch.sum(output_tensor_BS.reshape(-1).float() * loss_mask)
     num_tokens = loss_mask.sum()
-    report = torch.stack([loss.detach(), num_tokens])
-    return loss, num_tokens.to(torch.int), {"lm loss": report}
+    report = {"lm loss": torch.stack([loss.detach(), num_tokens])}
+    if sources_BS is not None:
+        losses = torch.stack([output_tensor_BS.detach().reshape(-1).float() * loss_mask, loss_mask])
+        # Sums and no scatter, whose order of summation is not fixed on CUDA.
+        of_sources = [sources_BS.reshape(-1) == number for number in range(len(names))]
+        sums = [(losses * of_source).sum(1) for of_source in of_sources]
+        report |= {f"{OF_SOURCE}{name}": pair for name, pair in zip(names, sums, strict=True)}
+    return loss, num_tokens.to(torch.int), report
 
 
 def weighted_sum(
@@ -98,10 +111,12 @@ class StepLosses:
         validate: Callable[[torch.Tensor, torch.Tensor], None] = lambda loss, num_tokens: None,
         *,
         needs_tokens: bool = False,
+        sources: Sequence[str] = (),
     ):
         """
         Args:
             weights: `train.loss_weights`.
+            sources: names of the sources of a mixture.
             needs_tokens: whether losses must be sums with their number of tokens, since those of routers, which
                 Megatron-Core adds for each token, are divided by it (`mimo_train.model.moe.RouterLosses`).
             validate: called with the loss sum of every microbatch and its number of tokens.
@@ -115,6 +130,9 @@ class StepLosses:
         self._cp_group = language.cp if language is not None and language.cp.size() > 1 else None
         self._checked: tuple[str, ...] | None = None
         self._needs_tokens = needs_tokens
+        self._of_sources = {f"{OF_SOURCE}{name}" for name in sources}
+        self.numbers = 2 * (MAX_LOSSES + len(sources))
+        """Length of the section."""
 
     def begin(self) -> None:
         """Start a step."""
@@ -135,13 +153,22 @@ class StepLosses:
         return normalised
 
     def reduced(self) -> dict[str, torch.Tensor]:
-        """Losses of the step over microbatches and ranks, 0-d float64 on the device; empty where there are none."""
+        """Losses of the step over microbatches and ranks but for those of sources, 0-d float64 on the device; empty
+        where there are none."""
+        return {
+            name: pair[0] / pair[1].clamp(min=1) for name, pair in self._sums().items() if name not in self._of_sources
+        }
+
+    def of_sources(self) -> dict[str, torch.Tensor]:
+        """[sum, number of tokens] of the losses of sources in the step, float64 on the device, by `loss/NAME`."""
+        return {name: pair for name, pair in self._sums().items() if name in self._of_sources}
+
+    def _sums(self) -> dict[str, torch.Tensor]:
         total = self._step_sum.total("losses")
         if not self.reports or total is None:
             return {}
         names = sorted(self.reports[0])
-        sums, counts = total[: 2 * len(names)].view(-1, 2).unbind(1)
-        return dict(zip(names, (sums / counts.clamp(min=1)).unbind(), strict=True))
+        return dict(zip(names, total[: 2 * len(names)].view(-1, 2).unbind(), strict=True))
 
     def _normalise(self, result: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         if isinstance(result, dict) and result:
@@ -174,8 +201,8 @@ class StepLosses:
             raise UserError(
                 f"train.loss_weights.{unknown[0]}: no such loss; the forward step returns {', '.join(report)}"
             )
-        if len(report) > MAX_LOSSES:
-            raise UserError(f"the loss function reports {len(report)} losses, at most {MAX_LOSSES} are summed")
+        if (own := len(report.keys() - self._of_sources)) > MAX_LOSSES:
+            raise UserError(f"the loss function reports {own} losses, at most {MAX_LOSSES} are summed")
         self._checked = tuple(report)
 
     def own(self) -> torch.Tensor | None:

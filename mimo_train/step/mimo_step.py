@@ -1,6 +1,6 @@
 """Forward step of a run with several modules: encoders return features, only the language model returns a loss."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,26 +9,33 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.fault import UserError
+from mimo_train.config.schema_mix import source_names
+from mimo_train.parallel.context import own_part
 from mimo_train.step.losses import masked_token_loss
 from mimo_train.step.state import GlobalState
 
 MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs", "documents")
 """Keys of a microbatch that the model takes."""
+SOURCES = "sources"
 
 
 def loss_func(
-    loss_mask: torch.Tensor, output_tensor: torch.Tensor
+    loss_mask: torch.Tensor,
+    output_tensor: torch.Tensor,
+    sources: torch.Tensor | None = None,
+    names: Sequence[str] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss at the language model's last stage.
 
     Args:
         loss_mask: [batch, sequence], 1 where a token is learned from.
         output_tensor: [batch, sequence], loss per token.
+        sources: [batch, sequence], which of the sources `names` of a mixture each token is of.
 
     Returns:
-        (sum of losses, number of tokens, {"lm loss": [sum, number]}).
+        (sum of losses, number of tokens, {"lm loss": [sum, number]}), with `loss/NAME` of every source.
     """
-    return masked_token_loss(loss_mask, output_tensor)
+    return masked_token_loss(loss_mask, output_tensor, sources, names)
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
@@ -37,10 +44,11 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] 
     Returns:
         On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence], and of a packed row the ends of
         its `documents`; on encoder ranks:
-        modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank.
+        modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank. In a mixture, on
+        language ranks, also sources [batch, sequence], which the model does not take.
     """
     batch = next(data_iterator, None) if data_iterator is not None else None
-    return None if batch is None else {key: batch[key] for key in MODEL_INPUTS if key in batch}
+    return None if batch is None else {key: batch[key] for key in (*MODEL_INPUTS, SOURCES) if key in batch}
 
 
 def forward_step(
@@ -58,6 +66,7 @@ def forward_step(
     if batch is None:
         raise UserError("the data ended before train.iters: data_iterator returned no microbatch")
     batch.setdefault("input_ids", None)
+    sources = batch.pop(SOURCES, None)
     output, loss_mask = model(**batch)
     mimo_model = unwrap_model(model)
     if not (mimo_model.role.has_language_module and mimo_model.role.is_last_stage("language")):
@@ -67,4 +76,8 @@ def forward_step(
             f"the language model's last stage returned features of {', '.join(output)} instead of a loss tensor: "
             "check that modules and modules.*.layout describe the same ranks"
         )
-    return output, partial(loss_func, loss_mask)
+    if sources is None:
+        return output, partial(loss_func, loss_mask)
+    cp_group = unwrap_model(mimo_model.language_model).pg_collection.cp
+    sources = own_part({SOURCES: sources}, cp_group)[SOURCES]
+    return output, partial(loss_func, loss_mask, sources=sources, names=source_names(state.cfg.data.mix))

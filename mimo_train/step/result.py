@@ -12,6 +12,8 @@ class StepResult:
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
     """Reduced losses by name, on ranks of the language model's last stage, else empty. They are on the device:
     reading one waits for it."""
+    of_sources: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[sum, number of tokens] of the losses of a mixture's sources by `loss/NAME`, likewise."""
     skipped_iter: int = 0
     """1 if the update was skipped, else 0."""
     grad_norm: float | None = None

@@ -85,6 +85,9 @@ class GlobalState:
     """When this job started, in seconds since the epoch."""
     metrics: MetricsLog = field(default_factory=MetricsLog)
     console: Console = field(default_factory=Console.silent)
+    data_ends: int | None = None
+    """The step after which the data ends the run (`data.exhausted`), if that is before `train.iters`, by which learning
+    rates go on being computed."""
     _began: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +102,11 @@ class GlobalState:
     def cfg(self) -> ConfigContainer:
         """The run's config."""
         return self.run.cfg
+
+    @property
+    def last_step(self) -> int:
+        """The step that ends the run."""
+        return self.cfg.train.iters if self.data_ends is None else self.data_ends
 
     @property
     def layout(self) -> RunLayout:

@@ -33,17 +33,19 @@ def evaluate_when_due(
     """
     state, held_out = session.state, session.held_out
     interval, step = state.cfg.train.eval_interval, state.train_state.step
-    due = (interval > 0 and step % interval == 0) or step == state.cfg.train.iters
+    due = (interval > 0 and step % interval == 0) or step == state.last_step
     if held_out is None or not due:
         return
     with RECORDER.during("evaluate"):
-        values = held_out.evaluate(step)
+        values = {name: value for one in session.held_out_sets for name, value in one.evaluate(step).items()}
     if state.is_logging_rank:
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.evaluation(step, values)
-        if values.get("eval/samples") == 0:
+        for name in [name for name, value in values.items() if name.endswith("/samples") and value == 0]:
+            of_set = name.removeprefix("eval/").rpartition("/")[0]
+            said = f"evaluation of {of_set}" if of_set else "evaluation"
             state.console.message(
-                "evaluation: no held-out sample has a token with loss: answers are empty, or cut by "
+                f"{said}: no held-out sample has a token with loss: answers are empty, or cut by "
                 "data.sequence_length, or the samples are bad"
             )
         progress.evaluated(state.run_dir, step=step, values=values)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from data.storage.url import Place
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.hf.adapters import ModuleAdapters, is_base, module_adapters
@@ -35,7 +36,7 @@ class Exported:
 
 
 def export(
-    checkpoint: Path, cfg: ConfigContainer, to: Path, *, dtype: str, largest_file: int, merge: bool
+    checkpoint: Place, cfg: ConfigContainer, to: Path, *, dtype: str, largest_file: int, merge: bool
 ) -> tuple[list[Exported], str]:
     """Write the model of a checkpoint. On one process.
 

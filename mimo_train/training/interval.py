@@ -25,8 +25,16 @@ EMPTY = "empty iterations of "
 take the mean of. Losses that are no token's, as those of routers, have values in such steps."""
 
 
+SUM, TOKENS = "sum of ", "tokens of "
+"""What the names of the sums of sources begin with: their losses of an interval are divided once."""
+
+
 def add_step(
-    totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped_iter: int, empty: torch.Tensor | None = None
+    totals: dict[str, Any],
+    losses: Mapping[str, torch.Tensor],
+    skipped_iter: int,
+    empty: torch.Tensor | None = None,
+    of_sources: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Add a step to the sums of an interval; nothing leaves the device.
 
@@ -35,6 +43,7 @@ def add_step(
         losses: of the step; those of a skipped iteration are checked but not added.
         skipped_iter: 1 if the update was skipped.
         empty: 1 if no token of the step has a loss, 0-d.
+        of_sources: [sum, number of tokens] of the losses of sources, by name.
     """
     totals[ADVANCED] = totals.get(ADVANCED, 0) + 1 - skipped_iter
     totals[SKIPPED] = totals.get(SKIPPED, 0) + skipped_iter
@@ -44,6 +53,9 @@ def add_step(
             totals[name] = totals.get(name, 0.0) + value
             if empty is not None:
                 totals[EMPTY + name] = totals.get(EMPTY + name, 0.0) + empty * (value == 0)
+        for name, (value, tokens) in (of_sources or {}).items():
+            totals[SUM + name] = totals.get(SUM + name, 0.0) + value
+            totals[TOKENS + name] = totals.get(TOKENS + name, 0.0) + tokens
     elif losses:
         finite = torch.stack([value.isfinite().all() for value in losses.values()]).all()
         totals[NAN] = totals[NAN] + (~finite).double()
@@ -57,8 +69,12 @@ def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:
     means = {
         name: total / (updates - totals.get(EMPTY + name, 0))
         for name, total in totals.items()
-        if name not in counters and not name.startswith(EMPTY)
+        if name not in counters and not name.startswith((EMPTY, SUM, TOKENS))
     }
+    # Of a source that had no token with loss, none; the number of its tokens tells that from a loss that is NaN.
+    for name in [name.removeprefix(SUM) for name in totals if name.startswith(SUM)]:
+        means[TOKENS + name] = totals[TOKENS + name]
+        means[name] = totals[SUM + name] / totals[TOKENS + name].clamp(min=1)
     if isinstance(nan_steps, torch.Tensor):
         means[NAN] = nan_steps
     totals.clear()
@@ -80,6 +96,11 @@ def sums_on_device(plain: dict[str, list], device: torch.device) -> dict[str, An
         name: torch.tensor(value, dtype=torch.float64, device=device) if is_tensor else value
         for name, (value, is_tensor) in plain.items()
     }
+
+
+def _without_empty_sources(losses: dict[str, float]) -> dict[str, float]:
+    tokens = {name.removeprefix(TOKENS): count for name, count in losses.items() if name.startswith(TOKENS)}
+    return {name: loss for name, loss in losses.items() if not name.startswith(TOKENS) and tokens.get(name, 1)}
 
 
 @dataclass(frozen=True)
@@ -192,7 +213,7 @@ class Interval:
             flops=self._flops,
             times=[row[:times] for row in table],
             memory={name: max(row[times + i] for row in table) for i, name in enumerate(self._memory_names)},
-            losses=dict(zip(names, values, strict=True)),
+            losses=_without_empty_sources(dict(zip(names, values, strict=True))),
         )
         self._bad_samples.settle(int(bad))
         self._empty_steps.settle(int(empty))

@@ -75,6 +75,7 @@ class StepLog:
         self._interval = Interval(
             self._state, parts.stopwatch, parts.pipeline.device, session.bad_samples, session.empty_steps
         )
+        self._dataset = getattr(session.data, "dataset", None)  # a user's own iterator has none
         self._totals: dict[str, Any] = {}
         self._shows_memory = True
         self._history: list[float] = []
@@ -116,7 +117,7 @@ class StepLog:
         self._history.append(time.perf_counter() - self._started)
         del self._history[: -self._state.cfg.log.throughput_window - 1]
         self.note(data, self._history[-1])
-        add_step(self._totals, result.losses, result.skipped_iter, self._empty_steps.note())
+        add_step(self._totals, result.losses, result.skipped_iter, self._empty_steps.note(), result.of_sources)
         self._last = result
         self.write_when_due()
 
@@ -128,7 +129,7 @@ class StepLog:
             TooManyBadSamples: see `write`.
         """
         cfg, result = self._state.cfg, self._last
-        if not (self._interval.steps and is_logging_step(cfg, self._state.train_state.step)):
+        if not (self._interval.steps and is_logging_step(cfg, self._state.train_state.step, self._state.last_step)):
             return
         model = self._pipeline.model
         numbers = StepNumbers(
@@ -155,7 +156,7 @@ class StepLog:
             step=step,
         )
         self._interval.note_step(flops, batch.plan, seconds)
-        if is_logging_step(self._state.cfg, step):
+        if is_logging_step(self._state.cfg, step, self._state.last_step):
             self._imbalance = imbalance(
                 batch,
                 self._state.layout,
@@ -206,7 +207,7 @@ class StepLog:
         so_far = {name: getattr(state.train_state, name) for name in ("bad_samples", "empty_steps", "skipped_iters")}
         values |= {name: float(count) for name, count in (so_far | {"nan_iters": nan_steps}).items() if count}
         values |= self._speed(numbers, sequence_length, history, loaded_step)
-        values |= layer_norms | numbers.memory
+        values |= layer_norms | numbers.memory | self._drawn()
         step = state.train_state.step
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.step(step, values)
@@ -216,6 +217,17 @@ class StepLog:
             )
         self._callbacks.fire("on_log", state, values)
         return show_memory and not numbers.memory
+
+    def _drawn(self) -> dict[str, float]:
+        """Samples of the sources of a mixture so far, and their epochs."""
+        data = self._dataset
+        if data is None or len(data.sources) < 2:
+            return {}
+        counts = data.source_counts(self._state.train_state.consumed_train_samples)
+        drawn = [*zip(data.sources, counts, data.source_sizes, strict=True)]
+        return {f"samples/{source.name}": float(count) for source, count, _ in drawn} | {
+            f"epochs/{source.name}": count / size for source, count, size in drawn
+        }
 
     def _speed(
         self, numbers: IntervalNumbers, sequence_length: int | None, history: Sequence[float], loaded_step: int
@@ -252,7 +264,7 @@ class StepLog:
                 progress,
                 time.time() - state.job_seconds,
                 sequence_length or state.cfg.data.sequence_length,
-                state.cfg.train.iters,
+                state.last_step,
                 log.runtime_unit,
                 loaded_iteration=loaded_step,
                 tokens=progress.consumed_train_tokens if sequence_length is None else None,
@@ -260,6 +272,6 @@ class StepLog:
         return values
 
 
-def is_logging_step(cfg: ConfigContainer, step: int) -> bool:
+def is_logging_step(cfg: ConfigContainer, step: int, last_step: int) -> bool:
     """Whether the log is written after `step`: every `train.log_interval` steps, and after the last one."""
-    return step % cfg.train.log_interval == 0 or step == cfg.train.iters
+    return step % cfg.train.log_interval == 0 or step == last_step

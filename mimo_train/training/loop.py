@@ -9,6 +9,7 @@ from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_st
 from mimo_train.step.result import StepResult
 from mimo_train.training.between_steps import BetweenSteps
 from mimo_train.training.callbacks import Callbacks
+from mimo_train.training.data_end import nothing_left
 from mimo_train.training.evaluating import EvaluationHooks, evaluate_when_due
 from mimo_train.training.exit import agreed_votes
 from mimo_train.training.garbage import manual_garbage_collection
@@ -27,7 +28,7 @@ def train(
     callbacks: Callbacks | None = None,
     evaluation_hooks: EvaluationHooks | None = None,
 ) -> int:
-    """Train until `train.iters` or an exit condition.
+    """Train until the last step or an exit condition.
 
     Args:
         forward_step_func: see `forward_step.ACCEPTED_FORMS`.
@@ -45,14 +46,11 @@ def train(
     nan_policy = NanPolicy(*watched, save=partial(saver.save_apart, data))
     between_steps = BetweenSteps(state.run, session.model, parts.profiler)
     exit_code = 0
-    if progress.step >= cfg.iters:
-        state.console.message(
-            f"nothing to train: step {progress.step} of train.iters {cfg.iters} was made; raise it, or give another "
-            "run.dir"
-        )
+    if progress.step >= state.last_step:
+        state.console.message(nothing_left(state))
     callbacks.fire("on_train_start", state, session.model)
     with manual_garbage_collection(cfg.manual_gc_interval):
-        while progress.step < cfg.iters:
+        while progress.step < state.last_step:
             RECORDER.begin_step(progress.step + 1)
             parts.profiler.before_step(progress.step + 1)
             callbacks.fire("on_step_start", state)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mimo_train.checkpoint import folders
+from data.storage.url import Place
 from mimo_train.checkpoint.failed_save import SaveFailed
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.metrics import progress
@@ -16,7 +16,7 @@ from mimo_train.training.exit import AgreedVotes
 from mimo_train.training.setup import Session
 
 FINISHED = "finished"
-"""Reason of an exit after `train.iters` steps."""
+"""Reason of an exit after the last step."""
 
 _WORTH_TELLING = 1.0
 """Seconds of waiting for the save before that the console tells of."""
@@ -33,7 +33,7 @@ def exit_reason(state: GlobalState, votes: AgreedVotes) -> str | None:
     """Why the run ends after this step: finished, signal, exit_duration_minutes or exit_interval; None: it continues.
     The same on every rank."""
     train, step = state.cfg.train, state.train_state.step
-    if step >= train.iters:
+    if step >= state.last_step:
         return FINISHED
     if votes.signalled:
         return "signal"
@@ -67,6 +67,7 @@ class Saver:
         self._in_flight: _Facts | None = None
         self._failures = 0
         """Saves in a row that have failed."""
+        self._told_lacking = False
 
     def save_and_decide_exit(self, data: StepIterator, votes: AgreedVotes) -> bool:
         """Save once if the step is due, and return whether the loop should end.
@@ -103,9 +104,9 @@ class Saver:
         reason: str,
         *,
         non_persistent: bool = False,
-        run_dir: Path | None = None,
+        run_dir: Place | None = None,
         must_succeed: bool = False,
-    ) -> Path | None:
+    ) -> Place | None:
         """Save everything, wait until it is complete, and report it to progress.txt, the console and the callbacks.
         Collective.
 
@@ -149,7 +150,7 @@ class Saver:
     def save_apart(self, data: StepIterator, folder: Path, reason: str) -> Path:
         """`save` into a folder of its own, whatever becomes of the save in flight."""
         saved = self.save(data, reason, run_dir=folder)
-        assert saved is not None
+        assert isinstance(saved, Path)
         return saved
 
     def finish(self, *, can_end: bool = True) -> None:
@@ -182,19 +183,22 @@ class Saver:
         self._empty_steps.settle()
         try:
             with RECORDER.during("save"):
-                goes_on = self._checkpointer.begin(data, non_persistent=non_persistent)
+                folder = self._checkpointer.begin(data, non_persistent=non_persistent)
         except SaveFailed as error:
             self._failed(error, step)
             return
         finally:
             timer.stop()
+        if (lacking := self._checkpointer.lacking) and not self._told_lacking:
+            self._state.console.message(f"checkpoint.asynchronous=auto: saves stop training, since {lacking}")
+        self._told_lacking = bool(lacking)
         if not non_persistent:
             self._saved_step = step
         facts = self._facts(reason, began, timer.elapsed(reset=True, barrier=False))
-        if goes_on:
+        if folder is None:
             self._in_flight = facts
         else:
-            self._report(facts, folders.final_folder(self._state.run_dir, step, non_persistent))
+            self._report(facts, folder)
 
     def _facts(self, reason: str, began: float, waited: float) -> _Facts:
         run = self._state.train_state
@@ -205,7 +209,7 @@ class Saver:
         if self._in_flight is not None:
             self._settle(self._checkpointer.hear)
 
-    def _settle(self, outcome: Callable[[], Path | None], *, can_end: bool = True) -> None:
+    def _settle(self, outcome: Callable[[], Place | None], *, can_end: bool = True) -> None:
         facts = self._in_flight
         assert facts is not None
         try:
@@ -232,7 +236,7 @@ class Saver:
             "(checkpoint.max_failed_saves)"
         )
 
-    def _report(self, facts: _Facts, folder: Path) -> None:
+    def _report(self, facts: _Facts, folder: Place) -> None:
         state, self._failures = self._state, 0
         if state.is_logging_rank:
             progress.checkpoint_saved(state.run_dir, step=facts.step, path=folder, reason=facts.reason)

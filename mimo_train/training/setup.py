@@ -14,23 +14,22 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 
+from data.storage.url import Url
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
 from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
-from mimo_train.config.compose import to_yaml
 from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.config.pretrained.fill_in import parts_there
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_mix import source_names
 from mimo_train.diagnose.profiling import StepProfiler
 from mimo_train.diagnose.rerun import Rerun
 from mimo_train.evaluation.bad_sample_report import BadSampleReport
-from mimo_train.evaluation.held_out import HeldOut
+from mimo_train.evaluation.held_out import HeldOut, open_held_out
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
+from mimo_train.launch.object_lock import ObjectLock, require_seen
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
-from mimo_train.metrics import progress
-from mimo_train.metrics.console import Console
-from mimo_train.metrics.metrics_log import build_metrics_log
 from mimo_train.metrics.stopwatch import Stopwatch
 from mimo_train.model.build import build_model
 from mimo_train.model.heads import ModelHook
@@ -49,20 +48,22 @@ from mimo_train.parallel.one_run import LONGEST_SIGHT, Start, require_one_config
 from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
+from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.padding import padding_of
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
 from mimo_train.plan.run import Run
 from mimo_train.plan.run_dir import make_folder
-from mimo_train.plan.warm_up import warm_up_warnings
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.counted_texts import count_texts
 from mimo_train.step.feature_cache import Features
-from mimo_train.step.losses import MAX_LOSSES, StepLosses
+from mimo_train.step.losses import StepLosses
 from mimo_train.step.schedule import Pipeline
 from mimo_train.step.state import GlobalState, TrainState
 from mimo_train.training.bad_sample_count import BadSampleCount
+from mimo_train.training.data_end import data_end, with_steps
 from mimo_train.training.empty_steps import EmptySteps
 from mimo_train.training.exit import ExitVotes
+from mimo_train.training.opening import open_state
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,17 @@ class Session:
     rerun: Rerun
     freeze_stages: FreezeStages
     data: StepIterator
-    held_out: HeldOut | None
+    held_out_sets: tuple[HeldOut, ...]
     checkpointer: Checkpointer
     bad_samples: BadSampleCount
     empty_steps: EmptySteps
-    lock: RunLock | None
-    """That of `run.dir`, on rank 0."""
+    locks: ExitStack
+    """Those of `run.dir` and `checkpoint.dir`, on rank 0."""
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """The first held-out set, if there is one."""
+        return next(iter(self.held_out_sets), None)
 
     @property
     def model(self) -> list[MegatronModule]:
@@ -105,8 +111,7 @@ class Session:
         """End threads, profilers and writers, also after a failure."""
         state, parts = self.state, self.parts
         with ExitStack() as ends:  # all of them, whichever fails
-            if self.lock is not None:
-                ends.callback(self.lock.close)  # the last of all
+            ends.callback(self.locks.close)  # the last of all
             for part in (state.metrics, state.console, self.checkpointer, parts.profiler, self.data):
                 ends.callback(part.close)
 
@@ -132,7 +137,7 @@ def setup(
             or ranks were started with different configs or see different folders; with the config key.
     """
     kind, device = start_processes(run.cfg, store)
-    lock: RunLock | None = None
+    locks, saves = ExitStack(), run.checkpoints
     RECORDER.to("lock")
     start, longest = Start.of(run.cfg), 30 * run.cfg.run.timeout_minutes
     try:
@@ -140,17 +145,21 @@ def setup(
             with agreed(start) as starts:
                 make_folder(run.dir)
                 if dist.get_rank() == 0:
-                    lock = RunLock(run.dir, min(LONGEST_LOCK, longest), start.mark)
+                    locks.callback(RunLock(run.dir, min(LONGEST_LOCK, longest), start.mark).close)
                     remove_old_starts(run.dir)
+                    if isinstance(saves, Url):
+                        locks.callback(ObjectLock(saves, start.mark).close)
         except UserError:
             RECORDER.discard()  # the folder is another run's
             raise
         require_one_config(run.cfg, starts)
         require_one_folder(run.dir / LOCK_FILE, starts, min(LONGEST_SIGHT, longest))
-        return _build(run, votes, kind, device, lock, start_time, pre_wrap_hook)
+        if isinstance(saves, Url):
+            with agreed():
+                require_seen(saves, starts[0].mark)
+        return _build(run, votes, kind, device, locks, start_time, pre_wrap_hook)
     except BaseException:
-        if lock is not None:
-            lock.close()
+        locks.close()
         raise
 
 
@@ -159,13 +168,14 @@ def _build(
     votes: ExitVotes,
     kind: str,
     device: torch.device,
-    lock: RunLock | None,
+    locks: ExitStack,
     start_time: float,
     pre_wrap_hook: ModelHook | None,
 ) -> Session:
-    cfg, train_state = run.cfg, TrainState()
     RECORDER.to("demo")
     make_demo_shards(run)
+    given, (run, dataset) = run, with_steps(run)
+    cfg, train_state = run.cfg, TrainState()
     parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg))
     pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
     RECORDER.to("optimizer build")
@@ -176,10 +186,16 @@ def _build(
     schedulers = ModuleSchedulers(cfg, optimizer)
     rerun = Rerun(cfg.train.rerun, cfg.train.log_interval)
     losses = StepLosses(
-        cfg.train.loss_weights, groups, step_sum, rerun.validate, needs_tokens=pipeline.router_losses.active
+        cfg.train.loss_weights,
+        groups,
+        step_sum,
+        rerun.validate,
+        needs_tokens=pipeline.router_losses.active,
+        sources=source_names(cfg.data.mix),
     )
     RECORDER.to("index")
-    dataset, padding = build_dataset(cfg, parts.tokenizer), padding_of(cfg)
+    dataset, padding = dataset or build_dataset(cfg, parts.tokenizer), padding_of(cfg)
+    mixing = Mixing(cfg, run.batch, dataset.source_sizes)
     if padding is not None:
         count_texts(run, dataset)
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
@@ -187,12 +203,15 @@ def _build(
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
     fingerprints = Fingerprints(dataset.fingerprint, dataset.text_fingerprint, parts.tokenizer.vocabulary_fingerprint)
     read_adapters = partial(load_start_adapters, cfg, pipeline.model, rows)
-    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters)
+    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters, mixing)
     RECORDER.to("load")
     resumed_from = checkpointer.resume()
     if not train_state.consumed_train_tokens:  # a checkpoint of a time when they were not counted
         train_state.consumed_train_tokens = train_state.consumed_train_samples * cfg.data.sequence_length
     RECORDER.to("loop")
+    dataset.set_phases(mixing.phases)
+    with agreed():
+        stops = data_end(run, dataset, train_state)
     features = Features(cfg, pipeline.model, use_transformer_engine(kind))
     features.serve(dataset)
     loader = open_loader(
@@ -200,7 +219,7 @@ def _build(
         groups,
         dataset,
         consumed=train_state.consumed_train_samples,
-        steps=cfg.train.iters - train_state.step,
+        steps=(cfg.train.iters if stops is None else stops.step) - train_state.step,
         size_at=run.batch.size_at,
         padding=padding,
     )
@@ -211,12 +230,12 @@ def _build(
     prefetcher = features.prefetcher(data)
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
-    held_out = HeldOut(run, pipeline, parts.tokenizer, features) if cfg.data.validation_shards else None
+    held_out = open_held_out(run, pipeline, parts.tokenizer, features)
     # The log is opened last: what fails before leaves the files of an earlier start as they are.
-    state = _open_state(run, train_state, start_time, resumed_from, checkpointer)
+    state = open_state(run, given, train_state, start_time, resumed_from, checkpointer, stops)
     report = BadSampleReport(run.dir, run.layout.logging_rank, state.console.message)
-    if held_out is not None:
-        held_out.tell_of_bad_samples_by(report)
+    for one in held_out:
+        one.tell_of_bad_samples_by(report)
     return Session(
         state=state,
         parts=parts,
@@ -226,11 +245,11 @@ def _build(
         rerun=rerun,
         freeze_stages=freeze_stages,
         data=data,
-        held_out=held_out,
+        held_out_sets=held_out,
         checkpointer=checkpointer,
         bad_samples=BadSampleCount(train_state, dataset, report, device),
         empty_steps=EmptySteps(train_state, cfg.train.max_empty_steps, step_sum, device),
-        lock=lock,
+        locks=locks,
     )
 
 
@@ -250,7 +269,7 @@ def _open_sections(
     step_sum.open("tokens", 1, pipeline.own_tokens)
     step_sum.open("votes", votes.NUMBER + votes.SAME_STEP, lambda: votes.numbers(train_state.step + 1))
     step_sum.open("save in flight", checkpointer.NUMBER, checkpointer.own)
-    step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
+    step_sum.open("losses", losses.numbers, losses.own)
     step_sum.open("bad samples", samples, data.own_bad_samples)
     if pipeline.router_losses.active:
         step_sum.open(pipeline.router_losses.SECTION, pipeline.router_losses.numbers, pipeline.router_losses.own)
@@ -345,27 +364,3 @@ def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
         ep_rank=pgs.ep.rank(),
         etp_rank=pgs.expt_tp.rank(),
     )
-
-
-def _open_state(
-    run: Run, train_state: TrainState, start_time: float, resumed_from: Path | None, checkpointer: Checkpointer
-) -> GlobalState:
-    """The state of the run, with the log open on the rank that writes it."""
-    if dist.get_rank() != run.layout.logging_rank:
-        return GlobalState(run, train_state, start_time=start_time)
-    step = train_state.step
-    (run.dir / "config.yaml").write_text(to_yaml(run.cfg))
-    metrics = build_metrics_log(run.cfg, run.dir, resumed_step=step)
-    console = Console(run.cfg.train.iters, step)
-    flops = train_state.floating_point_operations_so_far
-    progress.job_started(run.dir, world_size=run.layout.world_size, step=step, flops=flops)
-    for loaded in checkpointer.loaded:
-        console.message(str(loaded))
-    for damaged in checkpointer.set_aside:
-        progress.checkpoint_set_aside(run.dir, path=damaged.now, why=damaged.why)
-        console.message(str(damaged))
-    for warning in warm_up_warnings(run.cfg):
-        console.message(f"warning: {warning}")
-    if resumed_from is not None:
-        console.message(f"continues from {resumed_from}, step {step}")
-    return GlobalState(run, train_state, start_time=start_time, metrics=metrics, console=console)

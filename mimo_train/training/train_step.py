@@ -41,5 +41,10 @@ class TrainStep:
         if losses:
             losses |= router_losses.reduced(session.parts.step_sum.total(router_losses.SECTION))
         return replace(
-            asked, losses=losses, skipped_iter=int(not updated), grad_norm=grad_norm, num_zeros_in_grad=num_zeros
+            asked,
+            losses=losses,
+            of_sources=session.losses.of_sources(),
+            skipped_iter=int(not updated),
+            grad_norm=grad_norm,
+            num_zeros_in_grad=num_zeros,
         )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 from mimo_train.training.callbacks import Callback
 
@@ -25,12 +26,20 @@ class At(Callback):
 
 
 class FromEnvironment(At):
-    """`At` for a launched run: MIMO_TEST_BREAK is rank:step, where the rank raises, at every start again; or
-    rank:step:launcher, where it kills its launcher. Leaves a file `failed_RANK` in the run's folder."""
+    """`At` for a launched run: MIMO_TEST_BREAK is rank:step, where the rank raises, at every start again, and writes
+    its part of a checkpoint only then; or rank:step:launcher, where it kills its launcher. Leaves a file `failed_RANK`
+    in the run's folder."""
 
     def __init__(self):
         rank, step, *what = os.environ.get("MIMO_TEST_BREAK", "0:0").split(":")
         super().__init__(int(rank), int(step), *(what or ["raise"]))
+        if self.what == "raise" and os.environ["RANK"] == rank and self.step:
+            from mimo_train.checkpoint import store
+
+            write, self.failed = store.write_rank, threading.Event()
+            store.write_rank = lambda *arguments: self.failed.wait() and write(*arguments)
 
     def on_failure(self, state, error):
+        if self.what == "raise" and hasattr(self, "failed"):
+            self.failed.set()
         (state.run_dir / f"failed_{os.environ['RANK']}").write_text(str(error))

@@ -1,4 +1,4 @@
-"""The layout never changes the numbers: losses and gradient norms of 12 steps, and the parameters after them, against
+"""The layout never changes the numbers: losses and gradient norms of 8 steps, and the parameters after them, against
 those of one process, for the rows of `layout_tables` that `layout_cover` picks. With MIMO_ALL_LAYOUTS=1, 20 steps of
 all rows, as in the record."""
 
@@ -14,7 +14,7 @@ from tests.dist.layout_tables import CASES, MODELS, apart
 from tests.dist.parity import Trained, config_of, difference, make_demos, trained, within
 from tests.dist.runs import BOUNDS, BOUNDS_BF16, RATE, STEPS, USUAL_ADAM
 
-TRIED, ITERS = (CASES, STEPS) if os.environ.get("MIMO_ALL_LAYOUTS") else (DEFAULT, 12)
+TRIED, ITERS = (CASES, STEPS) if os.environ.get("MIMO_ALL_LAYOUTS") else (DEFAULT, 8)
 SO_LONG = f"train.iters={ITERS}"
 """A layout that is wrong is so from its first update on; differences by rounding grow with the steps."""
 

@@ -49,7 +49,8 @@ MODULE_PARTS = {
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|\.\.\.|X{4}|\*\*|^my\b|~")
 """What stands for a name that the reader chooses."""
 OF_OTHERS = {"config.yaml", "data.py", "layout/four_and_two.yaml", "encoder/vit_mine.yaml"}
-"""Files that a run writes, or that belong to the reader."""
+OF_OTHERS |= {"split.yaml", "dataset.yaml", ".info.yaml"}
+"""Files that a run or another program writes, or that belong to the reader."""
 SUFFIXES = (".py", ".sh", ".md", ".yaml", ".toml", ".sbatch")
 FOLDERS = ("mimo_train", "encoders", "data", "configs", "scripts", "tests", "docs", "benchmarks", ".ci")
 
@@ -274,3 +275,9 @@ def test_the_promises_name_tests_that_are_there():
             file = named.partition("::")[0] or file
             test = named.partition("::")[2]
             assert f"def {test}(" in (ROOT / file).read_text() if test else (ROOT / file).is_file(), named
+
+
+def test_every_record_and_every_script_that_measures_is_listed():
+    listed = (ROOT / "benchmarks" / "README.md").read_text()
+    there = {path.name for kind in ("*.md", "*.py") for path in (ROOT / "benchmarks").glob(kind)} - {"README.md"}
+    assert there and not [name for name in sorted(there) if name not in listed]

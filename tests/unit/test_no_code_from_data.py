@@ -13,6 +13,7 @@ from data.errors import DataError
 from data.index import build_index, index_path, open_index
 from data.tokens import build_tokenizer
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.damage import DamagedCheckpoint
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage, write_marker
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
@@ -84,7 +85,7 @@ def test_a_checkpoint_of_other_programs(tmp_path, crafted, name):
     # Not set aside as damaged, which would begin the run anew, or from another step.
     with pytest.raises(UserError, match=formats) as raised:
         folders.newest_readable(tmp_path)
-    assert not isinstance(raised.value, folders.DamagedCheckpoint) and folder.is_dir()
+    assert not isinstance(raised.value, DamagedCheckpoint) and folder.is_dir()
 
 
 def test_the_record_of_a_checkpoint(tmp_path, crafted):

@@ -1,17 +1,27 @@
 """The bytes of a complete checkpoint, in blocks that each have a hash. Imports no torch."""
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from itertools import islice
 from threading import Lock
 
 from data.listed import listed
-from mimo_train.checkpoint.format.durable import digest
-from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file, open_file, patiently
+from data.storage.base import Found
+from data.storage.io_thread import read_range, start_read
+from data.storage.stores import store_of
+from data.storage.url import WEB, Place, Url
+from mimo_train.checkpoint.format.durable import digest, digest_of
+from mimo_train.checkpoint.format.files import INDEX, Damage, marked_file, objects_in, open_file, patiently
 from mimo_train.checkpoint.format.index import BLOCK, SIZES, File, Index
+
+MOST_VIEWS = 1024
+"""Parts of memory that one call of the system fills."""
+AHEAD = 8
+"""Blocks of objects that are on their way while one is used."""
 
 
 class Blocks:
@@ -24,12 +34,14 @@ class Blocks:
         Damage: it is not complete, or its index is not what was written.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Place):
         self.folder = folder
         self.index = Index.load(marked_file(folder, INDEX))
         self._open: dict[int, int] = {}
         self._stale: list[int] = []
         self._opening = Lock()
+        self._expected: deque[tuple[int, int]] = deque()
+        self._begun: dict[tuple[int, int], Future[memoryview]] = {}
 
     def require_files(self) -> None:
         """Look at every file: for one rank of many, which together would open each file as often as there are files.
@@ -37,15 +49,22 @@ class Blocks:
         Raises:
             Damage: one is missing, or its size or header is not what was written.
         """
-        for file in self.index.files:
-            patiently(partial(self._require_file, file), self.folder / file.name)
+        there = self._objects()
+        with ThreadPoolExecutor(16) as pool:  # in object storage each answer is on its way for a while
+            every = pool.map if isinstance(self.folder, Url) else map
+            for _ in every(partial(self._require_patiently, there=there), self.index.files):
+                pass
 
     def damage(self, workers: int = 4) -> list[str]:
         """What is damaged, by file and tensors. Reads all of the checkpoint, in as many threads."""
         found, whole = [], []
+        try:
+            there = self._objects()
+        except OSError as error:
+            return [str(error)]
         for number, file in enumerate(self.index.files):
             try:
-                self._require_file(file)
+                self._require_file(file, there)
                 whole.append(number)
             except (Damage, OSError) as error:
                 found.append(str(error))
@@ -53,20 +72,25 @@ class Blocks:
         with ThreadPoolExecutor(workers) as pool:
             return found + [said for said in pool.map(self._damage, blocks) if said]
 
-    def read(self, number: int, block: int, into: memoryview | None = None) -> memoryview:
-        """A block behind the header of a file, after its hash was compared.
+    def size_of(self, number: int, block: int) -> int:
+        """Bytes of a block behind the header of a file."""
+        file = self.index.files[number]
+        return min(BLOCK, file.size - file.header - block * BLOCK)
+
+    def read(self, number: int, block: int, into: Sequence[memoryview]) -> None:
+        """Read a block behind the header of a file, and compare its hash.
 
         Args:
-            into: memory of its size, which it is read into.
+            into: parts of memory, together of its size, which are filled one behind the other.
 
         Raises:
             Damage: it is not what was written; names file and tensors.
             OSError: it cannot be read, also when it is tried again.
         """
 
-        def once() -> memoryview:
+        def once() -> None:
             try:
-                return self._read(number, block, into)
+                self._read(number, block, into)
             except OSError:
                 # A handle that the server has forgotten stays bad. Another thread may be reading from it yet.
                 with self._opening:
@@ -74,27 +98,64 @@ class Blocks:
                         self._stale.append(self._open.pop(number))
                 raise
 
-        return patiently(once, self.folder / self.index.files[number].name)
+        patiently(once, self.folder / self.index.files[number].name)
 
-    def _read(self, number: int, block: int, into: memoryview | None = None) -> memoryview:
+    def _read(self, number: int, block: int, into: Sequence[memoryview]) -> None:
+        file = self.index.files[number]
+        begin, size = file.header + block * BLOCK, self.size_of(number, block)
+        assert sum(map(len, into)) == size, (number, block)
+        if isinstance(self.folder, Url):
+            self._read_object(number, block, into)
+        else:
+            self._read_file(number, begin, into)
+        if digest_of(into) != file.hashes[1 + block]:
+            raise Damage(
+                f"{file.name} is damaged between bytes {begin} and {begin + size}: {self._held(number, block)}"
+            )
+
+    def expect(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """What is read next, in this order: objects are read ahead."""
+        self._expected = deque(blocks if isinstance(self.folder, Url) else ())
+        self._begun.clear()
+
+    def _read_object(self, number: int, block: int, into: Sequence[memoryview]) -> None:
+        """Fill `into`; the next few that are expected begin to come meanwhile."""
+        own = self._begun.pop((number, block), None) or self._begin(number, block)
+        while self._expected and len(self._begun) < AHEAD:
+            place = self._expected.popleft()
+            if place != (number, block):
+                self._begun[place] = self._begin(*place)
+        content = own.result()
+        if len(content) != self.size_of(number, block):
+            raise Damage(f"{self.index.files[number].name} was cut short while it was read")
+        at = 0
+        for view in into:
+            view[:] = content[at : at + len(view)]
+            at += len(view)
+
+    def _begin(self, number: int, block: int) -> Future[memoryview]:
+        assert isinstance(self.folder, Url)
+        file = self.index.files[number]
+        begin = file.header + block * BLOCK
+        return start_read(self.folder / file.name, begin, min(BLOCK, file.size - begin))
+
+    def _read_file(self, number: int, at: int, into: Sequence[memoryview]) -> None:
+        assert not isinstance(self.folder, Url)
         file = self.index.files[number]
         with self._opening:
             if number not in self._open:
                 self._open[number] = open_file(self.folder / file.name)
             there = self._open[number]
-        begin = file.header + block * BLOCK
-        view = memoryview(bytearray(min(BLOCK, file.size - begin))) if into is None else into
-        done = 0
-        while done < len(view):
-            count = os.preadv(there, [view[done:]], begin + done)
+        left = deque(into)
+        while left:
+            count = os.preadv(there, [*islice(left, MOST_VIEWS)], at)
             if not count:
                 raise Damage(f"{file.name} was cut short while it was read")
-            done += count
-        if digest(view) != file.hashes[1 + block]:
-            raise Damage(
-                f"{file.name} is damaged between bytes {begin} and {begin + len(view)}: {self._held(number, block)}"
-            )
-        return view
+            at += count
+            while left and count >= len(left[0]):
+                count -= len(left.popleft())
+            if count:
+                left[0] = left[0][count:]
 
     def close(self) -> None:
         """Close the files."""
@@ -103,16 +164,32 @@ class Blocks:
                 os.close(file)
         self._open.clear()
         self._stale.clear()
+        self._expected.clear()
+        self._begun.clear()
 
-    def _require_file(self, file: File) -> None:
-        require_size(self.folder, file)
-        with os.fdopen(open_file(self.folder / file.name), "rb") as there:
-            if digest(there.read(file.header)) != file.hashes[0]:
-                raise Damage(f"{file.name} is damaged in its header")
+    def _objects(self) -> dict[str, Found] | None:
+        """All objects in the folder, if it is one of objects that can be listed."""
+        if not isinstance(self.folder, Url) or self.folder.scheme in WEB:
+            return None
+        return patiently(partial(objects_in, self.folder), self.folder)
+
+    def _require_patiently(self, file: File, there: dict[str, Found] | None) -> None:
+        patiently(partial(self._require_file, file, there), self.folder / file.name)
+
+    def _require_file(self, file: File, there: dict[str, Found] | None) -> None:
+        require_size(self.folder, file, there)
+        if isinstance(self.folder, Url):
+            header: bytes | memoryview = read_range(self.folder / file.name, 0, file.header)
+        else:
+            with os.fdopen(open_file(self.folder / file.name), "rb") as opened:
+                header = opened.read(file.header)
+        if digest(header) != file.hashes[0]:
+            raise Damage(f"{file.name} is damaged in its header")
 
     def _damage(self, place: tuple[int, int]) -> str:
         try:
-            self._read(*place)  # once: of a disk that fails everywhere the pauses would add up
+            # Once: of a disk that fails everywhere the pauses would add up.
+            self._read(*place, [memoryview(bytearray(self.size_of(*place)))])
         except (Damage, OSError) as error:
             return str(error)
         return ""
@@ -130,16 +207,25 @@ class Blocks:
                     yield f"{key.module} {key.name} ({key.state})"
 
 
-def require_size(folder: Path, file: File) -> None:
+def require_size(folder: Place, file: File, objects: Mapping[str, Found] | None = None) -> None:
     """Opens the file: on a network file system the size of one that is only looked at may be an old one.
+
+    Args:
+        objects: for a folder of objects, those that are there, by name; None: this one is looked at.
 
     Raises:
         Damage: it is missing or has another size.
     """
-    there = open_file(folder / file.name)
-    try:
-        size = os.fstat(there).st_size
-    finally:
-        os.close(there)
+    if isinstance(folder, Url):
+        try:
+            size = (store_of(folder).look(folder / file.name) if objects is None else objects[file.name]).size
+        except (FileNotFoundError, KeyError):
+            raise Damage(f"{file.name} is missing") from None
+    else:
+        there = open_file(folder / file.name)
+        try:
+            size = os.fstat(there).st_size
+        finally:
+            os.close(there)
     if size != file.size:
         raise Damage(f"{file.name} has {size} bytes, not {file.size}")

@@ -4,17 +4,25 @@ rank_00000.safetensors ...   what each rank holds
 index.json                   what is where in them
 run.json                     the run's own record
 COMPLETE                     sizes and hashes of the two, written last
+
+In object storage, where no folder can be renamed, also a mark: PARTIAL while it is written or removed, and DAMAGED
+where a run has set it aside.
 """
 
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from data.errors import ReadError
+from data.storage.base import Found
+from data.storage.io_thread import read_range
 from data.storage.retry import retrying
+from data.storage.stores import store_of
+from data.storage.url import Place, Url
 from mimo_train.checkpoint.format.durable import digest, write_file
 
 INDEX, COMPLETE = "index.json", "COMPLETE"
@@ -34,7 +42,7 @@ def of_rank(rank: int) -> tuple[str, str]:
     return f"rank_{rank:05d}.safetensors", f"rank_{rank:05d}.json"
 
 
-def write_marker(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_marker(folder: Place, files: Mapping[str, bytes]) -> None:
     """Mark a folder as complete.
 
     Args:
@@ -44,7 +52,7 @@ def write_marker(folder: Path, files: Mapping[str, bytes]) -> None:
     write_file(folder / COMPLETE, [json.dumps(marker).encode()])
 
 
-def marked_file(folder: Path, name: str) -> bytes:
+def marked_file(folder: Place, name: str) -> bytes:
     """A file that the marker names.
 
     Raises:
@@ -64,7 +72,7 @@ def marked_file(folder: Path, name: str) -> bytes:
     return content
 
 
-def patiently[Result](read: Callable[[], Result], path: Path) -> Result:
+def patiently[Result](read: Callable[[], Result], path: Place) -> Result:
     """What `read` returns, which is done again a few times after an error of the file system: a server that is away for
     a while, or a full table of files, says nothing about what was written.
 
@@ -78,7 +86,7 @@ def patiently[Result](read: Callable[[], Result], path: Path) -> Result:
         raise error.__cause__ from None
 
 
-def read_file(path: Path, at_most: int | None = None) -> bytes:
+def read_file(path: Place, at_most: int | None = None) -> bytes:
     """A small file.
 
     Args:
@@ -88,11 +96,43 @@ def read_file(path: Path, at_most: int | None = None) -> bytes:
         Damage: it is missing, larger, or no file.
         OSError: it cannot be read.
     """
+    if isinstance(path, Url):
+        return _read_object(path, at_most)
     with os.fdopen(open_file(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if at_most is not None and size > at_most:
-            raise Damage(f"{path.name} has {size} bytes, not {at_most}")
+        _require_at_most(path, os.fstat(file.fileno()).st_size, at_most)
         return file.read()
+
+
+def read_files(paths: Sequence[Place]) -> Iterator[bytes]:
+    """Small files, one after the other; errors as of `read_file`."""
+    if any(isinstance(path, Url) for path in paths):  # side by side: each answer is on its way for a while
+        with ThreadPoolExecutor(16) as pool:
+            yield from pool.map(read_file, paths)
+    else:
+        yield from map(read_file, paths)
+
+
+def _read_object(url: Url, at_most: int | None) -> bytes:
+    try:
+        found = store_of(url).look(url)
+    except FileNotFoundError:
+        raise Damage(f"{url.name} is missing") from None
+    _require_at_most(url, found.size, at_most)
+    return bytes(read_range(url, 0, found.size, found.tag))
+
+
+def _require_at_most(path: Place, size: int, at_most: int | None) -> None:
+    if at_most is not None and size > at_most:
+        raise Damage(f"{path.name} has {size} bytes, not {at_most}")
+
+
+def objects_in(folder: Url) -> dict[str, Found]:
+    """The objects in a folder, by name.
+
+    Raises:
+        OSError: they cannot be listed.
+    """
+    return {found.url.name: found for found in store_of(folder).list(folder, deep=False)}
 
 
 def open_file(path: Path) -> int:

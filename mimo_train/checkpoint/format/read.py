@@ -3,14 +3,15 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
 
 import torch
 
+from data.storage.url import Place
 from mimo_train.checkpoint.format.blocks import Blocks
 from mimo_train.checkpoint.format.dtypes import TYPES
 from mimo_train.checkpoint.format.files import Damage
-from mimo_train.checkpoint.format.index import BLOCK, Key, Piece
+from mimo_train.checkpoint.format.index import BLOCK, SIZES, Key, Piece
 from mimo_train.checkpoint.format.spans import Span, common_range, copy_common
 
 KEPT = 16
@@ -34,9 +35,10 @@ class Reader(Blocks):
         Damage: it is not complete, or its index is not what was written.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Place):
         super().__init__(folder)
         self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+        self._aside = bytearray(BLOCK)
 
     def fill(self, wanted: Iterable[Wanted]) -> None:
         """Read into the given tensors.
@@ -55,11 +57,16 @@ class Reader(Blocks):
                     found += 1
             if not found and one.span.numel:
                 raise Damage(f"{' '.join(one.key)} has no element of {one.span}")
+        jobs.sort(key=lambda job: (job[0].file, job[0].at))
+        uses: dict[tuple[int, int], list[_Use]] = {}
+        for piece, one, first, last in jobs:
+            for place, use in self._uses(one, piece, first, last):
+                uses.setdefault(place, []).append(use)
+        self.expect([place for place in uses if place not in self._kept])
         copied: dict[int, int] = {}
-        for piece, one, first, last in sorted(jobs, key=lambda job: (job[0].file, job[0].at)):
-            for part, values in self._values(one, piece, first, last):
-                count = part.numel if values is None else copy_common(one.span, one.into, part, values)
-                copied[id(one)] = copied.get(id(one), 0) + count
+        for place, of_block in uses.items():
+            for use, count in self._taken(place, of_block):
+                copied[id(use.one)] = copied.get(id(use.one), 0) + count
         for _, one, *_ in jobs:
             if copied[id(one)] != one.span.numel:
                 raise Damage(f"{' '.join(one.key)} has {copied[id(one)]} of {one.span.numel} elements")
@@ -76,33 +83,77 @@ class Reader(Blocks):
         super().close()
         self._kept.clear()
 
-    def _values(self, one: Wanted, piece: Piece, first: int, last: int) -> Iterator[tuple[Span, torch.Tensor | None]]:
-        """A range of a piece, as its blocks have it: to be used before the next one. None for values that were read
-        into their place."""
+    def _uses(self, one: Wanted, piece: Piece, first: int, last: int) -> Iterator[tuple[tuple[int, int], "_Use"]]:
+        """What is wanted of which block for a range of a piece."""
         dtype = TYPES[self.index.dtypes[one.key]]
-        base = piece.at - piece.span.start * dtype.itemsize
-        begin, end = base + first * dtype.itemsize, base + last * dtype.itemsize
-        data_size = self.index.files[piece.file].size - self.index.files[piece.file].header
+        base, begin, end = self._ends(one.key, piece, first, last)
         in_order = one.span.box == piece.span.box and one.into.dtype == dtype and one.into.is_contiguous()
         for number in range(begin // BLOCK, -(-end // BLOCK)):
-            low, high = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
+            start = number * BLOCK
+            low, high = max(begin, start), min(end, start + BLOCK)
             part = piece.span.part((low - base) // dtype.itemsize, (high - base) // dtype.itemsize)
-            is_whole = high - low == min(BLOCK, data_size - number * BLOCK)
             # One element counts as contiguous at any stride, and then has no view as bytes.
-            if in_order and is_whole and part.numel > 1 and (piece.file, number) not in self._kept:
-                into = one.into[part.start - one.span.start : part.stop - one.span.start]
-                self.read(piece.file, number, memoryview(into.view(torch.uint8).numpy()))
-                yield part, None
-            else:
-                data = self._block(piece.file, number)[low - number * BLOCK : high - number * BLOCK]
-                yield part, torch.frombuffer(data, dtype=dtype)
+            yield (piece.file, number), _Use(low - start, high - start, one, part, dtype, in_order and part.numel > 1)
 
-    def _block(self, file: int, number: int) -> memoryview:
-        place = file, number
+    def _taken(self, place: tuple[int, int], uses: list["_Use"]) -> Iterator[tuple["_Use", int]]:
+        """Read a block and put what is wanted of it into its place; yields the number of elements of each."""
+        size, at, views = self.size_of(*place), 0, list[memoryview]()
+        uses.sort(key=lambda use: use.low)
+        straight = sum(use.high - use.low for use in uses if use.is_straight)
+        apart = all(one.high <= other.low for one, other in pairwise(uses))
+        if place in self._kept or not apart or 2 * straight < size:
+            data = self._block(place)
+            yield from ((use, use.copy(data)) for use in uses)
+            return
+        # Straight into the tensors; what else is in the block goes aside. It is not kept: most of it has been used.
+        aside = memoryview(self._aside)
+        for use in uses:
+            if use.is_straight:
+                views += [aside[at : use.low], use.memory()]
+                at = use.high
+        views.append(aside[at:size])
+        self.read(*place, [view for view in views if view])
+        yield from ((use, use.part.numel if use.is_straight else use.copy(aside)) for use in uses)
+
+    def _ends(self, key: Key, piece: Piece, first: int, last: int) -> tuple[int, int, int]:
+        """Where in a file, behind its header, the first element of a piece's box would be, and a range of it is."""
+        width = SIZES[self.index.dtypes[key]]
+        base = piece.at - piece.span.start * width
+        return base, base + first * width, base + last * width
+
+    def _block(self, place: tuple[int, int]) -> memoryview:
         if place not in self._kept:
             # New memory costs more than what is read into it.
             used = self._kept.popitem(last=False)[1] if len(self._kept) == KEPT else None
-            size = min(BLOCK, self.index.files[file].size - self.index.files[file].header - number * BLOCK)
-            self._kept[place] = self.read(file, number, used if used is not None and len(used) == size else None)
+            size = self.size_of(*place)
+            data = used if used is not None and len(used) == size else memoryview(bytearray(size))
+            self.read(*place, [data])
+            self._kept[place] = data
         self._kept.move_to_end(place)
         return self._kept[place]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What is wanted of a block."""
+
+    low: int
+    high: int
+    """Its bytes in the block."""
+    one: Wanted
+    part: Span
+    dtype: torch.dtype
+    """In the file."""
+    is_straight: bool
+    """Whether the bytes are those of the tensor, in its order."""
+
+    def memory(self) -> memoryview:
+        """Of the tensor."""
+        first = self.one.span.start
+        into = self.one.into[self.part.start - first : self.part.stop - first]
+        return memoryview(into.view(torch.uint8).numpy())
+
+    def copy(self, data: memoryview) -> int:
+        """From the block's bytes; returns the number of elements."""
+        values = torch.frombuffer(data[self.low : self.high], dtype=self.dtype)
+        return copy_common(self.one.span, self.one.into, self.part, values)

@@ -4,16 +4,17 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from xxhash import xxh3_128
 
 from data.listed import listed
+from data.storage.stores import store_of
+from data.storage.url import Place, Url
 from mimo_train.checkpoint.format.blocks import require_size
 from mimo_train.checkpoint.format.dtypes import NAMES
-from mimo_train.checkpoint.format.durable import digest, flush_folder, put_in_place, write_file
-from mimo_train.checkpoint.format.files import INDEX, Damage, of_rank, read_file, write_marker
+from mimo_train.checkpoint.format.durable import PARTIAL, digest, flush_folder, put_in_place, write_file
+from mimo_train.checkpoint.format.files import INDEX, Damage, objects_in, of_rank, read_files, write_marker
 from mimo_train.checkpoint.format.index import BLOCK, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.flight.recorder import RECORDER
@@ -48,7 +49,7 @@ def in_order(parts: Iterable[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: -part.values.dtype.itemsize)
 
 
-def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
+def write_rank(folder: Place, rank: int, parts: Sequence[Part]) -> None:
     """Write what a rank holds, and beside it, in a file that `complete` takes up, what of which tensor is where.
 
     The values are written one after the other as they are, without a copy.
@@ -71,7 +72,7 @@ def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
     text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8
     head = len(text).to_bytes(8, "little") + text
     (name, listing), hashes = of_rank(rank), [digest(head)]
-    size = write_file(folder / name, _hashed(head, ordered, hashes))
+    size = write_file(folder / name, _hashed(head, ordered, hashes), len(head) + at)
     index = Index(files=[File(name, size, len(head), tuple(hashes))])
     for part, place in zip(ordered, places, strict=True):
         index.add(part.key, NAMES[part.values.dtype], Piece(0, place, part.span))
@@ -81,9 +82,10 @@ def write_rank(folder: Path, rank: int, parts: Sequence[Part]) -> None:
 
 
 def complete(
-    partial: Path, final: Path, ranks: int, others: Mapping[str, bytes], sizes: Sequence[int] | None = None
+    partial: Place, final: Place, ranks: int, others: Mapping[str, bytes], sizes: Sequence[int] | None = None
 ) -> None:
-    """Turn the folder with every rank's file into a checkpoint: it has its final name when all of it is on disk.
+    """Turn the folder with every rank's file into a checkpoint: it has its final name when all of it is on disk. A
+    folder of objects has that name already.
 
     Args:
         others: files that belong to it, by name.
@@ -95,29 +97,40 @@ def complete(
         OSError: the folder cannot be written.
     """
     index = Index()
-    for rank in range(ranks):
-        index.join(_listing(partial / of_rank(rank)[1]))
+    listings = [partial / of_rank(rank)[1] for rank in range(ranks)]
+    for listing, text in zip(listings, read_files(listings), strict=True):
+        index.join(_listed(listing.name, text))
     index.require_whole()
+    there = objects_in(partial) if isinstance(partial, Url) else None
+    if there is not None and PARTIAL not in there:
+        raise Damage(f"{PARTIAL} was removed while this was written, by another process")
     for number, file in enumerate(index.files):
-        require_size(partial, file)
+        require_size(partial, file, there)
         if sizes is not None and file.size - file.header != sizes[number]:
             raise Damage(f"{file.name} has {file.size - file.header} bytes of values, not {sizes[number]}")
     files = {INDEX: index.dump(), **others}
     for name, content in files.items():
         write_file(partial / name, [content])
-    for rank in range(ranks):
-        (partial / of_rank(rank)[1]).unlink()
+    _remove(listings)
     write_marker(partial, files)
     flush_folder(partial)
     put_in_place(partial, final)
 
 
-def _listing(path: Path) -> Index:
-    text = read_file(path)
+def _listed(name: str, text: bytes) -> Index:
     content, written = text[:-_DIGEST], text[-_DIGEST:]
     if digest(content).encode() != written:
-        raise Damage(f"{path.name} is not what its rank has written")
+        raise Damage(f"{name} is not what its rank has written")
     return Index.load(content, whole=False)
+
+
+def _remove(files: Sequence[Place]) -> None:
+    urls = [file for file in files if isinstance(file, Url)]
+    if urls:
+        store_of(urls[0]).remove(urls)
+    for file in files:
+        if not isinstance(file, Url):
+            file.unlink()
 
 
 def _name(part: Part) -> str:

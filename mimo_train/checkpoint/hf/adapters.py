@@ -7,7 +7,7 @@ import torch
 from mimo_train.checkpoint.hf.documents import Document
 from mimo_train.checkpoint.hf.export import Stored, Weights
 from mimo_train.checkpoint.hf.fill import Cut, Reader
-from mimo_train.checkpoint.hf.peft import Adapted
+from mimo_train.checkpoint.hf.peft import Adapted, Place
 from mimo_train.checkpoint.hf.places import places_of
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.parts import is_adapter
@@ -26,7 +26,7 @@ def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: D
     """The adapters of a module beside the layers that a directory has of it; of all layers without one."""
     config, source = cfg.modules[name], Weights(stored, name)
     layers = linears(name, config, cfg.llm.hidden_size)
-    places: dict[str, dict[str, str]] = {}
+    places: dict[str, dict[str, Place]] = {}
     for part in document.parts if document is not None else ():
         if part.module == name:
             places |= places_of(part.weights, part.loaded, layers)

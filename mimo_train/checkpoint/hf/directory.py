@@ -20,6 +20,9 @@ COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 PROCESSOR = "processor_config.json"
 PROCESSORS = (PROCESSOR, "preprocessor_config.json")
 """Of which a directory with a processor has one."""
+_BOTH_KINDS = ("Bit", "CLIP", "DINOv3ViT", "Llava", "LlavaNext", "LlavaOnevision", "Qwen2VL", "Siglip", "Siglip2")
+"""Image processors whose name has `Fast` at its end in version 4 where they are on torchvision; that of version 5 is
+one on Pillow there."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin.index.json")
 
 
@@ -42,7 +45,19 @@ def copy_files(source: Path, to: Path) -> None:
             if path.name != "config.json" and not any(path.match(one) for one in WEIGHTS):
                 shutil.copy2(path, to / path.name)
     make_readable_by_version_4(to)
+    _name_image_processor(to)
     _complete_processor(source, to)
+
+
+def _name_image_processor(to: Path) -> None:
+    """Name the class of an image processor that version 5 has saved, which is on torchvision there, so that version 4
+    takes the one on torchvision too; version 5 knows both names."""
+    file = to / PROCESSOR
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    inner = found.get("image_processor")
+    kind = inner.get("image_processor_type") if isinstance(inner, dict) else None
+    if isinstance(inner, dict) and kind in {f"{name}ImageProcessor" for name in _BOTH_KINDS}:
+        write_json(file, found | {"image_processor": inner | {"image_processor_type": f"{kind}Fast"}})
 
 
 def _complete_processor(source: Path, to: Path) -> None:

@@ -16,25 +16,26 @@ from data.errors import DataError
 from data.tokenizer_directory import COPIED as TOKENIZER_FILES
 from data.tokens import Tokenizer, build_tokenizer
 from encoders.errors import EncoderError
+from encoders.projectors.weights import connector
 from encoders.registry import FAMILIES
+from encoders.spec import joined_width
 from encoders.weight_map import WeightMap
 from mimo_train.checkpoint.hf.directory import copy_files, write_json, write_run_tokenizer
 from mimo_train.checkpoint.hf.fill import Reader
-from mimo_train.checkpoint.hf.parts import Part, pretrained_parts
+from mimo_train.checkpoint.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES, Composite
-from mimo_train.config.pretrained.directory import read_directory
+from mimo_train.config.pretrained.directory import Directory, read_directory
 from mimo_train.config.pretrained.language import language_config_json, model_types
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.model.llm.weights import language_map
 
 OWN = "mimo_train"
 """Key of config.json of a part for which `transformers` has no class."""
-ENCODER, PROJECTOR = "encoders.", "input_projections."
-"""What the names of an encoder module's parameters begin with."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def separate(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> list[Docu
         if (name, ENCODER) not in from_folders:
             found.append(_encoder(name, module.encoder))
         if (name, PROJECTOR) not in from_folders:
-            found.append(_own(f"{name}.projector", f"projector of {name}", name, PROJECTOR, module.projector))
+            found.append(_projector(name, module, cfg.llm.hidden_size))
     return found
 
 
@@ -136,13 +137,14 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
         new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
         if name not in made and new not in spelt:
             carried[name] = new
-    config = dict(read_directory(str(source), parts[0].key).config)
+    directory = read_directory(str(source), parts[0].key)
+    config = dict(directory.config)
     names = list(dict.fromkeys(part.module for part in parts))
     composite = COMPOSITES.get(config["model_type"], Composite(""))
     if LANGUAGE in names:
         config = composite.with_vocabulary(config, cfg.llm.vocab_size)
     write_files = partial(copy_files, source)
-    if LANGUAGE in names and _has_another_tokenizer(source, cfg, tokenizer):
+    if LANGUAGE in names and _has_another_tokenizer(directory, cfg, tokenizer):
         if config["model_type"] in COMPOSITES:
             raise UserError(
                 f"data.tokenizer: {cfg.data.tokenizer} is not the tokenizer of {source}, whose processor and "
@@ -152,7 +154,7 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
         write_files = partial(_write_with_tokenizer, source, cfg, tokenizer)
     loaded = {part.begins: loaded_spelling(part.weights) for part in parts}
     if composite.encoder_loaded is not None:
-        loaded[ENCODER] = composite.encoder_loaded
+        loaded |= dict.fromkeys((ENCODER, PROJECTOR) if composite.projector else (ENCODER,), composite.encoder_loaded)
     return Document(
         names[0],
         f"{' and '.join(names)} ({config['model_type']})",
@@ -165,13 +167,15 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
     )
 
 
-def _has_another_tokenizer(source: Path, cfg: ConfigContainer, tokenizer: Tokenizer) -> bool:
+def _has_another_tokenizer(directory: Directory, cfg: ConfigContainer, tokenizer: Tokenizer) -> bool:
     """Whether a directory has a tokenizer, and that of the run is not it."""
-    if Path(cfg.data.tokenizer).resolve() == source.resolve():
+    source = directory.folder
+    # Of some families transformers makes an empty tokenizer where there is none.
+    if not directory.has_tokenizer or Path(cfg.data.tokenizer).resolve() == source.resolve():
         return False
     try:
         own = build_tokenizer(str(source), [])
-    except DataError:  # it has none
+    except DataError:  # it cannot be read
         return False
     return own.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint
 
@@ -268,6 +272,23 @@ def _encoder(name: str, spec: Any) -> Document:
         [Written(name, weights, "")],
         [constant(before + other, *value) for other, value in published.unread.items()],
         write_files=lambda to: write_json(to / "preprocessor_config.json", published.preprocessor),
+    )
+
+
+def _projector(name: str, module: ModuleConfig, language_width: int) -> Document:
+    """A projector by the names of a connector that computes the same, or by ours."""
+    place, what = f"{name}.projector", f"projector of {name}"
+    width = joined_width(module.encoder, module.projector)
+    published = connector(module.projector, width, language_width)
+    if published is None:
+        return _own(place, what, name, PROJECTOR, module.projector)
+    model, weights = published
+    return Document(
+        place,
+        f"{what} (safetensors by the names of {model}'s connector, transformers has no class for it alone)",
+        {OWN: asdict(module.projector) | {"connector": model}},
+        [Written(name, weights.named(f"{PROJECTOR}0."))],
+        is_plain=True,
     )
 
 

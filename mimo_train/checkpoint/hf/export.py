@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from data.storage.url import Place
 from encoders.weight_map import Rule, WeightMap, spelt
 from mimo_train.checkpoint.format.dtypes import TYPES
 from mimo_train.checkpoint.format.read import Reader, Wanted
@@ -31,7 +32,7 @@ class Stored:
         modules: of the model, by name.
     """
 
-    def __init__(self, chunk: MegatronModule, folder: Path | None):
+    def __init__(self, chunk: MegatronModule, folder: Place | None):
         """
         Args:
             chunk: the model; its tensors lend names and shapes.

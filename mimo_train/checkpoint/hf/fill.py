@@ -78,6 +78,13 @@ class Reader:
         return self._found
 
     @property
+    def begins(self) -> tuple[str, ...]:
+        """What the names of this part, and of nothing else in a directory of several parts, begin with there."""
+        if self._found and isinstance(self._found, str):
+            return (self._found,)
+        return tuple({spelt(f"{name.partition('.')[0]}.", self._found): None for name in self._counts})
+
+    @property
     def read_names(self) -> set[str]:
         """Tensors of the directory that parameters are made of."""
         return set(self._theirs.values())
@@ -188,10 +195,17 @@ class Reader:
         return self._folder.tensors[self._theirs[name]].shape
 
 
-def require_all_used(folder: TensorFolder, readers: Iterable[Reader], key: str, carried: Iterable[str] = ()) -> None:
+def require_all_used(
+    folder: TensorFolder,
+    readers: Iterable[Reader],
+    key: str,
+    carried: Iterable[str] = (),
+    begins: tuple[str, ...] = ("",),
+) -> None:
     """
     Args:
         carried: shell patterns of tensors that no part reads.
+        begins: what the names of the tensors begin with that are looked at.
 
     Raises:
         UserError: a directory has tensors that no part of the model uses: it would not be the model that was saved.
@@ -200,7 +214,9 @@ def require_all_used(folder: TensorFolder, readers: Iterable[Reader], key: str, 
     unexpected = [
         name
         for name in folder.tensors
-        if not any(reader.uses(name) for reader in readers) and not any(fnmatchcase(name, one) for one in carried)
+        if name.startswith(begins)
+        and not any(reader.uses(name) for reader in readers)
+        and not any(fnmatchcase(name, one) for one in carried)
     ]
     if unexpected:
         raise UserError(

@@ -12,8 +12,6 @@ from encoders.spec import is_tiled
 from encoders.weight_map import WeightMap
 from mimo_train.checkpoint.hf.directory import write_json, write_run_tokenizer
 from mimo_train.checkpoint.hf.documents import (
-    ENCODER,
-    PROJECTOR,
     Document,
     Extra,
     Written,
@@ -25,7 +23,7 @@ from mimo_train.checkpoint.hf.documents import (
     with_sizes,
 )
 from mimo_train.checkpoint.hf.fill import Reader
-from mimo_train.checkpoint.hf.parts import Part, pretrained_parts
+from mimo_train.checkpoint.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.keys import changed_fields
 from mimo_train.config.parts import LANGUAGE

@@ -14,6 +14,9 @@ from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.llm.weights import language_map
 
+ENCODER, PROJECTOR = "encoders.", "input_projections."
+"""What the names of an encoder module's parameters begin with."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -61,8 +64,8 @@ def pretrained_parts(cfg: ConfigContainer, rows: int) -> list[Part]:
         parts.append(_encoder_part(name, module.encoder, directory))
         if has_projector(directory):
             assert composite.projector_weights is not None, directory.model_type
-            projector = composite.projector_weights(module, cfg.llm.hidden_size).named("input_projections.0.")
-            parts.append(Part(name, "input_projections.", projector, projector, *place))
+            projector = composite.projector_weights(module, cfg.llm.hidden_size).named(f"{PROJECTOR}0.")
+            parts.append(Part(name, PROJECTOR, projector, projector, *place))
     return parts
 
 
@@ -73,10 +76,10 @@ def _encoder_part(name: str, spec: EncoderSpec, directory: Directory, part: str 
         name: of its module.
         part: of the encoders that are joined in the module's; empty: it is the module's.
     """
-    place = f"encoders.{name}." + (f"{part}." if part else "")
+    place = f"{ENCODER}{name}." + (f"{part}." if part else "")
     composite = COMPOSITES.get(directory.model_type, Composite(""))
     weights = FAMILIES[spec.family].weight_map(spec)
     names = [before + own for before in composite.encoder_names for own in weights.prefixes if isinstance(own, str)]
     weights = weights.named(place).under(*names)
     is_whole = directory.model_type not in COMPOSITES
-    return Part(name, place if part else "encoders.", weights, weights, directory.folder, directory.key, is_whole)
+    return Part(name, place if part else ENCODER, weights, weights, directory.folder, directory.key, is_whole)

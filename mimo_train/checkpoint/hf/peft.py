@@ -2,7 +2,8 @@
 
 PEFT has an adapter for each linear layer of a Hugging Face model, of which ours fuse several. Both ways are exact: an
 adapter beside a whole fused layer becomes one of each projection, with the same A and that projection's rows of B and
-of the magnitudes; PEFT's adapters become ours of each projection.
+of the magnitudes; PEFT's adapters become ours of each projection. Where their layer is fused too, in another order of
+rows, its adapter is ours of the whole layer with rows in our order.
 """
 
 import json
@@ -29,9 +30,28 @@ from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.model.fused_rows import FusedRows
 from mimo_train.plan.adapters import WHOLE, Linear
 
-Places = Mapping[str, Mapping[str, str]]
-"""Where PEFT has our linear layers: name of the layer in its module -> projection (`Linear.projections`) -> path of the
-module in the Hugging Face model, such as `model.layers.0.self_attn.q_proj`."""
+
+@dataclass(frozen=True)
+class Place:
+    """Where PEFT has a linear layer of ours, or one of its projections."""
+
+    path: str
+    """Of the module in the Hugging Face model, such as `model.layers.0.self_attn.q_proj`."""
+    rows: tuple[int, ...] = ()
+    """Of ours, in the order that they have there; empty: the same."""
+
+    def theirs(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What has our rows, with rows in their order."""
+        return tensor[list(self.rows)] if self.rows else tensor
+
+    def ours(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What has their rows, with rows in our order."""
+        return tensor[torch.tensor(self.rows).argsort()] if self.rows else tensor
+
+
+Places = Mapping[str, Mapping[str, Place]]
+"""Name of a linear layer in its module -> projection (`Linear.projections`), or WHOLE of a layer that is fused there
+too -> its place."""
 
 _NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
 
@@ -121,14 +141,18 @@ def _tensors_of(module: Adapted) -> dict[str, torch.Tensor]:
     """The adapters of a module by PEFT's names."""
     tensors: dict[str, torch.Tensor] = {}
     for linear in module.linears:
-        for projection, adapter in _by_projection(linear, module.adapters).items():
-            path = module.places.get(linear.name, {}).get(projection)
-            if path is None:
+        places = module.places.get(linear.name, {})
+        for projection, adapter in _by_projection(linear, module.adapters, is_split=WHOLE not in places).items():
+            place = places.get(projection)
+            if place is None:
+                last = linear.name.rpartition(".")[2]
+                instead = f"name {last} in lora.targets instead" if places else "leave it out of lora.targets"
                 raise UserError(
                     f"{linear.name} has an adapter of {projection}, and the Hugging Face model has no layer for it: "
-                    "leave it out of lora.targets"
+                    f"{instead}"
                 )
-            tensors |= {f"{PREFIX}{path}.{_NAMES[name]}": tensor for name, tensor in adapter.items()}
+            for name, tensor in adapter.items():
+                tensors[f"{PREFIX}{place.path}.{_NAMES[name]}"] = tensor if name == "lora_a" else place.theirs(tensor)
     return tensors
 
 
@@ -152,14 +176,16 @@ def read_adapter(
     read_config(folder, ())  # says what is wrong with it before the tensors are looked at
     found = {path: parts for path, parts in _read_tensors(folder).items() if path not in others}
     lora = read_config(folder, found)
-    of_path = {path: (linear, name) for linear in linears for name, path in places.get(linear.name, {}).items()}
+    of_path = {
+        place.path: (linear, name, place) for linear in linears for name, place in places.get(linear.name, {}).items()
+    }
     adapters, targets = {}, set()
     for path, parts in found.items():
         if path not in of_path:
             raise UserError(
                 f"{folder / WEIGHTS}: {path} is no layer that can have adapters here{nearest(path, of_path)}"
             )
-        linear, projection = of_path[path]
+        linear, projection, place = of_path[path]
         own = projection if linear.fused else WHOLE
         shapes = _shapes(linear, projection, lora)
         if parts.keys() != shapes.keys():
@@ -172,14 +198,18 @@ def read_adapter(
                     f"{folder / WEIGHTS}: {path}.{_NAMES[name]} has shape {tuple(tensor.shape)}, and {linear.name} "
                     f"needs {shapes[name]} for it"
                 )
-            adapters[".".join(filter(None, (linear.name, own, name)))] = tensor
+            adapters[".".join(filter(None, (linear.name, own, name)))] = (
+                tensor if name == "lora_a" else place.ours(tensor)
+            )
         targets.add((linear.name, own))
     lora.targets = _targets(linears, targets)
     return lora, adapters
 
 
-def _by_projection(linear: Linear, adapters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Projection -> its adapter, of those that a linear layer has."""
+def _by_projection(
+    linear: Linear, adapters: Mapping[str, torch.Tensor], is_split: bool
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Projection -> its adapter, of those that a linear layer has; `is_split`: never of the whole layer."""
     names = [name for name, _ in linear.projections]
     found = {}
     for projection in (WHOLE, *names):
@@ -187,7 +217,7 @@ def _by_projection(linear: Linear, adapters: Mapping[str, torch.Tensor]) -> dict
         own = {name: adapters[f"{prefix}.{name}"] for name in ADAPTERS if f"{prefix}.{name}" in adapters}
         if not own:
             continue
-        if projection != WHOLE:
+        if projection != WHOLE or not is_split:
             found[projection] = own
             continue
         rows = FusedRows(linear)

@@ -6,19 +6,18 @@ from pathlib import Path
 
 import torch
 
-from encoders.weight_map import Spelling, WeightMap, spelt
+from encoders.weight_map import Rule, Spelling, WeightMap, spelt
 from mimo_train.checkpoint.hf.parts import Part, pretrained_parts
-from mimo_train.checkpoint.hf.peft import Places, read_adapter
+from mimo_train.checkpoint.hf.peft import Place, Places, read_adapter
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapted_paths, paths_of
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.adapters import Linear, adapted_linears, linears
+from mimo_train.plan.adapters import WHOLE, Linear, adapted_linears, linears
 
 
-def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> dict[str, dict[str, str]]:
-    """Where a model of `transformers` has linear layers: name of ours -> projection -> name of theirs in memory. Those
-    that are fused there in another order are left out.
+def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> dict[str, dict[str, Place]]:
+    """Where a model of `transformers` has linear layers, by its names in memory.
 
     Args:
         spelling: of names in memory.
@@ -29,10 +28,19 @@ def places_of(weights: WeightMap, spelling: Spelling, layers: list[Linear]) -> d
         if rule is None:
             continue
         names = list(dict.fromkeys(rows.name for rows in rule.rows if rows.name))
+        paths = [spelt(name, spelling).removesuffix(".weight") for name in names]
         if len(names) == len(linear.projections):
-            paths = [spelt(name, spelling).removesuffix(".weight") for name in names]
-            found[linear.name] = dict(zip((one for one, _ in linear.projections), paths, strict=True))
+            places = map(Place, paths)
+            found[linear.name] = dict(zip((one for one, _ in linear.projections), places, strict=True))
+        elif len(names) == 1:
+            found[linear.name] = {WHOLE: Place(paths[0], _rows_in_their_order(rule))}
     return found
+
+
+def _rows_in_their_order(rule: Rule) -> tuple[int, ...]:
+    """The rows of a parameter that is one tensor there, in the order of that tensor."""
+    theirs = [row for rows in rule.rows for row in range(rows.first, rows.first + rows.count)]
+    return tuple(sorted(range(len(theirs)), key=theirs.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class ModulePlaces:
     @property
     def paths(self) -> set[str]:
         """The names that the adapter has for them."""
-        return {path for places in self.places.values() for path in places.values()}
+        return {place.path for places in self.places.values() for place in places.values()}
 
 
 def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
@@ -63,7 +71,7 @@ def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
         if module.lora.adapter:
             layers = linears(name, module, cfg.llm.hidden_size)
             paths = set(adapted_paths(Path(module.lora.adapter)))
-            places: dict[str, dict[str, str]] = {}
+            places: dict[str, dict[str, Place]] = {}
             for part in parts:
                 if part.module == name:
                     places |= _as_spelt(part, layers, paths)
@@ -108,8 +116,8 @@ def start_adapter(
     return adapters
 
 
-def _as_spelt(part: Part, layers: list[Linear], paths: Collection[str]) -> dict[str, dict[str, str]]:
+def _as_spelt(part: Part, layers: list[Linear], paths: Collection[str]) -> dict[str, dict[str, Place]]:
     """The places of a part in the spelling in which an adapter has most of its names: versions of `transformers`
     differ in it."""
     choices = [places_of(part.weights, spelling, layers) for spelling in part.weights.prefixes]
-    return max(choices, key=lambda one: sum(path in paths for own in one.values() for path in own.values()))
+    return max(choices, key=lambda one: sum(place.path in paths for own in one.values() for place in own.values()))

@@ -181,6 +181,7 @@ def write_tensors(folder: Path, planned: Iterable[Planned], values: Iterable[tor
                 value = next(values)
                 assert value.shape == tensor.shape and value.dtype == tensor.dtype, (tensor, value.shape, value.dtype)
                 file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
+                del value  # before the next is made
     if len(files) > 1:
         places = {tensor.name: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         total = sum(tensor.size for tensors in files for tensor in tensors)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.layer_patterns import fits
 from mimo_train.config.pretrained.safetensors_header import Unreadable, read_header
 from mimo_train.config.schema_modules import LoraConfig
 
@@ -39,9 +40,28 @@ _STARTS = (True, False, "gaussian", "eva", "orthogonal")
 _OTHER_PARTS = re.compile(r"(^|\.)(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\.")
 """What names of layers that are not the language model's have in them."""
 _IN_LAYERS = re.compile(r"(?:^|\.)(?:layers|layer|blocks)\.(\d+)\.")
-_LAST = {"out_proj": "o_proj", "fc1": "up_proj", "fc2": "down_proj"}
-_OURS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_OF_PROJECTOR = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
+_LAST = {
+    "out_proj": "o_proj",
+    "fc1": "up_proj",
+    "fc2": "down_proj",
+    # Of Qwen-VL's towers.
+    "qkv": "linear_qkv",
+    "proj": "o_proj",
+    "linear_fc1": "up_proj",
+    "linear_fc2": "down_proj",
+}
+_OURS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "linear_qkv")
+_OF_PROJECTOR = {
+    "multi_modal_projector.linear_1": ".linear_fc1",
+    "multi_modal_projector.linear_2": ".linear_fc2",
+    "multi_modal_projector.linear": "",
+    # Of Qwen-VL.
+    "merger.mlp.0": ".linear_fc1",
+    "merger.mlp.2": ".linear_fc2",
+    "merger.linear_fc1": ".linear_fc1",
+    "merger.linear_fc2": ".linear_fc2",
+}
+"""How the name of a projector's layer ends -> how ours does."""
 
 
 def adapter_keys(folder: str, module: str, layers: int, key: str) -> dict[str, Any]:
@@ -122,7 +142,7 @@ def read_config(folder: Path, paths: Iterable[str]) -> LoraConfig:
         alpha = float(_one(file, config, "lora_alpha", "alpha_pattern", paths))
         rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
     except (
-        OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, re.error
+        OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
     ) as error:  # fmt: skip
         if isinstance(error, UserError):
             raise
@@ -149,8 +169,7 @@ def _one(file: Path, config: Mapping[str, Any], key: str, pattern: str, paths: I
     """The one value that all these layers have: that of the first pattern that fits, else that of `key`."""
     others = config.get(pattern) or {}
     values = {
-        path: next((value for one, value in others.items() if re.match(rf"(.*\.)?({one})$", path)), config[key])
-        for path in paths
+        path: next((value for one, value in others.items() if fits(one, path)), config[key]) for path in paths
     } or {"": config[key]}
     if len(set(values.values())) > 1:
         first, *_, last = sorted(values, key=lambda path: values[path])
@@ -167,8 +186,9 @@ def _targets(paths: Iterable[str], layers: int) -> list[str]:
     targets = []
     for path in paths:
         last, number = path.rpartition(".")[2], _IN_LAYERS.search(path)
-        if number is None and last in _OF_PROJECTOR:
-            targets.append(f"input_projections.0.encoder.{_OF_PROJECTOR[last]}")
+        own = next((ours for theirs, ours in _OF_PROJECTOR.items() if f".{path}".endswith(f".{theirs}")), None)
+        if own is not None:
+            targets.append(f"input_projections.0.encoder{own}")
             continue
         name = _LAST.get(last, last)
         if number is None or name not in _OURS:

@@ -1,6 +1,7 @@
 """`pretrained: DIR` -> the keys that follow from the directory, in a config as it is composed. Imports no torch."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ CHOICES = {
 """Keys by part that a user may set to something else than the directory says: no weight depends on them."""
 PROJECTOR: dict[str, Any] = {"norm": "", "bias": True, "newline": False, "resampler": {"latents": 0}}
 """Keys of the projector of a directory, where its family has no others."""
+CONSTANTS = ("normalization", "layernorm_epsilon")
+"""Keys of an encoder that weights were trained with, and that config.json of its family may not have."""
 ANY_SIZE = ("dinov2", "dinov3")
 """Families of encoders for which `image_size` is one of these keys too."""
 
@@ -177,6 +180,11 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     config = composite.part(directory.config, name) if composite else directory.config
     if name == LANGUAGE:
         return {"llm": {"name": directory.folder.name, **language_keys(config)}}
+    if composite is not None and composite.no_encoder:
+        text = (
+            f"{directory.folder} is of family {directory.model_type}, which {composite.no_encoder}: only its language "
+        )
+        raise ConfigError([Fault(directory.key, f"{text}model can be read, as modules.{LANGUAGE}.pretrained")])
     family = next((family for family, how in FAMILIES.items() if config["model_type"] in how.readers), None)
     if family is None:
         known = sorted(_encoder_kinds())
@@ -195,6 +203,8 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
         if composite is not None and composite.preprocessor is not None:
             preprocessor = composite.preprocessor(directory.config, preprocessor)
         keys |= FAMILIES[family].read(config, preprocessor)
+        own = {field.name: field.default for field in fields(FAMILIES[family].spec)}
+        keys = {name: own[name] for name in CONSTANTS if name in own} | keys
         if composite is not None and composite.encoder_keys is not None:
             keys |= composite.encoder_keys(directory.config, FAMILIES[family].spec, keys)
         parts = {"encoder": keys}

@@ -24,13 +24,18 @@ class AxisRotaryEmbedding(torch.nn.Module):
         # Plain attributes, as Megatron-Core has them: of no checkpoint, and in fp32 in a model of bf16.
         self.inv_freq = inverse_frequencies(llm)
         self._axes = torch.tensor(axes_of_frequencies(llm.mrope_section, llm.mrope_interleaved))
-        self._cp_group = cp_group
+        self._sections, self._cp_group = list(llm.mrope_section), cp_group
 
     def forward(
-        self, position_ids: torch.Tensor, _sections: list[int], cp_group: dist.ProcessGroup | None = None
+        self, position_ids: torch.Tensor, sections: list[int], cp_group: dist.ProcessGroup | None = None
     ) -> torch.Tensor:
         """Angles [S, B, 1, 2 F] of this context-parallel rank's tokens, from the positions of all, [3, B, S] or
-        [B, S]."""
+        [B, S].
+
+        Args:
+            sections: frequencies of each axis, those that this was built with.
+        """
+        assert list(sections) == self._sections, (sections, self._sections)
         if self.inv_freq.device != position_ids.device:
             self.inv_freq, self._axes = (each.to(position_ids.device) for each in (self.inv_freq, self._axes))
         positions_3BS = position_ids.expand(3, *position_ids.shape[-2:])

@@ -4,6 +4,7 @@ Of damage is `test_fallback`.
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -80,6 +81,14 @@ TYPES = {
 
 TEXT = "another tokenizer"
 LOCKED = "another run"
+WEIGHTS = "damaged weights"
+
+
+def flip(file: Path) -> None:
+    """One byte in the middle of it."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +112,9 @@ def other_models(whole, digits, tmp_path_factory) -> dict:
         cfgs[name] = start(name)
         copy = folders.newest(runs / name)
         write_record(copy, folders.read_record(copy) | {name: value})
+    shutil.copytree(whole, runs / WEIGHTS)
+    flip(next(folders.newest(runs / WEIGHTS).glob("rank_00001.*")))
+    cfgs[WEIGHTS] = start("new", f"checkpoint.weights={runs / WEIGHTS}")
     (runs / LOCKED).mkdir()
     cfgs[LOCKED] = start(LOCKED)
     lock = RunLock(runs / LOCKED)
@@ -133,6 +145,14 @@ def test_tensors_that_do_not_fit_are_named(override, other_models):
 @pytest.mark.parametrize("name", TYPES)
 def test_values_of_other_types_are_damage(name, other_models):
     assert f"is damaged: {folders.RECORD} holds other values than a run writes ({TYPES[name][1]})" in other_models[name]
+
+
+def test_damaged_weights_of_another_run_are_named(other_models):
+    """On all ranks, with file, tensors and reason; nothing is set aside, since they were chosen."""
+    said = other_models[WEIGHTS]
+    assert re.search(r"step_00000002 is damaged: rank_00001\.safetensors .*between bytes \d+ and \d+: .*language", said)
+    (folder,) = (Path(said.split("checkpoint ")[1].split(" is damaged")[0]).parent).iterdir()
+    assert folder.name == "step_00000002"
 
 
 def test_a_checkpoint_of_another_tokenizer_is_named(other_models):

@@ -47,12 +47,13 @@ def tiny(prose, tmp_path):
 
 def linears_and_places(cfg) -> tuple:
     """Our linear layers, and where a Llama of transformers has them."""
+    from mimo_train.checkpoint.hf.peft import Place
     from mimo_train.plan.adapters import linears
 
     found, where = linears("language", cfg.language, cfg.llm.hidden_size), {}
     for linear in found:
         _, _, layer, part, _ = linear.name.split(".")
-        where[linear.name] = {one: f"model.layers.{layer}.{PARTS[part]}.{one}" for one, _ in linear.projections}
+        where[linear.name] = {one: Place(f"model.layers.{layer}.{PARTS[part]}.{one}") for one, _ in linear.projections}
     return found, where
 
 
@@ -65,7 +66,7 @@ def _split_weights(cfg, chunk) -> dict:
     weights, names = {}, global_names(chunk)
     for linear in found:
         pieces = FusedRows(linear).split(names[f"{linear.name}.weight"].detach().clone(), where[linear.name])
-        weights |= {f"{where[linear.name][one]}.weight": piece.numpy() for one, piece in pieces.items()}
+        weights |= {f"{where[linear.name][one].path}.weight": piece.numpy() for one, piece in pieces.items()}
     return weights
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from mimo_train.config.compose import load
@@ -16,6 +17,8 @@ from tests.hang import HANG_SECONDS
 
 REPORT_AFTER = 3
 """`run.hang_report_seconds` of these runs."""
+HUNG = "hung"
+"""A file in run.dir: the time at which the hang began."""
 ENDLESS = (
     *TINY,
     *TINY_ENCODER,
@@ -28,6 +31,12 @@ ENDLESS = (
 def endless(run_dir: Path, shards: str, *overrides: str):
     """A tiny run of several modules that goes on for ever."""
     return load("vlm_digits", (*ENDLESS, f"run.dir={run_dir}", "data.demo=", f"data.shards={shards}", *overrides))
+
+
+def hangs_now(cfg) -> None:
+    """Note when a rank began to hang, for `HangingRun.seconds`."""
+    with suppress(FileExistsError), open(Path(cfg.run.dir) / HUNG, "x") as file:
+        file.write(repr(time.time()))
 
 
 class HangingRun:
@@ -70,6 +79,7 @@ class HangingRun:
 
     def stop(self, rank: int) -> None:
         """Stop a rank, as a debugger or a machine that freezes does."""
+        hangs_now(self.cfg)
         os.kill(self.processes[rank].pid, signal.SIGSTOP)
 
     def report(self) -> str:
@@ -82,3 +92,8 @@ class HangingRun:
                     return text
             time.sleep(0.05)
         raise AssertionError("there was no report")
+
+    def seconds(self) -> float:
+        """From the hang to the report, or to now where the run ends without one."""
+        reports = [path.stat().st_mtime for path in self.run_dir.glob("flight/*/report.txt")]
+        return min(reports, default=time.time()) - float((self.run_dir / HUNG).read_text())

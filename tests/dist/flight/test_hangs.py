@@ -13,18 +13,21 @@ from mimo_train.flight.layout import BACKWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.flight.report import report
 from mimo_train.flight.watch import HANG_CODE
-from tests.dist.flight.hangs import REPORT_AFTER, HangingRun, endless
+from tests.dist.flight.hangs import REPORT_AFTER, HangingRun, endless, hangs_now
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_rank
 from tests.hang import HANG_SECONDS
 
 ALL = bool(os.environ.get("MIMO_ALL_HANGS"))
 on_demand = pytest.mark.skipif(not ALL, reason="MIMO_ALL_HANGS=1 runs it")
+SECONDS = "seconds to the report"
+"""For benchmarks/hangs.py: the tests bound no time."""
 TWO, FOUR = "layout=two_processes", "layout=images_tp2_language_pp2"
 
 
-def for_ever() -> None:
+def for_ever(cfg) -> None:
     """What never happens is waited for."""
+    hangs_now(cfg)
     threading.Event().wait()
 
 
@@ -33,7 +36,7 @@ def never_joins(cfg) -> int:
     if os.environ["RANK"] == "1":
         import mimo_train.training.setup as setup
 
-        setup.start_processes = lambda *_: for_ever()
+        setup.start_processes = lambda *_: for_ever(cfg)
     return train_rank(cfg)
 
 
@@ -43,7 +46,7 @@ def reads_for_ever_at_start(cfg) -> int:
         import data.index as index
 
         walk = index.walk_tar
-        index.walk_tar = lambda shard, *rest: for_ever() if "000001" in shard.name else walk(shard, *rest)
+        index.walk_tar = lambda shard, *rest: for_ever(cfg) if "000001" in shard.name else walk(shard, *rest)
     return train_rank(cfg)
 
 
@@ -58,7 +61,7 @@ def reads_for_ever_in_evaluation(cfg) -> int:
         def waits(self, path, *arguments):
             if "held_out" in str(path):
                 with READS.of(path):
-                    for_ever()
+                    for_ever(cfg)
             return read(self, path, *arguments)
 
         ShardReader.read = waits
@@ -70,7 +73,7 @@ def writes_for_ever(cfg) -> int:
     if os.environ["RANK"] == "1":
         from mimo_train.checkpoint.format import durable
 
-        durable.write_all = lambda *_: for_ever()
+        durable.write_all = lambda *_: for_ever(cfg)
     return train_rank(cfg)
 
 
@@ -83,6 +86,7 @@ def leaves_messages_out(cfg) -> int:
 
         def forgets(self, given, taken=None, parts=()):
             if RECORDER.step == 3 and RECORDER._direction == BACKWARD and RECORDER._microbatch == 1:
+                hangs_now(cfg)
                 given, parts = [], ()
             exchange(self, given, taken, parts)
 
@@ -100,6 +104,8 @@ def leaves_a_sum_out(cfg) -> int:
         def forgets(tensor):
             if RECORDER.step != 3:
                 all_reduce(tensor)
+            else:
+                hangs_now(cfg)
 
         # Of this file alone: `dist` is torch's module.
         step_sum.dist = SimpleNamespace(all_reduce=forgets)
@@ -122,11 +128,12 @@ def start(tmp_path, digits, function=train_rank, *overrides: str) -> HangingRun:
         ),
     ],
 )
-def test_a_stopped_rank_is_blamed_not_the_one_that_waits_for_it(tmp_path, digits, layout, rank, step):
+def test_a_stopped_rank_is_blamed_not_the_one_that_waits_for_it(tmp_path, digits, layout, rank, step, record_property):
     with start(tmp_path, digits, train_rank, layout) as run:
         run.until_step(step)
         run.stop(rank)
         text = run.report()
+        record_property(SECONDS, run.seconds())
         waiting = next(number for number in range(len(run.processes)) if number != rank)
         run.processes[waiting].join(HANG_SECONDS)
         assert run.processes[waiting].exitcode == HANG_CODE
@@ -148,9 +155,10 @@ def test_a_stopped_rank_is_blamed_not_the_one_that_waits_for_it(tmp_path, digits
         ),
     ],
 )  # fmt: skip
-def test_a_hang_is_reported_with_rank_phase_and_edge(tmp_path, digits, function, overrides, words):
+def test_a_hang_is_reported_with_rank_phase_and_edge(tmp_path, digits, function, overrides, words, record_property):
     with start(tmp_path, digits, function, *overrides) as run:
         text = run.report()
+        record_property(SECONDS, run.seconds())
     blamed = text.partition("ranks:\n")[0]
     assert "to blame: rank" in blamed and "rank 1" in blamed.splitlines()[1], text
     for word in words:
@@ -158,10 +166,11 @@ def test_a_hang_is_reported_with_rank_phase_and_edge(tmp_path, digits, function,
 
 
 @on_demand
-def test_a_collective_left_out_is_found_in_the_files_of_the_dead_run(tmp_path, digits):
+def test_a_collective_left_out_is_found_in_the_files_of_the_dead_run(tmp_path, digits, record_property):
     with start(tmp_path, digits, leaves_a_sum_out, TWO) as run:
         for process in run.processes:
             process.join(HANG_SECONDS)
+        record_property(SECONDS, run.seconds())
     text = report(run.run_dir)
     assert "to blame: collective #" in text and "on rank 1" in text and "is not the same on all ranks" in text
 

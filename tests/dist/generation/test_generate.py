@@ -2,6 +2,7 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,8 +43,6 @@ def _trained(cfg) -> tuple[str, list[tuple[list[int], list, list[int]]]]:
 
 
 def _answered(folder: str, questions: list) -> list[list[int]]:
-    from pathlib import Path
-
     import torch
 
     from data.collate import collate_media
@@ -132,3 +131,26 @@ def test_what_excludes_each_other_is_named_before_a_model_is_built(trained):
     folder, _ = trained
     ((code, _, err),) = run_ranks(_command, 1, [folder, "--prompt", "a", "--prompt-format", "text", "--chat"], "")
     assert code == 1 and err.startswith("error: --prompt-format: text continues a prompt without turns")
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "generation.md"
+
+
+def _program(text: str) -> str:
+    """What it prints."""
+    import contextlib
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(text, str(PAGE), "exec"), {})
+    return out.getvalue()
+
+
+def test_the_program_of_the_page_answers_as_the_command(trained):
+    folder, _ = trained
+    text = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    assert "runs/gpt_tiny" in text and "max_new_tokens=64" in text
+    text = text.replace("runs/gpt_tiny", folder).replace("max_new_tokens=64", "max_new_tokens=5")
+    (said,) = run_ranks(_program, 1, text)
+    options = [folder, "--prompt", "It was", "--prompt-format", "text", "--max-new-tokens", "5"]
+    ((code, out, err),) = run_ranks(_command, 1, options, "")
+    assert (code, out.strip()) == (0, said.strip()) and said.strip(), err

@@ -114,9 +114,10 @@ def documented() -> dict[str, re.Pattern]:
     rows = re.findall(r"^\| key \| unit \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
     firsts = [line.split(" | ")[0] for row in rows for line in row.splitlines()]
     stands_for = {"MODULE": "(images|language)", "PARAMETER": r"[\w.]+", "PART": f"({'|'.join(PARTS)})"}
+    stands_for["NAME"] = "(one|other|more)"
 
     def pattern(key: str) -> re.Pattern:
-        return re.compile(re.sub("PARAMETER|MODULE|PART", lambda word: stands_for[word[0]], key))
+        return re.compile(re.sub("PARAMETER|MODULE|PART|NAME", lambda word: stands_for[word[0]], key))
 
     return {key: pattern(key) for first in firsts for key in re.findall("`([^`]+)`", first)}
 
@@ -132,7 +133,10 @@ def _rare_keys() -> list[str]:
 def test_the_page_names_the_keys_that_are_logged_and_no_others(digits, tmp_path):
     own = ("modules.images.optim.projector_lr=1e-3", "train.eval_samples=8")
     held_out = (f"data.validation_shards={digits}/held_out", "layout=two_processes")
-    lines = run("vlm_digits", digits, tmp_path, *EVERYTHING, *own, *held_out)
+    held_out += (f"data.validation={{more: {{shards: {digits}/held_out}}}}",)
+    sources = ", ".join(f"{{shards: {digits}/train, name: {name}}}" for name in ("one", "other"))
+    mixed = ("data.shards=", "data.demo=", f"data.mix=[{sources}]")
+    lines = run("vlm_digits", digits, tmp_path, *EVERYTHING, *own, *held_out, *mixed)
     written = {key for line in lines for key in line}
     written |= set(*run_ranks(_rare_keys, 1))
     # Where nothing goes wrong, there are none of these.

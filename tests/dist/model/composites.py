@@ -58,16 +58,10 @@ def picture(height: int, width: int) -> Any:
 def make(folder: Path, kind: str) -> dict[str, Any]:
     """Save the model with its processor as `folder`/model and the samples as `folder`/samples.tar; returns what
     transformers makes of them: `compute`."""
-    import torch
     import transformers
 
-    torch.manual_seed(5)
     transformers.logging.set_verbosity_error()
-    model = _model(kind, transformers)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            norm = value.ndim == 1 and name.endswith("weight")
-            value.normal_(1.0 if norm else 0.0, 0.3 if value.ndim == 1 else 0.2)
+    model = made(kind)
     model.save_pretrained(folder / "model", max_shard_size="60KB")
     _processor(folder / "model", kind, transformers)
     members: list[tuple[str, bytes]] = []
@@ -80,6 +74,29 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
             members.append((f"{number}.{at}.png", file.getvalue()))
     write_tar(folder / "samples.tar", members)
     return compute(model, folder / "model")
+
+
+def made(kind: str) -> Any:
+    """The model with weights that matter."""
+    import torch
+    import transformers
+
+    torch.manual_seed(5)
+    model = _model(kind, transformers)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            norm = value.ndim == 1 and name.endswith("weight")
+            value.normal_(1.0 if norm else 0.0, 0.3 if value.ndim == 1 else 0.2)
+    return model
+
+
+def hub_name(name: str, kind: str) -> str:
+    """As hubs have it, of a name in the memory of version 5."""
+    if kind == "qwen3_vl":
+        return name
+    if kind.startswith("llava"):  # all but the tower's names are saved so already
+        return name.replace("vision_tower.", "vision_tower.vision_model.")
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
 def _pictures(parts: list[Any]) -> list[list[Any]] | None:
@@ -205,16 +222,24 @@ def compute(model: Any, folder: Path) -> dict[str, Any]:
 def exported(checkpoint: Path, folder: Path) -> dict[str, Any]:
     """Export a checkpoint; returns what transformers finds in the directory: keys that are missing or left over, logits
     of the samples, parameters."""
-    import torch
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
     from mimo_train.cli import main
 
     assert main(["export", str(checkpoint), "--to", str(folder)]) == 0
     options = {"attn_implementation": "eager"}
     model, said = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True, **options)
-    processor = AutoProcessor.from_pretrained(folder)
-    logits = []
+    parameters = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    logits = logits_of(model, folder)
+    return {"keys": [*said["missing_keys"], *said["unexpected_keys"]], "logits": logits, "parameters": parameters}
+
+
+def logits_of(model: Any, folder: Path) -> list[np.ndarray]:
+    """Of every sample, with the processor in `folder`."""
+    import torch
+    from transformers import AutoProcessor
+
+    processor, logits = AutoProcessor.from_pretrained(folder), []
     for parts, answer in SAMPLES:
         pictures = _pictures(parts)
         prompt = processor.apply_chat_template(
@@ -223,5 +248,4 @@ def exported(checkpoint: Path, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             batch = processor(text=prompt + answer + "<|im_end|>\n", images=pictures, return_tensors="pt")
             logits.append(model(**batch).logits[0].numpy())
-    parameters = {name: value.detach().numpy() for name, value in model.named_parameters()}
-    return {"keys": [*said["missing_keys"], *said["unexpected_keys"]], "logits": logits, "parameters": parameters}
+    return logits

@@ -102,34 +102,52 @@ def tokens() -> np.ndarray:
 
 
 def make(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Save each model in a folder of its name; returns logits, loss, gradients by tensor and gradient norm of each.
+    """Save each model in a folder of its name; returns logits, hidden states by layer, loss, gradients by tensor and
+    gradient norm of each.
 
     The config that we write must give the model again: logits and all.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return {name: _one(folder / name, name) for name in names}
+
+
+def made(name: str, **sizes: Any) -> Any:
+    """A model of transformers.
+
+    Args:
+        sizes: other than SIZES.
     """
     import torch
     import transformers
 
     torch.manual_seed(3)
-    transformers.logging.set_verbosity_error()
-    return {name: _one(folder / name, SIZES | FAMILIES[name], transformers, torch) for name in names}
+    config = transformers.AutoConfig.for_model(**SIZES | FAMILIES[name] | sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                mean = 0 if parameter_name.endswith("bias") else parameter
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + mean)
+    return model
 
 
-def _one(folder: Path, config: dict[str, Any], transformers: Any, torch: Any) -> dict[str, Any]:
+def _one(folder: Path, name: str) -> dict[str, Any]:
+    import torch
+    import transformers
+
     from mimo_train.config.pretrained.language import language_config_json, language_spec
 
-    made = transformers.AutoConfig.for_model(**config)
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + (0 if name.endswith("bias") else parameter))
-    model.save_pretrained(folder)
+    model = made(name)
+    model.save_pretrained(folder, max_shard_size="60KB")
     ids = torch.from_numpy(tokens())
-    logits = model(input_ids=ids[:, :-1]).logits
+    output = model(input_ids=ids[:, :-1], output_hidden_states=True)
+    logits = output.logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
     gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    written = language_config_json(language_spec(model.config.to_dict()), config["model_type"])
+    written = language_config_json(language_spec(model.config.to_dict()), model.config.model_type)
     again = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**written), attn_implementation="eager"
     )
@@ -138,6 +156,7 @@ def _one(folder: Path, config: dict[str, Any], transformers: Any, torch: Any) ->
         assert torch.equal(again(input_ids=ids[:, :-1]).logits, logits), written
     return {
         "logits": logits.detach().numpy(),
+        "states": [state.detach().numpy() for state in output.hidden_states],
         "loss": loss.item(),
         "gradients": gradients,
         "norm": float(np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in gradients.values()))),

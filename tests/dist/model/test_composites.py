@@ -10,7 +10,18 @@ import pytest
 
 from mimo_train.config.compose import load
 from mimo_train.plan.run import resolve
-from tests.dist.model.composites import CLIP, DECAY, EPSILON, NEW_TOKENS, RATE, SAMPLES, exported, make, picture
+from tests.dist.model.composites import (
+    CLIP,
+    DECAY,
+    EPSILON,
+    NEW_TOKENS,
+    RATE,
+    SAMPLES,
+    exported,
+    hub_name,
+    make,
+    picture,
+)
 from tests.dist.ranks import run_ranks
 from tests.dist.steps import Steps, whole
 
@@ -19,42 +30,46 @@ BOUND = 1e-5
 ONE = ("layout=one_process", "train.micro_batch_size=1")
 """One sample in a microbatch, as where answers are decoded."""
 APART = "layout=two_processes"
+
+
+def _of(names: str, *sizes: str) -> tuple[str, ...]:
+    """Sizes of the layouts of modules."""
+    return tuple(f"modules.{name}.layout.{size}" for name in names.split() for size in sizes)
+
+
+SHARED, BOTH = "layout=one_process", "images language"
 LAYOUTS = {
     "qwen2_5_vl": {
         "one process": ONE,
-        "tp2": ("layout=one_process", *(f"modules.{name}.layout.tp=2" for name in ("images", "language"))),
-        "pp2": ("layout=one_process", "modules.language.layout.pp=2", "data.pack=true"),
-        "split": (APART, "modules.images.layout.pp=2", "modules.language.layout.cp=2"),
+        "tp2": (SHARED, *_of(BOTH, "tp=2")),
+        "pp2": (SHARED, *_of("language", "pp=2"), "data.pack=true"),
+        "tp2 pp2": (SHARED, *_of(BOTH, "tp=2"), *_of("language", "pp=2")),
+        "split": (APART, *_of("images", "pp=2"), *_of("language", "cp=2")),
     },
     "qwen3_vl": {
         "one process": (*ONE, "train.recompute=full"),
-        "tp2": (
-            "layout=one_process",
-            *(f"modules.{name}.layout.{size}" for name in ("images", "language") for size in ("tp=2", "sp=true")),
-        ),
-        "pp2": (APART, "modules.language.layout.pp=2"),
-        "split": (APART, "modules.language.layout.cp=2", "data.pack=true"),
+        "tp2": (SHARED, *_of(BOTH, "tp=2", "sp=true")),
+        "pp2": (APART, *_of("language", "pp=2")),
+        "tp2 pp2": (SHARED, *_of(BOTH, "tp=2"), *_of("language", "pp=2")),
+        "split": (APART, *_of("language", "cp=2"), "data.pack=true"),
     },
     "llava_next": {
         "one process": ONE,
         # A tile has 17 tokens in its encoder, the class token among them, which two ranks cannot share.
-        "tp2": (
-            "layout=one_process",
-            "modules.images.layout.tp=2",
-            *(f"modules.language.layout.{size}" for size in ("tp=2", "sp=true")),
-        ),
-        "pp2": (APART, "modules.images.layout.pp=2", "modules.language.layout.pp=2"),
-        "split": (APART, "modules.images.layout.dp=2"),
+        "tp2": (SHARED, *_of("images", "tp=2"), *_of("language", "tp=2", "sp=true")),
+        "pp2": (APART, *_of(BOTH, "pp=2")),
+        "tp2 pp2": (APART, *_of("images", "dp=2"), *_of("language", "tp=2", "pp=2")),
     },
     "llava_onevision": {
         "one process": ONE,
-        "tp2": ("layout=one_process", *(f"modules.{name}.layout.tp=2" for name in ("images", "language"))),
-        "pp2": (APART, "modules.images.layout.pp=2", "modules.language.layout.pp=2"),
+        "tp2": (SHARED, *_of(BOTH, "tp=2")),
+        "pp2": (APART, *_of(BOTH, "pp=2")),
+        "tp2 pp2": (APART, *_of(BOTH, "tp=2", "pp=2")),
     },
 }
 
 
-CHECKPOINTS = {"pp2": "before", "split": "after"}
+CHECKPOINTS = {"pp2": "before", "tp2 pp2": "after"}
 """Of the step, by the layouts whose checkpoints are exported."""
 
 
@@ -116,10 +131,8 @@ def train(cfg) -> dict:
     import torch
 
     from mimo_train.model.names import modules_of
-    from mimo_train.parallel.context import gather_sequence
     from mimo_train.plan.parameters import embedding_rows, module_parameters
     from mimo_train.step.batches import StepIterator, open_loader
-    from mimo_train.step.mimo_step import MODEL_INPUTS
 
     steps = Steps(cfg)
     pipeline, dataset = steps.pipeline, steps.session.data.dataset
@@ -134,19 +147,11 @@ def train(cfg) -> dict:
     if pipeline.layout.processes == (0,):
         found["answer"] = answer(cfg, steps)
 
-    def predict(iterator, model):
-        batch = next(iterator)
-        inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
-        inputs.setdefault("input_ids", None)
-        return model(**inputs)[0], lambda output, non_loss_data: output
-
     iterator = StepIterator(open_loader(resolve(cfg), pipeline.groups, dataset, consumed=0, steps=1), pipeline)
     iterator.advance()
-    with torch.no_grad():
-        logits = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
-    if logits:
-        parts = [gather_sequence(part.transpose(0, 1).contiguous(), language.cp) for part in logits]
-        found["logits"] = torch.cat(parts, dim=1).transpose(0, 1).numpy()
+    logits = predicted(pipeline, iterator)
+    if logits is not None:
+        found["logits"] = logits
     if language:
         batches = iterator.current.microbatches
         found["ids"] = torch.cat([batch["input_ids"] for batch in batches]).numpy()
@@ -155,6 +160,28 @@ def train(cfg) -> dict:
     found["curve"] = steps.train()
     found["after"] = steps.save()
     return found
+
+
+def predicted(pipeline, iterator) -> np.ndarray | None:
+    """Logits of the samples of a step [B, S, V of this rank]; None on ranks that have none."""
+    import torch
+
+    from mimo_train.parallel.context import gather_sequence
+    from mimo_train.step.mimo_step import MODEL_INPUTS
+
+    def predict(iterator, model):
+        batch = next(iterator)
+        inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
+        inputs.setdefault("input_ids", None)
+        return model(**inputs)[0], lambda output, non_loss_data: output
+
+    with torch.no_grad():
+        logits = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
+    if not logits:
+        return None
+    cp = pipeline.groups.collections["language"].cp
+    parts = [gather_sequence(part.transpose(0, 1).contiguous(), cp) for part in logits]
+    return torch.cat(parts, dim=1).transpose(0, 1).numpy()
 
 
 def answer(cfg, steps) -> list[int]:
@@ -235,15 +262,6 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def hub_name(name: str, kind: str) -> str:
-    """As hubs have it, of a name in the memory of version 5."""
-    if kind == "qwen3_vl":
-        return name
-    if kind.startswith("llava"):  # all but the tower's names are saved so already
-        return name.replace("vision_tower.", "vision_tower.vision_model.")
-    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
 def _difference(ours: np.ndarray, theirs: np.ndarray) -> float:

@@ -1,4 +1,5 @@
-"""Every family of language models computes what transformers computes, at any layout, and comes back bit for bit."""
+"""Every family of language models computes what transformers computes, at any layout, from weights that are read as a
+run reads them, and comes back bit for bit."""
 
 import json
 from collections.abc import Iterator
@@ -66,6 +67,9 @@ def test_logits_losses_and_gradients_are_those_of_transformers(reference, comput
             last = {rank["tp"]: rank["logits"] for rank in ranks if rank["logits"] is not None}
             logits = np.concatenate([last[at] for at in sorted(last)], axis=-1)
             assert _difference(logits[..., : SIZES["vocab_size"]], expected["logits"]) < TOLERANCE, (layout, name)
+            states = {number: state for rank in ranks for number, state in rank["states"].items()}
+            assert len(states) == SIZES["num_hidden_layers"], "of every layer"
+            assert all(_difference(states[at], expected["states"][at]) < TOLERANCE for at in states), (layout, name)
             assert (logits[..., SIZES["vocab_size"] :] < -1e30).all(), "padding is never predicted"
         whole = _whole(ranks, "gradient")
         norm = np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in whole.values()))
@@ -81,12 +85,10 @@ def test_logits_losses_and_gradients_are_those_of_transformers(reference, comput
 
 
 def test_every_tensor_has_its_place_and_comes_back_bit_for_bit(reference, computed):
-    from safetensors.numpy import load_file
-
     _, models = computed
     for name, ranks in models.items():
         _, weights = _map(reference[0] / name)
-        tensors = load_file(reference[0] / name / "model.safetensors")
+        tensors = _tensors(reference[0] / name)
         assert weights.row_counts() == {tensor: len(value) for tensor, value in tensors.items()}, name
         whole = _whole(ranks, "weight")
         assert {rule.ours for rule in weights.rules} == whole.keys(), name
@@ -100,6 +102,14 @@ def test_parameters_are_counted(computed):
     for name, ranks in models.items():
         for rank in ranks:
             assert rank["count"] == rank["counted"], (layout, name)
+
+
+def _tensors(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    files = list(folder.glob("*.safetensors"))
+    assert len(files) > 1
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def _map(folder: Path) -> tuple[Any, WeightMap]:
@@ -164,8 +174,8 @@ def compute(cfg, folder: Path, names: list[str]) -> dict[str, dict]:
 
 def _compute(cfg, groups, folder: Path, device) -> dict:
     import torch
-    from safetensors.torch import load_file
 
+    from mimo_train.checkpoint.hf.load import _cut, load_pretrained
     from mimo_train.model.build import build_model
     from mimo_train.model.names import global_names
     from mimo_train.parallel.context import own_part
@@ -175,7 +185,7 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     from mimo_train.step.losses import masked_token_loss
     from mimo_train.step.schedule import Pipeline
 
-    spec, weights = _map(folder)
+    spec, _ = _map(folder)
     if spec.num_experts:
         spec.router_balancing = "none"
     cfg.modules["language"].llm, layout = spec, cfg.language.layout
@@ -187,8 +197,9 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     step_sum.open("tokens", 1, pipeline.own_tokens)
     (chunk,) = model
     parameters = global_names(chunk)
-    tensors = load_file(folder / "model.safetensors")
-    cuts = {name: _fill(parameters[name], rule, tensors, language.tp) for name, rule in _rules(weights, parameters)}
+    cfg.language.pretrained = str(folder)
+    assert load_pretrained(cfg, model, groups, PADDED)
+    cuts = {name: _cut(value, groups, "language") for name, value in parameters.items()}
     ids = torch.from_numpy(tokens())
     batches = [
         {"input_ids": part[:, :-1], "labels": part[:, 1:], "loss_mask": torch.ones(len(part), SEQUENCE)}
@@ -208,7 +219,9 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
         mask = batch.pop("loss_mask")
         return model(**batch, attention_mask=None), lambda output: masked_token_loss(mask, output)
 
+    states = _States(chunk, language.tp if layout.sp else None)
     logits = pipeline.run(predict, iter(batches), forward_only=True, collect_non_loss_data=True)
+    states.close()
     chunk.zero_grad_buffer()
     reports = pipeline.run(learn, iter(batches))
     total, count = sum(report["lm loss"] for report in reports) if reports else (None, None)
@@ -218,37 +231,52 @@ def _compute(cfg, groups, folder: Path, device) -> dict:
     return {
         "tp": language.tp.rank(),
         "logits": torch.cat(logits).detach().numpy() if logits else None,
+        "states": states.found,
         "loss": None if total is None else (total / count).item(),
         "tokens": None if count is None else count.item(),
         "count": sum(parameter.numel() for parameter in chunk.parameters()),
         "counted": sum(part.total for part in expected.values()),
         "parameters": {
-            name: {"weight": value.detach().clone().numpy(), "gradient": value.main_grad.clone().numpy(), **cuts[name]}
+            name: {"weight": value.detach().clone().numpy(), "gradient": value.main_grad.clone().numpy()}
+            | {"dim": cuts[name].dim if cuts[name].ranks > 1 else None, "stride": cuts[name].stride}
             for name, value in parameters.items()
         },
     }
 
 
-def _rules(weights: WeightMap, parameters: dict) -> list[tuple]:
-    rules = {rule.ours: rule for rule in weights.rules}
-    assert parameters.keys() <= rules.keys(), parameters.keys() - rules.keys()
-    return [(name, rules[name]) for name in parameters]
+class _States:
+    """The hidden states [samples, sequence, hidden] behind each layer of this rank, the last of all behind the norm, by
+    their place among those of transformers, while it is open."""
 
+    def __init__(self, chunk, group):
+        """
+        Args:
+            group: over which the sequence is divided; None: it is whole.
+        """
+        from megatron.core.utils import unwrap_model
 
-def _fill(parameter, rule, tensors: dict, tp) -> dict[str, int | None]:
-    """Write this rank's part of a parameter; returns how it is cut."""
-    import torch
+        self.found: dict[int, np.ndarray] = {}
+        self._group, decoder = group, unwrap_model(chunk).decoder
+        norm = decoder.final_layernorm
+        places = [(layer, layer.layer_number) for layer in decoder.layers]
+        if norm is not None:
+            places[-1] = norm, places[-1][1]
+        self._hooks = [one.register_forward_hook(self._note(number)) for one, number in places]
 
-    width = next(tensors[rows.name].shape[1:] for rows in rule.rows if rows.name)
-    rows = [
-        tensors[rows.name][rows.first : rows.first + rows.count] if rows.name else torch.zeros(rows.count, *width)
-        for rows in rule.rows
-    ]
-    whole, dim, stride = torch.cat(rows), None, 1
-    if whole.shape != parameter.shape:
-        dim, stride = parameter.partition_dim, parameter.partition_stride
-        sections = whole.chunk(stride, dim)
-        whole = torch.cat([section.chunk(tp.size(), dim)[tp.rank()] for section in sections], dim)
-    with torch.no_grad():
-        parameter.copy_(whole)
-    return {"dim": dim, "stride": stride}
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, number: int) -> Any:
+        def note(_module, _inputs, output) -> None:
+            import torch
+
+            state = (output[0] if isinstance(output, tuple) else output).detach()
+            if self._group is not None:
+                parts = [torch.empty_like(state) for _ in range(self._group.size())]
+                torch.distributed.all_gather(parts, state.contiguous(), group=self._group)
+                state = torch.cat(parts)
+            before = [self.found[number]] if number in self.found else []
+            self.found[number] = np.concatenate([*before, state.transpose(0, 1).numpy()])
+
+        return note

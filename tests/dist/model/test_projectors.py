@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from encoders.projectors.spec import ProjectorSpec, ResamplerSpec
-from encoders.weight_map import Rule, WeightMap, same, stacked, with_biases
+from encoders.projectors.weights import connector
+from encoders.weight_map import WeightMap, same, with_biases
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, curve, largest_difference, train_on_ranks
 
@@ -81,58 +82,30 @@ def _mlp(*names: str, hidden: int, norm: str = "") -> WeightMap:
     return WeightMap((*with_biases(rules), *with_biases([same("norm.weight", f"{norm}.weight", 4 * WIDTH)])))
 
 
-def _resampled() -> WeightMap:
-    at, width = "perceiver_resampler.", LANGUAGE_WIDTH
-    block = "modality_projection."
-    rules: list[Rule] = [
-        *_gated("encoder", block, 20),
-        same("resampler.latents", f"{at}latents", 5),
-        same("resampler.norm.weight", f"{at}norm.weight", width),
-    ]
-    for number in range(2):
-        ours, theirs = f"resampler.layers.{number}.", f"{at}layers.{number}."
-        norms = {"latents": "input_latents", "features": "input_context", "mlp": "post_attention_layer"}
-        for own, their in norms.items():
-            their += "norm" if own == "mlp" else "_norm"
-            rules.append(same(f"{ours}{own}_norm.weight", f"{theirs}{their}.weight", width))
-        for own, their, rows in (("q", "q", 24), ("k", "k", 12), ("v", "v", 12), ("proj", "o", width)):
-            rules.append(same(f"{ours}linear_{own}.weight", f"{theirs}self_attn.{their}_proj.weight", rows))
-        rules += _gated(f"{ours}mlp", f"{theirs}mlp.", 4 * width)
-    return WeightMap(tuple(rules))
+def _known(spec: ProjectorSpec, name: str) -> WeightMap:
+    """Of a connector whose names an export writes."""
+    found = connector(spec, WIDTH * spec.merge**2, LANGUAGE_WIDTH)
+    assert found is not None and found[0] == name
+    return found[1].under("")
 
 
-def _gated(ours: str, theirs: str, hidden: int) -> list[Rule]:
-    gate_and_up = [(f"{theirs}{part}_proj.weight", hidden) for part in ("gate", "up")]
-    down = same(f"{ours}.linear_fc2.weight", f"{theirs}down_proj.weight", LANGUAGE_WIDTH)
-    return [stacked(f"{ours}.linear_fc1.weight", gate_and_up), down]
-
-
+IDEFICS3 = ProjectorSpec(kind="linear", merge=2, bias=False)
+INTERNVL = ProjectorSpec(merge=2, norm="LayerNorm")
+IDEFICS2 = ProjectorSpec(
+    ffn_hidden_size=20,
+    activation="swiglu",
+    bias=False,
+    resampler=ResamplerSpec(latents=5, num_layers=2, num_attention_heads=4, num_query_groups=2, head_size=6),
+)
 CONNECTORS = {
-    "idefics3": (
-        _idefics3,
-        ProjectorSpec(kind="linear", merge=2, bias=False),
-        WeightMap((same("encoder.weight", "modality_projection.proj.weight", LANGUAGE_WIDTH),)),
-    ),
-    "internvl": (
-        _internvl,
-        ProjectorSpec(merge=2, norm="LayerNorm"),
-        _mlp("linear_1", "linear_2", hidden=LANGUAGE_WIDTH, norm="layer_norm"),
-    ),
+    "idefics3": (_idefics3, IDEFICS3, _known(IDEFICS3, "Idefics3")),
+    "internvl": (_internvl, INTERNVL, _known(INTERNVL, "InternVL")),
     "qwen3-vl": (
         _qwen3,
         ProjectorSpec(merge=2, norm="LayerNorm", norm_epsilon=1e-6, ffn_hidden_size=4 * WIDTH),
         _mlp("linear_fc1", "linear_fc2", hidden=4 * WIDTH, norm="norm"),
     ),
-    "idefics2": (
-        _idefics2,
-        ProjectorSpec(
-            ffn_hidden_size=20,
-            activation="swiglu",
-            bias=False,
-            resampler=ResamplerSpec(latents=5, num_layers=2, num_attention_heads=4, num_query_groups=2, head_size=6),
-        ),
-        _resampled(),
-    ),
+    "idefics2": (_idefics2, IDEFICS2, _known(IDEFICS2, "Idefics2")),
 }
 
 

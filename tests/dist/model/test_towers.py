@@ -1,4 +1,4 @@
-"""Encoders with the weights of transformers' models give their hidden states and gradients, at every layout."""
+"""Encoders with the weights of transformers' models give their hidden states, loss and gradients, at every layout."""
 
 import pytest
 
@@ -7,27 +7,30 @@ from tests.towers import TOWERS, publish
 
 BOUND = 1e-5
 """Largest difference, of the largest value that is expected."""
+LAYOUTS = {"one": (1, 1, 0), "tp2": (2, 1, 0), "pp2": (1, 2, 2), "tp2 pp2": (2, 2, 0)}
+"""tp, pp and the first rank."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each of two ranks found, by tower."""
+    """What each of four ranks found, by tower."""
     root = tmp_path_factory.mktemp("towers")
     published = {name: publish(tower, root / name) for name, tower in TOWERS.items()}
-    return run_ranks(compare_all, 2, published)
+    return run_ranks(compare_all, 4, published)
 
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_features_are_those_of_transformers(name, found):
-    errors = {**found[0][name], **found[1][name]}
-    readings = TOWERS[name].readings
-    wanted = {f"{reading}: {layout}" for reading in readings for layout in ("one", "tp", "pp")} - {"layer -3: pp"}
-    assert wanted <= errors.keys()
-    assert max(errors.values()) < BOUND, errors
+    readings, names = list(TOWERS[name].readings), {one for rank in found for one in rank[name]}
+    wanted = {f"{reading}: {layout}" for reading in readings for layout in LAYOUTS}
+    wanted |= {f"{readings[0]}: {layout} {what}" for layout in LAYOUTS for what in ("loss", "norm")}
+    assert wanted - {"layer -3: pp2", "layer -3: tp2 pp2"} <= names
+    worst = {one: error for rank in found for one, error in rank[name].items() if not error < BOUND}
+    assert not worst
 
 
 def compare_all(published: dict) -> dict[str, dict[str, float]]:
-    """Errors on this rank, of features by reading and layout, and of gradients."""
+    """Errors on this rank, of features by reading and layout, and of loss, gradient norm and gradients."""
     import torch
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -37,14 +40,12 @@ def compare_all(published: dict) -> dict[str, dict[str, float]]:
 
     torch.set_num_threads(1)
     devices.init_process_group("cpu", 60.0, devices.install("cpu", 0))
-    sizes = {"one": (1, 1), "tp": (2, 1), "pp": (1, 2)}
     layouts = {
-        name: ModuleLayout(name="images", tp=tp, pp=pp, dp=1, cp=1, ep=1, sp=False, first_rank=0)
-        for name, (tp, pp) in sizes.items()
+        name: ModuleLayout(name="images", tp=tp, pp=pp, dp=1, cp=1, ep=1, sp=False, first_rank=first)
+        for name, (tp, pp, first) in LAYOUTS.items()
     }
-    groups = build_groups(RunLayout(layouts, (), (0, 1)))
-    pgs = groups.collections
-    model_parallel_cuda_manual_seed(1, tp_rank=pgs["tp"].tp.rank(), ep_rank=0, etp_rank=0)
+    pgs = build_groups(RunLayout(layouts, (), (0, 1, 2, 3))).collections
+    model_parallel_cuda_manual_seed(1, tp_rank=pgs["tp2 pp2"].tp.rank(), ep_rank=0, etp_rank=0)
     return {name: compare(tower, layouts, pgs) for name, tower in published.items()}
 
 
@@ -61,10 +62,10 @@ def compare(tower, layouts, groups) -> dict[str, float]:
         spec = family.spec(**values | keys)
         assert not spec.faults() + spec.joint_faults(tower.merge)
         for name, layout in layouts.items():
-            if name not in groups or (name == "pp" and built_layers(spec) < 2):
+            if name not in groups or built_layers(spec) < layout.pp:
                 continue
             variants = [layout]
-            if name == "tp" and spec.token_unit(tower.merge) % 2 == 0:
+            if name == "tp2" and spec.token_unit(tower.merge) % 2 == 0:
                 variants.append(replace(layout, sp=True))
             for variant in variants:
                 label = name + (" sp" if variant.sp else "")
@@ -87,7 +88,7 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
     from mimo_train.model.names import global_names
     from mimo_train.model.transformer_config import encoder_config
     from mimo_train.plan.parameters import encoder_parameters
-    from tests.towers import weigh
+    from tests.towers import loss_of
 
     cfg = ConfigContainer(modules={"images": ModuleConfig(encoder=spec), "language": ModuleConfig(llm=LlmSpec())})
     config = encoder_config(cfg, layout)
@@ -125,7 +126,9 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
         assert len(output) == sum(spec.num_tokens(*size, merge=tower.merge) for size in sizes)
         errors[""] = difference(output, expected.view_as(output))
         if gradients:
-            weigh(output).sum().backward()
+            loss = loss_of(output)
+            errors[" loss"] = abs(loss.item() / tower.loss - 1)
+            loss.backward()
             if stage:
                 dist.send(received.grad, group=pgs.pp, group_dst=0)
     if gradients:
@@ -137,6 +140,9 @@ def compare_one(tower, spec, layout, pgs, reading: str, *, gradients: bool) -> d
             if getattr(one, "sequence_parallel", False):
                 dist.all_reduce(one.grad, group=pgs.tp)
             errors[f" {name}"] = float((one.grad - expected[name]).abs().max()) / largest
+        both = [one.grad for one in named.values()], expected.values()
+        norm, wanted = (sum(float(part.double().square().sum()) for part in parts) ** 0.5 for parts in both)
+        errors[" norm"] = abs(norm / wanted - 1)
     return errors
 
 
@@ -184,7 +190,7 @@ def read(encoder, spec, pgs, folder, into) -> None:
     reader.fill(into, cuts)
 
 
-@pytest.mark.parametrize("name", [name for name in TOWERS if name not in ("qwen2.5-vl", "whisper")])
+@pytest.mark.parametrize("name", [one for one in TOWERS if one != "qwen2.5-vl" and "whisper" not in one])
 def test_the_names_of_the_directories_are_those_that_transformers_reads(name, tmp_path):
     """So that a map for these directories is one for published ones; of the other two the encoder is a part."""
     publish(TOWERS[name], tmp_path / "tower")

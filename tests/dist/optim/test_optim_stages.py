@@ -54,6 +54,14 @@ def test_frozen_parts_are_bitwise_the_same_until_their_step(layout, digits, tmp_
     assert moved[3:] == [{"encoders", "input_projections", "language"}] * 3
 
 
+def test_adapters_are_frozen_until_their_step_and_the_weights_beside_them_for_ever(digits, tmp_path):
+    own = ("modules.language.lora.rank=2", "modules.language.freeze_until={llm: 3}")
+    (steps,) = run_ranks(_moved, 1, vlm(digits, tmp_path, "one_process", *own), 5)
+    language = [{name for name in step if "input_projections" not in name and "encoders" not in name} for step in steps]
+    assert language[:3] == [set()] * 3 and steps[2]
+    assert language[4] and all("lora_" in name for name in language[3] | language[4])
+
+
 @pytest.mark.parametrize(
     "until",
     [

@@ -28,7 +28,14 @@ def _names_of_cuda() -> list[str]:
         tensor.cuda(),
         tensor.to("cuda"),
         torch.zeros_like(tensor, device="cuda"),
+        tensor.new_zeros(2, device="cuda"),
+        tensor.to(device="cuda", dtype=torch.float64),
+        torch.zeros(2, pin_memory=True),
+        torch.nn.Linear(2, 2).cuda().weight,
     ]
+    with torch.device("meta"):
+        assert torch.zeros(2).is_meta, "torch's own device contexts hold"
+    assert torch._C._len_torch_function_stack() == 0, "a mode costs every call of torch"
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
     event = torch.cuda.Event()
@@ -45,6 +52,22 @@ def test_cuda_names_mean_the_cpu():
     *devices, float_type, long_type = on_one_rank(_names_of_cuda)
     assert set(devices) == {"cpu"}
     assert (float_type, long_type) == ("torch.cuda.FloatTensor", "torch.cuda.LongTensor")
+
+
+def _rules_of_dynamo() -> int:
+    """How many functions torch.compile knows, asked for the first time behind the stand-in."""
+    from torch._dynamo import trace_rules
+
+    from mimo_train.parallel import device
+
+    device.install("cpu")
+    trace_rules.get_torch_obj_rule_map.cache_clear()
+    return len(trace_rules.get_torch_obj_rule_map())
+
+
+def test_megatron_core_can_be_imported_behind_the_stand_in():
+    """Its import asks torch.compile for these rules, which want each function of torch to be another."""
+    assert on_one_rank(_rules_of_dynamo) > 1000
 
 
 def _call_without_stand_in() -> str:

@@ -22,7 +22,8 @@ def _start(cfgs, folder):
     start_processes(cfgs[0])
     rank, said = dist.get_rank(), []
     try:
-        setup(SimpleNamespace(cfg=cfgs[rank], dir=Path(folder)), None, start_time=0.0)
+        run = SimpleNamespace(cfg=cfgs[rank], dir=Path(folder), checkpoints=Path(folder))
+        setup(run, None, start_time=0.0)
     except UserError as error:
         said.append(str(error))
     own = Path(folder) / f"of_{rank}"

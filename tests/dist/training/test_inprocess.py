@@ -1,6 +1,7 @@
 """In-process restart: a rank fails, and the run goes on inside the same processes."""
 
 import os
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,19 @@ pytest.importorskip("nvidia_resiliency_ext.inprocess")
 
 def _train_with_failures(cfg, failing_rank: int, failures: int, torchrun: bool = True) -> tuple[int, int, int]:
     """(exit code, lives, lives whose model is still in memory) of a rank of a run, of which one rank fails after
-    step 5 in its first lives."""
+    step 5 in its first lives, and writes no checkpoint behind the first until it has failed."""
     import torch.distributed as dist
 
+    from mimo_train.checkpoint import store
     from mimo_train.training.callbacks import Callback
     from mimo_train.training.pretrain import pretrain
 
     class Fails(Callback):
         lives = left = 0
-        previous = None
+        previous, failed = None, threading.Event()
+
+        def on_failure(self, state, error):
+            self.failed.set()
 
         def on_train_start(self, state, model):
             self.lives += 1
@@ -38,7 +43,11 @@ def _train_with_failures(cfg, failing_rank: int, failures: int, torchrun: bool =
     if not torchrun:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-    callback = Fails()
+    callback, write = Fails(), store.write_rank
+    if torchrun and int(os.environ["RANK"]) == failing_rank:
+        store.write_rank = lambda folder, *rest: (
+            ("00000004" not in folder.name or callback.failed.wait()) and write(folder, *rest)
+        )
     return pretrain(cfg, callbacks=[callback]), callback.lives, callback.left
 
 
@@ -48,20 +57,23 @@ def cfg(digits, tmp_path):
 
     def make(layout: str, name: str = "run"):
         overrides = (f"layout={layout}", "train.iters=6", "checkpoint.save_interval=2", "run.timeout_minutes=5")
-        return config("vlm_digits", tmp_path / name, digits, *overrides, "run.inprocess_restarts=1")
+        beside = ("run.inprocess_restarts=1", "checkpoint.asynchronous=true")
+        return config("vlm_digits", tmp_path / name, digits, *overrides, *beside)
 
     return make
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_failed_run_goes_on_in_its_processes_to_the_same_numbers(failing_rank, cfg, tmp_path):
+    """With a save in flight, which is completed if rank 0 sees all parts in time."""
     cfg = cfg("two_processes")
     results = run_ranks(_train_with_failures, 2, cfg, failing_rank, 1)
     assert results == [(0, 2, 0), (0, 2, 0)]
     whole = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "whole"), inprocess_restarts=0))
     assert curve(read_metrics(Path(cfg.run.dir) / "metrics.jsonl")) == curve(train_on_ranks(whole))
     starts = [line for line in (tmp_path / "run" / "progress.txt").read_text().splitlines() if "\tstart\t" in line]
-    assert ["step=0" in starts[0], "step=4" in starts[1], len(starts)] == [True, True, 2]
+    first, second = (line.split("\tstep=")[1].split("\t")[0] for line in starts)
+    assert first == "0" and second in ("2", "4")
 
 
 def test_after_the_last_restart_the_run_fails(cfg):

@@ -336,3 +336,25 @@ def test_uneven_memory_is_a_warning():
     report = check(load("vlm_digits", "llm@modules.language.llm=llama_1b"))
     (warning,) = report.warnings
     assert "memory is uneven: rank 1 (language)" in warning and "rank 0 (images)" in warning
+
+
+def mix_of(*sources: str) -> str:
+    return f"data.mix=[{', '.join(f'{{{one}}}' for one in sources)}]"
+
+
+def test_memory_and_length_are_those_of_all_sources_by_their_shares(capsys):
+    shard(Path("p/a.tar"), *sound(40))
+    shard(Path("t/b.tar"), *((f"{at}.json", record("No picture?")) for at in range(40)))
+    mixed = (*on(""), "train.global_batch_size=8", "train.micro_batch_size=2", "train.iters=50")
+    _, out, faults = run(capsys, *mixed, mix_of("name: p, shards: p, weight: 3", "name: t, shards: t, weight: 1"))
+    assert not faults and "0.75 pictures" in out and "first 40 of p" in out and "first 40 of t" in out
+    stop = (*mixed, "data.exhausted=stop", mix_of("shards: p, weight: 1", "shards: t, weight: 0"))
+    _, out, faults = run(capsys, *stop)
+    assert not faults and "after 5 of the 50 steps of train.iters" in out
+    # What a run refuses, check does: a source without a held-out sample, and an end before the first step. A weight of
+    # 0 keeps no samples from being held out.
+    assert not run(capsys, *stop, "data.validation_fraction=0.3")[2]
+    (fault,) = run(capsys, *stop, "data.validation_fraction=0.001")[2]
+    assert fault.startswith("data.mix[0].shards: no sample is left") and "holds out none" in fault
+    (fault,) = run(capsys, *stop, "train.global_batch_size=64")[2]
+    assert fault.startswith("data.exhausted: is stop, and the 40 samples of p do not last for the first step of 64")

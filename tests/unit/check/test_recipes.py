@@ -3,6 +3,7 @@ built in is what the directories of these models say."""
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from mimo_train.check import check
 from mimo_train.config.compose import RECIPES, load, shipped_configs
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.memory import GIB, rank_memory, stage_memory
-from mimo_train.plan.parameters import padded_vocab_size
+from mimo_train.plan.parameters import module_parameters, padded_vocab_size
 from mimo_train.plan.run import resolve
 from tests.hang import HANG_SECONDS
 
@@ -52,6 +53,38 @@ def test_a_recipe_can_start_on_so_many_gpus(name, gpus):
     vocab = padded_vocab_size(cfg.llm.vocab_size)
     memory = rank_memory([stage for part in cfg.modules for stage in stage_memory(run, part, vocab)])
     assert max(one.total for one in memory.values()) < OF_A_GPU - WORKSPACE
+
+
+ALL = {"images": ("encoder", "projector"), "language": ("llm",)}
+TRAINED: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, dict[str, int]]]] = {
+    "llava_1_5_pretrain": ({"images": ("projector",)}, {}),
+    "llava_1_5_finetune": ({"images": ("projector",), "language": ("llm",)}, {}),
+    "siglip2_qwen3": (ALL, {"images": {"encoder": 6000}, "language": {"llm": 2000}}),
+    "qwen2_5_vl_sft": (ALL, {}),
+    "qwen2_5_vl_lora": ({"language": ("adapters",)}, {}),
+    "llama_whisper_clip": (
+        {"images": ("projector",), "audio": ("projector",), "language": ("llm",)},
+        {"language": {"llm": 1000}},
+    ),
+}
+"""What of each recipe is trained, as the page says: parts of modules, and the steps from which some of them are."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_trained_is_what_the_page_says(name):
+    cfg = load(f"{RECIPES}/{name}")
+    trained, later = TRAINED[name]
+    for module, config in cfg.modules.items():
+        counts = module_parameters(cfg, module, padded_vocab_size(cfg.llm.vocab_size))
+        assert {part for part, count in counts.items() if count.trainable} == set(trained.get(module, ())), module
+        assert config.freeze_until == later.get(module, {}), module
+        assert all(0 < step < cfg.train.iters for step in config.freeze_until.values())
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `recipes/{name}`"))
+    assert set(LAYOUT_OF_ROW.findall(row)) == set(layouts_of(name)) or row.endswith("| the same |")
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
+LAYOUT_OF_ROW = re.compile(r"`(pictures_\w+)`")
 
 
 def test_data_that_is_not_there_is_a_fault_of_a_check_with_data(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from data.pipeline import Dataset
 from data.tokens import build_tokenizer
 from mimo_train.check import check
+from mimo_train.checkpoint.same_run import resume_faults
 from mimo_train.config import compose
 from tests.records import write_record
 from tests.unit.check.shards import on, shard, sound
@@ -237,3 +238,12 @@ def test_folders_of_checkpoints_must_be_there(tmp_path):
     overrides = [f"run.dir={tmp_path}/file"], [f"checkpoint.resume={tmp_path}/none"], [f"checkpoint.weights={tmp_path}"]
     keys = [fault.key for given in overrides for fault in check(load("vlm_digits", *given)).faults]
     assert keys == ["run.dir", "checkpoint.resume", "checkpoint.weights"]
+
+
+def test_faults_of_a_checkpoint_dir_name_that_key_and_those_of_a_mixture_its_own(tmp_path):
+    mixed = ("data.demo=", "data.shards=", "data.mix=[{shards: a}]", "checkpoint.dir=s3://bucket/run")
+    record = {"config": compose.to_dict(load("vlm_digits", *mixed)), "data_fingerprint": "old"}
+    cfg = load("vlm_digits", *mixed, "modules.language.llm.hidden_size=64", "run.seed=7")
+    faults = resume_faults(tmp_path, record, cfg, data_fingerprint="new", text_fingerprint=None)
+    assert [fault.key for fault in faults] == ["checkpoint.dir", "data.mix", "run.seed"]
+    assert all("another checkpoint.dir" in fault.message for fault in faults)

@@ -31,6 +31,19 @@ def test_what_a_run_would_refuse_is_bad_though_every_file_is_whole(capsys):
     assert code == 0 and "data.shards: 72 samples, 1 bad, data.max_bad_samples allows 1" in lines
 
 
+def test_every_sample_of_every_source_is_read_and_the_bad_ones_of_all_count(capsys):
+    large, small = sound(5), [("0100.txt", b"A circle."), ("0101.txt", b"A square."), ("0101.png", b"no picture")]
+    shard(Path("large.tar"), *large)
+    shard(Path("small.tar"), *small)
+    mix = "[{shards: large.tar, weight: 1, name: large}, {shards: small.tar, weight: 9, name: small}]"
+    mixed = [*on(""), f"data.mix={mix}", "data.validation_fraction=0.3"]
+    code, lines, err = verify(capsys, *mixed, "data.max_bad_samples=0.15", "--workers", "1")
+    assert code == 0, err  # one of seven
+    assert "data.mix[0].shards: 5 samples, 0 bad, data.max_bad_samples allows 0" in lines
+    assert "data.mix[1].shards: 2 samples, 1 bad, data.max_bad_samples allows 0" in lines
+    assert verify(capsys, *mixed, "data.max_bad_samples=0.1", "--workers", "1")[0] == 1
+
+
 def test_faults_of_the_config_and_of_the_shards_are_named(capsys):
     shard(Path("a.tar"), *sound(1))
     assert verify(capsys, "a.tar", "train.iters=3")[0] == 1

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.damage import damage_in, damaged
 from mimo_train.config.fault import PeersError, UserError
 from tests.records import write_record
 
@@ -107,10 +108,10 @@ def test_a_checkpoint_that_lost_its_record_is_named(tmp_path, complete, spoil):
 def test_only_damage_of_the_checkpoint_itself_sets_it_aside(tmp_path):
     """Not that of the one whose weights it leaves out; a peer's error is as good as one's own."""
     mine, base = tmp_path / "step_00000004", tmp_path / "base"
-    error = folders.damaged(mine, "a file is missing")
-    assert folders.damage_in(mine, error) == "a file is missing" and not folders.damage_in(base, error)
-    assert folders.damage_in(mine, PeersError(str(error), type(error).__name__)) == "a file is missing"
-    assert not folders.damage_in(mine, PeersError(str(error))) and not folders.damage_in(mine, UserError(str(error)))
+    error = damaged(mine, "a file is missing")
+    assert damage_in(mine, error) == "a file is missing" and not damage_in(base, error)
+    assert damage_in(mine, PeersError(str(error), type(error).__name__)) == "a file is missing"
+    assert not damage_in(mine, PeersError(str(error))) and not damage_in(mine, UserError(str(error)))
 
 
 def test_what_is_set_aside_is_no_checkpoint_and_stays(tmp_path):

@@ -6,25 +6,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mimo_train.checkpoint.hf.peft import CONFIG, WEIGHTS, read_adapter, write_adapter
+from mimo_train.checkpoint.hf.peft import CONFIG, WEIGHTS, Place, read_adapter, write_adapter
 from mimo_train.config.fault import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 from mimo_train.model.fused_rows import FusedRows
-from mimo_train.plan.adapters import adapted_linears, linears
+from mimo_train.plan.adapters import WHOLE, adapted_linears, linears
 
 SPEC = LlmSpec(num_layers=2, hidden_size=12, num_attention_heads=6, num_query_groups=2, ffn_hidden_size=10)
 LINEARS = linears(LANGUAGE, ModuleConfig(llm=SPEC), 12)
 PARTS = {"self_attention": "self_attn", "mlp": "mlp"}
 
 
-def places() -> dict[str, dict[str, str]]:
+def places() -> dict[str, dict[str, Place]]:
     """Where a Llama of transformers has our layers."""
     found = {}
     for linear in LINEARS:
         _, _, layer, part, _ = linear.name.split(".")
-        found[linear.name] = {one: f"model.layers.{layer}.{PARTS[part]}.{one}" for one, _ in linear.projections}
+        found[linear.name] = {one: Place(f"model.layers.{layer}.{PARTS[part]}.{one}") for one, _ in linear.projections}
     return found
 
 
@@ -103,6 +103,7 @@ def test_a_layer_without_a_place_is_named(tmp_path):
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"rank_pattern": {r"layers\.0\.self_attn\.q_proj": 8}}, "rank_pattern gives .* and adapters of a module"),
+        ({"rank_pattern": {"(?=q_proj)": 8}}, "cannot be read .*the pattern .* is not understood from"),
         ({"alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 8}}, "alpha_pattern gives .* and adapters of a module"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
@@ -160,3 +161,24 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / WEIGHTS).rename(tmp_path / "adapter_model.bin")
     with pytest.raises(UserError, match="is a pickle, which is not read"):
         read_adapter(tmp_path, LINEARS, places())
+
+
+def test_a_layer_that_is_fused_there_too_has_its_rows_in_another_order(tmp_path):
+    """All queries, all keys, all values, as Qwen-VL's towers have them; adapters of projections have no place there."""
+    lora, name = LoraConfig(rank=3, dora=True, targets=["linear_qkv"]), "decoder.layers.0.self_attention.linear_qkv"
+    linear = next(one for one in LINEARS if one.name == name)
+    pieces = FusedRows(linear).split(torch.arange(20), [one for one, _ in linear.projections])
+    where = {name: {WHOLE: Place("blocks.0.attn.qkv", tuple(torch.cat(list(pieces.values())).tolist()))}}
+    drawn_here = {one: value for one, value in drawn(lora).items() if one.startswith(name)}
+    write_adapter(tmp_path, drawn_here, lora, LINEARS, where)
+    tensors, before = load_file(tmp_path / WEIGHTS), "base_model.model.blocks.0.attn.qkv."
+    magnitudes = FusedRows(linear).split(drawn_here[f"{name}.lora_magnitude"], ["q_proj", "k_proj", "v_proj"])
+    assert torch.equal(tensors[f"{before}lora_magnitude_vector"], torch.cat(list(magnitudes.values())))
+    read, again = read_adapter(tmp_path, LINEARS, where)
+    assert again.keys() == drawn_here.keys() and all(torch.equal(again[one], drawn_here[one]) for one in again)
+    assert read.targets == ["decoder.layers.0.self_attention.linear_qkv"]
+    apart = {one: value for one, value in drawn(LoraConfig(rank=2, targets=["q_proj"])).items() if ".0." in one}
+    with pytest.raises(
+        UserError, match="linear_qkv has an adapter of q_proj, .* name linear_qkv in lora.targets instead"
+    ):
+        write_adapter(tmp_path, apart, lora, LINEARS, where)

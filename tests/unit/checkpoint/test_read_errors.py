@@ -9,6 +9,7 @@ import torch
 
 from data.storage import retry
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.damage import DamagedCheckpoint, damage_in, damage_named
 from mimo_train.checkpoint.format import blocks, files
 from mimo_train.checkpoint.format.files import RETRIES, Damage
 from mimo_train.checkpoint.format.index import WEIGHT, Key
@@ -53,7 +54,7 @@ def fails(monkeypatch):
 def refused(folder: Path, work) -> None:
     with pytest.raises(UserError, match=f"^checkpoint {folder} cannot be read .* mend that") as raised:
         work()
-    assert not folders.damage_in(folder, raised.value)
+    assert not damage_in(folder, raised.value)
 
 
 @pytest.mark.parametrize("code", PASSING)
@@ -85,7 +86,7 @@ def test_a_stale_handle_is_opened_again(folder, fails):
     reader = Reader(folder)
 
     def read() -> None:
-        with folders.damage_named(folder):
+        with damage_named(folder):
             reader.whole(KEY)
 
     refused(folder, read)
@@ -97,7 +98,7 @@ def test_a_file_that_is_gone_is_damage(folder):
     next(folder.glob("*.safetensors")).unlink()
     with pytest.raises(Damage, match=r"rank_00000.safetensors is missing"):
         reader.whole(KEY)
-    with pytest.raises(folders.DamagedCheckpoint), folders.damage_named(folder):
+    with pytest.raises(DamagedCheckpoint), damage_named(folder):
         raise FileNotFoundError(errno.ENOENT, "gone")
 
 

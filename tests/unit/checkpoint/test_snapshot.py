@@ -5,7 +5,7 @@ import torch
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part
-from mimo_train.checkpoint.snapshot import Demand, Snapshot, fits, free_memory
+from mimo_train.checkpoint.snapshot import Demand, Snapshot, free_memory, lacking
 
 
 def parts(*tensors: torch.Tensor) -> list[Part]:
@@ -35,9 +35,10 @@ def test_a_copy_keeps_its_values_and_its_memory():
 
 
 def test_every_host_needs_twice_the_memory_of_its_ranks():
-    assert fits([Demand("a", 10, 40), Demand("a", 10, 41), Demand("b", 20, 40)])
-    assert not fits([Demand("a", 10, 40), Demand("a", 11, 40), Demand("b", 1, 40)])
-    assert fits([Demand("a", 0, 0)]), "what is kept needs nothing"
+    assert not lacking([Demand("a", 10, 40), Demand("a", 10, 41), Demand("b", 20, 40)])
+    words = "copies take 2.1e-08 GB of a's memory, of which twice that must be free, not 4e-08"
+    assert lacking([Demand("b", 1, 40), Demand("a", 10, 40), Demand("a", 11, 40)]) == words
+    assert not lacking([Demand("a", 0, 0)]), "what is kept needs nothing"
 
 
 def test_a_container_has_less_than_its_host(tmp_path):

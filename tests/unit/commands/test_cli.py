@@ -269,3 +269,11 @@ def test_control_characters_of_a_message_do_not_reach_the_terminal(capsys):
 
     print_fault(DataError("sample a\x1b]0;title\x07b \u202e in x.tar"))
     assert capsys.readouterr().err == "error: sample a\\x1b]0;title\\x07b \\u202e in x.tar\n"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "much"])
+def test_a_file_of_an_export_has_a_size(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "run", "--to", "out", "--file-gigabytes", text])
+    assert ended.value.code == 2
+    assert f"must be a number above 0, is '{text}'" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_llm_files_make_sound_specs(name):
 @pytest.mark.parametrize("name", group("data"))
 def test_data_files_compose(name):
     data = compose.load("gpt_tiny", [f"data={name}"]).data
-    assert data.shards and data.sequence_length > 0
+    assert (data.shards or data.mix) and data.sequence_length > 0
 
 
 def test_overrides_set_values_and_pick_files():

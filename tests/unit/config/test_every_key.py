@@ -4,6 +4,7 @@ nothing that does not end."""
 import copy
 import dataclasses
 import math
+import re
 import signal
 import typing
 from collections.abc import Iterator
@@ -54,11 +55,22 @@ def test_every_number_declares_its_range_and_its_default_is_in_it(cls):
         assert not rules.complaint(default), f"{cls.__name__}.{field.name}"
 
 
-def keys(plain: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, value in plain.items():
-        yield (*path, name)
-        if isinstance(value, dict):
+type Path = tuple[str | int, ...]
+
+
+def keys(plain: Any, path: Path = ()) -> Iterator[Path]:
+    for name, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
+        if isinstance(plain, dict) or isinstance(value, dict):
+            yield (*path, name)
+        if isinstance(value, dict | list):
             yield from keys(value, (*path, name))
+
+
+def at(value: Any, path: Path) -> Any:
+    """What is at a place in a config or in plain values."""
+    for one in path:
+        value = getattr(value, str(one)) if dataclasses.is_dataclass(value) else value[one]
+    return value
 
 
 def faults_of(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault]]:
@@ -87,46 +99,100 @@ def ends() -> Iterator[None]:
     signal.signal(signal.SIGVTALRM, before)
 
 
+PICTURES = {
+    "clip_b16": "resampler64",
+    "siglip_so400m_384": "mlp",
+    "siglip2_so400m_naflex": "mlp",
+    "dinov2_large": "mlp",
+    "dinov3_vitl16": "mlp",
+    "clip_dinov2": "mlp",
+    "qwen2_5_vl_vit": "mlp_merge2",
+}
+OTHERS = (
+    ("mixed_tiny", "llm@modules.language.llm=gpt_tiny_moe"),
+    *(
+        ("vlm_digits", f"encoder@modules.images.encoder={name}", f"projector@modules.images.projector={projector}")
+        for name, projector in PICTURES.items()
+    ),
+    ("mixed_tiny", "encoder@modules.audio.encoder=qwen2_audio"),
+)
+"""Shipped configs with dataclasses that `vlm_digits` has not."""
+SOURCES = {
+    "mix": [{"shards": "a", "weight": 1.0}, {"shards": "b", "weight": 2.0}],
+    "shards": "",
+    "validation_shards": "",
+    "demo": "",
+}
+SOURCES |= {"mix_schedule": [{"after_step": 5, "weights": {"a": 2.0}}], "validation": {"b": {"shards": "c"}}}
+OF_FOLDERS = {"TransformersSpec", "TransformersAudioSpec", "Qwen3VitSpec"}
+"""Specs that no shipped config has without the directory of a model."""
+
+
+def cases(run: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Plain configs that have no faults."""
+    yield run
+    mixture = copy.deepcopy(run)
+    mixture["data"] |= copy.deepcopy(SOURCES)
+    yield mixture
+    for name, *overrides in OTHERS:
+        yield compose.to_dict(compose.load(name, (*overrides, "data.sequence_length=2048")))
+
+
 def test_every_key_with_every_kind_of_value(run):
-    wrong, tried = [], 0
-    for path in [*keys(run)]:
-        *outer, name = path
-        key = ".".join(path)
-        for value in KINDS:
-            at = run
-            for one in outer:
-                at = at[one]
-            was = at[name]
-            if type(was) is type(value) and was == value:
-                continue
-            at[name] = value
-            tried += 1
-            signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-            try:
-                cfg, found = faults_of(run)
-            except Exception as error:
-                wrong.append(f"{key}={value!r}: {error!r}")
-                continue
-            finally:
-                at[name] = was
-            if any(not fault.key or not fault.message or "\x1b" in str(fault) for fault in found):
-                wrong.append(f"{key}={value!r}: {[*map(str, found)]!r}")
-            if cfg is None and not any(key.startswith(fault.key) or fault.key.startswith(key) for fault in found):
-                wrong.append(f"{key}={value!r} is of another type, and only {[fault.key for fault in found]} are named")
-            if not found and not fits(cfg, path, value):
-                wrong.append(f"{key}={value!r} is accepted")
+    """Of each dataclass in the first config that has it; a key that it inherits was tried where that is."""
+    wrong: list[str] = []
+    tried, seen, owners = 0, set[tuple[type, str]](), set[str]()
+    for plain in cases(run):
+        base, faults = faults_of(plain)
+        assert base is not None and not faults, [*map(str, faults)]
+        earlier = set(seen)
+        for path in [*keys(plain)]:
+            owner, name = at(base, path[:-1]), str(path[-1])
+            if not dataclasses.is_dataclass(owner) and plain is not run:
+                owner = at(base, path[:-2])  # a list or a mapping: of whoever has it
+            owners.add(type(owner).__name__)
+            bases = (cls for cls in type(owner).__mro__ if name in vars(cls).get("__annotations__", {}))
+            key = next(bases, type(owner)), name
+            if key not in earlier:
+                seen.add(key)
+                tried += 1
+                wrong += complaints(plain, path)
     assert not wrong, "\n".join(wrong)
-    assert tried > 4500
+    assert tried > 350
+    assert {one.__name__ for one in ALL} - owners == OF_FOLDERS
 
 
-def fits(cfg: Any, path: tuple[str, ...], value: Any) -> bool:
+def complaints(plain: dict[str, Any], path: Path) -> Iterator[str]:
+    """What is wrong with how values of one key are taken."""
+    key, holds, name = ".".join(map(str, path)), at(plain, path[:-1]), path[-1]
+    for value in KINDS:
+        was = holds[name]
+        if type(was) is type(value) and was == value:
+            continue
+        holds[name] = value
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        try:
+            cfg, found = faults_of(plain)
+        except Exception as error:
+            yield f"{key}={value!r}: {error!r}"
+            continue
+        finally:
+            holds[name] = was
+        if any(not fault.key or not fault.message or "\x1b" in str(fault) for fault in found):
+            yield f"{key}={value!r}: {[*map(str, found)]!r}"
+        named = [re.sub(r"\[(\d+)\]", r".\1", fault.key) for fault in found]
+        if cfg is None and not any(key.startswith(one) or one.startswith(key) for one in named):
+            yield f"{key}={value!r} is of another type, and only {named} are named"
+        if not found and not fits(cfg, path, value):
+            yield f"{key}={value!r} is accepted"
+
+
+def fits(cfg: Any, path: Path, value: Any) -> bool:
     """Whether a value that was accepted is what the key is for."""
-    *outer, name = path
-    for one in outer:
-        cfg = cfg[one] if isinstance(cfg, dict) else getattr(cfg, one)
-    if not dataclasses.is_dataclass(cfg):
+    owner, name = at(cfg, path[:-1]), path[-1]
+    if not dataclasses.is_dataclass(owner):
         return True
-    field, taken = next(one for one in dataclasses.fields(cfg) if one.name == name), getattr(cfg, name)
+    field, taken = next(one for one in dataclasses.fields(owner) if one.name == name), getattr(owner, str(name))
     if field.type in (int, float, bool):
         return type(taken) is field.type and not isinstance(value, list | dict) and not rules_of(field).complaint(taken)
     return ESCAPE not in str(taken) and isinstance(taken, list) == isinstance(value, list)

@@ -117,3 +117,25 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 def test_a_language_model_is_no_encoder(llama):
     with pytest.raises(ConfigError, match="modules.images.pretrained: .* is of family 'llama', which is no encoder"):
         load("vlm_digits", [f"modules.images.pretrained={llama}"])
+
+
+GEMMA3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "image_token_index": 262144,
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+}  # fmt: skip
+"""As hubs have the one of 4B."""
+
+
+def test_of_a_gemma_3_with_pictures_the_language_model_is_read(llama):
+    (llama / "config.json").write_text(json.dumps(GEMMA3))
+    llm = composed(llama, config="gpt_tiny").llm
+    assert (llm.num_attention_heads, llm.key_heads, llm.head_width, llm.vocab_size) == (8, 4, 256, 262208)
+    assert (llm.rope_base, llm.rope_scaling.kind, llm.rope_scaling.factor) == (1e6, "linear", 8.0)
+    assert (llm.local_rope_base, llm.window, llm.full_attention_layers) == (1e4, 1024, [5, 11, 17, 23, 29])
+    assert load("gpt_tiny", [f"pretrained={llama}"]).llm == llm
+    with pytest.raises(ConfigError, match="tokens of a picture see each other.*only its language model can be read"):
+        load("vlm_digits", [f"pretrained={llama}"])

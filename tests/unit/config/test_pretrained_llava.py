@@ -16,6 +16,10 @@ TOWER = {
 }  # fmt: skip
 LLAVA = {"model_type": "llava", "vision_config": TOWER, "text_config": LLAMA, "image_token_index": 259}
 SIGLIP = {"vision_config": TOWER | {"model_type": "siglip_vision_model"}}
+REGISTERS = {
+    "model_type": "dinov2_with_registers", "hidden_size": 72, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "image_size": 42, "patch_size": 7, "num_register_tokens": 2,
+}  # fmt: skip
 PINPOINTS = [[42, 84], [84, 84]]
 NEXT = {"model_type": "llava_next", "image_grid_pinpoints": PINPOINTS}
 ONEVISION = {"model_type": "llava_onevision", "image_grid_pinpoints": PINPOINTS, **SIGLIP}
@@ -77,6 +81,7 @@ def test_layer_and_class_token(directory, changes, layer, class_token):
     ("changes", "words"),
     [
         ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer is [-2, -1], and only one layer can be read"),
+        ({"vision_config": REGISTERS}, "the tower has 2 register tokens, which LLaVA would keep in the sequence"),
         ({"vision_feature_layer": 0}, "vision_feature_layer is 0, and the tower has 4 layers"),
         ({"vision_feature_layer": -5}, "vision_feature_layer is -5, and the tower has 4 layers"),
         ({"vision_feature_select_strategy": "cls"}, "is 'cls', must be default or full"),

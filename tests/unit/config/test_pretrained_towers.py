@@ -1,11 +1,14 @@
 """config.json of towers as hubs have them: what of it is written there, the sizes that it gives, its preprocessing."""
 
+import dataclasses
 import json
 
 import pytest
 
+from encoders.registry import FAMILIES
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError
+from mimo_train.config.pretrained.fill_in import CHOICES
 from mimo_train.plan.run import resolve
 
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -114,6 +117,56 @@ def test_sizes_and_tokens(name, tmp_path):
     assert encoder.num_parameters() / 1e6 == pytest.approx(millions, abs=0.9)
     assert encoder.interpolation == ("bilinear" if preprocessor.get("resample") == 2 else "bicubic")
     assert encoder.pixel_mean == preprocessor.get("image_mean", [0.48145466, 0.4578275, 0.40821073])
+
+
+OPEN = {"feature_layer", "final_norm", "keep_class_token", "grid_pinpoints", "max_tiles", "cut_several", "image_size"}
+"""Beside `CHOICES`: what is read of a tower, and how pictures are cut; `image_size` is a choice of some families, and
+of the others of a test of its own."""
+OTHER = {"normalization": "RMSNorm", "activation": "relu", "swiglu": "relu", "family": "vit", "position": "none"}
+
+
+@pytest.mark.parametrize("kind", [*TOWERS, "whisper", "qwen2_audio_encoder", "qwen2_5_vl_vision", "qwen3_vl_vision"])
+def test_keys_that_contradict_the_directory_are_faults_with_both_values(kind, tmp_path):
+    """All that weights depend on, of every family, and none of them silently."""
+    config, preprocessor, _ = TOWERS.get(kind, ({"model_type": kind}, {}, None))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if preprocessor:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    family = next(one for one in FAMILIES.values() if config["model_type"] in one.readers)
+    spec = family.spec(**family.read(config, preprocessor))
+    given = {}
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if field.name in CHOICES["encoder"] | OPEN | {"family"} or (field.name, bool(preprocessor)) in UNKNOWN:
+            continue
+        if isinstance(value, (str, bool)):
+            given[field.name] = not value if isinstance(value, bool) else OTHER[field.name]
+        else:
+            given[field.name] = [2] if isinstance(value, list) else value + 1
+    name = "audio" if spec.kind == "audio" else "images"
+    keys = [f"modules.{name}.encoder.{key}={value}" for key, value in given.items()]
+    base = {"audio": "recipes/llama_whisper_clip", "images": "vlm_digits"}[name]
+    with pytest.raises(ConfigError) as error:
+        load(base, [f"modules.{name}.pretrained={tmp_path}", *keys])
+    said = dict(line.split(": is ", 1) for line in str(error.value).splitlines())
+    assert said.keys() == {f"modules.{name}.encoder.{key}" for key in given} and len(given) > 6
+    for key, value in given.items():
+        expected = f"{value!r}, and {tmp_path / 'config.json'} makes it {getattr(spec, key)!r}: remove the key"
+        assert said[f"modules.{name}.encoder.{key}"].startswith(expected), key
+
+
+UNKNOWN = {("pixel_mean", False), ("pixel_std", False)}
+"""Keys that a directory without a preprocessor does not decide."""
+
+
+def test_the_activation_of_clip_is_that_of_who_trained_it(tmp_path):
+    """OpenAI's has none in its config.json, LAION's has another; neither is taken for the other."""
+    for act, ours, other in (({}, "quick_gelu", "gelu"), ({"hidden_act": "gelu"}, "gelu", "quick_gelu")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip_vision_model", **act}))
+        keys = [f"modules.images.pretrained={tmp_path}", "data.sequence_length=1024"]
+        assert load("vlm_digits", keys).modules["images"].encoder.activation == ours
+        with pytest.raises(ConfigError, match=f"encoder.activation: is '{other}', and .* makes it '{ours}'"):
+            load("vlm_digits", [*keys, f"modules.images.encoder.activation={other}"])
 
 
 def test_qwen2_audio(tmp_path):

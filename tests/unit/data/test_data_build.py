@@ -1,20 +1,47 @@
-"""Shards from a JSON file and a folder of media: what goes in is what training reads, and nothing is lost silently."""
+"""Shards from what people have: what goes in is what training reads, and nothing is lost silently."""
 
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from datetime import date
+from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
+import webdataset
 
-from data.build import build_shards
+from data.build import Settings, build_shards
+from data.building.columns import Columns
+from data.building.find import find_source
 from data.errors import DataError
 from data.index import open_index
 from data.shards import find_shards
 from data.storage.local import ShardReader
 from data.verify import check_sample
+from mimo_train.cli import main
+from tests.tars import write_tar
 from tests.unit.data.helpers import encode_picture
 
 TALK = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "Ein Hügel."}]
 TWO = [{"from": "human", "value": "<image><image>Which is larger?"}, {"from": "gpt", "value": "The second."}]
 PLAIN = [{"from": "human", "value": "Hello."}, {"from": "gpt", "value": "Good day."}]
+ORDERED = Settings(seed=None)
+ROOT = Path(__file__).parents[3]
+
+
+def picture(size):
+    return encode_picture(size, size, "PNG")
+
+
+def clip(frames, kind="FLAC"):
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(frames, dtype=np.int16), 8000, format=kind)
+    return file.getvalue()
 
 
 @pytest.fixture
@@ -22,7 +49,8 @@ def media(tmp_path):
     folder = tmp_path / "media"
     (folder / "a").mkdir(parents=True)
     for name, size in (("a/one.PNG", 6), ("two.png", 8), ("three.png", 10)):
-        (folder / name).write_bytes(encode_picture(size, size, "PNG"))
+        (folder / name).write_bytes(picture(size))
+    (folder / "one.flac").write_bytes(clip(800))
     return folder
 
 
@@ -32,18 +60,23 @@ def written(tmp_path, records, lines=False):
     return file
 
 
+def build(path, to, settings=ORDERED, media=None, columns=None, question="", split="", workers=1):
+    source = find_source(path, Columns(columns or {}, question), "", media, split)
+    return build_shards(source, to, settings, workers=workers)
+
+
 def found(folder):
-    """(sizes of pictures, record) of each sample."""
+    """(extents of media, record) of each sample; every one can be trained on."""
     reader = ShardReader()
     samples = []
     for path in find_shards(folder):
         index = open_index(path)
         for row in range(len(index)):
             assert check_sample(reader, index, row) is None
-            sizes = [member.height for member in index.members(row) if member.kind == "image"]
+            extents = [max(member.extent) for member in index.members(row) if member.kind != "other"]
             record = index.members(row)[index.record(row)]
             raw = reader.read(index.path, record.offset, record.size, record.extension)
-            samples.append((sizes, json.loads(raw)))
+            samples.append((extents, json.loads(raw) if record.extension.endswith("json") else raw.decode()))
     return samples
 
 
@@ -57,15 +90,21 @@ RECORDS = [
 
 @pytest.mark.parametrize("lines", [False, True])
 def test_every_record_and_file_is_in_its_sample(lines, media, tmp_path):
-    built = build_shards(written(tmp_path, RECORDS, lines), media, tmp_path / "out", per_shard=3)
-    assert built.samples == {"train": 4} and not built.left_out
+    settings = Settings(seed=None, per_shard=3)
+    built = build(written(tmp_path, RECORDS, lines), tmp_path / "out", settings, media)
+    assert built.samples == {"train": 4} and not built.left_out and not built.notes
     assert [path.name for path in find_shards(tmp_path / "out" / "train")] == ["train-000000.tar", "train-000001.tar"]
     assert found(tmp_path / "out" / "train") == list(zip([[6], [10, 8], [], [8]], RECORDS, strict=True))
+    shard = tmp_path / "out" / "train" / "train-000000.tar"
+    (sample, *_) = webdataset.WebDataset(str(shard), shardshuffle=False)
+    assert sample["png"] == (media / "a/one.PNG").read_bytes()  # as it was, byte by byte
+    with tarfile.open(shard) as tar:
+        assert [member.name for member in tar][:2] == ["000000.png", "000000.json"]
 
 
 def test_held_out_records_are_in_no_training_shard(media, tmp_path):
     records = [{"conversations": PLAIN, "number": number} for number in range(10)]
-    built = build_shards(written(tmp_path, records), media, tmp_path / "out", held_out=2)
+    built = build(written(tmp_path, records), tmp_path / "out", Settings(held_out=2, seed=None))
     assert built.samples == {"train": 8, "held_out": 2}
     numbers = {part: [record["number"] for _, record in found(tmp_path / "out" / part)] for part in built.samples}
     assert numbers == {"train": [0, 1, 3, 4, 5, 6, 8, 9], "held_out": [2, 7]}
@@ -76,36 +115,259 @@ BAD = [
     ({"image": "a/one.PNG", "conversations": TWO}, "2 image placeholder(s), but the sample has 1"),
     ({"conversations": TALK}, "1 image placeholder(s), but the sample has 0"),
     ({"image": "a/one.heic", "conversations": TALK}, "a/one.heic is no image that can be decoded"),
+    ({"image": "cut.jpg", "conversations": TALK}, "cut.jpg has no readable image header"),
     ({"image": 3, "conversations": TALK}, "image is neither the name of a file nor a list"),
     ({"image": "two.png", "images": ["two.png"], "conversations": TALK}, "has both image and images"),
     ({"image": "two.png"}, "none of conversations, messages, caption, text"),
+    ({"image": None, "caption": "x"}, "a caption without its medium"),
+    ({"caption": "\ud83d"}, "half of a surrogate pair"),
     (["no", "record"], "is a JSON list, not an object"),
 ]
 
 
 @pytest.mark.parametrize(("bad", "words"), BAD, ids=[words for _, words in BAD])
 def test_a_record_that_cannot_be_used_is_named_before_anything_is_written(bad, words, media, tmp_path):
-    file = written(tmp_path, [RECORDS[0], bad])
+    (media / "cut.jpg").write_bytes(b"\xff\xd8 no picture")
+    file, out = written(tmp_path, [RECORDS[0], bad]), tmp_path / "out"
     with pytest.raises(DataError, match="1 of 2 records .* cannot be used; nothing was written.*\nrecord 1") as error:
-        build_shards(file, media, tmp_path / "out")
-    assert words in str(error.value) and not (tmp_path / "out").exists()
-    built = build_shards(file, media, tmp_path / "out", skip_bad=True)
-    assert built.samples == {"train": 1} and len(built.left_out) == 1 and words in built.left_out[0]
-    assert found(tmp_path / "out" / "train") == [([6], RECORDS[0])]
-
-
-def test_shards_that_are_there_stay(media, tmp_path):
-    file = written(tmp_path, RECORDS)
-    build_shards(file, media, tmp_path / "out")
-    with pytest.raises(DataError, match="holds shards already"):
-        build_shards(file, media, tmp_path / "out")
+        build(file, out, media=media)
+    assert words in str(error.value) and not out.exists()
+    built = build(file, out, Settings(skip_bad=True), media)
+    assert built.samples == {"train": 1} and built.left_out == 1
+    assert words in json.loads((out / "left_out.jsonl").read_text())["reason"]
+    assert found(out / "train") == [([6], RECORDS[0])]
 
 
 def test_files_that_cannot_be_read_are_named(media, tmp_path):
+    out = tmp_path / "out"
     (tmp_path / "records.json").write_text('{"conversations": ')
     with pytest.raises(DataError, match="neither a JSON list nor a JSON object a line"):
-        build_shards(tmp_path / "records.json", media, tmp_path / "out")
+        build(tmp_path / "records.json", out)
+    file = written(tmp_path, RECORDS)
     with pytest.raises(DataError, match="no folder .*nowhere"):
-        build_shards(written(tmp_path, RECORDS), tmp_path / "nowhere", tmp_path / "out")
+        build(file, out, media=tmp_path / "nowhere")
     with pytest.raises(DataError, match="hold out fewer"):
-        build_shards(written(tmp_path, RECORDS), media, tmp_path / "out", held_out=4)
+        build(file, out / "1", Settings(held_out=4), media)
+    build(file, out / "2", media=media)
+    with pytest.raises(DataError, match="holds shards already"):
+        build(file, out / "2", media=media)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty holds nothing .* it has nothing"):
+        build(tmp_path / "empty", out / "3")
+
+
+TSV = "clip\tsaid\tage\none.flac\tHello there.\t31\none.flac\t\t40\nones.flac\tHi.\t3\none.flac\tHi.\n"
+
+
+def test_a_table_of_clips_with_transcripts(media, tmp_path, capsys):
+    file = media / "clips.tsv"
+    file.write_text(TSV)
+    columns = ["--columns", "audio=clip", "caption=said", "--question", "Transcribe."]
+    given = ["shards", "build", str(file), "--to", str(tmp_path / "out"), *columns, "--no-shuffle"]
+    assert main(given) == 1
+    assert "record 2: no file" in capsys.readouterr().err
+    assert main([*given, "--skip-bad"]) == 0
+    told = capsys.readouterr().err
+    assert "1 without a caption or answer to learn are left out, such as record 1" in told
+    assert "2 records that cannot be used, see" in told and "\r" not in told
+    turns = [{"from": "human", "value": "<audio>\nTranscribe."}, {"from": "gpt", "value": "Hello there."}]
+    record = {"conversations": turns, "clip": "one.flac", "said": "Hello there.", "age": "31"}
+    assert found(tmp_path / "out" / "train") == [([8000], record)]
+    with pytest.raises(DataError, match=r"caption=text: .*clips.tsv has the columns clip, said, age"):
+        build(file, tmp_path / "other", columns={"caption": "text"})
+    with pytest.raises(DataError, match="captions=...: is no part of a record"):
+        Columns({"captions": "said"})
+
+
+def hugging_face(folder, table, features, name="data/train-00000-of-00001.parquet"):
+    import pyarrow
+    import pyarrow.parquet
+
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pyarrow.table(table).replace_schema_metadata(metadata)
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(table, folder / name, row_group_size=2)
+    else:
+        with pyarrow.ipc.new_stream(str(folder / name), table.schema) as file:
+            file.write_table(table)
+    return folder
+
+
+FEATURES = {
+    "picture": {"_type": "Image"},
+    "sound": {"_type": "Audio", "sampling_rate": 8000},
+    "kind": {"_type": "ClassLabel", "names": ["cat", "dog"]},
+}
+
+
+@pytest.mark.parametrize("name", ["data/train-00000-of-00002.parquet", "train/data-00000-of-00001.arrow"])
+def test_a_hugging_face_dataset_with_pictures_and_clips(name, media, tmp_path):
+    table = {
+        "picture": [{"bytes": picture(5), "path": None}, {"bytes": None, "path": "a/one.PNG"}, None],
+        "sound": [None, None, {"bytes": clip(400, "WAV"), "path": "x.wav"}],
+        "kind": [1, 0, 1],
+        "at": [date(2024, 1, 2), None, None],
+        "more": [b"1", b"2", b"3"],
+    }
+    folder = hugging_face(tmp_path / "hf", table, FEATURES, name)
+    hugging_face(folder, {"kind": [0]}, {}, name.replace("train", "test"))
+    columns = {"answer": "kind"}
+    built = build(folder, tmp_path / "out", media=media, columns=columns, question="What is it?")
+    assert built.samples == {"train": 3}
+    assert built.notes == [
+        "the column 'more' is left out: bytes of no kind that is known; --columns image=NAME or audio=NAME says what"
+    ]
+    samples = found(tmp_path / "out" / "train")
+    assert [extents for extents, _ in samples] == [[5], [6], [8000]]
+    asked = [(record["conversations"][0]["value"], record["conversations"][1]["value"]) for _, record in samples]
+    assert asked == [("<image>\nWhat is it?", "dog"), ("<image>\nWhat is it?", "cat"), ("<audio>\nWhat is it?", "dog")]
+    assert samples[0][1]["at"] == "2024-01-02" and samples[1][1]["picture"] == "a/one.PNG"
+    with pytest.raises(DataError, match="--split none: .* has test, train"):
+        build(folder, tmp_path / "other", split="none")
+
+
+def test_pairs_of_user_and_assistant_and_lists_of_pictures(tmp_path):
+    pair = {"user": "Which is larger?", "assistant": "Both.", "source": "x"}
+    table = {"images": [[{"bytes": picture(4), "path": None}, {"bytes": picture(4), "path": None}]], "texts": [[pair]]}
+    folder = hugging_face(tmp_path / "hf", table, {"images": [{"_type": "Image"}]})
+    built = build(folder, tmp_path / "out")
+    ((extents, record),) = found(tmp_path / "out" / "train")
+    assert extents == [4, 4] and record["conversations"][0]["value"] == "<image>\n<image>\nWhich is larger?"
+    assert len(built.notes) == 2 and all(note.startswith("1 records with") for note in built.notes)
+
+
+def downloaded(tmp_path, caption="A hill."):
+    """Samples as img2dataset has them: the key, a picture, its caption and its record."""
+    for number, said in enumerate((caption, None, "A lake.")):
+        key = f"{number:09d}"
+        record = {"caption": said, "url": "u", "key": key, "status": "success", "error_message": None}
+        yield key, picture(4 + number), said or "", json.dumps(record)
+
+
+def test_tars_of_img2dataset(tmp_path):
+    folder = tmp_path / "tars"
+    for shard in ("00000", "00001"):
+        members = [
+            (f"{key}.{extension}", raw)
+            for key, image, said, record in downloaded(tmp_path)
+            for extension, raw in (("jpg", image), ("txt", said.encode()), ("json", record.encode()))
+        ]
+        write_tar(folder / f"{shard}.tar", members)
+        stats = {"successes": 3 if shard == "00000" else 4}
+        (folder / f"{shard}_stats.json").write_text(json.dumps(stats))
+    with pytest.raises(DataError, match=r"00001.tar has 3 samples, and 00001_stats.json counts 4"):
+        build(folder, tmp_path / "out")
+    cut = (folder / "00001.tar").read_bytes()
+    (folder / "00002.tar").write_bytes(cut[:3000])
+    built = build(folder, tmp_path / "out", Settings(seed=None, skip_bad=True))
+    reasons = (tmp_path / "out" / "left_out.jsonl").read_text()
+    assert built.samples == {"train": 4} and built.left_out == 2 and "00002.tar: truncated" in reasons
+    assert built.notes[0].startswith("2 without a caption") and built.notes[1].startswith("2 have the name (id or key)")
+    samples = found(tmp_path / "out" / "train")
+    assert [extents for extents, _ in samples] == [[4], [6]] * 2
+    assert samples[0][1]["caption"] == "A hill." and samples[0][1]["key"] == "000000000"
+
+
+@pytest.mark.parametrize("form", ["files", "parquet"])
+def test_other_output_of_img2dataset(form, tmp_path):
+    folder = tmp_path / form
+    if form == "files":
+        for key, image, said, record in downloaded(tmp_path):
+            for extension, raw in (("jpg", image), ("txt", said.encode()), ("json", record.encode())):
+                (folder / "00000").mkdir(parents=True, exist_ok=True)
+                (folder / "00000" / f"{key}.{extension}").write_bytes(raw)
+        hugging_face(folder, {"caption": ["A hill."]}, {}, "00000.parquet")
+    else:
+        rows = [json.loads(record) | {"jpg": image} for _, image, _, record in downloaded(tmp_path)]
+        rows.append(rows[0] | {"jpg": None, "status": "failed_to_download", "error_message": "404"})
+        hugging_face(folder, {name: [row[name] for row in rows] for name in rows[0]}, {}, "00000.parquet")
+        with pytest.raises(DataError, match="00000.parquet: row 3: has no picture: 404"):
+            build(folder, tmp_path / "out")
+    built = build(folder, tmp_path / "out", Settings(seed=None, skip_bad=True))
+    assert built.samples == {"train": 2} and built.left_out == (form == "parquet")
+    samples = found(tmp_path / "out" / "train")
+    assert [(extents, record["caption"]) for extents, record in samples] == [([4], "A hill."), ([6], "A lake.")]
+
+
+def many(tmp_path, samples=40):
+    """Three tars; the n-th sample has the number n and n bytes beside its record."""
+    folder = tmp_path / "many"
+    for shard in range(3):
+        own = range(shard, samples, 3)
+        members = [
+            (f"{n}.{extension}", raw)
+            for n in own
+            for extension, raw in (("bin", bytes(100 * n)), ("json", json.dumps({"caption": f"{n}"}).encode()))
+        ]
+        write_tar(folder / f"{shard}.tar", members)
+    return folder
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_shards_are_shuffled_by_a_seed_and_sized_by_bytes_and_number(tmp_path):
+    source = many(tmp_path)
+    settings = Settings(seed=7, per_shard=9, shard_bytes=20000, held_out=4)
+    build(source, tmp_path / "one", settings)
+    build(source, tmp_path / "two", settings, workers=2)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    numbers = [int(record["caption"]) for _, record in found(tmp_path / "one" / "train")]
+    aside = [int(record["caption"]) for _, record in found(tmp_path / "one" / "held_out")]
+    assert sorted(numbers + aside) == list(range(40)) and len(aside) == 4 and numbers != sorted(numbers)
+    sizes = [(path.stat().st_size, len(open_index(path))) for path in find_shards(tmp_path / "one" / "train")]
+    assert all(size <= 20000 and samples <= 9 for size, samples in sizes)
+    full = [size + 4000 + 3072 > 20000 or samples == 9 for size, samples in sizes[:-1]]
+    assert len(sizes) > 4 and all(full)
+    build(source, tmp_path / "other", Settings(seed=8))
+    assert [int(record["caption"]) for _, record in found(tmp_path / "other" / "train")] != numbers
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from data.build import Settings, build_shards
+from data.building.columns import Columns
+from data.building.find import find_source
+left = int(sys.argv[3])
+def progress(*_):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+build_shards(find_source(Path(sys.argv[1]), Columns()), Path(sys.argv[2]), Settings(per_shard=5), progress=progress)
+"""
+
+
+def test_a_build_that_is_killed_goes_on_to_the_same_shards(tmp_path):
+    source, out = many(tmp_path), tmp_path / "killed"
+    build(source, tmp_path / "whole", Settings(per_shard=5))
+    for after in (3, 9):  # while the source is read, and while shards are written
+        command = [sys.executable, "-c", KILLED, str(source), str(out), str(after)]
+        assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == -signal.SIGKILL
+    kept = {path: path.stat().st_mtime_ns for path in (out / "train").glob("*.tar")}
+    assert len(kept) > 2
+    (out / "train" / ".train-000007.tar.0.tmp").write_bytes(b"torn")
+    with pytest.raises(DataError, match=r"begun with another per_shard \(5, now 6\)"):
+        build(source, out, Settings(per_shard=6))
+    build(source, out, Settings(per_shard=5))
+    assert contents(out) == contents(tmp_path / "whole")
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+
+
+def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypatch):
+    import data.build
+
+    file = written(tmp_path, RECORDS)
+    monkeypatch.setattr(data.build, "_write_shards", lambda *_: (media / "two.png").write_bytes(picture(9)))
+    monkeypatch.setattr(data.build, "os", None)
+    with pytest.raises(AttributeError):
+        build(file, tmp_path / "out", media=media)
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"two.png changed while shards were built"):
+        build(file, tmp_path / "out", media=media)
+    os.utime(file, (1, 1))
+    with pytest.raises(DataError, match="begun with another files"):
+        build(file, tmp_path / "out", media=media)

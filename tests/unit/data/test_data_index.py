@@ -238,7 +238,6 @@ def test_find_shards(tmp_path, monkeypatch):
     + [
         ("", "empty"),
         ("empty", "no \\*.tar"),
-        ("s3://bucket/x.tar", "mount"),
         ("x-{000000.tar", "x-"),
         ("x-{1}", "range"),
     ],

@@ -146,3 +146,42 @@ def test_qwen_refuses_what_has_more_tokens_than_the_most(size, said):
 def test_what_cannot_be_built_is_refused(model_type, config, preprocessor, said):
     with pytest.raises(EncoderError, match=said):
         spec_of(model_type, config, preprocessor)
+
+
+PLAIN = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+SIDE_384 = {"size": {"height": 384, "width": 384}}
+
+
+@pytest.mark.parametrize(
+    ("processor", "options", "model_type", "config", "size", "most", "mean"),
+    [
+        ("CLIPImageProcessorPil", {}, "clip", {}, (480, 640), 2, 0.01),
+        ("SiglipImageProcessorPil", SIDE_384, "siglip", {"image_size": 384}, (480, 640), 2, 0.01),
+        ("SiglipImageProcessorPil", SIDE_384, "siglip", {"image_size": 384}, (768, 512), 12, 0.6),
+        ("Qwen2VLImageProcessorPil", {}, "qwen2_5_vl_vision", {}, (768, 512), 2, 0.01),
+        ("Qwen2VLImageProcessorPil", {}, "qwen2_5_vl_vision", {}, (480, 640), 24, 0.8),
+    ],
+)
+def test_the_difference_to_pillow_is_what_the_docs_say(processor, options, model_type, config, size, most, mean):
+    """Of a picture of noise, in steps of 1/255: docs/pretrained.md."""
+    import transformers
+
+    processor, raw = getattr(transformers, processor)(**options, **PLAIN), noise(*size)
+    found = processor(Image.open(io.BytesIO(raw)), return_tensors="pt")
+    spec = spec_of(model_type, config, processor.to_dict())
+    if model_type == "qwen2_5_vl_vision":
+        rows, columns = (side // 2 for side in spec.grid(*size, merge=2))
+        own = ours(spec, raw, size, 2).view(rows, 2, columns, 2, -1).transpose(1, 2).flatten(0, 3)
+        difference = (own - found.pixel_values).abs() * 255
+    else:
+        difference = (ours(spec, raw, size, 1) - patches_of(found.pixel_values[0], spec)).abs() * 255
+    # Equal pictures would be no proof that the two were compared.
+    assert 0.5 < difference.max() < most + 0.5
+    assert 1e-4 < difference.mean() < mean
+
+
+def noise(height: int, width: int) -> bytes:
+    """A PNG file in which pixels have nothing to do with each other."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()

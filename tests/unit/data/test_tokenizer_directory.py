@@ -6,7 +6,7 @@ import pytest
 
 from data.placeholders import Placeholder
 from data.records import Conversation, Part, Turn
-from data.tokenizer_directory import write_tokenizer
+from data.tokenizer_directory import make_readable_by_version_4, write_tokenizer
 from data.tokens import build_tokenizer
 from tests.unit.data.chat_templates import CHATML, LLAMA, save_tokenizer
 
@@ -105,3 +105,22 @@ def test_a_template_that_knows_no_pictures_learns_to_take_them(template, tmp_pat
     variables = {"date_string": "yesterday"} if template == LLAMA else {}
     ours = build_tokenizer(source, [PICTURE], template_variables=variables)
     same_conversations(ours, written(ours, source, tmp_path / "out"))
+
+
+def test_what_version_5_has_saved_is_spelt_as_version_4_reads_it_too(tmp_path):
+    """Version 4 takes `extra_special_tokens` for a mapping, and fails at a list."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    save_tokenizer(tmp_path, CHATML)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert saved["extra_special_tokens"] == ["<image>"] and saved["tokenizer_class"] == "TokenizersBackend"
+    make_readable_by_version_4(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert "extra_special_tokens" not in settings and settings["additional_special_tokens"] == ["<image>"]
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(again, PreTrainedTokenizerFast) and again.extra_special_tokens == ["<image>"]
+    assert again.encode("a<image>b") == tokenizer.encode("a<image>b")

@@ -82,6 +82,22 @@ def test_weights_are_those_of_the_seed_and_of_the_type():
     assert features.dtype is torch.bfloat16 and one.pixel_mean.dtype is torch.float32
 
 
+class InFloat32(Conv):
+    """Computes its first layer in fp32."""
+
+    wants_float32 = True
+
+    def forward(self, pixels):
+        assert pixels.dtype is torch.float32
+        return super().forward(pixels.to(torch.bfloat16))
+
+
+def test_a_module_may_get_its_inputs_in_fp32():
+    pixels = torch.zeros(1, 3, 48, 48, dtype=torch.uint8)
+    asked, not_asked = (built(kind, ConvSpec(), dtype=torch.bfloat16) for kind in (InFloat32, Conv))
+    assert asked(pixels=pixels).equal(not_asked(pixels=pixels))
+
+
 class WithBatchNorm(Conv):
     def __init__(self, spec):
         super().__init__(spec)

@@ -194,3 +194,44 @@ def test_a_run_without_the_directory_has_its_config(tmp_path):
     spec = TransformersSpec(path=dinov2(tmp_path))
     later = replace(spec, path="/gone")
     assert not later.faults() and later.model_config == tower_config(spec.path, "vision_config")
+
+
+class Hostile:
+    """What a pickle of this runs."""
+
+    def __init__(self, ran: Path):
+        self.ran = str(ran)
+
+    def __reduce__(self):
+        return open, (self.ran, "w")
+
+
+def test_no_code_of_a_directory_is_run(tmp_path, monkeypatch):
+    """Neither a class that its config names, nor a pickle in the place of its weights: the first is left aside, the
+    second is an error."""
+    ran, path = tmp_path / "ran", Path(dinov2(tmp_path / "model"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    own = "from transformers import Dinov2Config, Dinov2Model\nclass Own(Dinov2Config): pass\n"
+    (path / "own.py").write_text(f"{own}class M(Dinov2Model): pass\nopen({str(ran)!r}, 'w').close()\n")
+    config = json.loads((path / "config.json").read_text())
+    named = {"auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.M"}, "architectures": ["M"]}
+    (path / "config.json").write_text(json.dumps(config | named))
+    AutoConfig.from_pretrained(path, trust_remote_code=True)
+    assert ran.exists()  # a load that trusts it runs it
+    ran.unlink()
+    built(TransformersSpec(path=str(path)), VisionTower)
+    assert not ran.exists()
+
+    (path / "model.safetensors").unlink()
+    torch.save(Hostile(ran), path / "pytorch_model.bin")
+    torch.load(path / "pytorch_model.bin", weights_only=False).close()
+    assert ran.exists()
+    ran.unlink()
+    with pytest.raises(
+        EncoderError, match=r"encoder\.path: transformers cannot load .*give a directory with safetensors"
+    ):
+        built(TransformersSpec(path=str(path)), VisionTower)
+    (path / "pytorch_model.bin").rename(path / "model.safetensors")
+    with pytest.raises(EncoderError, match=r"encoder\.path: transformers cannot load"):
+        built(TransformersSpec(path=str(path)), VisionTower)
+    assert not ran.exists()

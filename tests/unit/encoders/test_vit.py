@@ -108,7 +108,11 @@ def test_pictures_keep_their_order_and_do_not_mix():
             torch.nn.Module.__init__(self)
             self.spec, self.merge = replace(NATIVE, hidden_size=6), 2
             self.config = SimpleNamespace(
-                init_seed=1, params_dtype=torch.float32, init_method_std=0.02, sequence_parallel=False
+                init_seed=1,
+                params_dtype=torch.float32,
+                init_method_std=0.02,
+                sequence_parallel=False,
+                perform_initialization=True,
             )
             self.is_first_stage, self.is_last_stage = first, last
             self.layers = Doubled()

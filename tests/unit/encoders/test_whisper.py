@@ -125,7 +125,9 @@ class Stage(WhisperEncoder):
     def __init__(self, first: bool, last: bool):
         torch.nn.Module.__init__(self)
         self.spec, self.merge = SPEC, 2
-        self.config = SimpleNamespace(init_seed=1, params_dtype=torch.float32, sequence_parallel=False)
+        self.config = SimpleNamespace(
+            init_seed=1, params_dtype=torch.float32, sequence_parallel=False, perform_initialization=True
+        )
         self.is_first_stage, self.is_last_stage = first, last
         self.layers = Doubled()
         if first:

@@ -51,6 +51,24 @@ def test_a_port_in_use_ends_all_nodes(monkeypatch):
     assert f"MASTER_PORT is {port}: a program at localhost that is not mimo-train's launcher has it" in other
 
 
+@pytest.mark.parametrize("options", [[], ["--nnodes=1"]])
+def test_a_port_in_use_ends_one_node(options):
+    from torch.distributed import run
+
+    from mimo_train.launch.torchrun import _meet
+
+    with socket.create_server(("", 0)) as holder:
+        port = holder.getsockname()[1]
+        given = run.parse_args([*options, f"--master-port={port}", "rank.py"])
+        with pytest.raises(UserError) as raised:
+            _meet(given)
+        _meet(run.parse_args([*options, "--standalone", f"--master-port={port}", "rank.py"]))
+    here = f"on this node ({socket.gethostname()}) by process {os.getpid()} ("
+    assert str(raised.value).startswith(f"MASTER_PORT is {port}, which is in use {here}")
+    assert str(raised.value).endswith("or start with --standalone, which takes one by itself")
+    _meet(given)
+
+
 def test_different_numbers_of_nodes_are_told():
     first, other = said_by((2, 0), (3, 1), port=free_port())
     assert first == "node 1 was started for 3 nodes, and node 0 for 2: give both one NNODES"

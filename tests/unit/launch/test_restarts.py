@@ -1,13 +1,17 @@
 """When a failed run is started again."""
 
+import signal
+from types import SimpleNamespace
+
 import pytest
 
 from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.flight.layout import ERROR
 from mimo_train.flight.recorder import Recorder
 from mimo_train.launch.grace import grace_seconds
-from mimo_train.launch.restarts import RESTARTS, Failure, Restarts, failure_of, first_wait, require_resume
+from mimo_train.launch.restarts import RESTARTS, Failure, Restarts, failure_of, first_wait, require_resume, run_dir_of
 from mimo_train.launch.scratch import FLIGHT
+from mimo_train.launch.torchrun import _report
 
 
 def test_waits_double_and_the_number_is_kept():
@@ -41,6 +45,17 @@ def test_what_failed_is_read_from_the_ranks_files(tmp_path):
     recorder.note(ERROR, "ValueError: seven")
     (tmp_path / FLIGHT).write_text(str(folder))
     assert failure_of(1, tmp_path) == Failure(1, 12, "ValueError: seven")
+    assert run_dir_of(tmp_path) == tmp_path / "run"
+
+
+def test_a_rank_that_was_aborted_points_to_the_command_that_compares_collectives(tmp_path, capsys):
+    failures = {1: SimpleNamespace(exitcode=-signal.SIGABRT, pid=7, timestamp=1)}
+    assert _report(failures, False, tmp_path) == 1
+    (tmp_path / FLIGHT).write_text(f"{tmp_path}/a run/flight/start")
+    assert _report(failures, False, tmp_path) == 1
+    without, known = capsys.readouterr().err.splitlines()
+    assert without.startswith("mimo-train: rank 1 (process 7) was killed by SIGABRT (as gloo does where ranks make")
+    assert "mimo-train hang RUN_DIR compares" in without and f"mimo-train hang '{tmp_path}/a run' compares" in known
 
 
 def test_wrong_values_are_told(monkeypatch):

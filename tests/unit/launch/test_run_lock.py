@@ -18,13 +18,16 @@ from mimo_train.launch.run_lock import LOCK_FILE, RunLock
 
 HOLD = """
 import sys, pathlib, mimo_train.launch.run_lock as l
-k = l.RunLock(pathlib.Path('.'), beat=float(sys.argv[1])); print(1); sys.stdin.read()
+def refuse(*_): raise OSError(37, "No locks available")
+if sys.argv[1] < "0": l.fcntl.lockf = refuse
+k = l.RunLock(pathlib.Path('.'), beat=abs(float(sys.argv[1]))); print(1); sys.stdin.read()
 """
 
 
 @pytest.fixture(params=[10.0])
 def holder(request, tmp_path):
-    """A process that holds the lock of `tmp_path`; the parameter is the seconds between its signs of life."""
+    """A process that holds the lock of `tmp_path`; the parameter is the seconds between its signs of life, negative
+    where the file system knows no locks."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(
@@ -138,10 +141,25 @@ def test_a_run_that_has_ended_leaves_nothing_to_wait_for(tmp_path):
     assert (tmp_path / LOCK_FILE).read_text() == ""
 
 
-def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def no_locks(monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(run_lock.fcntl, "lockf", refuse)
+
+
+@pytest.mark.parametrize("holder", [-0.05], indirect=True)
+def test_of_two_processes_without_locks_the_second_is_refused_and_takes_over_a_dead_one(tmp_path, no_locks, holder):
+    with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
+        RunLock(tmp_path, beat=1000)  # the patience is BEATS_MISSED times that
+    holder.kill()
+    holder.wait()
+    lock = RunLock(tmp_path, beat=0.05)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    lock.close()
+
+
+def test_a_file_system_without_locks_is_reported(tmp_path, no_locks, capsys):
     RunLock(tmp_path).close()
     assert f"warning: run.dir: {tmp_path / LOCK_FILE} cannot be locked (No locks available)" in capsys.readouterr().err

@@ -3,9 +3,10 @@
 import pytest
 
 from mimo_train.check import check
-from mimo_train.plan.inputs import media_of, placeholders_of, tokenizer_of
+from mimo_train.plan.inputs import OneShard, held_out_sets, media_of, placeholders_of, tokenizer_of
 from mimo_train.plan.parameters import padded_vocab_size, vocabulary_faults
 from mimo_train.plan.run import config_faults
+from tests.unit.check.shards import shard, sound
 from tests.unit.configs import load
 
 SECOND = ("encoder@modules.details.encoder=vit_small", "projector@modules.details.projector=linear")
@@ -66,3 +67,19 @@ def test_placeholders_need_no_row_and_text_does():
     (fault,) = vocabulary_faults(load("vlm_digits", "modules.language.llm.vocab_size=261").llm, tokenizer.text_size)
     assert fault.key == "modules.language.llm.vocab_size"
     assert "has 261 rows and the tokenizer 262 tokens of text: set it to at least 262" in fault.message
+
+
+def test_a_single_shard_has_all_of_its_samples_also_where_the_run_holds_all_of_them_out(tmp_path):
+    path = shard(tmp_path / "a.tar", *sound(2))
+    cfg = load(
+        "vlm_digits", "data.demo=", f"data.shards={path}", "data.validation_shards=", "data.validation_fraction=0.999"
+    )
+    assert len(OneShard(cfg)(path)) == 2
+
+
+def test_held_out_sets_have_no_weight_which_is_of_training_and_may_be_0():
+    mix = "data.mix=[{shards: a, weight: 0}, {shards: b, weight: 1}]"
+    sets = held_out_sets(
+        load("vlm_digits", "data.demo=", "data.shards=", mix, "data.validation_shards=", "data.validation_fraction=0.1")
+    )
+    assert [one.source.weight for one in sets] == [None, None]

@@ -2,8 +2,11 @@
 
 import math
 
+from mimo_train.plan.run import resolve
 from mimo_train.report.curves import columns
 from mimo_train.report.headline import Number, headline
+from mimo_train.report.run_charts import run_charts
+from tests.unit.configs import load
 
 
 def test_only_what_was_measured_is_a_number():
@@ -23,3 +26,19 @@ def test_large_counts_are_short():
         data = columns([{"step": 1, "consumed_samples": samples}])
         written.append(headline(data, 1)[1].value)
     assert written == ["9,999,999", "20.5 M", "4.1 B"]
+
+
+def test_sets_with_names_are_measured_too_and_the_first_stands_at_the_top():
+    line = {"step": 5, "consumed_samples": 40}
+    for name, match in (("a", 0.25), ("b", 0.5)):
+        line |= {f"eval/{name}/loss": 1.5, f"eval/{name}/exact_match": match, f"eval/{name}/samples": 4}
+    data = columns([line])
+    found = [(one.label, one.value, one.detail) for one in headline(data, 5)[:2]]
+    assert found == [
+        ("Held-out exact match", "25.0%", "a, 4 samples, step 5"),
+        ("Held-out loss", "1.5000", "a, 4 samples, step 5"),
+    ]
+    (chart,) = [
+        one for one in run_charts(data, resolve(load("vlm_digits")).layout) if one.title == "Held-out exact match"
+    ]
+    assert [one.label for one in chart.curves] == ["a", "b"]

@@ -19,11 +19,10 @@ class Slow:
     """A checkpointer whose saves are never done before they are waited for."""
 
     def __init__(self, calls: list, clock: list):
-        self.calls, self.clock = calls, clock
+        self.calls, self.clock, self.lacking = calls, clock, ""
 
     def begin(self, data, *, non_persistent):
         self.calls.append("begin")
-        return True
 
     def hear(self):
         return None
@@ -40,6 +39,7 @@ def test_a_save_waits_for_the_one_before_and_says_so(monkeypatch):
     timer = SimpleNamespace(start=list, stop=list, elapsed=lambda **_: 0.0)
     state = SimpleNamespace(
         cfg=load("vlm_digits", "checkpoint.save_interval=1"),
+        last_step=1000,
         train_state=TrainState(),
         console=SimpleNamespace(message=told.append),
         timers=lambda name, log_level: timer,

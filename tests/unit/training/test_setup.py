@@ -31,7 +31,7 @@ def test_the_lock_is_given_back_where_another_rank_cannot_make_the_folder(tmp_pa
             locks.remove(self)
 
     monkeypatch.setattr(module, "RunLock", Lock)
-    run = SimpleNamespace(cfg=load("vlm_digits"), dir=tmp_path / "run")
+    run = SimpleNamespace(cfg=load("vlm_digits"), dir=tmp_path / "run", checkpoints=tmp_path / "run")
     with pytest.raises(PeersError, match="cannot be made"):
         module.setup(run, None, start_time=0.0)
     assert (tmp_path / "run").exists() and not locks

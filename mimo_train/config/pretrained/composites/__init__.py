@@ -2,6 +2,7 @@
 Imports no torch."""
 
 from mimo_train.config.pretrained.composites.base import Composite
+from mimo_train.config.pretrained.composites.gemma3 import GEMMA3
 from mimo_train.config.pretrained.composites.llava import LLAVA
 from mimo_train.config.pretrained.composites.qwen2_audio import QWEN2_AUDIO
 from mimo_train.config.pretrained.composites.qwen_vl import QWEN2_5_VL, QWEN3_VL
@@ -14,6 +15,7 @@ COMPOSITES: dict[str, Composite] = {
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
     "qwen2_audio": QWEN2_AUDIO,
+    "gemma3": GEMMA3,
     # Of these the encoder alone is read.
     "clip": Composite("vision_config", encoder_loaded="vision_model."),
     "siglip": Composite("vision_config", encoder_loaded="vision_model."),

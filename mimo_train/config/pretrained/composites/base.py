@@ -20,8 +20,8 @@ class Composite:
     encoder_names: tuple[str, ...] = ("",)
     """What may be in front of the encoder's names."""
     encoder_loaded: str | None = None
-    """What is in front of the encoder's names in the memory of version 5, where that is not as for the encoder alone;
-    None: as there."""
+    """What is in front of the names of encoder and projector in the memory of version 5, where that is not as for the
+    encoder alone; None: as there."""
     language_names: tuple[Spelling, ...] = ()
     """How the language model's names may be spelt; empty: as alone."""
     absent: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -41,6 +41,8 @@ class Composite:
 
     placeholder: Mapping[str, str] = field(default_factory=dict)
     """Keys of the encoder module's `placeholder` that its tokenizer has tokens for."""
+    no_encoder: str = ""
+    """Why its encoder cannot be read, a clause; its language model can."""
 
     def part(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """The part of config.json that is about `language` or an encoder."""

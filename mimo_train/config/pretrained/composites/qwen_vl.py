@@ -65,6 +65,7 @@ QWEN2_5_VL = QwenVl(
     language_names=("", _NESTED),
     projector=_projector(3584),
     projector_weights=_projector_weights(qwen_vit.merger_map),
+    encoder_loaded="model.visual.",
     placeholder=_PLACEHOLDER,
     pad_id=_pad_id,
 )
@@ -74,6 +75,7 @@ QWEN3_VL = QwenVl(
     language_names=(_NESTED,),
     projector=_projector(1152),
     projector_weights=_projector_weights(qwen3_vit.merger_map),
+    encoder_loaded="model.visual.",
     placeholder=_PLACEHOLDER,
     pad_id=_pad_id,
 )

@@ -5,7 +5,7 @@ import json
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MOST = 8
 """Longest answer in tokens."""
@@ -51,6 +51,37 @@ def answers_here(model: Path, asked: list, most: int = MOST) -> list[tuple[list[
         answer = chat.say(text)
         found.append((answer.tokens, answer.text))
     return found
+
+
+def logits_here(model: Path, rows: list[list[int]], file: Path | None = None) -> Any:
+    """Logits [rows, sequence, vocabulary] of our own model of a run or a directory, as float64 of NumPy.
+
+    Args:
+        rows: ids, of one length; placeholders of a picture among them.
+        file: the picture of each row.
+    """
+    import torch
+
+    from mimo_train.commands.generate import _build
+    from mimo_train.generation.decoder import _positions
+    from mimo_train.generation.prompts import Prompts
+    from mimo_train.generation.source import open_source
+
+    source = open_source(model)
+    parts = _build(source)
+    source.load(parts.pipeline, parts.tokenizer)
+    prompts, chunk, found = Prompts(source.cfg, parts.tokenizer), parts.pipeline.model[0].eval(), []
+    for ids in rows:
+        prompt = prompts._prompt(ids, [prompts.medium("image", file)] if file else [])
+        batch: dict[str, Any] = {"input_ids": torch.tensor([ids]), "position_ids": _positions(prompt, len(ids))}
+        batch |= {"modality_inputs": prompt.inputs} if prompt.inputs else {}
+        counts = {name: [[number]] for name, number in prompt.rows.items()}
+        parts.pipeline.shapes.begin(counts, counts)
+        with torch.no_grad():
+            output = chunk(**batch, attention_mask=None)
+        logits = output[0] if isinstance(output, tuple) else output
+        found.append(logits[..., : source.cfg.llm.vocab_size or parts.tokenizer.vocab_size].double())
+    return torch.cat(found).numpy()
 
 
 class Theirs(NamedTuple):

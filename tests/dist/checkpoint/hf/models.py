@@ -42,6 +42,16 @@ def make_llava_of_siglip(folder: Path) -> None:
     _save_llava(SiglipVisionConfig(**tower), Qwen2Config(**text), pictures, 0, folder, **own)
 
 
+def make_llava_of_dinov2(folder: Path) -> None:
+    """A third: of DINOv2, whose class token is dropped."""
+    from transformers import CLIPImageProcessor, Dinov2Config, LlamaConfig
+
+    side = TOWER["image_size"]
+    pictures = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    sizes = {name: value for name, value in TOWER.items() if name != "intermediate_size"}
+    _save_llava(Dinov2Config(**sizes, mlp_ratio=2), LlamaConfig(**LANGUAGE), pictures, 1, folder)
+
+
 def _save_llava(tower, text, pictures, class_tokens: int, folder: Path, **own) -> None:
     from transformers import LlavaConfig, LlavaProcessor
 
@@ -61,6 +71,23 @@ LANGUAGE = {
     "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 301,
     "intermediate_size": 100, "num_hidden_layers": 3, "max_position_embeddings": 512,
 }  # fmt: skip
+
+
+def make_gemma3():
+    """A Gemma 3 with pictures of odd sizes, whose language model has what its class has by default."""
+    import torch
+    import transformers
+
+    text = {**LANGUAGE, "vocab_size": TOKENS, "sliding_window": 7, "query_pre_attn_scalar": 20, "num_hidden_layers": 4}
+    text |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=TOWER, mm_tokens_per_image=4, image_token_index=290
+    )
+    torch.manual_seed(1)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def tokenizer_of_bytes(*special: str):

@@ -65,10 +65,15 @@ def test_parts_without_a_class_are_safetensors_by_our_names(digits, tmp_path):
 
 def test_a_tower_and_a_language_model_leave_as_models_of_transformers(digits, tmp_path):
     """Where only the projector between them is none that transformers has."""
-    merged = ("layout=one_process", "modules.images.projector.merge=3", "modules.images.encoder.final_norm=true")
-    ((folder, _),) = run_ranks(_saved, 1, config("vlm_digits", tmp_path / "run", digits, *merged))
+    projector = (f"modules.images.projector.{key}" for key in ("merge=3", "kind=linear", "bias=false"))
+    merged = ("layout=one_process", *projector, "modules.images.encoder.final_norm=true")
+    ((folder, values),) = run_ranks(_saved, 1, config("vlm_digits", tmp_path / "run", digits, *merged))
     ((code, said),) = run_ranks(command, 1, ["export", folder, "--to", str(tmp_path / "out")])
     assert code == 0 and "final_norm is true, and LLaVA reads its tower without the norm" in said
+    assert "projector of images (safetensors by the names of Idefics3's connector" in said
+    ((name, value),) = load_file(tmp_path / "out" / "images.projector" / "model.safetensors").items()
+    assert name == "model.connector.modality_projection.proj.weight"
+    assert (value.numpy() == values["images"]["input_projections.0.encoder.weight"]).all()
     ((wrong, kinds),) = run_ranks(_loaded, 1, tmp_path / "out")
     assert wrong == [] and kinds == ["LlamaForCausalLM", "SiglipVisionModel"]
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import NotFinite, Part, complete, write_rank
 from mimo_train.checkpoint.full_disk import require_room
-from tests.disk_faults import DiskCalls
+from tests.disk_faults import DiskCalls, disk_of
 
 KEY, RANKS = Key("language", "weight", WEIGHT), 2
 
@@ -109,12 +108,8 @@ def test_values_that_are_not_finite_are_not_written(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 256 KB, where mounting one is allowed."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    with disk_of("256k", tmp_path) as folder:
+        yield folder
 
 
 def test_a_disk_that_becomes_full_keeps_the_checkpoint_before(small_disk):

@@ -1,8 +1,18 @@
-"""Large files reach the disk bit by bit, which is progress."""
+"""What is on the disk when: large files bit by bit, which is progress, and the parts of a checkpoint in an order in
+which no name is there before what it stands for."""
+
+import os
+from itertools import groupby
+from pathlib import Path
 
 import pytest
+import torch
 
+from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.format import durable
+from mimo_train.checkpoint.format.index import WEIGHT, Key
+from mimo_train.checkpoint.format.spans import Span
+from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.flight.recorder import RECORDER
 
 
@@ -28,3 +38,66 @@ def test_a_disk_that_fails_meanwhile_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         durable.write_file(tmp_path / "file", [bytes(100)])
     assert not (tmp_path / "file").exists()
+
+
+class Calls:
+    """Stands for the module `os` where checkpoints are written, and notes what is written, flushed and renamed."""
+
+    def __init__(self):
+        self.done: list[str] = []
+        self._names: dict[int, str] = {}
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def open(self, path, *arguments):
+        file = os.open(path, *arguments)
+        self._names[file] = Path(path).name
+        return file
+
+    def write(self, file, data):
+        self.done.append(f"write {self._names[file]}")
+        return os.write(file, data)
+
+    def fsync(self, file):
+        self.done.append(f"flush {self._names[file]}")
+        os.fsync(file)
+
+    def rename(self, old, new):
+        self.done.append(f"rename {Path(old).name} {Path(new).name}")
+        os.rename(old, new)
+
+
+def test_no_name_is_on_the_disk_before_what_it_stands_for(tmp_path, monkeypatch):
+    """Folders that are new, with their names in those above; each file; the marker when all files are there; the names
+    in the folder; its own name, in the folder above; and only then what was there before is removed."""
+    calls, run_dir = Calls(), tmp_path / "runs" / "one"
+    monkeypatch.setattr(durable, "os", calls)
+    exchange, remove = durable._exchange, durable.shutil.rmtree
+    monkeypatch.setattr(durable, "_exchange", lambda *two: calls.done.append("exchange") or exchange(*two))
+
+    def removed(folder, **options):
+        calls.done.append(f"remove {folder.name}")
+        remove(folder, **options)
+
+    monkeypatch.setattr(durable.shutil, "rmtree", removed)
+
+    def save() -> list[str]:
+        calls.done.clear()
+        partial, final = folders.begin(run_dir, 4, False, 100)
+        for rank in range(2):
+            part = Part(Key("language", str(rank), WEIGHT), Span.of_whole((3,)), torch.zeros(3))
+            write_rank(partial, rank, [part])
+        complete(partial, final, 2, {folders.RECORD: folders.record_text({"step": 4})})
+        return [what for what, _ in groupby(calls.done)]
+
+    above = [f"flush {folder.name}" for folder in (run_dir, *run_dir.parents)]
+    written = ["rank_00000.safetensors", "rank_00000.json", "rank_00001.safetensors", "rank_00001.json"]
+    written += ["index.json", "run.json", "COMPLETE"]
+    files = [f"{what} {name}" for name in written for what in ("write", "flush")]
+    new, last = "step_00000004.partial", "flush checkpoints"
+    first = save()
+    kept = [what for what in above if what in first]  # a folder on another file system is not flushed
+    assert kept[:3] == above[:3]
+    assert first == [*kept, *files, f"flush {new}", f"rename {new} step_00000004", last]
+    assert save() == [*files, f"flush {new}", "exchange", last, f"remove {new}"]

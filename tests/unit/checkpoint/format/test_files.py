@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mimo_train.checkpoint.format import read
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX, Damage, marked_file
 from mimo_train.checkpoint.format.index import BLOCK, WEIGHT, Index, Key
 from mimo_train.checkpoint.format.read import Reader, Wanted
@@ -215,11 +216,25 @@ def test_a_checkpoint_lacks_the_part_of_a_rank(tmp_path):
 
 def test_blocks_are_read_once_where_neighbours_are_asked_for(folder, monkeypatch):
     reader = Reader(folder)
-    read = []
-    monkeypatch.setattr(reader, "read", lambda *place, real=reader.read: read.append(place) or real(*place))
+    places = []
+    monkeypatch.setattr(reader, "read", lambda *of, real=reader.read: places.append(of[:2]) or real(*of))
     reader.fill(
         Wanted(key, span, torch.empty(span.numel, dtype=tensor.dtype))
         for key, tensor in TENSORS.items()
         for span in cut(tuple(tensor.shape), 7, True)
     )
-    assert len(read) == len(set(read)) == sum(-(-(file.size - file.header) // BLOCK) for file in reader.index.files)
+    assert len(places) == len(set(places)) == sum(-(-(file.size - file.header) // BLOCK) for file in reader.index.files)
+
+
+def test_a_block_of_several_tensors_goes_straight_into_them(tmp_path, monkeypatch):
+    """Without a copy, where most of it is wanted as it is; what is cast, and single elements, go aside."""
+    folder, copies = written(tmp_path, 1, columns=False), []
+    monkeypatch.setattr(read, "copy_common", lambda *of, real=read.copy_common: copies.append(of) or real(*of))
+    for dtype, least, most in ((None, 1, 2), (torch.float64, len(TENSORS), 99)):
+        found = {key: torch.zeros(tensor.shape, dtype=dtype or tensor.dtype) for key, tensor in TENSORS.items()}
+        reader = Reader(folder)
+        reader.fill(Wanted(key, Span.of_whole(tuple(one.shape)), one.view(-1)) for key, one in found.items())
+        reader.close()
+        assert all(torch.equal(found[key], tensor.to(found[key].dtype)) for key, tensor in TENSORS.items())
+        assert least <= len(copies) <= most
+        copies.clear()

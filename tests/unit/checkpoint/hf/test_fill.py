@@ -167,3 +167,32 @@ def test_names_are_spelt_as_in_the_directory():
     memory = (("model.", "model.language_model."), ("lm_head.", "lm_head."))
     assert spelt("model.norm.weight", memory) == "model.language_model.norm.weight"
     assert spelt("lm_head.weight", memory) == "lm_head.weight" and spelt("a", "x.") == "x.a"
+
+
+LANGUAGE_MAP = WeightMap((same("norm", "model.norm.weight", 4), same("top", "model.layers.0.weight", 4)))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "begins"),
+    [
+        ("language_model.", ("language_model.",)),
+        ("", ("model.",)),
+        ((("model.", "model.language_model."), ("lm_head.", "lm_head.")), ("model.language_model.",)),
+    ],
+)
+def test_a_part_of_a_directory_has_all_that_is_its_own(tmp_path, spelling, begins):
+    """Layers that config.json does not count are not passed over where the rest of the directory is not read."""
+    theirs = {name: spelt(name, spelling) for name in LANGUAGE_MAP.row_counts()}
+    others = {"vision_tower.patch.weight": torch.ones(2), "visual.patch.weight": torch.ones(2)}
+
+    def read(**more: torch.Tensor) -> None:
+        save_file({name: torch.ones(4) for name in theirs.values()} | others | more, tmp_path / SINGLE)
+        folder = TensorFolder(tmp_path, KEY)
+        found = Reader(folder, LANGUAGE_MAP.under(spelling), KEY)
+        assert found.begins == begins
+        require_all_used(folder, [found], KEY, begins=found.begins)
+
+    read()
+    more = spelt("model.layers.1.weight", spelling)
+    with pytest.raises(UserError, match=f"has {more}, for which the model has no place"):
+        read(**{more: torch.ones(4)})

@@ -46,6 +46,24 @@ def test_what_is_there_stays_as_it_is(tmp_path):
     assert copied(tmp_path, config, processor_config=own)["processor_config"] == own
 
 
+@pytest.mark.parametrize(
+    ("saved", "written"),
+    [
+        ("CLIPImageProcessor", "CLIPImageProcessorFast"),
+        ("CLIPImageProcessorFast", "CLIPImageProcessorFast"),
+        ("CLIPImageProcessorPil", "CLIPImageProcessorPil"),
+        ("MyImageProcessor", "MyImageProcessor"),
+    ],
+)
+def test_an_image_processor_of_version_5_is_on_torchvision_in_version_4_too(tmp_path, saved, written):
+    """In `preprocessor_config.json` the name is version 4's own, and stays."""
+    files = {"processor_config": {"image_processor": {"image_processor_type": saved, "resample": 3}}}
+    files |= {"preprocessor_config": {"image_processor_type": "CLIPImageProcessor"}}
+    found = copied(tmp_path, {"model_type": "qwen2_5_vl"}, **files)
+    assert found["processor_config"] == {"image_processor": {"image_processor_type": written, "resample": 3}}
+    assert found["preprocessor_config"] == files["preprocessor_config"]
+
+
 @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"model_type": "llava"}])
 def test_no_processor_is_made_up(tmp_path, config):
     assert copied(tmp_path, config, tokenizer_config={}) == {"tokenizer_config": {}}

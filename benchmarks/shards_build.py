@@ -1,0 +1,105 @@
+"""Processor time of building shards: our writer and whole build beside webdataset's ShardWriter.
+
+    python benchmarks/shards_build.py --samples 2000 --rounds 5
+
+A folder of files of 40 to 160 KB beside a LLaVA JSON, read from the page cache. Each round runs all, one after another,
+so that all see the same load. The files are no pictures, but have the header of one, since nothing decodes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import webdataset
+from PIL import Image
+
+from data.build import Settings, build_shards
+from data.building.columns import Columns
+from data.building.find import find_source
+from data.storage.write import write_shard
+
+
+def make(folder: Path, samples: int) -> list[dict]:
+    """The records, whose files are in `folder`."""
+    rng = random.Random(0)
+    buffer = io.BytesIO()
+    Image.fromarray(np.zeros((480, 640, 3), dtype=np.uint8)).save(buffer, "JPEG")
+    head = buffer.getvalue()
+    turns = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "word " * 60}]
+    (folder / "images").mkdir(parents=True)
+    records = []
+    for number in range(samples):
+        name = f"{number:08d}.jpg"
+        (folder / "images" / name).write_bytes(head + rng.randbytes(rng.randint(40_000, 160_000)))
+        records.append({"id": f"{number}", "image": name, "conversations": turns})
+    (folder / "llava.json").write_text(json.dumps(records))
+    return records
+
+
+def by_webdataset(folder: Path, records: list[dict], to: Path) -> None:
+    with webdataset.ShardWriter(str(to / "train-%06d.tar"), maxcount=1000, maxsize=1e9, verbose=0) as writer:
+        for number, record in enumerate(records):
+            raw = (folder / "images" / record["image"]).read_bytes()
+            writer.write({"__key__": f"{number:06d}", "jpg": raw, "json": record})
+
+
+def by_our_writer(folder: Path, records: list[dict], to: Path) -> None:
+    for shard, first in enumerate(range(0, len(records), 1000)):
+        members = (
+            [("jpg", (folder / "images" / record["image"]).read_bytes()), ("json", json.dumps(record).encode())]
+            for record in records[first : first + 1000]
+        )
+        write_shard(to / f"train-{shard:06d}.tar", members, first)
+
+
+def by_shards_build(folder: Path, records: list[dict], to: Path) -> None:
+    source = find_source(folder / "llava.json", Columns(), media=folder / "images")
+    build_shards(source, to, Settings(per_shard=1000))
+
+
+HOW: dict[str, Callable[[Path, list[dict], Path], None]] = {
+    "webdataset.ShardWriter": by_webdataset,
+    "our writer": by_our_writer,
+    "shards build": by_shards_build,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    times: dict[str, list[float]] = {name: [] for name in HOW}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        records = make(folder, args.samples)
+        for _ in range(args.rounds):
+            for name, build in HOW.items():
+                to = folder / "out"
+                to.mkdir()
+                start = time.process_time()
+                build(folder, records, to)
+                times[name].append((time.process_time() - start) / args.samples * 1e6)
+                shutil.rmtree(to)
+    base = times["webdataset.ShardWriter"]
+    print(f"{args.samples} samples of 100 KB, {args.rounds} rounds; us of processor time a sample")
+    for name, own in times.items():
+        ratios = [one / other for one, other in zip(base, own, strict=True)]
+        print(
+            f"{name:<24}{statistics.median(own):>8.0f}  (from {min(own):.0f} to {max(own):.0f})"
+            f"{statistics.median(ratios):>8.2f} x  (from {min(ratios):.2f} to {max(ratios):.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Samples that have their members already: tars of img2dataset and others, and folders of files that share a name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data.beside import Beside
+from data.building.columns import Columns
+from data.building.samples import (
+    READABLE,
+    Medium,
+    Place,
+    Sample,
+    checked,
+    require_extent,
+    require_header,
+    require_name,
+    sample_of,
+)
+from data.errors import RecordError
+from data.index import build_index
+from data.members import arrange, unread
+from data.shown import shown
+
+_NAME = re.compile(r"([^.]+)[.](.+)")
+_STATS = "_stats.json"  # of img2dataset, beside a shard
+
+
+@dataclass(frozen=True)
+class _Member:
+    extension: str
+    kind: str
+    place: Place
+    extent: tuple[int, int] | None
+    """None: not looked at yet."""
+
+
+@dataclass(frozen=True)
+class Tars:
+    """WebDataset tars, such as those of img2dataset."""
+
+    tars: Sequence[Path]
+    columns: Columns
+
+    @property
+    def what(self) -> str:
+        """Them, for messages."""
+        return str(self.tars[0].parent)
+
+    @property
+    def parts(self) -> Sequence[Path]:
+        """The tars."""
+        return self.tars
+
+    def notes(self) -> Sequence[str]:
+        """Nothing."""
+        return ()
+
+    def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
+        """Every sample of a tar; first what img2dataset's statistics say of it."""
+        index = build_index(part)
+        yield part.name, partial(_require_stats, part, len(index))
+        for row in range(len(index)):
+            key, reason, at = index.key(row), index.bad_reason(row), index.record(row)
+            members = [
+                _Member(one.extension, one.kind, Place(str(part), one.offset, one.size), one.extent)
+                for one in index.members(row)
+            ]
+            where = f"{part.name}: {shown(key)}"
+            yield where, partial(_sample, self.columns, where, key, members, at, reason)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Files of one folder that share their name up to the first dot: a medium, and its record or caption."""
+
+    folder: Path
+    folders: Sequence[Path]
+    """Those that files are in."""
+    columns: Columns
+
+    @property
+    def what(self) -> str:
+        """It, for messages."""
+        return str(self.folder)
+
+    @property
+    def parts(self) -> Sequence[Path]:
+        """The folders with files."""
+        return self.folders
+
+    def notes(self) -> Sequence[str]:
+        """Nothing."""
+        return ()
+
+    def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
+        """Every sample of a folder, in the order of names."""
+        groups: dict[str, list[str]] = {}
+        for name in sorted(entry.name for entry in os.scandir(part) if entry.is_file()):
+            if (found := _NAME.fullmatch(name)) and not name.endswith(_STATS):
+                groups.setdefault(found[1], []).append(found[2])
+        inside = part.relative_to(self.folder)
+        for key, names in groups.items():
+            where = str(inside / key)
+            yield where, partial(self._sample, part, where, key, names)
+
+    def _sample(self, part: Path, where: str, key: str, names: list[str]) -> Sample:
+        files = {name.lower(): part / f"{key}.{name}" for name in names}
+        if len(files) < len(names):
+            raise RecordError(f"{where}: two files whose endings differ by case alone")
+        found = arrange(tuple(files))
+        own = list(files.items())
+        members = [
+            _Member(own[at][0], kind, Place(str(own[at][1]), None, own[at][1].stat().st_size), None)
+            for at, kind in zip(found.order, found.kinds, strict=True)
+        ]
+        record = None if found.record < 0 else found.record
+        return _sample(self.columns, where, key, members, record, found.reason)
+
+
+def _sample(
+    columns: Columns, where: str, key: str, members: Sequence[_Member], at: int | None, reason: str | None
+) -> Sample:
+    """A sample of members; all of them stay as they are, unless rules change the record."""
+    if reason is not None or at is None:
+        raise RecordError(f"{where}: {reason}")
+    for member in members:
+        require_name(member.extension, where)
+    record, media = members[at], [member for member in members if member.kind in READABLE]
+    with open(record.place.path, "rb", buffering=0) as file:
+        raw = os.pread(file.fileno(), record.place.size, record.place.offset or 0)
+    is_json = record.extension.rpartition(".")[2] == "json"
+    if columns.changes_records:
+        read = [Medium(one.kind, one.extension, one.place, f".{one.extension}") for one in media]
+        made = sample_of(_record(raw, is_json, where), read, columns, where)
+        rest = [(one.extension, one.place) for one in members if one is not record]
+        return Sample([*rest, made.members[-1]], key, made.rules)
+    for member in media:
+        what = f"{where}: .{shown(member.extension)}"
+        if member.extent is None:
+            require_header(member.kind, member.place, what)
+        else:
+            require_extent(member.kind, member.extent, what)
+    names = {kind: [one.extension for one in media if one.kind == kind] for kind in READABLE}
+    counts = {kind: len(own) for kind, own in names.items()}
+    beside = Beside(names, [name for name, _ in unread(member.extension for member in members)])
+    checked(raw, record.extension, where, counts, beside)
+    return Sample([(member.extension, member.place) for member in members], key)
+
+
+def _record(raw: bytes, is_json: bool, where: str) -> Any:
+    """What a member with the record says, as JSON has it."""
+    try:
+        text = raw.decode("utf-8-sig")
+        return json.loads(text) if is_json else {"caption": text}
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: its record is not {'JSON' if is_json else 'UTF-8'} ({error})") from error
+
+
+def _require_stats(tar: Path, samples: int) -> None:
+    """Raises RecordError if img2dataset's statistics beside a tar count other samples than it has."""
+    try:
+        stats = json.loads(tar.with_name(tar.stem + _STATS).read_bytes())
+    except FileNotFoundError:
+        return
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{tar.stem + _STATS} is not JSON ({error})") from error
+    said = stats.get("successes") if isinstance(stats, dict) else None
+    if isinstance(said, int) and said != samples:
+        raise RecordError(f"{tar.name} has {samples} samples, and {tar.stem + _STATS} counts {said}: some are missing")

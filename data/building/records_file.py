@@ -1,0 +1,132 @@
+"""Files of records that name their media: a JSON list such as LLaVA's, a JSON object a line, CSV, TSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data.building.columns import Columns
+from data.building.samples import READABLE, Medium, Sample, medium_of_file, sample_of
+from data.errors import DataError, RecordError
+
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""What separates columns, by a file's ending."""
+JSON = (".json", ".jsonl", ".ndjson")
+_FIELDS = {"image": ("image", "images"), "audio": ("audio", "audios")}
+_LOOK = 4096  # characters in which a file begins
+_ANY = "file_name"  # as in Hugging Face's folders of pictures or clips
+
+
+@dataclass(frozen=True)
+class RecordsFile:
+    """One file of records.
+
+    Attributes:
+        media: the folder that its files are in.
+    """
+
+    file: Path
+    media: Path
+    columns: Columns
+
+    @property
+    def what(self) -> str:
+        """It, for messages."""
+        return str(self.file)
+
+    @property
+    def parts(self) -> Sequence[Path]:
+        """The file."""
+        return [self.file]
+
+    def notes(self) -> Sequence[str]:
+        """Nothing."""
+        return ()
+
+    def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
+        """Every record."""
+        read = _table(part, self.columns) if part.suffix.lower() in TABLES else _json(part)
+        for number, record in enumerate(read):
+            where = f"record {number}"
+            yield where, partial(self._sample, record, where)
+
+    def _sample(self, record: Any, where: str) -> Sample:
+        if isinstance(record, RecordError):
+            raise RecordError(f"{where}: {record}")
+        if not isinstance(record, dict):
+            return sample_of(record, [], self.columns, where)
+        media: list[Medium] = []
+        folder = str(self.media)
+        for kind in READABLE:
+            for name in self._names(record, kind, where):
+                media.append(medium_of_file(kind, folder, name, where))
+        called = record.get("id")
+        # A caption whose picture has no name is no plain text.
+        alone = not any(field in record for kind in READABLE for field in (*self._fields(kind), _ANY))
+        name = called if isinstance(called, str) else ""
+        return sample_of(record, media, self.columns, where, name=name, alone=alone)
+
+    def _fields(self, kind: str) -> Sequence[str]:
+        return self.columns.media(kind, _FIELDS[kind])
+
+    def _names(self, record: dict[str, Any], kind: str, where: str) -> Sequence[str]:
+        fields = self._fields(kind)
+        given = [name for name in fields if record.get(name) not in (None, "", [])]
+        if len(given) > 1:
+            raise RecordError(f"{where} has both {' and '.join(given)}")
+        if kind in self.columns.names and fields[0] not in record:
+            raise RecordError(f"{where} has no {fields[0]!r}; it has {', '.join(sorted(record)[:8])}")
+        if not given and kind not in self.columns.names:
+            named = record.get(_ANY)
+            if isinstance(named, str) and Path(named).suffix[1:].lower() in READABLE[kind]:
+                return [named]
+        value = record[given[0]] if given else []
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise RecordError(f"{where}: {given[0]} is neither the name of a file nor a list of such")
+        return names
+
+
+def _json(file: Path) -> Iterator[Any]:
+    try:
+        with open(file, encoding="utf-8-sig") as lines:
+            start = lines.read(_LOOK).lstrip()[:1]
+            lines.seek(0)
+            if start == "[":
+                yield from json.load(lines)
+            else:
+                yield from (json.loads(line) for line in lines if line.strip())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is neither a JSON list nor a JSON object a line ({error})") from error
+
+
+def _table(file: Path, columns: Columns) -> Iterator[Any]:
+    csv.field_size_limit(min(sys.maxsize, 1 << 24))
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as lines:
+            reader = csv.reader(lines, delimiter=TABLES[file.suffix.lower()], strict=True)
+            names = next(reader, None)
+            if not names:
+                raise DataError(f"{file} is empty: its first line names the columns")
+            if len(set(names)) < len(names):
+                raise DataError(f"{file}: the column {max(names, key=names.count)!r} is there twice")
+            columns.require(names, str(file))
+            for cells in reader:
+                if not cells:
+                    continue
+                if len(cells) == len(names):
+                    yield {name: cell if cell else None for name, cell in zip(names, cells, strict=True)}
+                else:
+                    yield RecordError(f"{len(cells)} columns in line {reader.line_num}, and {len(names)} in the first")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except csv.Error as error:
+        raise DataError(f"{file} is no table ({error})") from error

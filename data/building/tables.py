@@ -1,0 +1,265 @@
+"""Tables of Arrow: parquet and `save_to_disk` of Hugging Face datasets, with features of pictures and audio; parquet of
+img2dataset. Media become bytes; everything else of a row stays in its record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data.building.columns import Columns
+from data.building.samples import READABLE, Medium, Sample, medium_of_file, sample_of
+from data.errors import DataError, RecordError
+from data.shown import shown
+
+_ROWS = 32  # read at once: each may hold pictures of megabytes
+_STATUS = "status"  # of img2dataset
+_MAGIC = (
+    (b"\xff\xd8", "jpg"),
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"GIF8", "gif"),
+    (b"BM", "bmp"),
+    (b"II*\0", "tif"),
+    (b"MM\0*", "tif"),
+    (b"\0\0\0\x0cjP  ", "jp2"),
+    (b"fLaC", "flac"),
+    (b"OggS", "ogg"),
+    (b"ID3", "mp3"),
+    (b"\xff\xfb", "mp3"),
+    (b"\xff\xf3", "mp3"),
+    (b"\xff\xf2", "mp3"),
+    (b"FORM", "aiff"),
+    (b".snd", "au"),
+    (b"caff", "caf"),
+)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Parquet or Arrow files with the same columns.
+
+    Attributes:
+        media: folder of the files that rows name without their bytes.
+    """
+
+    files: Sequence[Path]
+    media: Path
+    columns: Columns
+
+    @property
+    def what(self) -> str:
+        """Them, for messages."""
+        return str(self.files[0].parent)
+
+    @property
+    def parts(self) -> Sequence[Path]:
+        """The files."""
+        return self.files
+
+    def notes(self) -> Sequence[str]:
+        """The columns that no record keeps."""
+        return [f"the column {name!r} is left out: {why}" for name, why in self._layout(self.files[0]).dropped.items()]
+
+    def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
+        """Every row of a file."""
+        layout, number = self._layout(part), 0
+        read = [*layout.media, *layout.kept]
+        for batch in _batches(part, read):
+            for row in batch.to_pylist():
+                where = f"{part.name}: row {number}"
+                yield where, partial(self._sample, layout, row, where)
+                number += 1
+
+    def _layout(self, part: Path) -> _Layout:
+        schema = _schema(part)
+        self.columns.require(schema.names, str(part))
+        found = _Layout.of(schema)
+        for kind in READABLE:
+            if kind in self.columns.names:
+                name = self.columns.names[kind]
+                found = _Layout(
+                    {one: other for one, other in found.media.items() if other != kind} | {name: kind},
+                    [one for one in found.kept if one != name],
+                    found.labels,
+                    {one: why for one, why in found.dropped.items() if one != name},
+                )
+        return found
+
+    def _sample(self, layout: _Layout, row: dict[str, Any], where: str) -> Sample | None:
+        media = []
+        record = {name: _labelled(row[name], layout.labels.get(name)) for name in layout.kept}
+        for name, kind in layout.media.items():
+            names = []
+            value = row[name]
+            several = isinstance(value, list)
+            for one in value if several else [value]:
+                if one is None or (isinstance(one, dict) and one.get("bytes") is None and not one.get("path")):
+                    if several:
+                        raise RecordError(f"{where}: an empty {kind} among those of {name!r}")
+                    continue
+                medium = self._medium(kind, name, one, where)
+                media.append(medium)
+                names.append(medium.name)
+            if any(names):
+                record[name] = names if several else names[0]
+        if not media and layout.media and row.get(_STATUS) not in (None, "success"):
+            raise RecordError(f"{where}: has no picture: {shown(str(row.get('error_message')))}")
+        record = {name: _plain(value, where) for name, value in record.items()}
+        called = next((row[one] for one in ("key", "id") if isinstance(row.get(one), str)), "")
+        return sample_of(record, media, self.columns, where, name=called, alone=not layout.media)
+
+    def _medium(self, kind: str, name: str, value: Any, where: str) -> Medium:
+        if isinstance(value, str):
+            return medium_of_file(kind, str(self.media), value, where)
+        content, path = (value.get("bytes"), value.get("path") or "") if isinstance(value, dict) else (value, "")
+        if content is None:
+            return medium_of_file(kind, str(self.media), path, where)
+        if not isinstance(content, bytes):
+            raise RecordError(f"{where}: {name!r} is of type {type(content).__name__}, neither bytes nor a file")
+        extension = path.rpartition(".")[2].lower() if "." in path else ""
+        if extension not in READABLE[kind]:
+            extension = _extension_of(content)
+        if extension not in READABLE[kind]:
+            raise RecordError(f"{where}: {name!r} is no {kind} that can be decoded")
+        return Medium(kind, extension, content, path.rpartition("/")[2] or name)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The columns of a table, by what becomes of them."""
+
+    media: Mapping[str, str]
+    """column -> kind."""
+    kept: Sequence[str]
+    labels: Mapping[str, Sequence[str]]
+    """column -> the names of its classes."""
+    dropped: Mapping[str, str]
+    """column -> why."""
+
+    @classmethod
+    def of(cls, schema: Any) -> _Layout:
+        """By the features that Hugging Face's metadata describe, else by the types of columns."""
+        try:
+            features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        except (KeyError, ValueError, TypeError):
+            features = {}
+        media: dict[str, str] = {}
+        labels, dropped, kept = {}, {}, []
+        for column in schema:
+            feature = _inner(features.get(column.name))
+            kind = feature.get("_type", "")
+            if kind in ("Image", "Audio"):
+                media[column.name] = kind.lower()
+            elif kind == "Video":
+                dropped[column.name] = "it is video, which is not read"
+            elif found := _media_kind(column):
+                media[column.name] = found
+            elif _is_binary(column.type):
+                dropped[column.name] = "bytes of no kind that is known; --columns image=NAME or audio=NAME says what"
+            else:
+                kept.append(column.name)
+                if kind == "ClassLabel" and isinstance(feature.get("names"), list):
+                    labels[column.name] = feature["names"]
+        return cls(media, kept, labels, dropped)
+
+
+def _inner(feature: Any) -> dict[str, Any]:
+    """A feature, or that of a list's items."""
+    if isinstance(feature, list) and feature:
+        feature = feature[0]
+    if isinstance(feature, dict) and feature.get("_type") in ("Sequence", "List", "LargeList"):
+        feature = feature.get("feature")
+    return feature if isinstance(feature, dict) else {}
+
+
+def _media_kind(column: Any) -> str | None:
+    """By its name and type: bytes named as their ending, or bytes with the path of their file."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    last = column.name.rpartition(".")[2].lower()
+    of_name = next((one for one, known in READABLE.items() if last in known or one in column.name.lower()), None)
+    if _is_binary(kind):
+        return of_name
+    if pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
+        return of_name or "image"
+    return None
+
+
+def _is_binary(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+
+
+def _extension_of(content: bytes) -> str:
+    """By the first bytes."""
+    if content[:4] == b"RIFF":
+        return {b"WEBP": "webp", b"WAVE": "wav"}.get(content[8:12], "")
+    if content[4:8] == b"ftyp":
+        return "avif" if content[8:12] in (b"avif", b"avis") else ""
+    return next((extension for magic, extension in _MAGIC if content.startswith(magic)), "")
+
+
+def _labelled(value: Any, names: Sequence[str] | None) -> Any:
+    """The name of a class, by its number."""
+    if names is None or not isinstance(value, int):
+        return value
+    return names[value] if 0 <= value < len(names) else None
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value as JSON has it: times as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one, where) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, where) for one in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes):
+        raise RecordError(f"{where}: bytes inside of a column, which a record has no place for")
+    return str(value)
+
+
+def _arrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            "parquet and Arrow files are read by pyarrow, which is not installed: pip install 'mimo-train[parquet]'"
+        ) from error
+    return pyarrow
+
+
+def _schema(part: Path) -> Any:
+    pyarrow = _arrow()
+    try:
+        if part.suffix == ".parquet":
+            return pyarrow.parquet.read_schema(part)
+        with pyarrow.memory_map(str(part)) as source:
+            return pyarrow.ipc.open_stream(source).schema
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{part}: cannot be read: {error}") from error
+
+
+def _batches(part: Path, columns: Sequence[str]) -> Iterator[Any]:
+    """Few rows at a time: a row group is as large as its writer liked."""
+    pyarrow = _arrow()
+    try:
+        if part.suffix == ".parquet":
+            # Without pre_buffer, which reads a row group whole, memory does not grow with the size of row groups.
+            with pyarrow.parquet.ParquetFile(part, buffer_size=1 << 20, pre_buffer=False) as file:
+                yield from file.iter_batches(batch_size=_ROWS, columns=list(columns))
+            return
+        with pyarrow.memory_map(str(part)) as source:
+            for batch in pyarrow.ipc.open_stream(source):
+                batch = batch.select(list(columns))
+                for start in range(0, batch.num_rows, _ROWS):
+                    yield batch.slice(start, _ROWS)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{part}: cannot be read: {error}") from error

@@ -1,0 +1,170 @@
+"""Shards that are objects: reading members, many at a time, and the whole of one for its index.
+
+Every read names the version that was indexed, by its tag, and every answer has the length that was asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from data.errors import ShardError
+from data.storage.base import Changed
+from data.storage.io_thread import start_read
+from data.storage.retry import RETRIES, retrying
+from data.storage.stores import store_of
+from data.storage.url import Url
+from data.storage.version import ShardVersion, hash_of, sampled
+
+AHEAD_BYTES = 512 << 20
+"""Of reads that have begun and were not yet asked for."""
+
+_BLOCK, _BLOCKS_AHEAD = 1 << 20, 8
+_FAR = 4 << 20  # bytes from one header to the next, from which on what is between is not read
+_HEADER = 1 << 16
+
+
+class RemoteReader:
+    """Reads ranges of objects; those that are announced are on their way meanwhile.
+
+    Args:
+        retries: times that a read is tried again after an I/O error.
+    """
+
+    def __init__(self, retries: int = RETRIES, ahead_bytes: int = AHEAD_BYTES) -> None:
+        self._retries, self._most = retries, ahead_bytes
+        self._begun: OrderedDict[tuple[Url, int, int], Future[memoryview]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def expect(self, url: Url, offset: int, size: int, version: ShardVersion) -> None:
+        """Begin to read what will be asked for."""
+        place = url, offset, size
+        with self._lock:
+            if place in self._begun or size > self._most:
+                return
+            while self._bytes + size > self._most:  # what was never asked for
+                self._bytes -= self._begun.popitem(last=False)[0][2]
+            self._begun[place] = start_read(url, offset, size, version.tag)
+            self._bytes += size
+
+    def read(self, url: Url, offset: int, size: int, version: ShardVersion | None) -> bytes:
+        """`size` bytes at `offset`.
+
+        Raises:
+            ReadError: they cannot be read, after several tries.
+            ShardError: the object is no longer the one that was indexed.
+        """
+        tag = version.tag if version is not None else ""
+
+        def once() -> bytes:
+            with self._lock:
+                begun = self._begun.pop((url, offset, size), None)
+                self._bytes -= size if begun is not None else 0
+            try:
+                content = (begun or start_read(url, offset, size, tag)).result()
+            except Changed as error:
+                raise changed(url) from error
+            return bytes(_whole(url, content, size))
+
+        return retrying(once, f"{url}: cannot read {size} bytes at byte {offset}", self._retries)
+
+    def close(self) -> None:
+        """Forget what has begun."""
+        with self._lock:
+            self._begun.clear()
+            self._bytes = 0
+
+
+def changed(url: Url) -> ShardError:
+    """The error of an object that is another one than was indexed."""
+    return ShardError(
+        f"{url}: the shard changed after it was indexed (it has another tag). Start the run again with shards that "
+        "stay as they are."
+    )
+
+
+class WholeObject:
+    """An object that is read from its beginning to its end, or in places far apart: for an index.
+
+    Attributes:
+        version: of the object; all that is read is of this one.
+
+    Raises:
+        ReadError, ShardError: see `RemoteReader.read`; also of the methods.
+    """
+
+    def __init__(self, url: Url, retries: int = RETRIES) -> None:
+        self._url, self._retries = url, retries
+        self._size, self._tag = url.seen or seen(url, retries)
+        self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
+        self._last = 0
+
+    def is_same(self, version: ShardVersion) -> bool:
+        """Whether this is the version of an index."""
+        return (version.size, version.tag) == (self._size, self._tag)
+
+    def look(self) -> ShardVersion:
+        """The version, with a hash of samples of its content: the same as of a file with this content."""
+        places = sampled(self._size)
+        begun = [start_read(self._url, at, length, self._tag) for at, length in places]
+        blocks = [
+            self._patiently(length, at, lambda one=one: one.result())  # type: ignore[misc]
+            for one, (at, length) in zip(begun, places, strict=True)
+        ]
+        return ShardVersion(self._size, 0, 0, hash_of(self._size, blocks), self._tag)
+
+    def read(self, length: int, offset: int) -> bytes:
+        """What is at `offset`: `length` bytes, or fewer at the end. Small reads are served from blocks that come
+        ahead."""
+        length = max(min(length, self._size - offset), 0)
+        if not length:
+            return b""  # a damaged header may point to anywhere
+        far, self._last = abs(offset - self._last) > _FAR, offset + length
+        if length > _BLOCK or far:
+            return bytes(self._patiently(length, offset))
+        first, last = offset // _BLOCK, (offset + length - 1) // _BLOCK
+        content = b"".join(bytes(self._block(number)) for number in range(first, last + 1))
+        start = offset - first * _BLOCK
+        return content[start : start + length]
+
+    def _block(self, number: int) -> memoryview:
+        end = -(-self._size // _BLOCK)
+        for ahead in range(number, min(number + 1 + _BLOCKS_AHEAD, end)):
+            if ahead not in self._blocks:
+                self._blocks[ahead] = start_read(self._url, ahead * _BLOCK, self._length(ahead), self._tag)
+        while len(self._blocks) > 2 * _BLOCKS_AHEAD:
+            self._blocks.popitem(last=False)
+        begun = self._blocks.get(number)
+        return self._patiently(self._length(number), number * _BLOCK, begun.result if begun else None)
+
+    def _length(self, block: int) -> int:
+        return min(_BLOCK, self._size - block * _BLOCK)
+
+    def _patiently(self, length: int, offset: int, begun: Callable[[], memoryview] | None = None) -> memoryview:
+        """A range, first from a read that has begun."""
+        first = [begun] if begun is not None else []
+
+        def once() -> memoryview:
+            try:
+                content = first.pop()() if first else start_read(self._url, offset, length, self._tag).result()
+            except Changed as error:
+                raise changed(self._url) from error
+            return _whole(self._url, content, length)
+
+        return retrying(once, f"{self._url}: cannot read {length} bytes at byte {offset}", self._retries)
+
+
+def seen(url: Url, retries: int = RETRIES) -> tuple[int, str]:
+    """Size and tag of an object, asked for now. Raises ReadError."""
+    found = retrying(lambda: store_of(url).look(url), f"{url}: cannot look at it", retries)
+    return found.size, found.tag
+
+
+def _whole(url: Url, content: memoryview, size: int) -> memoryview:
+    if len(content) != size:
+        raise OSError(errno.EIO, f"the answer has {len(content)} bytes of {size}", str(url))
+    return content

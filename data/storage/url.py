@@ -1,0 +1,129 @@
+"""Places outside of the file system, as URLs, with as much of `pathlib` as places of files are asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from data.errors import DataError
+
+OBJECTS = ("s3", "gs", "az")
+"""Schemes of object storage that is read and written."""
+WEB = ("http", "https")
+"""Schemes of web servers, which are read."""
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)
+_ENCODED = re.compile(r"[%?#\s]")
+"""What a URL has percent signs for, so that it is read as it was written."""
+_ALIASES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
+
+
+@dataclass(frozen=True, order=True)
+class Url:
+    """A place such as `s3://bucket/some/object`. It has no `__fspath__`: what would open it as a file fails at once."""
+
+    scheme: str
+    host: str
+    """Bucket, container, or server with its port."""
+    path: str
+    """Without slashes around it, and without `%20` and the like; empty: all of the host."""
+    seen: tuple[int, str] | None = field(default=None, compare=False)
+    """Size and tag of the object, where they are known from a list: what is then read is this one."""
+
+    @classmethod
+    def parse(cls, text: str) -> Url:
+        """
+        Raises:
+            DataError: it is no URL of a place, or has credentials, a query or an empty part.
+        """
+        found = _URL.fullmatch(text)
+        if found is None or not found[2]:
+            raise DataError(f"{_shown(text)}: is no URL such as s3://bucket/folder")
+        scheme, host, path = found[1].lower(), found[2], found[3].rstrip("/")
+        if "@" in host:
+            raise DataError(
+                f"{scheme}://...@{_shown(host.rpartition('@')[2])}/{_shown(path)}: has credentials in it: give them by "
+                "the environment, see docs/checkpoints.md#object-storage"
+            )
+        if scheme in WEB:
+            path = _decoded(text)
+        if "//" in path or any(part in (".", "..") for part in path.split("/")):
+            raise DataError(f"{_shown(text)}: has an empty part, . or .. in its path: give it without")
+        return cls(_ALIASES.get(scheme, scheme), host, path)
+
+    def __str__(self) -> str:
+        path = _ENCODED.sub(lambda found: quote(found[0]), self.path) if self.scheme in WEB else self.path
+        return f"{self.scheme}://{self.host}/{path}"
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(self.scheme, self.host, f"{self.path}/{name}" if self.path else name)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        """Without the last part."""
+        return Url(self.scheme, self.host, self.path.rpartition("/")[0])
+
+    @property
+    def parents(self) -> list[Url]:
+        """Everything above, the nearest first."""
+        return [self.parent, *self.parent.parents] if self.path else []
+
+    def with_name(self, name: str) -> Url:
+        """With another last part."""
+        return self.parent / name
+
+    def absolute(self) -> Url:
+        """Itself."""
+        return self
+
+    def resolve(self) -> Url:
+        """Itself."""
+        return self
+
+
+def _decoded(url: str) -> str:
+    """The path of a URL of a web server, as it is without percent signs. Raises DataError."""
+    if re.search("[?#]|%2f", url, re.IGNORECASE):
+        raise DataError(f"{_shown(url)}: a URL with ?, # or %2F is not read: give one of a plain file")
+    try:
+        return unquote(url.partition("://")[2].partition("/")[2], errors="strict").strip("/")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{url}: is no UTF-8 where it has percent signs: give one of a plain file") from error
+
+
+def _shown(text: str) -> str:
+    """Without a query, which may be a signature."""
+    return re.split("[?#]", text, maxsplit=1)[0]
+
+
+Place = Path | Url
+"""A file or folder, on this machine's file systems or elsewhere."""
+
+
+def is_url(text: object) -> bool:
+    """Whether a text is a URL, not a path."""
+    return isinstance(text, Url) or (isinstance(text, str) and _URL.fullmatch(text) is not None)
+
+
+def place_of(text: str | os.PathLike[str] | Url) -> Place:
+    """The place that a text names: a URL, or a path. `file://` is a path.
+
+    Raises:
+        DataError: as of `Url.parse`.
+    """
+    if isinstance(text, Url):
+        return text
+    text = os.fspath(text)
+    if not is_url(text):
+        return Path(text)
+    if text.lower().startswith("file://"):
+        return Path(text[len("file://") :])
+    return Url.parse(text)

@@ -1,0 +1,73 @@
+"""Errors of checkpoints whose files are not those that were written, or cannot be read. Imports no torch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from data.storage.url import Place, Url
+from mimo_train.checkpoint.format.files import Damage
+from mimo_train.config.fault import PeersError, UserError
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose files are not those that were written; made by `damaged`."""
+
+
+class FolderFailed(UserError, OSError):
+    """The file system or the object storage does not say what a folder holds, or does not rename in it: no damage, so
+    that nothing is moved, and no checkpoint is believed missing."""
+
+
+_DAMAGED = " is damaged: "
+REMEDY = "; remove this folder, and checkpoint.resume=auto takes the newest that is left, or name another one"
+"""End of the message of a damaged checkpoint."""
+
+
+def damaged(folder: Place, why: str) -> DamagedCheckpoint:
+    """The error of a checkpoint whose files are not those that were written."""
+    return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{why}{REMEDY}")
+
+
+def unreadable(folder: Place, error: OSError) -> FolderFailed:
+    """The error where the file system does not say what a checkpoint holds."""
+    return FolderFailed(
+        f"checkpoint {folder} cannot be read ({error}): an error of the file system or of this machine, which says "
+        "nothing about the checkpoint: mend that, and start again"
+    )
+
+
+@contextmanager
+def failure_named(folder: Place) -> Iterator[None]:
+    """Turns errors of looking at a folder of checkpoints, and of renaming in it, into FolderFailed."""
+    try:
+        yield
+    except OSError as error:
+        why = "an error of the file system or of this machine, or a missing permission: mend that, and start again"
+        if isinstance(folder, Url):
+            why = (
+                "look at the URL, the endpoint and the credentials in the environment, and whether the storage "
+                "answers, and start again"
+            )
+        raise FolderFailed(f"the checkpoints in {folder} cannot be looked at ({error}): {why}") from error
+
+
+def damage_in(folder: Place, error: UserError) -> str:
+    """What is damaged in a checkpoint, if that is what an error says, of this rank or of another; else empty."""
+    of_peer = isinstance(error, PeersError) and error.kind == DamagedCheckpoint.__name__
+    start = f"checkpoint {folder}{_DAMAGED}"
+    if not of_peer and not isinstance(error, DamagedCheckpoint) or not str(error).startswith(start):
+        return ""
+    return str(error).removeprefix(start).removesuffix(REMEDY)
+
+
+@contextmanager
+def damage_named(folder: Place) -> Iterator[None]:
+    """Turns `Damage`, and errors of the file system, which are none, into errors that name the checkpoint and the
+    remedy."""
+    try:
+        yield
+    except (Damage, FileNotFoundError) as error:
+        raise damaged(folder, str(error)) from error
+    except FolderFailed:
+        raise
+    except OSError as error:
+        raise unreadable(folder, error) from error

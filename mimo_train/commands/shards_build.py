@@ -1,0 +1,114 @@
+"""`mimo-train shards build`: shards from what a user has."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mimo_train.commands.arguments import positive, whole
+from mimo_train.config.fault import UserError
+
+if TYPE_CHECKING:
+    from mimo_train.metrics.count_bar import CountBar
+
+
+def add(commands: Any, about_files: Callable[[Any], Any]) -> None:
+    """Add the command to those of `shards`.
+
+    Args:
+        about_files: turns an OSError of a handler into a user error.
+    """
+    build = commands.add_parser(
+        "build",
+        help="make shards of a LLaVA JSON, a CSV, a Hugging Face dataset, img2dataset's output, tars or folders",
+        description="Make shuffled WebDataset shards. A build that was stopped goes on with the same command.",
+    )
+    build.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a JSON, JSONL, CSV or TSV file of records; parquet or Arrow files, or the folder of a Hugging Face "
+        "dataset; a folder of tars; a folder with pictures and clips beside captions or records of the same name",
+    )
+    build.add_argument("--to", metavar="FOLDER", required=True, help="folder to write: train/ and held_out/ in it")
+    build.add_argument(
+        "--media", metavar="FOLDER", help="where the files are that records name (default: beside the records)"
+    )
+    build.add_argument("--kind", choices=["records", "table", "tars", "files"], help="of a folder that has several")
+    build.add_argument("--split", default="", help="of a dataset in several splits (default: train)")
+    build.add_argument(
+        "--columns",
+        metavar="WHAT=COLUMN",
+        nargs="+",
+        default=[],
+        help="which column is what: image, audio, caption, question, answer, label, text, conversations, messages, "
+        "system, tools",
+    )
+    build.add_argument("--question", default="", help="asked of every sample that has a caption, such as 'Transcribe.'")
+    build.add_argument("--held-out", type=whole, default=0, help="samples to set aside for evaluation (default: 0)")
+    build.add_argument("--samples-per-shard", type=positive, default=1000, help="at most (default: 1000)")
+    build.add_argument("--shard-mb", type=positive, default=1000, help="megabytes of a shard, at most (default: 1000)")
+    order = build.add_mutually_exclusive_group()
+    order.add_argument("--seed", type=int, default=0, help="of the order of samples (default: 0)")
+    order.add_argument("--no-shuffle", action="store_true", help="leave samples in the order of the source")
+    build.add_argument("--skip-bad", action="store_true", help="leave out records that cannot be used, and list them")
+    build.add_argument("--workers", type=positive, default=1, help="processes (default: 1)")
+    build.set_defaults(handler=about_files(_build))
+
+
+def _build(args: argparse.Namespace) -> int:
+    from data.build import LEFT_OUT, Settings, build_shards
+    from data.building.columns import Columns
+    from data.building.find import find_source
+
+    names: dict[str, str] = {}
+    for given in args.columns:
+        what, equals, column = given.partition("=")
+        if not equals or not column or what in names:
+            raise UserError(f"--columns {given}: must be WHAT=COLUMN, such as caption=sentence, and each WHAT once")
+        names[what] = column
+    columns, media = Columns(names, args.question), Path(args.media) if args.media else None
+    source = find_source(Path(args.source), columns, args.kind or "", media, args.split)
+    settings = Settings(
+        held_out=args.held_out,
+        per_shard=args.samples_per_shard,
+        shard_bytes=args.shard_mb * 1_000_000,
+        seed=None if args.no_shuffle else args.seed,
+        skip_bad=args.skip_bad,
+    )
+    bars, to = _Bars(), Path(args.to)
+    try:
+        built = build_shards(source, to, settings, workers=args.workers, progress=bars)
+    finally:
+        bars.close()
+    for note in built.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if built.left_out:
+        print(f"left out: {built.left_out} records that cannot be used, see {to / LEFT_OUT}", file=sys.stderr)
+    for part, samples in built.samples.items():
+        print(f"{to / part}: {samples} samples in {built.shards[part]} shards")
+    return 0
+
+
+class _Bars:
+    """A bar for each step of the work, one after the other."""
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._bar: CountBar | None = None
+
+    def __call__(self, what: str, more: int, total: int | None) -> None:
+        from mimo_train.metrics.count_bar import CountBar
+
+        if what != self._what:
+            self.close()
+            self._what, self._bar = what, CountBar(what, total)
+        assert self._bar is not None
+        self._bar.add(more)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,102 @@
+"""Datasets of Megatron-Energon in a config: what they say of themselves becomes keys of `data`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data.braces import split_commas
+from data.energon import energon_fields, energon_part, read_metadataset
+from data.errors import DataError
+from mimo_train.config.fault import ConfigError, Fault
+
+_TRAIN, _HELD_OUT = "train", "val"
+
+
+def fill_in_energon(plain: dict[str, Any]) -> None:
+    """In a composed config: a metadataset in `data.shards` becomes `data.mix`, a folder gets its split, and their field
+    maps become `data.fields`.
+
+    Raises:
+        ConfigError: something of a dataset has no counterpart here.
+    """
+    data = plain.get("data")
+    if not isinstance(data, dict):
+        return
+    for key in ("shards", "validation_shards"):
+        try:
+            _fill_in_metadataset(data, key)
+        except DataError as error:
+            raise ConfigError([Fault(f"data.{key}", str(error))]) from error
+    folders: dict[str, Path | None] = {}
+    for key, split, place in _places(data):
+        name = "validation_shards" if key == "data.validation_shards" else "shards"
+        parts = split_commas(place[name])
+        if len(parts) > 1 and (several := [one for one in parts if energon_part(one)]):
+            said = f"{several[0]} is an energon dataset, beside other shards: make each a source of data.mix"
+            raise ConfigError([Fault(key, said)])
+        folders[key], own = (energon_part(place[name]) if len(parts) == 1 else None) or (None, "")
+        if folders[key] is not None and not own:
+            place[name] += f":{split}"
+    if any(folders.values()) and not data.get("fields"):
+        _fill_in_fields(data, folders)
+
+
+def _places(data: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(key, split if none is given, where its value is) of every place that names shards."""
+    if isinstance(data.get("shards"), str) and data["shards"]:
+        yield "data.shards", _TRAIN, data
+    if isinstance(data.get("validation_shards"), str) and data["validation_shards"]:
+        yield "data.validation_shards", _HELD_OUT, data
+    mix, sets = data.get("mix"), data.get("validation")
+    for at, one in enumerate(mix if isinstance(mix, list) else []):
+        if isinstance(one, dict) and isinstance(one.get("shards"), str):
+            yield f"data.mix[{at}].shards", _TRAIN, one
+    for name, one in (sets if isinstance(sets, dict) else {}).items():
+        if isinstance(one, dict) and isinstance(one.get("shards"), str):
+            yield f"data.validation.{name}.shards", _HELD_OUT, one
+
+
+def _fill_in_metadataset(data: dict[str, Any], key: str) -> None:
+    named = data.get(key)
+    if not isinstance(named, str) or not named.endswith((".yaml", ".yml")):
+        return
+    training = key == "shards"
+    sources = read_metadataset(Path(named).expanduser(), _TRAIN if training else _HELD_OUT)
+    if len(sources) == 1:
+        data[key] = sources[0].shards
+    elif not training:
+        raise DataError(f"{named}: {len(sources)} sources: name each of them in data.validation")
+    elif data.get("mix"):
+        raise DataError(f"{named} is a mixture, and data.mix is given too: leave out one of them")
+    else:
+        data[key] = ""
+        data["mix"] = [
+            {"name": one.name, "shards": one.shards} | ({} if one.weight is None else {"weight": one.weight})
+            for one in sources
+        ]
+
+
+def _fill_in_fields(data: dict[str, Any], folders: dict[str, Path | None]) -> None:
+    """All shards of a run are read by one `data.fields`."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, folder in folders.items():
+        try:
+            found[key] = energon_fields(folder) if folder is not None else {}
+        except DataError as error:
+            raise ConfigError([Fault(key, str(error))]) from error
+    first = next(iter(found))
+    for key, fields in found.items():
+        if fields != found[first]:
+            raise ConfigError(
+                [
+                    Fault(
+                        key,
+                        f"its fields are {fields or 'those of names'}, those of {first} {found[first] or 'of names'}: "
+                        "one data.fields holds for all: make records of one of them (shards build --columns)",
+                    )
+                ]
+            )
+    if found[first]:
+        data["fields"] = found[first]

@@ -1,0 +1,13 @@
+"""Gemma 3 with pictures (Gemma Team 2025, arXiv 2503.19786), of which the language model alone is read. Imports no
+torch."""
+
+from mimo_train.config.pretrained.composites.base import Composite
+from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES
+
+GEMMA3 = Composite(
+    "vision_config",
+    "text_config",
+    language_names=LANGUAGE_NAMES,
+    absent={"text_config": {"model_type": "gemma3_text"}},
+    no_encoder="lets the tokens of a picture see each other, where attention here is causal",
+)

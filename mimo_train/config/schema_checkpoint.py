@@ -1,0 +1,57 @@
+"""Config of checkpoints: when they are written, where they are, and what a run begins with. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mimo_train.config.fault import Fault
+from mimo_train.config.keys import key, value_faults
+from mimo_train.config.places import place_faults
+from mimo_train.config.schema_load import LoadConfig
+
+
+@dataclass
+class CheckpointConfig:
+    """When a run is saved and how it starts again."""
+
+    dir: str = ""
+    """URL in which the run's checkpoints are kept, such as `s3://bucket/my_run` (s3, gs or az), instead of `run.dir`,
+    which stays local; the same URL again resumes the run. Empty: in `run.dir`. Credentials come from the environment.
+    Needs the extra `remote`. See docs/checkpoints.md#object-storage."""
+    save_interval: int = key(0, at_least=0)
+    """Steps between checkpoints; 0: at the end only."""
+    resume: str = key("auto", filled="auto, never or a folder")
+    """`auto` (the newest complete checkpoint of this run, if any), `never`, or folder or URL of a checkpoint or of
+    another run."""
+    weights: str = ""
+    """Folder or URL of a run or checkpoint whose weights a new run starts from: its model, nothing else of it."""
+    load_modules: dict[str, LoadConfig] = field(default_factory=dict)
+    """Modules whose weights a new run takes from other runs, by name, after those of `weights` or `pretrained`:
+    `{language: {path: runs/gpt}}`. See docs/checkpoints.md#modules-from-other-runs."""
+    trained_only: bool = False
+    """Leave weights that the run never trains out of checkpoints: with adapters a checkpoint holds these, other trained
+    weights such as a projector, and the optimizer's state. The rest comes from `weights`, or from `run.seed`, again.
+    See docs/frozen.md#small-checkpoints."""
+    asynchronous: bool | Literal["auto"] = "auto"
+    """Whether training goes on while a checkpoint is written, from a copy in the host's memory: `true`, `false`, or
+    `auto`: where each host has twice the memory free that its ranks' copies take. See
+    docs/checkpoints.md#while-training-goes-on."""
+    max_failed_saves: int = key(3, at_least=0)
+    """Saves in a row that may fail (disk full, read-only, folder gone) while training goes on; one more ends the run
+    with the error. The last save of a run must not fail."""
+    keep: int = key(3, at_least=0)
+    """Newest checkpoints that stay on disk; 0 keeps all."""
+    keep_every: int = key(0, at_least=0)
+    """Checkpoints of every multiple of this many steps stay too, whatever `keep` is; 0: none."""
+    non_persistent_interval: int = key(0, at_least=0)
+    """Steps between checkpoints of which only the newest stays, besides the others; `resume: auto` takes the newest of
+    both kinds. 0: none."""
+
+    def faults(self) -> Iterator[Fault]:
+        """Values that cannot be. Modules are looked at in `ConfigContainer.faults`."""
+        found = [*value_faults(self, "checkpoint")]
+        yield from found
+        if not found:
+            yield from place_faults("checkpoint.dir", self.dir, written=True)
+            yield from place_faults("checkpoint.resume", self.resume)
+            yield from place_faults("checkpoint.weights", self.weights)

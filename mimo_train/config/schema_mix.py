@@ -1,0 +1,145 @@
+"""Keys of mixtures and of held-out sets. Imports no torch."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mimo_train.config.fault import Fault
+from mimo_train.config.keys import key, value_faults
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+TAKEN = ("loss", "exact_match", "samples")
+"""Names that no held-out set has: `eval/loss` is that of the set without a name."""
+
+
+@dataclass
+class SourceConfig:
+    """Shards that are mixed with others."""
+
+    shards: str = ""
+    """In the forms of `data.shards`. Required."""
+    weight: float | None = key(None, at_least=0)
+    """Its share of the samples, over the sum of the weights; 0: none for now. Every source has one, or none: then its
+    number of samples is the weight, and every source ends with the epoch."""
+    name: str = ""
+    """In metrics and messages; empty: the last folder or file of `shards`."""
+
+
+@dataclass
+class MixChange:
+    """Other weights from a step on."""
+
+    after_step: int = key(at_least=1)
+    """Steps after which they hold."""
+    weights: dict[str, float] = key(factory=dict, at_least=0)
+    """By the names of sources; others keep theirs. Required."""
+
+
+@dataclass
+class ValidationConfig:
+    """A held-out set with a name."""
+
+    shards: str = ""
+    """In the forms of `data.shards`. Required."""
+
+
+def source_names(mix: Sequence[SourceConfig]) -> list[str]:
+    """The names of sources in metrics and messages."""
+    return [source.name or _name_of(source.shards) for source in mix]
+
+
+def _name_of(shards: str) -> str:
+    """The last part of a path in which nothing stands for several names."""
+    parts = [part for part in re.split(r"[/\\]", shards.split(",")[0].strip()) if part]
+    plain = [part for part in parts if _NAME.fullmatch(part) and part not in (".", "..")]
+    return plain[-1].removesuffix(".tar") if plain else ""
+
+
+def mix_faults(mix: Sequence[SourceConfig], schedule: Sequence[MixChange], shards: str) -> Iterator[Fault]:
+    """What is wrong with `data.mix` and `data.mix_schedule`.
+
+    Args:
+        shards: `data.shards`.
+    """
+    if schedule and not mix:
+        yield Fault("data.mix_schedule", "changes the weights of data.mix, which is empty: remove it, or give data.mix")
+    if not mix:
+        return
+    if shards:
+        yield Fault("data.shards", f"is {shards}, and data.mix is given too: set data.shards= and data.demo= (empty)")
+    names = source_names(mix)
+    for at, (source, name) in enumerate(zip(mix, names, strict=True)):
+        yield from value_faults(source, f"data.mix[{at}]")
+        if not source.shards.strip():
+            yield Fault(f"data.mix[{at}].shards", "is empty: give a folder, a glob or a brace range")
+        elif not _NAME.fullmatch(name):
+            yield Fault(f"data.mix[{at}].name", f"must be of letters, digits and _.-, is {name!r}: give one")
+        elif names.index(name) < at:
+            yield Fault(f"data.mix[{at}].name", f"{name!r} is the name of data.mix[{names.index(name)}] too: give one")
+    weights = [source.weight for source in mix]
+    given = [weight for weight in weights if weight is not None]
+    if 0 < len(given) < len(weights):
+        at = weights.index(None)
+        yield Fault(f"data.mix[{at}].weight", "is missing, and other sources have one: give all of them one, or none")
+    elif given and not any(given):
+        yield Fault("data.mix", "every weight is 0: give one source a weight above it")
+    elif schedule and not given:
+        yield Fault("data.mix_schedule", "changes weights, and the sources of data.mix have none: give every one one")
+    yield from _schedule_faults(schedule, dict(zip(names, (weight or 0.0 for weight in weights), strict=True)))
+
+
+def _schedule_faults(schedule: Sequence[MixChange], weights: Mapping[str, float]) -> Iterator[Fault]:
+    now = dict(weights)
+    for at, change in enumerate(schedule):
+        place = f"data.mix_schedule[{at}]"
+        wrong = [*value_faults(change, place)]
+        yield from wrong
+        if wrong:
+            return
+        if at and change.after_step <= schedule[at - 1].after_step:
+            yield Fault(f"{place}.after_step", f"must be above {schedule[at - 1].after_step} of the one before it")
+        if unknown := [name for name in change.weights if name not in weights]:
+            yield Fault(f"{place}.weights", f"data.mix has no source {unknown[0]!r}: it has {', '.join(weights)}")
+        elif not change.weights:
+            yield Fault(f"{place}.weights", "is empty: give weights by the names of sources")
+        now |= change.weights
+        if not any(now.values()):
+            yield Fault(f"{place}.weights", "every weight is 0 from there on: give one source a weight above it")
+
+
+def validation_faults(
+    validation: Mapping[str, ValidationConfig], shards: str, fraction: float, names: Sequence[str]
+) -> Iterator[Fault]:
+    """What is wrong with `data.validation` and `data.validation_fraction`.
+
+    Args:
+        shards: `data.validation_shards`.
+        fraction: `data.validation_fraction`.
+        names: of the sources of a mixture.
+    """
+    for name, one in validation.items():
+        if not _NAME.fullmatch(name) or name in TAKEN:
+            yield Fault(
+                "data.validation",
+                f"names are of letters, digits and _.-, and not {', '.join(TAKEN)}; one is {name!r}: give another",
+            )
+            continue
+        yield from value_faults(one, f"data.validation.{name}")
+        if not one.shards.strip():
+            yield Fault(f"data.validation.{name}.shards", "is empty: give a folder, a glob or a brace range")
+    if fraction and shards:
+        yield Fault(
+            "data.validation_fraction",
+            f"is {fraction:g}, and data.validation_shards is {shards}: set one of them to 0 or empty; further sets go "
+            "into data.validation",
+        )
+    both = [name for name, count in Counter([*names, *validation]).items() if count > 1]
+    if fraction and both:
+        yield Fault(
+            "data.validation", f"{both[0]!r} is a source too, whose held-out samples have its name: give another"
+        )
+    if fraction and (taken := [name for name in names if name in TAKEN]):
+        yield Fault(
+            "data.mix", f"a source is named {taken[0]!r}, as what is measured of the held-out ones: give another"
+        )

@@ -1,0 +1,51 @@
+"""The log of a run that begins or goes on: its files, and what the reader hears first."""
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from data.storage.url import Place
+from mimo_train.checkpoint.checkpointer import Checkpointer
+from mimo_train.config.compose import to_yaml
+from mimo_train.metrics import progress
+from mimo_train.metrics.console import Console
+from mimo_train.metrics.metrics_log import build_metrics_log
+from mimo_train.plan.run import Run
+from mimo_train.plan.warm_up import warm_up_warnings
+from mimo_train.step.state import GlobalState, TrainState
+from mimo_train.training.data_end import DataEnd
+
+
+def open_state(
+    run: Run,
+    given: Run,
+    train_state: TrainState,
+    start_time: float,
+    resumed_from: Place | None,
+    checkpointer: Checkpointer,
+    stops: DataEnd | None,
+) -> GlobalState:
+    """The state of the run, with the log open on the rank that writes it. `given` is the run as its config has it, and
+    `stops` where the data ends it."""
+    data_ends = None if stops is None else stops.step
+    state = GlobalState(run, train_state, start_time=start_time, data_ends=data_ends)
+    if dist.get_rank() != run.layout.logging_rank:
+        return state
+    step = train_state.step
+    (run.dir / "config.yaml").write_text(to_yaml(given.cfg))
+    metrics = build_metrics_log(run.cfg, run.dir, resumed_step=step)
+    console = Console(state.last_step, step)
+    flops = train_state.floating_point_operations_so_far
+    progress.job_started(run.dir, world_size=run.layout.world_size, step=step, flops=flops)
+    for loaded in checkpointer.loaded:
+        console.message(str(loaded))
+    for damaged in checkpointer.set_aside:
+        progress.checkpoint_set_aside(run.dir, path=damaged.now, why=damaged.why)
+        console.message(str(damaged))
+    if stops is not None:
+        console.message(str(stops))
+    for warning in warm_up_warnings(run.cfg, state.last_step):
+        console.message(f"warning: {warning}")
+    if resumed_from is not None:
+        console.message(f"continues from {resumed_from}, step {step}")
+    return replace(state, metrics=metrics, console=console)

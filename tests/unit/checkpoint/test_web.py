@@ -1,0 +1,70 @@
+"""Checkpoints on a web server, which lists nothing, and what messages call the place of checkpoints."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from data.storage.url import Url
+from mimo_train.checkpoint import fallback, folders, inspection
+from mimo_train.checkpoint.format.index import WEIGHT, Key
+from mimo_train.checkpoint.format.read import Reader
+from mimo_train.checkpoint.format.spans import Span
+from mimo_train.checkpoint.format.write import Part, complete, write_rank
+from mimo_train.checkpoint.same_run import resume_faults
+from mimo_train.config.compose import load, to_dict
+from mimo_train.config.fault import UserError
+from tests.http_server import serving
+
+KEY = Key("language", "weight", WEIGHT)
+
+
+def test_a_checkpoint_is_read_from_a_web_server(tmp_path):
+    partial, final = tmp_path / "partial", tmp_path / "step_00000004"
+    partial.mkdir()
+    write_rank(partial, 0, [Part(KEY, Span.of_whole((8,)), torch.arange(8.0), True)])
+    complete(partial, final, 1, {folders.RECORD: folders.record_text({"step": 4, "layout": {}})})
+    contents = {f"{final.name}/{path.name}": path.read_bytes() for path in final.iterdir()}
+    with serving(contents) as server:
+        url = Url.parse(server.url("right", final.name))
+        assert folders.in_folder(url, "checkpoint.weights") == url
+        reader = Reader(url)
+        assert reader.whole(KEY).tolist() == [*range(8)]
+        reader.close()
+        (found,) = inspection.look(url)
+        assert (found.damage, found.kind, found.step) == ("", inspection.PERSISTENT, 4)
+        assert (found.files, found.nbytes) == (4, sum(map(len, contents.values()))) and found.saved_at
+        assert inspection.verify(url, 1).damage == []
+        with pytest.raises(UserError, match=r"^KEY: no complete checkpoint at http.*: give the URL of a"):
+            folders.in_folder(url.parent, "KEY")
+        with pytest.raises(UserError, match="^PATH: no checkpoint in http"):
+            inspection.look(url.parent)
+
+        del server.contents[f"{final.name}/rank_00000.safetensors"]
+        assert inspection.verify(url, 1).damage == ["rank_00000.safetensors is missing"]
+        (found,) = inspection.look(url)
+        assert (found.damage, found.files) == ("rank_00000.safetensors is missing", 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"), [((), "run.dir"), (("checkpoint.dir=s3://bucket/run",), "checkpoint.dir")]
+)
+def test_messages_name_the_key_of_the_place(overrides, key, tmp_path):
+    cfg = load("gpt_tiny", overrides)
+    record = {"config": to_dict(load("gpt_tiny", ["run.seed=7"])), "data_fingerprint": "a", "text_fingerprint": "b"}
+    faults = resume_faults(tmp_path, record, cfg, data_fingerprint="c", text_fingerprint="d")
+    assert [fault.key for fault in faults] == ["data.tokenizer", "data.shards", "run.seed"]
+    other = {"run.dir": "checkpoint.dir", "checkpoint.dir": "run.dir"}[key]
+    assert all(f"another {key}" in str(fault) and f"another {other}" not in str(fault) for fault in faults)
+    cfg.data.mix = {"text": {}}
+    assert resume_faults(tmp_path, record, cfg, data_fingerprint="c", text_fingerprint=None)[0].key == "data.mix"
+
+
+def test_a_rank_that_does_not_see_the_storage_names_its_key(monkeypatch):
+    root = Url.parse("s3://bucket/run")
+    monkeypatch.setattr(fallback, "agreed", nullcontext)
+    monkeypatch.setattr(fallback.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(fallback, "_candidates", lambda run_dir: [root / "checkpoints" / "step_00000004"])
+    monkeypatch.setattr(folders, "is_complete", lambda folder: False)
+    with pytest.raises(UserError, match=r"^checkpoint\.dir: a rank does not find s3://bucket/run/checkpoints/"):
+        fallback.newest_that_loads(root, pytest.fail)

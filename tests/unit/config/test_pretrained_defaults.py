@@ -1,0 +1,122 @@
+"""Every default that stands in for an absent key of config.json or of a preprocessor is that of its class in
+transformers."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from encoders.registry import FAMILIES as ENCODERS
+from mimo_train.checkpoint.hf.directory import _BOTH_KINDS
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained import fill_in
+from mimo_train.config.pretrained.composites import COMPOSITES
+from mimo_train.config.pretrained.directory import Directory
+from mimo_train.config.pretrained.language import language_keys
+from mimo_train.config.pretrained.language_families import FAMILIES
+
+SIZES = {
+    "hidden_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 20, "intermediate_size": 70,
+    "num_hidden_layers": 5, "vocab_size": 77, "max_position_embeddings": 99, "rms_norm_eps": 1e-4,
+    "tie_word_embeddings": True, "initializer_range": 0.5, "attention_bias": True, "mlp_bias": True,
+    "sliding_window": 9, "rope_theta": 55.0,
+}  # fmt: skip
+WINDOWS = {"use_sliding_window": True, "max_window_layers": 2}
+EXPERTS = {"num_experts_per_tok": 3}
+QWEN_MOE = {"num_experts": 5, "moe_intermediate_size": 30, "norm_topk_prob": True, "decoder_sparse_step": 2}
+QWEN_MOE |= {"mlp_only_layers": [0]}
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 25, "attn_logit_softcapping": 7.0}
+GEMMA |= {"final_logit_softcapping": 8.0, "tie_word_embeddings": False}
+ODD = {
+    "mixtral": EXPERTS | {"num_local_experts": 5},
+    "qwen2": WINDOWS,
+    "qwen3": WINDOWS,
+    "qwen3_moe": WINDOWS | EXPERTS | QWEN_MOE,
+    "qwen2_5_vl_text": WINDOWS | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 5]}},
+    "qwen3_vl_text": {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 5], "mrope_interleaved": True}},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 44.0},
+}
+"""What a family has besides SIZES: nothing by default."""
+NEEDED = {"qwen2_5_vl_text": {"rope_scaling"}}
+"""Keys without a default."""
+WHOLE = {"qwen2_5_vl": {"text_config": {"rope_scaling": ODD["qwen2_5_vl_text"]["rope_scaling"]}}}
+"""The same, of models of several parts."""
+
+
+def as_its_class_has_it(config: dict) -> dict:
+    """The config with everything that its class fills in."""
+    own = {key: value for key, value in copy.deepcopy(config).items() if key != "model_type"}
+    return CONFIG_MAPPING[config["model_type"]](**own).to_dict()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_language_models(kind):
+    """Keys are left out one by one of a config in which all have other values, so that no default hides another's."""
+    odd = {"model_type": kind, **SIZES, **ODD.get(kind, {})}
+    bare = {key: odd[key] for key in ("model_type", *NEEDED.get(kind, ()))}
+    cases = [bare, odd] + [
+        {key: value for key, value in odd.items() if key != left_out}
+        for left_out in odd.keys() - {"model_type"} - NEEDED.get(kind, set())
+    ]
+    if "mlp_bias" in FAMILIES[kind].biases:
+        cases.remove({key: value for key, value in odd.items() if key != "attention_bias"})  # which is refused
+    for config in cases:
+        assert language_keys(config) == language_keys(as_its_class_has_it(config)), config
+
+
+@pytest.mark.parametrize("kind", [kind for family in ENCODERS.values() for kind in family.readers])
+def test_encoders(kind):
+    family = next(family for family in ENCODERS.values() if kind in family.readers)
+    bare = {"model_type": kind}
+    assert family.read(bare, {}) == family.read(as_its_class_has_it(bare), {})
+
+
+@pytest.mark.parametrize("kind", COMPOSITES)
+def test_models_of_several_parts(kind):
+    bare = {"model_type": kind, **WHOLE.get(kind, {})}
+    names = [LANGUAGE] if COMPOSITES[kind].language else []
+    names += [] if COMPOSITES[kind].no_encoder else ["images"]
+    for name in names:
+        found = [
+            fill_in._parts(name, Directory(Path("any"), "pretrained", config))
+            for config in (bare, as_its_class_has_it(bare))
+        ]
+        assert found[0] == found[1], name
+
+
+PROCESSORS = {
+    "clip_vision_model": ("CLIPImageProcessor", {}),
+    "siglip_vision_model": ("SiglipImageProcessor", {}),
+    "siglip2_vision_model": ("Siglip2ImageProcessor", {}),
+    "dinov2": ("BitImageProcessor", {}),
+    "dinov3_vit": ("DINOv3ViTImageProcessor", {}),
+    "qwen2_5_vl": ("Qwen2VLImageProcessor", {}),
+    "qwen3_vl": ("Qwen2VLImageProcessor", {"patch_size": 16}),
+    "whisper": ("WhisperFeatureExtractor", {}),
+    "qwen2_audio_encoder": ("WhisperFeatureExtractor", {"feature_size": 128}),
+}
+"""Class by `model_type`, and values that fit the encoder."""
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_preprocessors(kind):
+    import transformers
+
+    family = next(family for family in ENCODERS.values() if kind in family.readers)
+    name, own = PROCESSORS[kind]
+    whole = getattr(transformers, name)(**own).to_dict()
+    config = {"model_type": kind} | ({"image_size": 224} if "dino" in kind else {})
+    assert family.read(config, {"processor_class": name, **own}) == family.read(config, whole)
+
+
+@pytest.mark.parametrize("name", _BOTH_KINDS)
+def test_version_5_reads_both_names_of_a_preprocessor_as_one(name, tmp_path):
+    """That which an export writes, for version 4, and its own."""
+    from transformers import AutoImageProcessor
+
+    for kind in (f"{name}ImageProcessor", f"{name}ImageProcessorFast"):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind}))
+        assert type(AutoImageProcessor.from_pretrained(tmp_path)).__name__ == f"{name}ImageProcessor"

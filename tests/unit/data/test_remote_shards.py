@@ -1,0 +1,261 @@
+"""Shards on web servers and in object storage: right, or a named error, and never other bytes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from data.announce import expect_sample, expect_texts
+from data.errors import DataError, ReadError, ShardError
+from data.fields import read_fields
+from data.index import index_path, open_index
+from data.pipeline import Batching, Reader, StepLoader
+from data.remote_shards import find_remote
+from data.shards import find_shards
+from data.storage import io_thread, retry
+from data.storage.local import ShardReader
+from data.storage.remote import RemoteReader
+from data.storage.stores import store_of
+from data.storage.url import Url, place_of
+from data.storage.version import ShardVersion
+from tests.http_server import serving
+from tests.object_storage import environment, moto_server
+from tests.tars import write_tar
+
+CONTENT = os.urandom(3000)
+AT, SIZE = 1000, 500
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving({"a.tar": CONTENT}) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch, request):
+    """Time-outs and pauses that a test does not wait for; the client's own tries stay."""
+    monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.001)
+    if "is_right_or_named" in request.node.name:
+        monkeypatch.setattr(io_thread, "IO", io_thread.IoThread(patience=1.0))
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("right", ""),
+        ("untagged", ""),
+        ("500_twice", ""),
+        ("cut_once", ""),
+        ("500", r"500 Internal Server Error.*\(EIO\); tried 2 times"),
+        ("403", r"\(EACCES\)"),
+        ("404", r"\(ENOENT\)"),
+        ("stalls", r"no answer of 500 bytes in 1 seconds \(ETIMEDOUT\); tried 2 times"),
+        ("trickles", r"no answer of 500 bytes in 1 seconds \(ETIMEDOUT\)"),
+        ("cut", r"\((EIO|ETIMEDOUT)\)"),
+        ("short_honest", r"(the answer has 499 bytes of 500|.*) \(EIO\)"),
+        ("short_false", r"the server sent 499 bytes as 1000 to 1500 \(EIO\)"),
+        ("other_range", r"\(EIO\)"),
+        ("ignores_range", r"\(ENOTSUP\)"),
+    ],
+)
+def test_an_answer_is_right_or_named(way, words, server):
+    url = Url.parse(server.url(way, "a.tar"))
+    tag = "3000 1795219200.000000" if way == "untagged" else '"one"'
+    reader, version = ShardReader(retries=1), ShardVersion(len(CONTENT), 0, 0, "", tag)
+    if not words:
+        assert reader.read(url, AT, SIZE, "jpg", version) == CONTENT[AT : AT + SIZE]
+        return
+    with pytest.raises(ReadError, match=f"^{url}: cannot read 500 bytes at byte 1000: .*{words}"):
+        reader.read(url, AT, SIZE, "jpg", version)
+
+
+@pytest.mark.parametrize("way", ["right", "ignores_match"])
+def test_another_version_is_refused(way, server):
+    version = ShardVersion(len(CONTENT), 0, 0, "", '"zero"')
+    with pytest.raises(ShardError, match=rf"/{way}/a\.tar: the shard changed after it was indexed"):
+        ShardReader(retries=3).read(Url.parse(server.url(way, "a.tar")), AT, SIZE, "jpg", version)
+
+
+def test_what_is_announced_is_read_once_and_bounded(server):
+    reader, url = RemoteReader(retries=0, ahead_bytes=1000), Url.parse(server.url("counted", "a.tar"))
+    version = ShardVersion(len(CONTENT), 0, 0, "", '"one"')
+    for at in (0, 500, 500, 1000):  # the third is known, the last pushes the first out
+        reader.expect(url, at, 500, version)
+    assert reader._bytes == 1000 and len(reader._begun) == 2
+    for at in (0, 500, 1000):
+        assert reader.read(url, at, 500, version) == CONTENT[at : at + 500]
+    # The one that was pushed out is asked for again, if it was sent at all before.
+    assert reader._bytes == 0 and server.requests["counted"] in (3, 4)
+
+
+def test_bytes_and_reads_in_flight_are_bounded():
+    """The loop has at most so many at once, and starves none: a large one goes alone."""
+    import asyncio
+
+    class Slow:
+        def __init__(self):
+            self.now = self.most = self.bytes = self.most_bytes = 0
+
+        async def read(self, url, start, size, tag=""):
+            self.now, self.bytes = self.now + 1, self.bytes + size
+            self.most, self.most_bytes = max(self.most, self.now), max(self.most_bytes, self.bytes)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            self.now, self.bytes = self.now - 1, self.bytes - size
+            return memoryview(bytes(size))
+
+    slow, thread = Slow(), io_thread.IoThread(in_flight_bytes=100, in_flight_reads=4)
+    url = Url("test", "slow", "a")
+    from data.storage import stores
+
+    stores._STORES["test", "slow"] = slow
+    try:
+        sizes = [10, 20, 60, 500, 1, 1, 1, 1, 1, 90, 30] * 5
+        assert [len(one.result()) for one in [thread.read(url, 0, size) for size in sizes]] == sizes
+        assert slow.most == 4 and slow.most_bytes == 500
+    finally:
+        del stores._STORES["test", "slow"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("s3://key:secret@bucket/a.tar", "has credentials in it"),
+        ("https://host/a.tar?signature=secret", r"^https://host/a\.tar: a URL with \?, # or %2F is not read"),
+        ("https://key:se?secret@host/a.tar", "has credentials in it"),
+        ("https://host/a/%2e%2e/b.tar", r"has an empty part, \. or \.\."),
+        ("https://host/a%FF.tar", "is no UTF-8"),
+        ("s3://bucket/a//b.tar", "has an empty part"),
+        ("s3:///a.tar", "is no URL"),
+        ("pipe:cat a.tar", "is a command"),
+        ("s3://bucket/a.tar.gz", "cannot be indexed"),
+        ("nosuch://host/a.tar", "no file system of this scheme"),
+    ],
+)
+def test_what_is_no_place_of_shards(text, words):
+    with pytest.raises(DataError, match=words) as raised:
+        find_shards(text)
+    assert "secret" not in str(raised.value)
+
+
+def test_places():
+    url = place_of("S3A://bucket/a/b.tar/")
+    assert str(url) == "s3://bucket/a/b.tar" and url.name == "b.tar" and str(url.parent / "c") == "s3://bucket/a/c"
+    assert place_of("a/b") == Path("a/b") and place_of("file:///a/b") == Path("/a/b")
+    assert [str(one) for one in url.parents] == ["s3://bucket/a", "s3://bucket/"]
+    with pytest.raises(TypeError):
+        os.stat(url)
+    for text in ("https://host/a%20b/100%25%3F.tar", "s3://bucket/a%20b.tar"):
+        assert str(place_of(text)) == text and place_of(str(place_of(text))) == place_of(text)
+    assert place_of("https://host/a%20b/c.tar") == place_of("https://host/a b/c.tar")
+
+
+@pytest.fixture(scope="module")
+def storage():
+    with moto_server() as values, environment(values):
+        yield
+
+
+def upload(folder: Path, to: Url) -> None:
+    for path in sorted(folder.glob("*.tar")):
+        store_of(to).put(to / path.name, path.read_bytes())
+
+
+@pytest.fixture
+def remote(small, storage, request) -> Url:
+    """The shards of `small` in object storage."""
+    url = Url.parse(f"s3://bucket/{request.node.name}")
+    upload(small, url)
+    return url
+
+
+def test_shards_are_found(remote, small, server):
+    names = [path.name for path in find_shards(small)]
+    every = [f"{remote}/{name}" for name in names]
+    for pattern in (str(remote), f"{remote}/a-*.tar", f"{remote}/a-{{000000..000001}}.tar", ",".join(every)):
+        assert [str(url) for url in find_shards(pattern)] == every, pattern
+    store_of(remote).put(remote / "below" / "z.tar", b"")
+    assert [found.url.name for found in store_of(remote).list(remote, deep=False)] == names
+    assert [found.url.name for found in store_of(remote).list(remote)] == [*names, "z.tar"]
+    assert [url.seen[0] for url in find_shards(str(remote))] == [path.stat().st_size for path in find_shards(small)]
+    many = [f"{remote}/{name}" for name in (*names, *names, *names)]  # from one list
+    assert [str(url) for url in find_remote(many, print)] == many
+    assert find_shards([f"file://{small}/{names[0]}", every[1]]) == [small / names[0], Url.parse(every[1])]
+    web = server.url("right", "a.tar")
+    assert [url.seen for url in find_shards(web)] == [(3000, '"one"')]
+    for pattern, words in (
+        (f"{remote}/a-{{000000..000002}}.tar", rf"nothing is at {remote}/a-000002\.tar"),
+        (f"{remote}/b-*.tar", r"holds nothing that matches b-\*\.tar"),
+        (f"{remote}/none", "nothing is at"),
+        (web.replace("a.tar", "b.tar"), r"nothing is at http.*/right/b\.tar"),
+    ):
+        with pytest.raises(DataError, match=words):
+            find_shards(pattern)
+
+
+def test_a_run_reads_the_same_from_anywhere(remote, small, dataset, tmp_path, monkeypatch):
+    """Tokens, pictures, fingerprint: as from files. The index is kept, and a changed shard is noticed."""
+    import torch
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    here, there = dataset(), dataset(shards=str(remote))
+    assert there.fingerprint == here.fingerprint and there.is_remote and not here.is_remote
+    kept = index_path(there.shards[0])
+    assert kept.is_file() and kept.is_relative_to(tmp_path / "user")
+    for workers in (0, 2):
+        batches = []
+        for one in (here, there):
+            with StepLoader(
+                one, Batching(4, 2), [Reader("language", 0, 1), Reader("images", 0, 1)], workers=workers, limit=4
+            ) as steps:
+                batches.append([microbatch for step in steps for microbatch in step.microbatches])
+        for ours, theirs in zip(*batches, strict=True):
+            assert torch.equal(ours["input_ids"], theirs["input_ids"])
+            mine, others = (one["modality_inputs"]["images"] for one in (ours, theirs))
+            assert (mine is None) == (others is None)
+            assert mine is None or torch.equal(mine["images"]["pixels"], others["images"]["pixels"])
+    assert there.reader._remote._bytes == 0, "all that was announced was read"
+
+    monkeypatch.setattr("data.index._build", lambda *arguments: pytest.fail("built again"))
+    again = dataset(shards=str(remote), cache_dir=None)
+    shard = again.shards[0]
+    store_of(shard).put(shard, (small / shard.name).read_bytes()[::-1])
+    with pytest.raises(ShardError, match=rf"{shard}: the shard changed after it was indexed"):
+        for number in range(len(again)):
+            again.read_text(number)
+
+
+def test_every_text_that_fields_name_is_announced(storage, dataset, tmp_path):
+    texts = {"1.q.txt": b"Which?", "1.a.txt": b"This one.", "1.note.txt": b"is read by nobody"}
+    url = Url.parse("s3://bucket/fields/a.tar")
+    store_of(url).put(url, write_tar(tmp_path / "a.tar", texts.items()).read_bytes())
+    fields = read_fields({"question": "q.txt", "answer": "a.txt"})
+    there = dataset(shards=str(url), media=(), fields=fields, keep_text=True, cache_dir=tmp_path)
+    for announce in (
+        lambda: expect_sample(there, 0, (), text=True),
+        lambda: expect_texts(there, 0, range(1)),
+    ):
+        announce()
+        assert there.reader._remote._bytes == len(b"Which?This one.")
+        assert there.text(0).question_and_truth == ("Which?", "This one.")
+        assert there.reader._remote._bytes == 0
+
+
+def test_the_index_of_a_large_shard_reads_little_between_its_members(storage, tmp_path):
+    """Members that are far apart: their headers and what is beside them."""
+    members = [(f"{n}.{kind}", raw) for n in range(3) for kind, raw in (("bin", bytes(9 << 20)), ("txt", b"text"))]
+    path, url = write_tar(tmp_path / "large.tar", members), Url.parse("s3://bucket/large/large.tar")
+    store_of(url).put(url, path.read_bytes())
+    read: list[int] = []
+    submit = io_thread.IoThread.read
+
+    def counted(self, url, start, size, tag=""):
+        read.append(size)
+        return submit(self, url, start, size, tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io_thread.IoThread, "read", counted)
+        index = open_index(url, tmp_path / "cache")
+    assert [index.members(row) for row in range(3)] == [open_index(path).members(row) for row in range(3)]
+    assert sum(read) < 0.7 * path.stat().st_size

@@ -1,0 +1,129 @@
+"""The commands of docs/data.md under "What you have", run on what each section is about."""
+
+import csv
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from data.index import open_index
+from data.shards import find_shards
+from mimo_train.cli import main
+from tests.tars import write_tar
+from tests.unit.config.test_energon import energon
+from tests.unit.data.helpers import encode_picture
+from tests.unit.data.test_data_build import hugging_face
+
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+PART = DOCUMENT.partition("## What you have\n")[2].partition("\n## ")[0]
+SECTIONS = dict(re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", PART, flags=re.S | re.M))
+NUMBER = 4
+"""Samples of every source."""
+
+
+def pictures(folder):
+    folder.mkdir(parents=True)
+    for at in range(NUMBER):
+        (folder / f"{at}.jpg").write_bytes(encode_picture(16, 16, seed=at))
+
+
+def table(file, rows, delimiter=","):
+    with open(file, "w", newline="") as lines:
+        csv.writer(lines, delimiter=delimiter).writerows(rows)
+
+
+def llava():
+    pictures(Path("images/coco"))
+    turns = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A hill."}]
+    records = [{"id": str(at), "image": f"coco/{at}.jpg", "conversations": turns} for at in range(NUMBER)]
+    Path("llava.json").write_text(json.dumps(records))
+
+
+def photos():
+    pictures(Path("photos"))
+    table("photos/photos.csv", [["path", "title"], *([f"{at}.jpg", f"Hill {at}"] for at in range(NUMBER))])
+
+
+def clips():
+    Path("clips").mkdir()
+    for at in range(NUMBER):
+        soundfile.write(f"clips/{at}.mp3", np.zeros(16000, dtype=np.float32), 16000)
+    rows = [["path", "sentence"], *([f"{at}.mp3", "Hello."] for at in range(NUMBER))]
+    table("clips/validated.tsv", rows, "\t")
+
+
+def pets():
+    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+    images = [{"bytes": encode_picture(16, 16, "PNG"), "path": None}] * NUMBER
+    for split in ("train", "test"):
+        file = f"data/{split}-00000-of-00001.parquet"
+        hugging_face(Path("pets"), {"image": images, "label": [0, 1] * (NUMBER // 2)}, features, file)
+
+
+def shards(folder="shards", record=None):
+    raw = json.dumps(record or {"caption": "A hill.", "key": "0"}).encode()
+    members = [
+        (f"{at}.{end}", one) for at in range(NUMBER) for end, one in (("jpg", encode_picture(9, 9)), ("json", raw))
+    ]
+    write_tar(Path(folder) / "00000.tar", members)
+
+
+def laion():
+    shards("laion")
+    Path("laion/00000_stats.json").write_text(json.dumps({"successes": NUMBER}))
+
+
+def album():
+    pictures(Path("album/summer"))
+    for at in range(NUMBER):
+        Path(f"album/summer/{at}.txt").write_text("A hill.")
+
+
+def corpus():
+    Path("corpus.jsonl").write_text("\n".join(json.dumps({"text": f"Text {at}."}) for at in range(NUMBER)))
+
+
+SOURCES = {
+    "A LLaVA JSON and its pictures": llava,
+    "A CSV and its pictures": photos,
+    "Audio with transcripts": clips,
+    "A Hugging Face dataset": pets,
+    "Output of img2dataset": laion,
+    "Pictures beside captions": album,
+    "Texts": corpus,
+    "WebDataset shards": shards,
+    "Energon": lambda: energon(Path("coco")),
+}
+
+
+def test_every_section_is_tried_and_in_the_table():
+    assert [*SECTIONS] == [*SOURCES, "What a build does"]
+    linked = re.findall(r"\]\(#([\w-]+)\)", PART.partition("###")[0])
+    assert [name.lower().replace(" ", "-") for name in SOURCES] == [*linked[:-1]][: len(SOURCES)]
+
+
+@pytest.mark.parametrize("section", SOURCES)
+def test_the_commands_of_a_section_do_what_it_says(section, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    SOURCES[section]()
+    lines = [
+        line for block in re.findall(r"```bash\n(.*?)```", SECTIONS[section], flags=re.S) for line in block.splitlines()
+    ]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("mimo-train ")]
+    assert commands
+    for command in commands:
+        # Processes of their own are a test's of the build.
+        command = [
+            word if before != "--workers" else "1" for before, word in zip(["", *command], command, strict=False)
+        ]
+        assert main(command) == 0, capsys.readouterr()
+        if command[:2] == ["shards", "build"]:
+            to = Path(command[command.index("--to") + 1])
+            built = [open_index(path) for path in sorted(to.rglob("*.tar"))]
+            assert sum(map(len, built)) == NUMBER and not any(index.num_bad for index in built)
+            assert main(["shards", "verify", str(to / "train")]) == 0
+            assert find_shards(to / "train")

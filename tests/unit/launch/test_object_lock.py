@@ -1,0 +1,169 @@
+"""The lock of a `checkpoint.dir`: one of two, a dead one's, one that stands still, one that is taken away."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from data.storage.stores import store_of
+from data.storage.url import Url
+from mimo_train.config.fault import UserError
+from mimo_train.launch import object_lock
+from mimo_train.launch.object_lock import ObjectLock, require_seen
+from tests.object_storage import environment, moto_server
+
+NEVER = 3600.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def storage():
+    with moto_server() as values, environment(values):
+        yield
+
+
+@pytest.fixture
+def root(request) -> Url:
+    return Url.parse(f"s3://bucket/{request.node.name}")
+
+
+def holds(root: Url, elsewhere: bool) -> subprocess.Popen:
+    """Another process that holds the lock, on this machine or as if on another one."""
+    code = (
+        "import sys\nfrom data.storage.url import Url\nfrom mimo_train.launch import object_lock\n"
+        f"if {elsewhere}:\n    object_lock._space = lambda: 'another machine'\n"
+        f"object_lock.ObjectLock(Url.parse({str(root)!r}), beat=0.05)\nprint('held', flush=True)\nsys.stdin.read()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"held\n"
+    return process
+
+
+def holder(root: Url) -> dict:
+    from data.storage.io_thread import read_range
+
+    return json.loads(bytes(read_range(root / "lock", 0, 4096)))
+
+
+def test_of_two_the_second_is_refused_until_the_first_is_gone(root):
+    """Alive, on this machine or another; killed, it is known to be gone here at once, and elsewhere when it has stood
+    still."""
+    for elsewhere in (False, True):
+        process = holds(root, elsewhere)
+        with pytest.raises(UserError, match=rf"checkpoint\.dir: {root} is in use by process {process.pid} on "):
+            ObjectLock(root, beat=NEVER)
+        process.kill()
+        process.communicate()
+        lock = ObjectLock(root, "mark", beat=0.05 if elsewhere else NEVER)
+        require_seen(root, "mark")
+        with pytest.raises(UserError, match="does not see what rank 0 has written to"):
+            require_seen(root, "another")
+        lock.close()
+        lock.close()
+        assert not [*store_of(root).list(root)]
+
+
+def test_a_sign_of_life_while_the_lock_is_read_is_no_error(root, monkeypatch):
+    lock, read = ObjectLock(root, beat=NEVER), object_lock.read_range
+    beats = iter(range(3))
+
+    def beaten(url, *place):
+        if next(beats, None) is not None:
+            store_of(root).put(url, lock._text())
+        return read(url, *place)
+
+    monkeypatch.setattr(object_lock, "read_range", beaten)
+    assert lock._there()[0]["pid"] == os.getpid() and next(beats, None) is None
+    lock.close()
+
+
+def test_of_several_that_take_over_one_gets_it(root, monkeypatch):
+    """Threads of one process, of which none counts as gone for the others."""
+    monkeypatch.setattr(object_lock, "_is_gone", lambda holder: holder.get("host") == "gone")
+    store_of(root).put(root / "lock", b'{"host": "gone"}')
+    got, refused = [], []
+    one_at_a_time, put = threading.Lock(), store_of(root).put
+
+    def atomic(*place, **condition):  # as in real storage: moto compares, and then writes
+        with one_at_a_time:
+            return put(*place, **condition)
+
+    monkeypatch.setattr(store_of(root), "put", atomic)
+
+    def take():
+        try:
+            got.append(ObjectLock(root, beat=0.5, on_lost=refused.append))
+        except UserError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (lock,) = got
+    assert lock._is_mine(holder(root)) and len(refused) == 3
+    lock.close()
+
+
+def test_one_that_is_taken_away_is_told(root):
+    told = threading.Event()
+    said: list[str] = []
+    lock = ObjectLock(root, beat=NEVER, on_lost=lambda why: (said.append(why), told.set()))
+    store_of(root).remove([root / "lock"])
+    assert lock._show_life() == "" and lock._is_mine(holder(root)), "it is put back"
+    lock._beat = 0.01  # the thread that beats
+    threading.Thread(target=lock._keep_beating, daemon=True).start()
+    store_of(root).put(root / "lock", b'{"host": "other", "pid": 7, "token": "another"}')
+    told.wait()
+    assert said == [
+        f"checkpoint.dir: {root} is in use by process 7 on other, since None: wait until that run has ended, end it, "
+        "or give another checkpoint.dir; this process ends"
+    ]
+    lock.close()
+    assert holder(root)["host"] == "other", "a lock of others stays"
+
+
+def test_one_that_stood_still_does_not_take_a_lock_back_that_was_removed_meanwhile(root, monkeypatch):
+    """Another run has taken it over, and has ended since."""
+    lock, look = ObjectLock(root, beat=NEVER), store_of(root).look
+    later = 4 * NEVER + 2
+    monkeypatch.setattr(
+        store_of(root), "look", lambda url: replace(found := look(url), modified=found.modified + later), raising=False
+    )
+    assert lock._show_life() == "", "it stood still, and nobody was there meanwhile"
+    lock._seen_at -= later
+    store_of(root).remove([root / "lock"])
+    assert "its lock was removed while this process showed no sign of life for 1440" in lock._show_life()
+    lock.close()
+    assert not [*store_of(root).list(root)]
+
+
+def test_errors_do_not_end_the_signs_of_life(root, monkeypatch, capsys):
+    lock = ObjectLock(root, beat=NEVER)
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "_there", lambda: {}["none"])
+        assert [lock._show_life() for _ in range(3)] == [""] * 3
+    said = f"checkpoint.dir: {root}: no sign of life was written: KeyError: 'none'\n"
+    assert capsys.readouterr().err == said
+    beats = holder(root)["beat"]
+    assert lock._show_life() == "" and holder(root)["beat"] == beats + 1
+    lock.close()
+
+
+@pytest.mark.parametrize(("error", "gone"), [(psutil.NoSuchProcess(1), True), (psutil.AccessDenied(1), False)])
+def test_a_holder_that_may_not_be_looked_at_lives(error, gone, monkeypatch):
+    def process(pid):
+        raise error
+
+    monkeypatch.setattr(psutil, "Process", process)
+    assert object_lock._is_gone({"pid": 1, "started": 1.0, "space": object_lock._space()}) is gone
+
+
+def test_a_bucket_that_is_not_there_is_named():
+    with pytest.raises(UserError, match=r"checkpoint\.dir: s3://no_bucket/run cannot be written \("):
+        ObjectLock(Url.parse("s3://no_bucket/run"))
