@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from data.pipeline import StepPlan
+from mimo_train.config.fault import UserError
 from mimo_train.metrics.memory_stats import report_memory
 from mimo_train.metrics.stopwatch import INTERVALS, Stopwatch
 from mimo_train.plan.flops import Flops
@@ -28,6 +29,9 @@ take the mean of. Losses that are no token's, as those of routers, have values i
 SUM, TOKENS = "sum of ", "tokens of "
 """What the names of the sums of sources begin with: their losses of an interval are divided once."""
 
+OTHER_NUMBERS = frozenset({ADVANCED, SKIPPED, NAN, "step", "consumed_samples"})
+"""Names that no loss can have: the counters, and what every line of `metrics.jsonl` has."""
+
 
 def add_step(
     totals: dict[str, Any],
@@ -44,7 +48,16 @@ def add_step(
         skipped_iter: 1 if the update was skipped.
         empty: 1 if no token of the step has a loss, 0-d.
         of_sources: [sum, number of tokens] of the losses of sources, by name.
+
+    Raises:
+        UserError: a loss function gave a loss the name of another number of the log.
     """
+    for name in losses:
+        if name in OTHER_NUMBERS or name.startswith((EMPTY, SUM, TOKENS)):
+            raise UserError(
+                f"the loss function returns a loss named {name!r}, under which the log keeps another number: give it"
+                " another name"
+            )
     totals[ADVANCED] = totals.get(ADVANCED, 0) + 1 - skipped_iter
     totals[SKIPPED] = totals.get(SKIPPED, 0) + skipped_iter
     totals.setdefault(NAN, 0)
