@@ -1,5 +1,5 @@
-"""Any run: whatever its mixture, its ranks, its workers, its rows and its storage are, and wherever it is cut, it trains
-the samples of the run that was never interrupted, in their order.
+"""Any run: whatever its mixture, ranks, workers, rows and storage are, and wherever it is cut, it trains the samples of
+the run that was never interrupted, in their order.
 
 A few runs, always the same; MIMO_RANDOM_DATA=2000 draws that many others. What is compared is what the batches hold:
 the key in each text and the colour of each picture, not the numbers of samples that say which they should be.
