@@ -1,4 +1,4 @@
-"""Time of a step with logits where a loss is, beside one with logits everywhere (`train.logits`). Steps of both alternate
+"""Time of a step with logits where a loss is, beside one with logits everywhere (`train.logits`); their steps alternate
 in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/logits.py [--rounds 10] [--config vlm_digits] [key=value ...]
