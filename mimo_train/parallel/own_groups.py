@@ -10,12 +10,15 @@ Members of groups that overlap must make them in one order. Every rank goes thro
 are disjoint, and makes its own in passing.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from torch.distributed import distributed_c10d
 
 from mimo_train.parallel import device
 
@@ -63,19 +66,33 @@ class OwnGroups:
         key = ("", "", tuple(ranks)) if len(ranks) == 1 else (owner, purpose, tuple(ranks))
         if key not in self._groups:
             self.made.append(tuple(ranks))
-            group = dist.new_group(
-                list(ranks),
-                timeout=self._timeout,
-                backend=self._backend,
-                use_local_synchronization=True,
-                group_desc=description if len(ranks) > 1 else "this rank alone",
-            )
+            with _named(" ".join(map(str, key))):
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=self._timeout,
+                    backend=self._backend,
+                    use_local_synchronization=True,
+                    group_desc=description if len(ranks) > 1 else "this rank alone",
+                )
             if len(ranks) > 1 and purpose in _BETWEEN_TWO:
                 # A communicator of NCCL begins with its first message, for which all its ranks must come, and not all
                 # of them take part in the first one between two (torch's `batch_isend_irecv`).
                 dist.all_reduce(torch.zeros(1, device=device.current()), group=group)
             self._groups[key] = group
         return self._groups[key]
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Names the group that is made in the block: members meet under its name. torch 2.11 takes the number of groups
+    that a rank has into the name of one with local synchronisation (`_hash_ranks_to_str`), which is another one on
+    members that are in other groups besides: they would wait for each other."""
+    original = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: hashlib.sha256(name.encode()).hexdigest()
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = original
 
 
 class OwnGrid(HyperCommGrid):

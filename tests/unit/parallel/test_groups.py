@@ -165,6 +165,33 @@ def test_groups_of_a_cuda_run_have_nccl_alone(monkeypatch):
         assert asked == [dist.get_process_group_ranks(group) for group in between]
 
 
+def test_torch_names_a_group_by_what_else_its_members_are_in(monkeypatch):
+    """The names of `OwnGroups` are not needed any more if this fails."""
+    names = []
+    for before in ([], [[0, 1]]):
+        with one_rank(monkeypatch, 0, 4):
+            for ranks in before:
+                dist.new_group(ranks, use_local_synchronization=True)
+            names.append(dist.new_group([0, 2], use_local_synchronization=True).group_name)
+    assert names[0] != names[1]
+
+
+def test_members_of_a_group_give_it_one_name_and_no_other_group_has_it(monkeypatch):
+    for overrides in SMALL.values():
+        layout = resolve(load("vlm_digits", overrides)).layout
+        everyones: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+        members: dict[str, int] = {}
+        for rank in range(layout.world_size):
+            with one_rank(monkeypatch, rank, layout.world_size):
+                build_groups(layout)
+                for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+                    if group is not dist.group.WORLD:
+                        everyones.setdefault(group.group_name, set()).add(tuple(ranks))
+                        members[group.group_name] = members.get(group.group_name, 0) + 1
+        assert all(len(each) == 1 for each in everyones.values()), "a name means the same ranks everywhere"
+        assert all(members[name] == len(next(iter(each))) for name, each in everyones.items()), "all meet under it"
+
+
 def test_megatron_cores_grid_makes_all_groups_of_an_axis(monkeypatch):
     """`OwnGrid` is not needed any more if this fails."""
     from megatron.core.hyper_comm_grid import HyperCommGrid
