@@ -101,9 +101,7 @@ def _build_grid(module: ModuleLayout, own: OwnGroups) -> OwnGrid:
     return grid
 
 
-def _embedding_groups(
-    grid: HyperCommGrid, own: OwnGroups
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def _embedding_groups(grid: HyperCommGrid, own: OwnGroups) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Groups of the first and last stage (shared embedding weights) and of the first stage (position embeddings)."""
     rank = dist.get_rank()
     stages = next(stages for stages in grid.get_rank_enum("pp") if rank in stages)

@@ -104,7 +104,7 @@ class OwnGrid(HyperCommGrid):
         self._name, self._own = name, own
         self._of_axes: dict[frozenset[str], dist.ProcessGroup | None] = {}
 
-    def create_pg(  # type: ignore[override]
+    def create_pg(
         self, dims: str | list[str], *, view: str | None = None, purpose: str = LAYERS
     ) -> dist.ProcessGroup | None:
         """This rank's group along `dims`; None where it is not in the grid."""
@@ -116,7 +116,7 @@ class OwnGrid(HyperCommGrid):
         self._of_axes[frozenset(dims)] = group
         return group
 
-    def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup | None:  # type: ignore[override]
+    def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup | None:
         """The group that `create_pg` has made.
 
         Raises:

@@ -45,7 +45,13 @@ from mimo_train.parallel import device as devices
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
-from mimo_train.parallel.one_run import LONGEST_SIGHT, Start, require_one_config, require_one_folder, require_own_devices
+from mimo_train.parallel.one_run import (
+    LONGEST_SIGHT,
+    Start,
+    require_one_config,
+    require_one_folder,
+    require_own_devices,
+)
 from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of

@@ -132,7 +132,9 @@ class Bridge:
         self, given: list[tuple[torch.Tensor, Part]], taken: torch.Tensor | None = None, parts: Sequence[Part] = ()
     ) -> None:
         """Send the parts in `given` and fill `taken`, in one batch; parts for this rank itself are copied."""
-        operations = [dist.P2POp(dist.isend, rows, part.peer, self._group) for rows, part in given if part.peer != self._rank]
+        operations = [
+            dist.P2POp(dist.isend, rows, part.peer, self._group) for rows, part in given if part.peer != self._rank
+        ]
         own = next((rows for rows, part in given if part.peer == self._rank), None)
         for part in parts:
             assert taken is not None, "there are parts, and no room for them"

@@ -199,6 +199,8 @@ def test_megatron_cores_grid_makes_all_groups_of_an_axis(monkeypatch):
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "8")
     with one_rank(monkeypatch, 0, 8):
         asked = []
-        monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda every, **_: asked.append(every) or (None, None))
+        monkeypatch.setattr(
+            dist, "new_subgroups_by_enumeration", lambda every, **_: asked.append(every) or (None, None)
+        )
         HyperCommGrid([2, 4], ["tp", "dp"]).create_pg("tp")
         assert asked == [[[0, 1], [2, 3], [4, 5], [6, 7]]]
