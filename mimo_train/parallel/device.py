@@ -59,9 +59,8 @@ def choose(requested: str, processes: int = 1, local_rank: int = 0) -> Choice:
     if available == 1 and _own_device():
         return Choice("cuda")
     if requested == "auto":
-        return Choice(
-            "cpu", remark=available and f"run.device=auto: on the CPU, since {_too_few(processes, available)}"
-        )
+        said = f"run.device=auto: on the CPU, since {_too_few(processes, available)}"
+        return Choice("cpu", remark=said if available else "")
     if not available:
         raise UserError("run.device: is cuda, but torch sees no CUDA device here: use cpu or auto")
     raise UserError(f"run.device: is cuda, but {_too_few(processes, available)}, or cpu")

@@ -88,7 +88,8 @@ def _named(name: str) -> Iterator[None]:
     that a rank has into the name of one with local synchronisation (`_hash_ranks_to_str`), which is another one on
     members that are in other groups besides: they would wait for each other."""
     original = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: hashlib.sha256(name.encode()).hexdigest()
+    own = distributed_c10d.GroupName(hashlib.sha256(name.encode()).hexdigest())
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: own
     try:
         yield
     finally:
