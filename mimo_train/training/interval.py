@@ -11,6 +11,7 @@ import torch.distributed as dist
 from data.pipeline import StepPlan
 from mimo_train.metrics.memory_stats import report_memory
 from mimo_train.metrics.stopwatch import INTERVALS, Stopwatch
+from mimo_train.parallel import device as devices
 from mimo_train.plan.flops import Flops
 from mimo_train.step.state import GlobalState
 from mimo_train.training.bad_sample_count import BadSampleCount
@@ -196,7 +197,7 @@ class Interval:
         world, columns, names = self._state.layout.world_size, len(own), sorted(losses)
         rank = dist.get_rank()
         before, after = [0.0] * (rank * columns), [0.0] * ((world - 1 - rank) * columns)
-        rows = torch.tensor(before + own + after, dtype=torch.float64).to(self._device)
+        rows = devices.tensor(before + own + after, torch.float64, self._device)
         if world > 1:
             dist.all_reduce(rows)
         means = torch.stack([self._bad_samples.new, self._empty_steps.new, *(losses[name].double() for name in names)])
