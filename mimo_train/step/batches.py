@@ -12,6 +12,7 @@ from data.pipeline import Batching, Dataset, Packing, Padding, Reader, StepBatch
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER
+from mimo_train.parallel.context import own_places
 from mimo_train.parallel.device import to_device
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
@@ -67,11 +68,24 @@ class StepIterator:
     A rank that cannot read a sample flags it to all ranks, so that its loss counts nowhere. The flags of the next step
     are part of the all-reduce at the end of this one and cost no extra message. So are the positions of each sample
     that count, for the weight of the routers' losses.
+
+    Attributes:
+        weighs: whether ranks exchange the positions of each sample that count.
+        is_fresh: whether no microbatch of the current step was taken yet.
     """
 
-    def __init__(self, loader: StepLoader, pipeline: Pipeline, step_sum: StepSum | None = None):
+    def __init__(
+        self,
+        loader: StepLoader,
+        pipeline: Pipeline,
+        step_sum: StepSum | None = None,
+        *,
+        learned_logits: bool = False,
+    ):
         """
         Args:
+            learned_logits: whether microbatches say at the language model's last stage which positions have a loss, in
+                `learned`: places in this rank's part of the text, int64 [places].
             step_sum: has the sections `bad samples` of `own_bad_samples` and, where `weighs`, `learned` of
                 `own_learned`; None for an evaluation, whose flags are exchanged at every step.
         """
@@ -82,11 +96,11 @@ class StepIterator:
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
         self.weighs = pipeline.router_losses.active and step_sum is not None
-        """Whether ranks exchange the positions of each sample that count."""
         self._sums_seen = step_sum.count if step_sum else 0
         self._waiting: deque[int] = deque()
         self.is_fresh = False
-        """Whether no microbatch of the current step was taken yet."""
+        self._finds_learned = learned_logits and pipeline.is_last_stage
+        self._logits = 0
 
     def advance(self) -> StepBatch | None:
         """Make the next step the current one; None at the end. Collective over all ranks at the start, after a step of
@@ -154,7 +168,7 @@ class StepIterator:
             index = self._waiting.popleft()
             self.is_fresh = False
             RECORDER.at(self._modules, FORWARD, index)
-            batch = to_device(self.current.microbatches[index], self._pipeline.device)
+            batch = to_device(self._with_learned(self.current.microbatches[index]), self._pipeline.device)
             if "loss_mask" in batch:
                 # Only samples that no rank flagged as bad have a loss.
                 batch["loss_mask"] = batch["loss_mask"] * self._good_of(index, batch)
@@ -179,9 +193,25 @@ class StepIterator:
         """Positions of each sample of the next step that count, for the step's sum."""
         return self._learned_of(self._upcoming)
 
+    def own_logits(self) -> list[int]:
+        """Positions that got logits since the last call, over the microbatches that were taken; on one rank of those
+        that compute the same. For the step's sum."""
+        logits, self._logits = self._logits, 0
+        return [logits]
+
     def close(self) -> None:
         """End the reading threads."""
         self._loader.close()
+
+    def _with_learned(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        if not self._finds_learned:
+            return microbatch
+        language = self._pipeline.groups.collections[LANGUAGE]
+        learned = own_places(microbatch["loss_mask"], language.cp.rank(), language.cp.size())
+        # No layer takes an empty batch; the loss of a position that does not count is multiplied by 0.
+        learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
+        self._logits += len(learned) if language.tp.rank() == 0 else 0
+        return microbatch | {"learned": learned}
 
     def _all_flags_of(self, step: StepBatch) -> torch.Tensor:
         flags = torch.zeros(self._pipeline.batch.global_batch_size, dtype=torch.int64)

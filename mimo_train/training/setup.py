@@ -231,7 +231,7 @@ def _build(
         size_at=run.batch.size_at,
         padding=padding,
     )
-    data = StepIterator(loader, pipeline, step_sum)
+    data = StepIterator(loader, pipeline, step_sum, learned_logits=cfg.train.logits == "learned")
     _open_sections(run, step_sum, pipeline, losses, votes, train_state, data, checkpointer)
     # The votes first, as `exit.agreed_votes` reads them, and the save last, as `Checkpointer.hear` does.
     optimizer.passengers = lambda: torch.cat([step_sum.sum_of("votes"), step_sum.sum_of("save in flight")])
@@ -283,6 +283,8 @@ def _open_sections(
         step_sum.open(pipeline.router_losses.SECTION, pipeline.router_losses.numbers, pipeline.router_losses.own)
     if data.weighs:
         step_sum.open("learned", samples, data.own_learned)
+    if run.cfg.train.logits == "learned":
+        step_sum.open("logits", 1, data.own_logits)
 
 
 def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
