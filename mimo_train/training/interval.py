@@ -188,7 +188,7 @@ class Interval:
         """
         if logits is not None:
             each = devices.tensor([of_logit.model, of_logit.hardware], torch.float64, self._device)
-            self._of_logits = self._of_logits + logits * each
+            self._of_logits += logits * each
         self.steps += 1
         self._samples += plan.size
         self._tokens += plan.tokens
@@ -257,4 +257,4 @@ class Interval:
         self.steps, self._samples, self._seconds = 0, 0, 0.0
         self._tokens = self._positions = 0
         self._flops: dict[str, Flops] = dict.fromkeys(self._state.layout.modules, Flops())
-        self._of_logits: torch.Tensor = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._of_logits = torch.zeros(2, dtype=torch.float64, device=self._device)
