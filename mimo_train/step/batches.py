@@ -221,7 +221,7 @@ class StepIterator:
     def _all_flags_of(self, step: StepBatch) -> torch.Tensor:
         flags = torch.zeros(self._pipeline.batch.global_batch_size, dtype=torch.int64)
         flags[: step.size] = torch.from_numpy(step.bad)
-        return flags.to(self._pipeline.device)
+        return to_device(flags, self._pipeline.device)
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
         """[global_batch_size]: positions that count, of the samples whose text no other rank adds."""
@@ -236,7 +236,7 @@ class StepIterator:
                     counts[places] = torch.tensor([each.sum() for each in counted[: len(places)]], dtype=counts.dtype)
                 else:
                     counts[places] = microbatch["loss_mask"].double().sum(dim=1)
-        return counts.to(pipeline.device)
+        return to_device(counts, pipeline.device)
 
     def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
         """1 where the loss of a microbatch counts, 0 in samples that some rank found bad: [B, 1], or [1, T] of a packed
@@ -247,8 +247,8 @@ class StepIterator:
         lengths = _lengths(batch["documents"])
         # Padding behind the samples is a document without a sample; its loss is none already.
         places = torch.nn.functional.pad(numbers - self.current.first_sample, (0, len(lengths) - len(numbers)))
-        of_positions = places.repeat_interleave(torch.tensor(lengths))
-        return self._good[of_positions.to(self._pipeline.device, non_blocking=True)].T
+        of_positions = places.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
+        return self._good[to_device(of_positions, self._pipeline.device)].T
 
 
 def _lengths(ends: Sequence[int]) -> list[int]:

@@ -13,6 +13,7 @@ from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.metrics.memory_stats import report_memory
 from mimo_train.metrics.stopwatch import INTERVALS, Stopwatch
+from mimo_train.parallel import device as devices
 from mimo_train.plan.flops import Flops
 from mimo_train.step.state import GlobalState
 from mimo_train.training.bad_sample_count import BadSampleCount
@@ -187,8 +188,8 @@ class Interval:
             logits: positions that got logits, over all ranks, [1] on the device; of_logit: FLOPs of each.
         """
         if logits is not None:
-            each = torch.tensor([of_logit.model, of_logit.hardware], dtype=torch.float64)
-            self._of_logits = self._of_logits + logits * each.to(self._device, non_blocking=True)
+            each = devices.tensor([of_logit.model, of_logit.hardware], torch.float64, self._device)
+            self._of_logits += logits * each
         self.steps += 1
         self._samples += plan.size
         self._tokens += plan.tokens
@@ -227,7 +228,7 @@ class Interval:
         world, columns, names = self._state.layout.world_size, len(own), sorted(losses)
         rank = dist.get_rank()
         before, after = [0.0] * (rank * columns), [0.0] * ((world - 1 - rank) * columns)
-        rows = torch.tensor(before + own + after, dtype=torch.float64).to(self._device)
+        rows = devices.tensor(before + own + after, torch.float64, self._device)
         if world > 1:
             dist.all_reduce(rows)
         means = torch.stack([self._bad_samples.new, self._empty_steps.new, *(losses[name].double() for name in names)])
