@@ -1,7 +1,9 @@
 """The chat template of a Hugging Face tokenizer: conversation -> tokens and which of them are learned.
 
-Tokens are those of transformers' `apply_chat_template`, with one exception: what looks like a special token in a
-record's text stays text, so that a record cannot forge a marker or a placeholder.
+Tokens are those of transformers' `apply_chat_template`, of the tokenizer's for text alone, and where a run has media
+of the processor's: this one puts in front what the tokenizer has in front of every text (`<s>`), unless the template
+writes it. With one exception: what looks like a special token in a record's text stays text, so that a record cannot
+forge a marker or a placeholder.
 
 Learned is what stands in the template's generation blocks (`{% generation %}`); every token that touches a block
 counts. Of a template without blocks, the answer at message i is what follows the rendering of the messages before it
@@ -75,7 +77,9 @@ class JinjaTemplate:
         self.name = f"of {renderer.origin}"
         self.stop_ids: frozenset[int] = frozenset([vocabulary.end_of_turn_id])
         self.notes: tuple[str, ...] = ()
-        self.identity = f"{renderer.identity} {list(placeholders)}"
+        self._begin = _in_front(tokenizer) if placeholders else []
+        begins = f" begins with {self._begin}" if self._begin else ""
+        self.identity = f"{renderer.identity} {list(placeholders)}{begins}"
         self._try()
 
     def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
@@ -166,6 +170,8 @@ class JinjaTemplate:
         for first, end, _ in places:
             begin, limit = bisect_right(ends, first), bisect_left(firsts, end)
             learned[begin:limit] = [False] * (limit - begin)
+        if ids[: len(self._begin)] != self._begin:
+            ids, learned = [*self._begin, *ids], [*[False] * len(self._begin), *learned]
         return self._spread(ids, learned, [place[0] for place in found], media) if found else Encoded(ids, learned)
 
     def _closed(self, text: str, ids: Sequence[int], ends: Sequence[int], begin: int, limit: int, span: _Span) -> int:
@@ -302,6 +308,14 @@ class JinjaTemplate:
         if whole.tokens[: len(prompt)] != prompt:
             notes.append("the last tokens of a prompt are others once there is an answer")
         self.notes = tuple(notes)
+
+
+def _in_front(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts in front of a text."""
+    text = QUESTION.parts[0].text
+    bare, whole = (tokenizer.encode(text, add_special_tokens=special) for special in (False, True))
+    at = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+    return whole[:at]
 
 
 def _core(backend: Any, as_text: bool) -> Any:

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -181,9 +182,10 @@ class HuggingFaceTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # whatever a damaged file makes a class of transformers raise
             reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-            raise DataError(
-                f"data.tokenizer: cannot load {str(path)!r}: {reason}. Use 'bytes' or a Hugging Face tokenizer"
-            ) from error
+            remedy = "Use 'bytes' or a Hugging Face tokenizer"
+            if _is_sentence_piece(Path(path)):
+                reason, remedy = "its tokenizer.model is SentencePiece's, which is not installed", _INSTALL
+            raise DataError(f"data.tokenizer: cannot load {str(path)!r}: {reason}. {remedy}") from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(
                 f"data.tokenizer: {str(path)!r} has no EOS token, which ends each turn; set eos_token in its config"
@@ -260,6 +262,15 @@ class HuggingFaceTokenizer:
     def _special(self, text: str) -> list[int]:
         """Ids of text in which special tokens are what they are."""
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False) if text else []
+
+
+_INSTALL = "pip install sentencepiece, or save the tokenizer as tokenizer.json"
+
+
+def _is_sentence_piece(folder: Path) -> bool:
+    """Whether a tokenizer is read by a package that is not here."""
+    alone = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
+    return alone and find_spec("sentencepiece") is None
 
 
 def _renderer(

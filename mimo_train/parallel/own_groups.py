@@ -11,6 +11,7 @@ are disjoint, and makes its own in passing.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -86,9 +87,12 @@ class OwnGroups:
 def _named(name: str) -> Iterator[None]:
     """Names the group that is made in the block: members meet under its name. torch 2.11 takes the number of groups
     that a rank has into the name of one with local synchronisation (`_hash_ranks_to_str`), which is another one on
-    members that are in other groups besides: they would wait for each other."""
+    members that are in other groups besides: they would wait for each other. In a process that sets up several runs,
+    one after the other, all members have made as many groups of this name."""
     original = distributed_c10d._process_group_name
-    own = distributed_c10d.GroupName(hashlib.sha256(name.encode()).hexdigest())
+    taken = {*distributed_c10d._world.pg_names.values()}
+    names = (hashlib.sha256(f"{name}, {number}".encode()).hexdigest() for number in itertools.count())
+    own = distributed_c10d.GroupName(next(each for each in names if each not in taken))
     distributed_c10d._process_group_name = lambda ranks, use_hashed_name: own
     try:
         yield

@@ -58,6 +58,17 @@ class Written:
     """From our parameters; the first spelling is the one that is written."""
     loaded: Any = ""
     """How `transformers` 5 spells the names in memory, which is how PEFT names layers."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Rows of tensors, by their names in the map, that are written with more than the model has; see `grown`."""
+
+
+def grown(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A table of a vocabulary with more rows. Each is the mean of those that are there: the logit of such a token is
+    that of no answer, since a mean is never the largest."""
+    if rows <= len(tensor):
+        return tensor
+    mean = tensor.mean(0, keepdim=True, dtype=torch.float64).to(tensor.dtype)
+    return torch.cat([tensor, mean.expand(rows - len(tensor), -1)])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mimo_train.checkpoint.format.dtypes import TYPES
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.held import held_tensors
 from mimo_train.checkpoint.hf.directory import write_config, write_json
-from mimo_train.checkpoint.hf.documents import Document, Whole
+from mimo_train.checkpoint.hf.documents import Document, Whole, Written, grown
 from mimo_train.checkpoint.hf.tensors import Planned, write_tensors
 from mimo_train.config.parts import is_adapter
 from mimo_train.model.lora import adapted_layers
@@ -124,13 +124,15 @@ def groups_of(weights: WeightMap) -> list[Group]:
     ]
 
 
-def planned_tensors(weights: WeightMap, parameters: dict[str, torch.Tensor], dtype: torch.dtype) -> list[Planned]:
+def planned_tensors(part: Written, parameters: dict[str, torch.Tensor], dtype: torch.dtype) -> list[Planned]:
     """What is written for a part of a model, in the order in which `tensors_of` gives it.
 
     Args:
         parameters: of the part, whole.
     """
+    weights = part.weights
     counts, spelling = weights.row_counts(), weights.prefixes[0]
+    counts |= {name: max(rows, counts[name]) for name, rows in part.rows.items() if name in counts}
     planned = []
     for group in groups_of(weights):
         shapes: dict[str, tuple[int, ...]] = {}
@@ -143,15 +145,15 @@ def planned_tensors(weights: WeightMap, parameters: dict[str, torch.Tensor], dty
     return planned
 
 
-def tensors_of(weights: WeightMap, source: Weights, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def tensors_of(part: Written, source: Weights, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The tensors of a part of a model, one after the other; those of one group are in memory together."""
-    counts = weights.row_counts()
-    for group in groups_of(weights):
+    counts = part.weights.row_counts()
+    for group in groups_of(part.weights):
         theirs: dict[str, torch.Tensor] = {}
         for rule in group.rules:
             _hand_out(rule, source.load(rule.ours), counts, theirs)
         for name in group.tensors:
-            yield theirs.pop(name).to(dtype)
+            yield grown(theirs.pop(name).to(dtype), part.rows.get(name, 0))
 
 
 def _hand_out(rule: Rule, value: torch.Tensor, counts: dict[str, int], theirs: dict[str, torch.Tensor]) -> None:
@@ -189,12 +191,12 @@ def write_document(
     kind = DTYPES[dtype]
     planned: list[Planned] = []
     for part in document.parts:
-        planned += planned_tensors(part.weights, sources[part.module].tensors, kind)
+        planned += planned_tensors(part, sources[part.module].tensors, kind)
     own = [pair for whole in document.whole for pair in _whole(whole, sources[whole.module], kind)]
     planned += [one for one, _ in own]
     planned += [Planned(extra.name, extra.shape, extra.dtype or kind) for extra in document.extras]
     values = chain(
-        *(tensors_of(part.weights, sources[part.module], kind) for part in document.parts),
+        *(tensors_of(part, sources[part.module], kind) for part in document.parts),
         (load() for _, load in own),
         (extra.load().to(extra.dtype or kind) for extra in document.extras),
     )

@@ -33,7 +33,7 @@ from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.language import language_config_json, model_types
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.model.llm.weights import language_map
+from mimo_train.model.llm.weights import HEAD, TABLE, language_map
 from mimo_train.plan.inputs import placeholders_of
 
 TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "vit": "siglip_vision_model"}
@@ -70,6 +70,9 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
     parts = {(part.module, part.begins): part for part in pretrained_parts(cfg, rows)}
     vision, tower, extras = _tower(name, module, parts.get((name, ENCODER)))
     text, language = _language(cfg, tokenizer, rows, parts.get((LANGUAGE, "")))
+    # LLaVA of transformers looks up the placeholder too, before features take its place.
+    vocabulary = max(text["vocab_size"], pad + 1)
+    text["vocab_size"] = vocabulary
     assert LLAVA.projector_weights is not None
     projector = LLAVA.projector_weights(module, cfg.llm.hidden_size).named(f"{PROJECTOR}0.")
     strategy = "full" if encoder.keep_class_token or not encoder.class_token else "default"
@@ -108,7 +111,7 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
         [
             Written(name, tower, "model.vision_tower."),
             Written(name, projector, projector.prefixes[-1]),
-            Written(LANGUAGE, language, LANGUAGE_NAMES[-1]),
+            Written(LANGUAGE, language, LANGUAGE_NAMES[-1], dict.fromkeys((TABLE, HEAD), vocabulary)),
         ],
         extras,
         write_files=write_files,

@@ -12,8 +12,9 @@ from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys
 from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD, Composite
-from mimo_train.config.pretrained.directory import Directory, read_directory
+from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, read_directory
 from mimo_train.config.pretrained.language import language_keys
+from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES
 from mimo_train.config.schema import ConfigContainer
 
 CHOICES = {
@@ -120,11 +121,18 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
             faults += _contradictions(f"modules.{name}.placeholder", "placeholder", given, keys, directory)
             module["placeholder"] = {**keys, **given}
         faults += _fill_in_adapter(name, module, directory)
+    language = found.get(LANGUAGE)
+    if language is not None and not tokenizer_is_given:
+        if not language.has_tokenizer:
+            text = (
+                f"{language.folder} has no tokenizer, by which its weights were trained (one of "
+                f"{', '.join(TOKENIZER_FILES)}): give the folder of its own, or one that you choose (`bytes` trains "
+                "its first rows anew)"
+            )
+            faults.append(Fault("data.tokenizer", text))
+        plain["data"] = {**(plain.get("data") or {}), "tokenizer": str(language.folder)}
     if faults:
         raise ConfigError(faults)
-    language = found.get(LANGUAGE)
-    if language is not None and language.has_tokenizer and not tokenizer_is_given:
-        plain["data"] = {**(plain.get("data") or {}), "tokenizer": str(language.folder)}
 
 
 def fill_in_joined(plain: dict[str, Any]) -> None:
@@ -179,7 +187,12 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     composite = COMPOSITES.get(directory.model_type)
     config = composite.part(directory.config, name) if composite else directory.config
     if name == LANGUAGE:
-        return {"llm": {"name": directory.folder.name, **language_keys(config)}}
+        try:
+            return {"llm": {"name": directory.folder.name, **language_keys(config)}}
+        except ConfigError as error:
+            raise ConfigError(
+                [Fault(directory.key, f"{directory.folder}: {fault.key}: {fault.message}") for fault in error.faults]
+            ) from error
     if composite is not None and composite.no_encoder:
         text = (
             f"{directory.folder} is of family {directory.model_type}, which {composite.no_encoder}: only its language "
@@ -188,12 +201,13 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     family = next((family for family, how in FAMILIES.items() if config["model_type"] in how.readers), None)
     if family is None:
         known = sorted(_encoder_kinds())
+        text = f"; a language model is modules.{LANGUAGE}" if config["model_type"] in LANGUAGE_FAMILIES else ""
         raise ConfigError(
             [
                 Fault(
                     directory.key,
                     f"{directory.folder} is of family {config['model_type']!r}, which is no encoder that can be read; "
-                    f"these can: {', '.join(known)}",
+                    f"these can: {', '.join(known)}{text}",
                 )
             ]
         )

@@ -11,8 +11,9 @@ _EXPERTS = {
 }
 """By family: where router and experts are, the two halves of an expert's first product, its second."""
 
-_TABLE = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+"""Tensors with a row for each token."""
 
 
 def language_map(spec: LlmSpec, padded_vocab: int, model_type: str, stored: int = 0) -> WeightMap:
@@ -24,12 +25,12 @@ def language_map(spec: LlmSpec, padded_vocab: int, model_type: str, stored: int 
         model_type: family, as config.json names it.
         stored: rows of the directory's vocabulary, where it has fewer than `spec`: the others are drawn; 0: as many.
     """
-    rules = [_vocabulary("embedding.word_embeddings.weight", _TABLE, spec, padded_vocab, stored)]
+    rules = [_vocabulary("embedding.word_embeddings.weight", TABLE, spec, padded_vocab, stored)]
     for number in range(spec.num_layers):
         rules += _layer(spec, number, model_type)
     rules.append(same("decoder.final_layernorm.weight", "model.norm.weight", spec.hidden_size))
     if not spec.tie_embeddings:
-        rules.append(_vocabulary("output_layer.weight", _HEAD, spec, padded_vocab, stored))
+        rules.append(_vocabulary("output_layer.weight", HEAD, spec, padded_vocab, stored))
     # Buffers of old versions, which are numbers of the config.
     return WeightMap(tuple(rules), carried=("model.layers.*.self_attn.rotary_emb.inv_freq",))
 

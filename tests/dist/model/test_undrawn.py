@@ -52,7 +52,7 @@ def test_only_what_no_directory_has_is_drawn(digits, tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(keys))
     places = (f"run.dir={tmp_path}/run", f"data.shards={digits}/train", "data.validation_shards=", "data.demo=")
     folders = (f"modules.{module}.pretrained={tmp_path}/{name}" for module, name in FOLDERS.items())
-    own = ("layout=one_process", "data.sequence_length=200", "modules.language.lora.rank=2")
+    own = ("layout=one_process", "data.tokenizer=bytes", "data.sequence_length=200", "modules.language.lora.rank=2")
     cfg = load("vlm_digits", (*places, *folders, *own))
     ((everything, drawn, parameters),) = run_ranks(_built, 1, cfg)
     own = [name for name in parameters if "input_projections" in name or name.endswith("lora_a")]

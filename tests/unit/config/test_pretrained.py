@@ -23,7 +23,7 @@ def llama(tmp_path):
 
 
 def composed(folder, *overrides, config="vlm_digits"):
-    return load(config, [f"modules.language.pretrained={folder}", *overrides])
+    return load(config, [f"modules.language.pretrained={folder}", "data.tokenizer=bytes", *overrides])
 
 
 def said(folder, *overrides, config="vlm_digits") -> str:
@@ -63,7 +63,8 @@ def test_a_group_beside_the_directory_is_a_fault(llama):
 def test_a_file_may_name_the_directory(llama, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
-        f"defaults: [vlm_digits, _self_]\nmodules: {{language: {{pretrained: {llama}, llm: {{dropout: 0.2}}}}}}\n"
+        "defaults: [vlm_digits, _self_]\ndata: {tokenizer: bytes}\n"
+        f"modules: {{language: {{pretrained: {llama}, llm: {{dropout: 0.2}}}}}}\n"
     )
     llm = load(str(file)).llm
     assert (llm.num_layers, llm.dropout) == (3, 0.2)
@@ -80,10 +81,14 @@ def test_a_run_s_own_config_needs_the_directory_no_more(llama):
 
 
 def test_the_tokenizer_comes_with_the_language_model_unless_it_is_given(llama, tmp_path):
-    assert composed(llama).data.tokenizer == "bytes", "there is none in the directory"
+    """Where the directory has none, its rows would be trained as bytes."""
+    own = f"modules.language.pretrained={llama}"
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .* has no tokenizer, .*tokenizer\.json.*give the folder"):
+        load("vlm_digits", [own])
+    assert composed(llama).data.tokenizer == "bytes"
     (llama / "tokenizer.json").write_text("{}")
-    assert composed(llama).data.tokenizer == str(llama)
-    assert composed(llama, "data.tokenizer=bytes").data.tokenizer == "bytes"
+    assert load("vlm_digits", [own]).data.tokenizer == str(llama)
+    assert composed(llama).data.tokenizer == "bytes"
     file = tmp_path / "run.yaml"
     file.write_text(f"defaults: [vlm_digits, _self_]\npretrained: {llama}\ndata: {{tokenizer: bytes}}\n")
     file.write_text(file.read_text().replace("pretrained:", "modules: {language: {pretrained:").replace(
@@ -136,6 +141,6 @@ def test_of_a_gemma_3_with_pictures_the_language_model_is_read(llama):
     assert (llm.num_attention_heads, llm.key_heads, llm.head_width, llm.vocab_size) == (8, 4, 256, 262208)
     assert (llm.rope_base, llm.rope_scaling.kind, llm.rope_scaling.factor) == (1e6, "linear", 8.0)
     assert (llm.local_rope_base, llm.window, llm.full_attention_layers) == (1e4, 1024, [5, 11, 17, 23, 29])
-    assert load("gpt_tiny", [f"pretrained={llama}"]).llm == llm
+    assert load("gpt_tiny", [f"pretrained={llama}", "data.tokenizer=bytes"]).llm == llm
     with pytest.raises(ConfigError, match="tokens of a picture see each other.*only its language model can be read"):
         load("vlm_digits", [f"pretrained={llama}"])

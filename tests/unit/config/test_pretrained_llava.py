@@ -167,6 +167,7 @@ def test_check_needs_no_torch(directory, tmp_path):
     (folder / "tokenizer.json").unlink()
     keys = [
         f"pretrained={folder}",
+        "data.tokenizer=bytes",
         f"data.shards={tmp_path}/digits/train",
         "data.validation_shards=",
         f"run.dir={tmp_path}/run",

@@ -178,7 +178,7 @@ def test_qwen2_audio(tmp_path):
         "defaults: [data@data: text, optim@optim: adamw, _self_]\n"
         f"modules: {{audio: {{pretrained: {tmp_path}}}, language: {{pretrained: {tmp_path}}}}}\n"
     )
-    run = resolve(load(str(file), ["data.sequence_length=1024"])).cfg
+    run = resolve(load(str(file), ["data.sequence_length=1024", "data.tokenizer=bytes"])).cfg
     encoder, projector = run.modules["audio"].encoder, run.modules["audio"].projector
     assert (encoder.family, encoder.hidden_size, encoder.num_layers, encoder.num_mels) == ("qwen_audio", 1280, 32, 128)
     assert (encoder.max_seconds, encoder.padded_seconds, encoder.most_tokens()) == (30, 30, 750)

@@ -35,7 +35,8 @@ def composed(tmp_path, config: dict, *overrides: str, of_all: bool = True):
     (tmp_path / "vl").mkdir(exist_ok=True)
     (tmp_path / "vl" / "config.json").write_text(json.dumps(config))
     keys = ["pretrained"] if of_all else ["modules.images.pretrained"]
-    return load("vlm_digits", [*(f"{key}={tmp_path / 'vl'}" for key in keys), "data.sequence_length=2000", *overrides])
+    own = (*(f"{key}={tmp_path / 'vl'}" for key in keys), "data.sequence_length=2000", "data.tokenizer=bytes")
+    return load("vlm_digits", [*own, *overrides])
 
 
 def test_all_spellings_are_one_model(tmp_path):

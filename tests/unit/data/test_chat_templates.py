@@ -3,6 +3,7 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -296,6 +297,46 @@ def test_marks_of_the_template_are_not_doubled_and_counts_are_the_modules(folder
     assert f"user\n{expected}<|im_end|>" in shown_media(tokenizer, record, media, image=2, audio=1)
     marker = [{"role": "user", "content": "<image> and <image><audio>"}, record[1]]
     assert f"user\n{expected}<|im_end|>" in shown_media(tokenizer, marker, media, image=2, audio=1)
+
+
+def test_what_a_tokenizer_has_in_front_of_every_text(tmp_path):
+    """As LLaVA-1.5: the template does not write `<s>`; the processor has it, the tokenizer's own rendering has not."""
+    from PIL import Image
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
+
+    path = save_tokenizer(tmp_path, LLAVA)
+    core = Tokenizer.from_file(str(path / "tokenizer.json"))
+    core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))])
+    core.save(str(path / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(path)
+    sizes = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+    processor = LlavaProcessor(
+        CLIPImageProcessor(**sizes), theirs, patch_size=14, vision_feature_select_strategy="full",
+        image_token="<image>", chat_template=unmarked(LLAVA),
+    )  # fmt: skip
+    text = {"type": "text", "text": "which?"}
+    asked = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (28, 28))}, text]}]
+    options = {"tokenize": True, "return_dict": True, "add_generation_prompt": True}
+    wanted = processor.apply_chat_template(asked, **options)["input_ids"][0]
+    ours = build_tokenizer(path, ["<image>"])
+    image = ours.placeholder_id("<image>")
+    conversation = parse(
+        [{"role": "user", "content": [{"type": "image"}, text]}, *messages([("assistant", "3")])], image=1
+    )
+    media = {"image": [[(image, 4)]]}
+    prompt = replace(conversation, turns=conversation.turns[:1])
+    assert ours.template.prompt(prompt, media) == list(wanted)
+    assert ours.shown(wanted[:1]) == "<s>" and wanted.count(image) == 4
+    encoded = ours.template.encode(conversation, media)
+    assert encoded.tokens[: len(wanted)] == list(wanted) and not any(encoded.learned[: len(wanted)])
+    assert encoded.tokens[encoded.media_end - 1] == image != encoded.tokens[encoded.media_end]
+    record = [{"role": "user", "content": [text]}]
+    alone = build_tokenizer(path)
+    prompt = replace(prompt, turns=parse([*record, *messages([("assistant", "3")])]).turns[:1])
+    ids = theirs.apply_chat_template(record, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert alone.template.prompt(prompt, {}) == list(ids) and ours.template.prompt(prompt, {})[1:] == list(ids)
 
 
 def test_two_modules_of_a_kind_follow_each_other(folder):

@@ -124,3 +124,13 @@ def test_what_version_5_has_saved_is_spelt_as_version_4_reads_it_too(tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert isinstance(again, PreTrainedTokenizerFast) and again.extra_special_tokens == ["<image>"]
     assert again.encode("a<image>b") == tokenizer.encode("a<image>b")
+
+
+def test_a_tokenizer_of_sentence_piece_names_the_package_that_reads_it(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    monkeypatch.setattr("data.tokens.find_spec", lambda name: None)
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer: .*tokenizer\.model is SentencePiece's.*pip install sentence"
+    ):
+        build_tokenizer(tmp_path)

@@ -3,12 +3,14 @@
 import contextlib
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mimo_train.config.compose import load
 from tests.dist.checkpoint.hf.asking import MOST, answers_here, answers_of_transformers, questions
+from tests.dist.checkpoint.hf.models import TOKENS, make_llama
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TINY, config
 
@@ -103,17 +105,17 @@ def _make_tower(kind: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
-def test_a_tower_and_a_language_model_of_two_directories_leave_as_one_llava(kind, digits, tmp_path):
-    """With a projector that was made here: it answers alike, and what it does not read of the tower is in it."""
+@pytest.mark.parametrize(("kind", "tokens"), [("CLIP", TOKENS), ("Siglip", 259)])
+def test_a_tower_and_a_language_model_of_two_directories_leave_as_one_llava(kind, tokens, digits, tmp_path):
+    """With a projector that was made here: it answers alike, and what it does not read of the tower is in it. The
+    second vocabulary has no row left for the placeholder, which transformers looks up."""
     from safetensors.torch import load_file
 
-    from tests.dist.checkpoint.hf.models import make_llama
     from tests.dist.checkpoint.hf.test_pretrained import tensors
 
     tower, llama = tmp_path / "tower", tmp_path / "llama"
     run_ranks(_make_tower, 1, kind, tower)
-    run_ranks(make_llama, 1, llama)
+    run_ranks(partial(make_llama, vocab_size=tokens), 1, llama)
     tiny = [key for key in TINY if not key.startswith("modules.")]
     places = (f"run.dir={tmp_path / 'run'}", f"data.shards={digits}/train", "data.demo=")
     held_out = (f"data.validation_shards={digits}/held_out", "train.eval_samples=16", "data.sequence_length=120")
@@ -129,6 +131,9 @@ def test_a_tower_and_a_language_model_of_two_directories_leave_as_one_llava(kind
     assert (theirs.wrong, theirs.prompts) == ({}, [prompts[number] for number in numbers])
     assert theirs.answers == [answers[number] for number in numbers]
     out, came = tensors(tmp_path / "out"), load_file(tower / "model.safetensors")
+    tables = [out[f"language_model.{name}"] for name in ("model.embed_tokens.weight", "lm_head.weight")]
+    assert [len(table) for table in tables] == [max(tokens, 260)] * 2
+    assert tokens > 259 or all(table[259].allclose(table[:259].mean(0), atol=1e-6) for table in tables)
     before = "vision_tower.vision_model."
     whole = {name.removeprefix(before): value for name, value in out.items() if name.startswith(before)}
     assert whole.keys() == {name.removeprefix("vision_model.") for name in came}
