@@ -137,12 +137,13 @@ class Dataset(SourcesView):
                 f"data.shards: the {len(self.shards)} shard(s) hold no sample, for example {self.shards[0]}"
             )
         self._source_ends = np.cumsum([len(paths) for paths in found])
-        versions = [self.version(shard) for shard in range(len(self.shards))]
-        of_shards = self._source_ends.tolist(), counts, [version.content for version in versions]
+        sizes, contents = self._catalogue.contents()
+        of_shards = self._source_ends.tolist(), counts, contents
         self.order = order_of(self.sources, *of_shards, seed, shuffle, held_fraction, only_held)
         self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
         self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
-        self.fingerprint = fingerprint_of(self.shards, versions, counts, self._source_ends.tolist(), held_fraction)
+        names = list(zip((path.name for path in self.shards), sizes, contents, counts, strict=True))
+        self.fingerprint = fingerprint_of(names, self._source_ends.tolist(), held_fraction)
         """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order, which source each is
         of, and the share that is held out; it does not change when the folder moves."""
 

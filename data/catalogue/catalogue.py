@@ -51,6 +51,15 @@ class Catalogue:
         """What the shard was when it was indexed."""
         return self._files[self._file[shard]].version(int(self._row[shard]))
 
+    def contents(self) -> tuple[list[int], list[str]]:
+        """Of all shards, the bytes and `ShardVersion.content`."""
+        table = np.zeros(len(self), dtype=[("size", "<i8"), ("content", "S32")])
+        for number, file in enumerate(self._files):
+            own = self._file == number
+            for name in ("size", "content"):
+                table[name][own] = file.table[name][self._row[own]]
+        return table["size"].tolist(), [content.decode() for content in table["content"].tolist()]
+
     def index(self, shard: int) -> ShardIndex:
         """Raises DataError if the part of the shard is damaged, and what `errors` has."""
         if shard in self.errors:
@@ -82,7 +91,7 @@ def open_catalogue(
     cache_dir: str | os.PathLike[str] | None = None,
     retries: int = RETRIES,
     *,
-    processes: int | None = None,
+    processes: int = 1,
     progress: Progress | None = None,
     strict: bool = True,
 ) -> Catalogue:
@@ -91,7 +100,8 @@ def open_catalogue(
 
     Args:
         retries: `data.read_retries`: times that a read is tried again after an I/O error.
-        processes: to build in; None: several where there is much to do.
+        processes: to build in. More than one are spawned, which a program's main module has to be fit for (`if __name__
+            == "__main__"`): else they wait for what this one does.
         progress: None: what takes long is told to the log.
         strict: raise the first error of a shard, when it is found.
 

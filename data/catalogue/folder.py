@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from multiprocessing import current_process, get_context
+from multiprocessing import get_context
 from pathlib import Path
 
 from data.catalogue.file import CatalogueFile, Part, cannot_write, load_catalogue, with_version, write_catalogue
@@ -32,7 +33,6 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[int], None]
 """Gets how many more shards are indexed; those that were first."""
 
-_MANY, _MUCH = 512, 16 << 30  # shards, or bytes of them, from which on they are indexed by several processes
 _ATTEMPTS = 3
 _TELL = 20.0  # seconds between messages about what is being built
 
@@ -45,7 +45,7 @@ class Folder:
         shards: Sequence[Place],
         cache_dir: str | os.PathLike[str] | None,
         retries: int,
-        processes: int | None,
+        processes: int,
         progress: Progress | None,
         strict: bool,
     ) -> None:
@@ -116,9 +116,7 @@ class Folder:
         for at, shard in enumerate(self._shards):
             assert isinstance(shard, Path)
             try:
-                found = retrying(partial(os.stat, shard), f"{shard}: cannot look at it", self._retries)
-                require_file(shard, found)
-                seen.append(found)
+                seen.append(_looked_at(shard, self._retries))
             except DataError as error:
                 self._failed(at, error)
                 seen.append(os.stat_result((0,) * 10))
@@ -202,24 +200,18 @@ class Folder:
             with ThreadPoolExecutor(8) as pool:
                 yield from zip(missing, pool.map(self._of_object, places), strict=True)
             return
-        processes = self._processes or self._useful(missing)
+        processes = min(self._processes, len(missing))
         if processes <= 1:
             for at, place in zip(missing, places, strict=True):
                 yield at, _part_of(place, self._retries)
             return
         # Not forked: this process may have threads, and locks that one of them holds.
-        with ProcessPoolExecutor(min(processes, len(missing)), mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             work = pool.map(partial(_part_of, retries=self._retries), places, chunksize=4)
             try:
                 yield from zip(missing, work, strict=True)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-
-    def _useful(self, missing: Sequence[int]) -> int:
-        """Processes that are worth their start."""
-        assert self._seen is not None
-        many = len(missing) >= _MANY or sum(self._seen[at].st_size for at in missing) >= _MUCH
-        return len(os.sched_getaffinity(0)) if many and not current_process().daemon else 1
 
     def _of_object(self, shard: Place) -> Part | DataError:
         assert isinstance(shard, Url)
@@ -263,6 +255,16 @@ def _part_of(shard: Place, retries: int) -> Part | DataError:
         return Part.of(build_index(shard, retries))
     except DataError as error:
         return error
+
+
+def _looked_at(shard: Path, retries: int) -> os.stat_result:
+    try:
+        found = os.stat(shard)
+    except OSError:
+        found = retrying(partial(os.stat, shard), f"{shard}: cannot look at it", retries)
+    if not stat.S_ISREG(found.st_mode):
+        require_file(shard, found)
+    return found
 
 
 def _confirmed(shard: Path, version: ShardVersion) -> ShardVersion | None:

@@ -81,7 +81,8 @@ def opened_journal(path: Path) -> Iterator[Journal]:
         OSError: the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, is_shared = _locked(path)
+    with READS.of(path):  # while it waits, a run goes on where the process that has the lock does
+        fd, is_shared = _locked(path)
     own = path
     if not is_shared:
         own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -130,8 +131,7 @@ def _locked(path: Path) -> tuple[int, bool]:
         if time.monotonic() - told > _TELL:
             told = time.monotonic()
             _log.warning("%s: another process makes what it is for; this one waits", path)
-        with READS.of(path):  # that process does or does not go on, and is the one to ask
-            time.sleep(_PAUSE)
+        time.sleep(_PAUSE)
 
 
 def _check(head: bytes, body: bytes | memoryview) -> int:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from data.bounds import Bounds
 from data.catalogue.catalogue import open_catalogue
+from data.fields import NO_FIELDS, read_fields
 from data.order import GlobalOrder
 from data.outline import Media
 from data.pipeline import Dataset
@@ -68,9 +69,10 @@ MEDIA = [
 ]
 
 
-def test_the_arrays_of_a_step_are_those_of_its_outlines(tmp_path):
+@pytest.mark.parametrize("fields", [NO_FIELDS, read_fields({"conversations": "json", "image": ["1.png", "0.png"]})])
+def test_the_arrays_of_a_step_are_those_of_its_outlines(tmp_path, fields):
     tokenizer = build_tokenizer("bytes", [media.placeholder for media in MEDIA])
-    options = {"media": MEDIA, "bounds": Bounds(record_bytes=150, placeholders=4), "seed": 5}
+    options = {"media": MEDIA, "bounds": Bounds(record_bytes=150, placeholders=4), "seed": 5, "fields": fields}
     data = Dataset(odd_samples(tmp_path), tokenizer=tokenizer, sequence_length=70, **options)
     found = data.plan_step(33, 90)
     bad = 0
