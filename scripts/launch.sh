@@ -32,6 +32,7 @@ variables:
   MASTER_PORT         a free port on node 0 (default: 29500; from the job number under SLURM; any free one on one node)
   NPROC_PER_NODE      processes on each node (default: what the layout needs, divided by NNODES)
   OMP_NUM_THREADS     threads of one process (default: 1 on CPU)
+  CUDA_DEVICE_MAX_CONNECTIONS, PYTORCH_ALLOC_CONF  on GPUs (default: 1, expandable_segments:True)
   MIMO_GRACE_SECONDS  how long a run may take to save after SIGTERM (default: 120)
   MIMO_MAX_RESTARTS   how often a failed run starts again, from its newest checkpoint (default: 0)
   MIMO_VENV           folder of the Python environment (default: .venv)
@@ -132,7 +133,12 @@ mimo_launch() {
       "$((NNODES * NPROC_PER_NODE)): change modules.*.layout (or layout=...), NNODES or NPROC_PER_NODE"
   fi
 
-  if [[ -z "${OMP_NUM_THREADS:-}" ]] && mimo_on_cpu "$@"; then export OMP_NUM_THREADS=1; fi
+  if mimo_on_cpu "$@"; then
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+  else
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    [[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ]] || export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+  fi
   nodes=(--standalone)
   if ((NNODES > 1)); then
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")

@@ -43,6 +43,9 @@ class TrainConfig:
     recompute: str = key("none", choices=RECOMPUTE)
     """`none`, `selective` (core attention) or `full` (every layer): activations computed again in backward.
     `modules.NAME.recompute` sets it for one module."""
+    logits: str = key("learned", choices=("learned", "all"))
+    """Positions of the text that get logits: `learned`, those with a loss; or `all`, where something reads the losses
+    of every token that the default forward step returns, which are 0 elsewhere otherwise."""
     eval_interval: int = key(0, at_least=0)
     """Steps between evaluations; 0: at the end only."""
     eval_samples: int = key(0, at_least=0)

@@ -56,7 +56,7 @@ class EncoderModule(StagedModality):
         for sample, is_known in zip(media.samples, known, strict=True):
             if is_known:
                 assert sample.features is not None, sample.number
-                parts.append(sample.features.to(self._device, non_blocking=True))
+                parts.append(to_device(sample.features, self._device))
                 continue
             parts.append(next(computed))
             if self.cache is not None and sample.good:

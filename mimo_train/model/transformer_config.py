@@ -226,6 +226,9 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
         sequence_parallel=layout.sp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        # Messages between stages are in the order of their stream: the host need not wait for each of them
+        # (p2p_communication.py:419 in Megatron-Core 0.19.2; True is for NCCL before 2.7).
+        batch_p2p_sync=False,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         # Weights are drawn whole on the CPU and cut: the same model at every layout.

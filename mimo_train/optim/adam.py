@@ -47,7 +47,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 continue
             group["step"] += 1
             states = [self._state_of(parameter) for parameter in parameters]
-            step = torch.tensor(float(group["step"]), device=parameters[0].device)
+            # Filled on the device: a copy of a number would wait for all that is queued.
+            step = torch.full((), float(group["step"]), device=parameters[0].device)
             torch._fused_adamw_(
                 parameters,
                 [parameter.grad for parameter in parameters],

@@ -57,12 +57,12 @@ class StandIn:
             "current_device": lambda: CPU,
             "set_device": _without_effect(),
             "synchronize": _without_effect(),
-            "current_stream": lambda device=None: _Stream(),
-            "default_stream": lambda device=None: _Stream(),
+            "current_stream": lambda device=None: Stream(),
+            "default_stream": lambda device=None: Stream(),
             "set_stream": _without_effect(),
             "stream": lambda stream=None: contextlib.nullcontext(),
-            "Stream": _Stream,
-            "Event": _Event,
+            "Stream": Stream,
+            "Event": Event,
             "device": lambda device=None: contextlib.nullcontext(),
             "empty_cache": _without_effect(),
             "reset_peak_memory_stats": _without_effect(),
@@ -173,7 +173,7 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class _Stream:
+class Stream:
     """A stream of a device that runs everything at once, in order."""
 
     cuda_stream = 0
@@ -183,12 +183,12 @@ class _Stream:
         pass
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
+        return isinstance(other, Stream)
 
     def __hash__(self) -> int:
         return 0
 
-    def __enter__(self) -> "_Stream":
+    def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -200,15 +200,15 @@ class _Stream:
     def wait_event(self, event: object) -> None:
         """Nothing to wait for."""
 
-    def record_event(self, event: "_Event | None" = None) -> "_Event":
+    def record_event(self, event: "Event | None" = None) -> "Event":
         """An event that has happened."""
-        return event or _Event()
+        return event or Event()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
 
-class _Event:
+class Event:
     """An event on such a stream: it has always happened."""
 
     def __init__(self, *args: object, **kwargs: object):

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -22,52 +23,114 @@ _stand_ins: list[StandIn] = []
 """The process's stand-in; it changes other modules for the whole process, so there is one at most."""
 
 
-def resolve(requested: str, processes: int = 1) -> str:
-    """`auto`, `cuda` or `cpu` -> the kind of device of this run; auto is CUDA where every process gets a device.
+@dataclass(frozen=True)
+class Choice:
+    """The device of a process, and what there is to say about it."""
+
+    kind: str
+    """cuda or cpu."""
+    index: int = 0
+    """Of the CUDA device."""
+    remark: str = ""
+    """Why `auto` is the CPU where there is a CUDA device."""
+
+
+def choose(requested: str, processes: int = 1, local_rank: int = 0) -> Choice:
+    """`auto`, `cuda` or `cpu` -> the device of this process; auto is CUDA where every process gets a device.
+
+    Processes see all devices of their machine, and each takes that of its number; or each sees one, its own, as SLURM's
+    `--gpus-per-task` gives them. Processes of torchrun have one environment, and see the same one.
 
     Args:
         requested: `run.device`.
         processes: processes of the run on this machine; NCCL wants a device for each.
+        local_rank: number of this process among them.
 
     Raises:
         UserError: `run.device` is unknown, or asks for CUDA where there are not enough devices.
     """
     if requested not in ("auto", "cuda", "cpu"):
         raise UserError(f"run.device: must be auto, cuda or cpu, is {requested!r}")
+    if requested == "cpu":
+        return Choice("cpu")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if requested == "cuda" and not available:
+    if available >= processes:
+        return Choice("cuda", local_rank)
+    if available == 1 and _own_device():
+        return Choice("cuda")
+    if requested == "auto":
+        said = f"run.device=auto: on the CPU, since {_too_few(processes, available)}"
+        return Choice("cpu", remark=said if available else "")
+    if not available:
         raise UserError("run.device: is cuda, but torch sees no CUDA device here: use cpu or auto")
-    if requested == "cuda" and available < processes:
-        raise UserError(
-            f"run.device: is cuda, but {processes} processes on this machine have {available} CUDA devices: use a "
-            "layout of fewer ranks (layout=one_process), more nodes, or cpu"
-        )
-    return "cuda" if available >= processes and requested != "cpu" else "cpu"
+    raise UserError(f"run.device: is cuda, but {_too_few(processes, available)}, or cpu")
 
 
-def install(kind: str, local_rank: int = 0) -> torch.device:
+def _too_few(processes: int, available: int) -> str:
+    return (
+        f"{processes} processes on this machine have {available} CUDA device{'s' * (available > 1)}: use a layout of "
+        "fewer ranks (layout=one_process), more nodes"
+    )
+
+
+def _own_device() -> bool:
+    """Whether whoever started this process has given it one device, and others theirs."""
+    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    return len(visible) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def install(kind: str, index: int = 0) -> torch.device:
     """Prepare this process for `kind` (`cuda` or `cpu`) and return its device.
 
-    For `cpu` the stand-in is installed, once per process; for `cuda` the device of `local_rank` is selected.
+    For `cpu` the stand-in is installed, once per process; for `cuda` the device of this index is selected.
     """
     if kind == "cuda":
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     if not _stand_ins:
         _stand_ins.append(StandIn())
     return CPU
 
 
+def identity(device: torch.device) -> str:
+    """What tells a CUDA device from all others; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def remarks(layout_overlaps: bool) -> Iterator[str]:
+    """What in the environment of a CUDA process costs speed or memory; `scripts/launch.sh` sets both.
+
+    Args:
+        layout_overlaps: whether a module sends inside its layers while it computes: tensor or context parallel.
+    """
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    # Later architectures do not need it (NVIDIA's notes to Megatron-Core's `--sequence-parallel`).
+    if layout_overlaps and connections != "1" and torch.cuda.get_device_capability()[0] < 10:
+        yield (
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {connections or 'not set'}: with 1, messages of tensor and context "
+            "parallel layers start before the computation that they run beside"
+        )
+    if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        yield (
+            "PYTORCH_ALLOC_CONF is not set: with expandable_segments:True, microbatches of different lengths do not "
+            "fragment the memory"
+        )
+
+
 def backend(kind: str) -> str:
-    """Backends of torch.distributed: tensors of either device can be communicated."""
+    """Backends of the world's group: tensors of either device, and objects, can be communicated."""
     return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
 
 
-def init_process_group(
-    kind: str, timeout_minutes: float, device: torch.device, store: torch.distributed.Store | None = None
-) -> None:
+def backend_of_groups() -> str | None:
+    """The backend of all other groups; None is the world's. With NCCL alone none has a mesh of gloo's connections
+    beside it; the few objects that they exchange travel as tensors of the device."""
+    return "nccl" if current().type == "cuda" else None
+
+
+def init_process_group(kind: str, timeout_minutes: float, store: torch.distributed.Store | None = None) -> None:
     """Join the processes of the run by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or over
-    `store`."""
+    `store`. No `device_id` is bound (see `mimo_train.parallel.own_groups`)."""
     torch.distributed.init_process_group(
         backend(kind),
         store=store,
@@ -75,7 +138,6 @@ def init_process_group(
         rank=-1 if store is None else int(os.environ["RANK"]),
         world_size=-1 if store is None else int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(minutes=timeout_minutes),
-        device_id=device if kind == "cuda" else None,
     )
 
 
@@ -107,12 +169,24 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def to_device(value: Any, device: torch.device) -> Any:
     """`value` with every tensor in its dicts and lists on `device`."""
     if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=True)
+        return value if value.device == device else _copied(value, device)
     if isinstance(value, dict):
         return {key: to_device(item, device) for key, item in value.items()}
     if isinstance(value, list):
         return [to_device(item, device) for item in value]
     return value
+
+
+def tensor(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`torch.tensor` on a device, for whose copy the host does not wait."""
+    return _copied(torch.tensor(numbers, dtype=dtype), device)
+
+
+def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on another device; the host waits for one from memory that is not pinned, behind all that is queued."""
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def current() -> torch.device:

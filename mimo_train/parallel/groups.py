@@ -1,9 +1,9 @@
-"""Layouts -> grids of ranks -> process groups. The one file that creates process groups.
+"""Layouts -> grids of ranks -> process groups. Every group of a run is made here.
 
-Every rank creates every group of every module in the same order, as torch.distributed requires, and keeps those it
-belongs to. Axis order in a grid: tp innermost, then cp, dp, pp.
+Axis order in a grid: tp innermost, then cp, dp, pp.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +14,8 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import RunConfig
+from mimo_train.parallel.own_groups import BRIDGE, EMBEDDING, GRADIENTS, LAYERS, STAGES, OwnGrid, OwnGroups
+from mimo_train.plan.graph import Edge
 from mimo_train.plan.layout import ModuleLayout, RunLayout
 
 EXPERT_VIEW = "expert"
@@ -27,6 +29,10 @@ class RunGroups:
     grids: dict[str, HyperCommGrid]
     collections: dict[str, ProcessGroupCollection]
     """Process groups of the modules on this rank."""
+    bridges: dict[Edge, dist.ProcessGroup]
+    """Of the edges on which this rank gives or takes features."""
+    made: tuple[tuple[int, ...], ...]
+    """Ranks of each group that this rank has made, in order."""
 
     @property
     def multi_module(self) -> MultiModuleProcessGroupCollection:
@@ -38,67 +44,81 @@ class RunGroups:
 
 
 def build_groups(layout: RunLayout, timeout_minutes: float = RunConfig.timeout_minutes) -> RunGroups:
-    """Create the process groups of a run; collective over all ranks.
+    """Make this rank's process groups of a run; collective over the ranks of each.
 
     Args:
         timeout_minutes: `run.timeout_minutes`. A group of gloo that is given none waits for 30 minutes, whatever the
             processes met with.
     """
-    timeout = timedelta(minutes=timeout_minutes)
+    own = OwnGroups(timedelta(minutes=timeout_minutes))
     grids, collections = {}, {}
     for name, module in layout.modules.items():
-        grid = _build_grid(module, timeout)
-        # Only a language model shares weights between stages: Megatron-Core looks for them where there is a group.
-        embedding_groups = _build_embedding_groups(grid, timeout) if name == LANGUAGE else ()
-        grids[name] = grid
+        grids[name] = grid = _build_grid(module, own)
         if grid.is_current_rank_in_grid():
+            # Only a language model shares weights between stages: Megatron-Core looks for them where there is a group.
             # For an encoder it is a group of this rank alone, like cp: for None, Megatron-Core 0.19.2 uses the group
             # in its global state (finalize_model_grads.py:190), which on shared ranks is the language model's.
-            collections[name] = _collect(grid, *(embedding_groups or 2 * (grid.get_pg("cp"),)))
+            embedding = _embedding_groups(grid, own) if name == LANGUAGE else 2 * (grid.get_pg("cp"),)
+            collections[name] = _collect(grid, *embedding)
+    bridges = dict(_bridges(layout, own))
     _bridge_parallel_state(collections.get(LANGUAGE) or next(iter(collections.values())))
-    return RunGroups(grids, collections)
+    return RunGroups(grids, collections, bridges, tuple(own.made))
 
 
-_BASE_GROUPS = (["tp"], ["cp"], ["dp"], ["pp"], ["tp", "pp"], ["tp", "cp"], ["dp", "cp"], ["tp", "dp", "cp"])
-_EXPERT_GROUPS = (["expt_tp"], ["ep"], ["expt_dp"], ["expt_tp", "ep"], ["expt_tp", "ep", "pp"])
+_BASE_GROUPS = (
+    (["tp"], LAYERS),
+    (["cp"], LAYERS),
+    (["tp", "cp"], LAYERS),
+    (["tp", "pp"], LAYERS),
+    (["dp"], GRADIENTS),
+    (["dp", "cp"], GRADIENTS),
+    (["tp", "dp", "cp"], GRADIENTS),
+    (["tp", "cp", "dp", "pp"], GRADIENTS),
+    (["pp"], STAGES),
+)
+_EXPERT_GROUPS = (
+    (["expt_tp"], LAYERS),
+    (["ep"], LAYERS),
+    (["expt_tp", "ep"], LAYERS),
+    (["expt_tp", "ep", "pp"], LAYERS),
+    (["expt_dp"], GRADIENTS),
+)
 
 
-def _build_grid(module: ModuleLayout, timeout: timedelta) -> HyperCommGrid:
-    grid = HyperCommGrid(
-        [module.tp, module.cp, module.dp, module.pp], ["tp", "cp", "dp", "pp"], rank_offset=module.first_rank
-    )
+def _build_grid(module: ModuleLayout, own: OwnGroups) -> OwnGrid:
+    sizes = [module.tp, module.cp, module.dp, module.pp]
+    grid = OwnGrid(sizes, ["tp", "cp", "dp", "pp"], module.first_rank, module.name, own)
     grid.register_view(
         EXPERT_VIEW,
         [module.etp, module.ep, module.expert_dp, module.pp],
         ["expt_tp", "ep", "expt_dp", "pp"],
         shared_dims=["pp"],
     )
-    for axes in (*_BASE_GROUPS, ["tp", "cp", "dp", "pp"]):
-        grid.create_pg(axes, timeout=timeout, group_desc=_description(module, axes))
-    for axes in _EXPERT_GROUPS:
-        grid.create_pg(axes, view=EXPERT_VIEW, timeout=timeout, group_desc=_description(module, axes))
+    for axes, purpose in _BASE_GROUPS:
+        grid.create_pg(axes, purpose=purpose)
+    for axes, purpose in _EXPERT_GROUPS:
+        grid.create_pg(axes, view=EXPERT_VIEW, purpose=purpose)
     return grid
 
 
-def _description(module: ModuleLayout, axes: list[str]) -> str:
-    """For the flight recorder's reports: `language tp-cp`."""
-    return f"{module.name} {'-'.join(axes)}"
-
-
-def _build_embedding_groups(
-    grid: HyperCommGrid, timeout: timedelta
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def _embedding_groups(grid: HyperCommGrid, own: OwnGroups) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Groups of the first and last stage (shared embedding weights) and of the first stage (position embeddings)."""
-    own_embedding = own_position = None
-    for stages in grid.get_rank_enum("pp"):
-        embedding_ranks = sorted({stages[0], stages[-1]})
-        embedding = dist.new_group(embedding_ranks, timeout=timeout, group_desc="embedding weights")
-        position = dist.new_group(stages[:1], timeout=timeout, group_desc="position embeddings")
-        if dist.get_rank() in embedding_ranks:
-            own_embedding = embedding
-        if dist.get_rank() == stages[0]:
-            own_position = position
-    return own_embedding, own_position
+    rank = dist.get_rank()
+    stages = next(stages for stages in grid.get_rank_enum("pp") if rank in stages)
+    ends = sorted({stages[0], stages[-1]})
+    embedding = own.of(ends, LANGUAGE, EMBEDDING, "embedding weights") if rank in ends else None
+    position = own.of(stages[:1], LANGUAGE, EMBEDDING, "position embeddings") if rank == stages[0] else None
+    return embedding, position
+
+
+def _bridges(layout: RunLayout, own: OwnGroups) -> Iterator[tuple[Edge, dist.ProcessGroup]]:
+    """Groups of the ranks that give or take the features of an edge: the giver's last stage, the taker's first one."""
+    for edge in layout.edges:
+        giver, taker = layout.modules[edge.giver], layout.modules[edge.taker]
+        ranks = sorted({*giver.stage_ranks(giver.pp - 1), *taker.stage_ranks(0)})
+        if dist.get_rank() in ranks:
+            name = f"{edge.giver}->{edge.taker}"
+            yield edge, own.of(ranks, name, BRIDGE, name)
 
 
 def _collect(

@@ -36,11 +36,13 @@ class Start:
     host: str = field(default_factory=socket.gethostname)
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     """Random; that of rank 0 stands in the lock of `run.dir`."""
+    device: str = ""
+    """What tells its CUDA device from all others."""
 
     @classmethod
-    def of(cls, cfg: ConfigContainer) -> "Start":
+    def of(cls, cfg: ConfigContainer, device: str = "") -> "Start":
         """That of this process."""
-        return cls(hashlib.sha256(json.dumps(_said_to_all(cfg), sort_keys=True).encode()).hexdigest())
+        return cls(hashlib.sha256(json.dumps(_said_to_all(cfg), sort_keys=True).encode()).hexdigest(), device=device)
 
 
 def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
@@ -70,6 +72,21 @@ def require_one_config(cfg: ConfigContainer, starts: Sequence[Start]) -> None:
             if len(keys) > LISTED:
                 faults.append(Fault("", f"{len(keys) - LISTED} more keys differ"))
             raise ConfigError(faults)
+
+
+def require_own_devices(starts: Sequence[Start]) -> None:
+    """
+    Raises:
+        UserError: two ranks have the same CUDA device, which NCCL would refuse in its first message. The same on all.
+    """
+    first: dict[str, int] = {}
+    for rank, start in enumerate(starts):
+        if start.device and first.setdefault(start.device, rank) != rank:
+            raise UserError(
+                f"run.device: ranks {first[start.device]} and {rank} on {start.host} have the same CUDA device "
+                f"({start.device}): let CUDA_VISIBLE_DEVICES name another one for each process, or all of them for "
+                "all, or use a layout of fewer ranks or run.device=cpu"
+            )
 
 
 def require_one_folder(file: Path, starts: Sequence[Start], patience: float = LONGEST_SIGHT) -> None:

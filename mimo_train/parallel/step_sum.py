@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from mimo_train.parallel import device
+
 Source = Callable[[], torch.Tensor | Sequence[float] | None]
 """Returns this rank's part of a section: a tensor, or numbers on the host, padded with zeros at the end; None is all
 zeros."""
@@ -62,7 +64,7 @@ class StepSum:
     def _on_device(self, run: torch.Tensor | list[float]) -> torch.Tensor:
         if isinstance(run, torch.Tensor):
             return run
-        return torch.tensor(run, dtype=torch.float64).to(self._device)
+        return device.tensor(run, torch.float64, self._device)
 
     def sum_of(self, name: str) -> torch.Tensor:
         """`total` of a section that is open, after a `reduce`."""

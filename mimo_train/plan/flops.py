@@ -60,14 +60,14 @@ class Product:
     Megatron-Core do and torch's own do not."""
 
 
-def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Product]:
+def language_products(llm: LlmSpec, sequence_length: int, vocab: int, logits: int | None = None) -> list[Product]:
     """The products of one row of `sequence_length` tokens, padding included since it is computed.
 
     Forward, with h hidden size, q and k widths of all query and key heads, f feed-forward width, u the width of the
     first feed-forward product (2f with a gate), S sequence length, P pairs of tokens that attend, L layers, V rows of
-    the output layer:
+    the output layer, N positions with logits:
 
-        L * (2S * (h*(q + 2k) + q*h + h*u + f*h) + 4q * P) + 2S * h * V
+        L * (2S * (h*(q + 2k) + q*h + h*u + f*h) + 4q * P) + 2N * h * V
 
     The attention term is q.k and weights.v, 2q each for a position attended to; under the causal mask P is
     S(S + 1) / 2, and with a window of w < S tokens w(w + 1) / 2 + (S - w) w. Form: Chowdhery et al. 2022 (PaLM,
@@ -77,7 +77,9 @@ def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Pr
 
     Args:
         vocab: rows of the embedding, padding included.
+        logits: N; None: all positions.
     """
+    logits = sequence_length if logits is None else logits
     tokens, hidden, products = sequence_length, llm.hidden_size, []
     query, key = llm.query_width, llm.head_width * llm.key_heads
     products.append(Product("embedding.word_embeddings.weight"))
@@ -90,7 +92,7 @@ def language_products(llm: LlmSpec, sequence_length: int, vocab: int) -> list[Pr
         experts = llm.has_experts(index)
         products += _experts(layer, tokens, llm) if experts else _feed_forward(f"{layer}.mlp", tokens, llm)
     output = "embedding.word_embeddings.weight" if llm.tie_embeddings else "output_layer.weight"
-    products.append(Product(output, 2 * tokens * hidden * vocab))
+    products.append(Product(output, 2 * logits * hidden * vocab))
     return products
 
 
@@ -222,14 +224,15 @@ class StepFlops:
             name: [encoder_products(name, module.encoder, module.projector, width, one) for one in one_of_each]
             for name, module in cfg.encoders.items()
         }
-        self._row_products = cache(partial(language_products, cfg.llm, vocab=vocab))
+        self._of_text = partial(language_products, cfg.llm, vocab=vocab)
+        self._row_logits = None if cfg.train.logits == "all" else 0
         self._row = cache(self._of_row)
         self._unit: dict[_Frozen, tuple[set[str], dict[str, list[Flops]]]] = {}
 
     def __call__(
         self, *, texts: Mapping[int, int], counts: Numbers, loads: Numbers, pairs: Numbers, step: int
     ) -> dict[str, Flops]:
-        """FLOPs of each module.
+        """FLOPs of each module, but for `of_logit`.
 
         Args:
             texts: what of the text attends within itself, by its positions (`StepPlan.texts_of_length`): rows, or the
@@ -267,6 +270,13 @@ class StepFlops:
             (self._row(length, frozen, LANGUAGE in reached) * number for length, number in texts.items()), Flops()
         )
 
+    def of_logit(self, step: int) -> Flops:
+        """FLOPs of the logits of one position, with `train.logits=learned`: `of_texts` has none then, since the plan of
+        a step does not know where losses are."""
+        frozen = self._frozen(step)
+        reached, _ = self._units(frozen)
+        return self._count(LANGUAGE, self._of_text(0, logits=1), dict(frozen)[LANGUAGE], LANGUAGE in reached)
+
     def _frozen(self, step: int) -> _Frozen:
         return tuple(
             (
@@ -295,7 +305,7 @@ class StepFlops:
 
     def _of_row(self, length: int, frozen: _Frozen, reached: bool) -> Flops:
         """FLOPs of the language model over one row of `length` positions."""
-        return self._count(LANGUAGE, self._row_products(length), dict(frozen)[LANGUAGE], reached)
+        return self._count(LANGUAGE, self._of_text(length, logits=self._row_logits), dict(frozen)[LANGUAGE], reached)
 
     def _count(self, name: str, products: Sequence[Product], frozen: tuple[str, ...], reached: bool) -> Flops:
         return count(products, frozen, upstream=reached, recompute=self._recompute[name], adapted=self._adapted[name])

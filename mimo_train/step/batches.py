@@ -12,12 +12,16 @@ from data.pipeline import Batching, Dataset, Packing, Padding, Reader, StepBatch
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER
+from mimo_train.parallel.context import own_places
 from mimo_train.parallel.device import to_device
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run
 from mimo_train.step.schedule import Pipeline
+
+WANTED = "wanted"
+"""[B, S], not 0 where logits are wanted."""
 
 
 def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
@@ -67,11 +71,25 @@ class StepIterator:
     A rank that cannot read a sample flags it to all ranks, so that its loss counts nowhere. The flags of the next step
     are part of the all-reduce at the end of this one and cost no extra message. So are the positions of each sample
     that count, for the weight of the routers' losses.
+
+    Attributes:
+        weighs: whether ranks exchange the positions of each sample that count.
+        is_fresh: whether no microbatch of the current step was taken yet.
     """
 
-    def __init__(self, loader: StepLoader, pipeline: Pipeline, step_sum: StepSum | None = None):
+    def __init__(
+        self,
+        loader: StepLoader,
+        pipeline: Pipeline,
+        step_sum: StepSum | None = None,
+        *,
+        learned_logits: bool = False,
+    ):
         """
         Args:
+            learned_logits: whether microbatches say at the language model's last stage which positions have a loss, in
+                `learned`: places in this rank's part of the text, int64 [places]. A mask of a microbatch by the name
+                WANTED takes the place of the one of its losses.
             step_sum: has the sections `bad samples` of `own_bad_samples` and, where `weighs`, `learned` of
                 `own_learned`; None for an evaluation, whose flags are exchanged at every step.
         """
@@ -82,11 +100,11 @@ class StepIterator:
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
         self.weighs = pipeline.router_losses.active and step_sum is not None
-        """Whether ranks exchange the positions of each sample that count."""
         self._sums_seen = step_sum.count if step_sum else 0
         self._waiting: deque[int] = deque()
         self.is_fresh = False
-        """Whether no microbatch of the current step was taken yet."""
+        self._finds_learned = learned_logits and pipeline.is_last_stage
+        self._logits = 0
 
     def advance(self) -> StepBatch | None:
         """Make the next step the current one; None at the end. Collective over all ranks at the start, after a step of
@@ -154,7 +172,7 @@ class StepIterator:
             index = self._waiting.popleft()
             self.is_fresh = False
             RECORDER.at(self._modules, FORWARD, index)
-            batch = to_device(self.current.microbatches[index], self._pipeline.device)
+            batch = to_device(self._with_learned(self.current.microbatches[index]), self._pipeline.device)
             if "loss_mask" in batch:
                 # Only samples that no rank flagged as bad have a loss.
                 batch["loss_mask"] = batch["loss_mask"] * self._good_of(index, batch)
@@ -179,14 +197,31 @@ class StepIterator:
         """Positions of each sample of the next step that count, for the step's sum."""
         return self._learned_of(self._upcoming)
 
+    def own_logits(self) -> list[int]:
+        """Positions that got logits since the last call, over the microbatches that were taken; on one rank of those
+        that compute the same. For the step's sum."""
+        logits, self._logits = self._logits, 0
+        return [logits]
+
     def close(self) -> None:
         """End the reading threads."""
         self._loader.close()
 
+    def _with_learned(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        if not self._finds_learned:
+            return microbatch
+        language = self._pipeline.groups.collections[LANGUAGE]
+        mask = microbatch.get(WANTED, microbatch["loss_mask"])
+        learned = own_places(mask, language.cp.rank(), language.cp.size())
+        # No layer takes an empty batch; the loss of a position that does not count is multiplied by 0.
+        learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
+        self._logits += len(learned) if language.tp.rank() == 0 else 0
+        return microbatch | {"learned": learned}
+
     def _all_flags_of(self, step: StepBatch) -> torch.Tensor:
         flags = torch.zeros(self._pipeline.batch.global_batch_size, dtype=torch.int64)
         flags[: step.size] = torch.from_numpy(step.bad)
-        return flags.to(self._pipeline.device)
+        return to_device(flags, self._pipeline.device)
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
         """[global_batch_size]: positions that count, of the samples whose text no other rank adds."""
@@ -201,7 +236,7 @@ class StepIterator:
                     counts[places] = torch.tensor([each.sum() for each in counted[: len(places)]], dtype=counts.dtype)
                 else:
                     counts[places] = microbatch["loss_mask"].double().sum(dim=1)
-        return counts.to(pipeline.device)
+        return to_device(counts, pipeline.device)
 
     def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
         """1 where the loss of a microbatch counts, 0 in samples that some rank found bad: [B, 1], or [1, T] of a packed
@@ -212,8 +247,8 @@ class StepIterator:
         lengths = _lengths(batch["documents"])
         # Padding behind the samples is a document without a sample; its loss is none already.
         places = torch.nn.functional.pad(numbers - self.current.first_sample, (0, len(lengths) - len(numbers)))
-        of_positions = places.repeat_interleave(torch.tensor(lengths))
-        return self._good[of_positions.to(self._pipeline.device, non_blocking=True)].T
+        of_positions = places.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
+        return self._good[to_device(of_positions, self._pipeline.device)].T
 
 
 def _lengths(ends: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from megatron.core.utils import unwrap_model
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema_mix import source_names
 from mimo_train.model.documents import documents_of
+from mimo_train.model.llm.gpt import choose_logits
 from mimo_train.parallel.context import own_part
 from mimo_train.step.losses import masked_token_loss
 from mimo_train.step.state import GlobalState
@@ -41,6 +42,11 @@ def forward_step(
     inputs = own_part(texts, cp_group)
     loss_mask, sources = inputs.pop("loss_mask"), inputs.pop("sources", None)
     inputs |= {"attention_mask": None, "packed_seq_params": documents_of(batch, cp_group.size())}
-    output = unwrap_model(model).build_schedule_plan(**inputs) if return_schedule_plan else model(**inputs)
+    if return_schedule_plan:
+        output = unwrap_model(model).build_schedule_plan(**inputs)
+    else:
+        if "learned" in batch:
+            choose_logits(model, batch["learned"])
+        output = model(**inputs)
     names = source_names(state.cfg.data.mix)
     return output, partial(masked_token_loss, loss_mask, sources_BS=sources, names=names)

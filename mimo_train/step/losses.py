@@ -186,7 +186,7 @@ class StepLosses:
             if self._needs_tokens:
                 raise UserError(_NO_TOKENS)
             # A mean counts as one token: the sum over microbatches and ranks is divided by their number.
-            one = torch.tensor(self._counts_mean, dtype=torch.int, device=result[0].device)
+            one = torch.full((), self._counts_mean, dtype=torch.int, device=result[0].device)
             return result[0], one, {name: _pair(value, self._counts_mean) for name, value in result[-1].items()}
         raise TypeError(
             f"the loss function returned {_shape_of(result)}: it must return one of {'; '.join(ACCEPTED_RETURNS)}"

@@ -10,13 +10,14 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema_mix import source_names
+from mimo_train.model.llm.gpt import choose_logits
 from mimo_train.parallel.context import own_part
 from mimo_train.step.losses import masked_token_loss
 from mimo_train.step.state import GlobalState
 
 MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask", "modality_inputs", "documents")
 """Keys of a microbatch that the model takes."""
-SOURCES = "sources"
+SOURCES, LEARNED = "sources", "learned"
 
 
 def loss_func(
@@ -44,11 +45,11 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] 
     Returns:
         On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence], and of a packed row the ends of
         its `documents`; on encoder ranks:
-        modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank. In a mixture, on
-        language ranks, also sources [batch, sequence], which the model does not take.
+        modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank. On language ranks also
+        what the model does not take: in a mixture sources [batch, sequence], at the last stage learned [places].
     """
     batch = next(data_iterator, None) if data_iterator is not None else None
-    return None if batch is None else {key: batch[key] for key in (*MODEL_INPUTS, SOURCES) if key in batch}
+    return None if batch is None else {key: batch[key] for key in (*MODEL_INPUTS, SOURCES, LEARNED) if key in batch}
 
 
 def forward_step(
@@ -67,8 +68,10 @@ def forward_step(
         raise UserError("the data ended before train.iters: data_iterator returned no microbatch")
     batch.setdefault("input_ids", None)
     sources = batch.pop(SOURCES, None)
-    output, loss_mask = model(**batch)
     mimo_model = unwrap_model(model)
+    if (learned := batch.pop(LEARNED, None)) is not None:
+        choose_logits(mimo_model.language_model, learned)
+    output, loss_mask = model(**batch)
     if not (mimo_model.role.has_language_module and mimo_model.role.is_last_stage("language")):
         return output, None
     if isinstance(output, dict):

@@ -179,6 +179,7 @@ class Pipeline:
                 features_width(self._run, edge.giver, widths[edge.taker]),
                 config.pipeline_dtype,
                 self.device,
+                self.groups.bridges[edge],
                 self.stopwatch,
             )
             for edge in self.layout.shared_edges
@@ -187,12 +188,11 @@ class Pipeline:
 
     def _communicator_of(self, model: MimoModel, config: TransformerConfig) -> MultiModulePipelineCommunicator:
         """The communicator for features and activations between the steps of the schedule."""
-        grids = self.groups.grids
         if self._megatron_sizes:
-            return MegatronCommunicator(self.layout, grids, config, self.stopwatch)
+            return MegatronCommunicator(self.layout, self.groups.grids, config, self.stopwatch)
         return ModuleCommunicator(
             self._run,
-            grids,
+            self.groups,
             config,
             self._hidden_sizes(model, config),
             self.shapes,

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 
 from data.pipeline import StepPlan
+from mimo_train.config.fault import UserError
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.metrics.memory_stats import report_memory
 from mimo_train.metrics.stopwatch import INTERVALS, Stopwatch
+from mimo_train.parallel import device as devices
 from mimo_train.plan.flops import Flops
 from mimo_train.step.state import GlobalState
 from mimo_train.training.bad_sample_count import BadSampleCount
@@ -28,6 +31,9 @@ take the mean of. Losses that are no token's, as those of routers, have values i
 SUM, TOKENS = "sum of ", "tokens of "
 """What the names of the sums of sources begin with: their losses of an interval are divided once."""
 
+OTHER_NUMBERS = frozenset({ADVANCED, SKIPPED, NAN, "step", "consumed_samples"})
+"""Names that no loss can have: the counters, and what every line of `metrics.jsonl` has."""
+
 
 def add_step(
     totals: dict[str, Any],
@@ -44,7 +50,16 @@ def add_step(
         skipped_iter: 1 if the update was skipped.
         empty: 1 if no token of the step has a loss, 0-d.
         of_sources: [sum, number of tokens] of the losses of sources, by name.
+
+    Raises:
+        UserError: a loss function gave a loss the name of another number of the log.
     """
+    for name in losses:
+        if name in OTHER_NUMBERS or name.startswith((EMPTY, SUM, TOKENS)):
+            raise UserError(
+                f"the loss function returns a loss named {name!r}, under which the log keeps another number: give it"
+                " another name"
+            )
     totals[ADVANCED] = totals.get(ADVANCED, 0) + 1 - skipped_iter
     totals[SKIPPED] = totals.get(SKIPPED, 0) + skipped_iter
     totals.setdefault(NAN, 0)
@@ -130,6 +145,9 @@ class IntervalNumbers:
         return sum(flops.model for flops in self.flops.values())
 
 
+_NO_FLOPS = Flops()
+
+
 class Interval:
     """Accumulates local numbers during the interval; `collect` combines them over ranks and starts the next interval.
 
@@ -148,18 +166,30 @@ class Interval:
     ):
         self._state, self._stopwatch, self._device = state, stopwatch, device
         self._bad_samples, self._empty_steps = bad_samples, empty_steps
+        self._of_logits: torch.Tensor
         self._memory_names = list(report_memory(None)) if state.cfg.log.memory else []
         self.step_samples: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
         self.step_tokens: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
         self._reset()
 
-    def note_step(self, flops: dict[str, Flops], plan: StepPlan, seconds: float) -> None:
+    def note_step(
+        self,
+        flops: dict[str, Flops],
+        plan: StepPlan,
+        seconds: float,
+        logits: torch.Tensor | None = None,
+        of_logit: Flops = _NO_FLOPS,
+    ) -> None:
         """Count a step.
 
         Args:
-            flops: of each module.
+            flops: of each module, but for those of the logits that are counted in the step.
             seconds: wall time on this rank.
+            logits: positions that got logits, over all ranks, [1] on the device; of_logit: FLOPs of each.
         """
+        if logits is not None:
+            each = devices.tensor([of_logit.model, of_logit.hardware], torch.float64, self._device)
+            self._of_logits += logits * each
         self.steps += 1
         self._samples += plan.size
         self._tokens += plan.tokens
@@ -175,7 +205,8 @@ class Interval:
         """Steps so far and what was counted in them, as plain values."""
         flops = {name: [count.model, count.hardware] for name, count in self._flops.items()}
         sums = {"samples": self._samples, "tokens": self._tokens, "positions": self._positions}
-        return {"steps": self.steps, **sums, "seconds": self._seconds, "flops": flops}
+        of_logits = self._of_logits.tolist()
+        return {"steps": self.steps, **sums, "seconds": self._seconds, "flops": flops, "of_logits": of_logits}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
@@ -183,6 +214,7 @@ class Interval:
         of_whole_rows = self._samples * self._state.cfg.data.sequence_length  # before tokens were counted
         self._tokens, self._positions = (state.get(name, of_whole_rows) for name in ("tokens", "positions"))
         self._flops |= {name: Flops(*count) for name, count in state["flops"].items() if name in self._flops}
+        self._of_logits = torch.tensor(state.get("of_logits", [0.0, 0.0]), dtype=torch.float64).to(self._device)
 
     def collect(self, losses: dict[str, torch.Tensor]) -> IntervalNumbers:
         """The numbers of all ranks. Collective: one sum over the world and one copy to the host.
@@ -196,13 +228,15 @@ class Interval:
         world, columns, names = self._state.layout.world_size, len(own), sorted(losses)
         rank = dist.get_rank()
         before, after = [0.0] * (rank * columns), [0.0] * ((world - 1 - rank) * columns)
-        rows = torch.tensor(before + own + after, dtype=torch.float64).to(self._device)
+        rows = devices.tensor(before + own + after, torch.float64, self._device)
         if world > 1:
             dist.all_reduce(rows)
         means = torch.stack([self._bad_samples.new, self._empty_steps.new, *(losses[name].double() for name in names)])
-        host = torch.cat([rows, means]).tolist()
+        host = torch.cat([rows, self._of_logits, means]).tolist()
         table = [host[rank * columns : (rank + 1) * columns] for rank in range(world)]
-        bad, empty, *values = host[world * columns :]
+        model, hardware, bad, empty, *values = host[world * columns :]
+        self._flops[LANGUAGE] += Flops(model, hardware)
+        self._state.train_state.floating_point_operations_so_far += model
         times = len(INTERVALS)
         numbers = IntervalNumbers(
             steps=self.steps,
@@ -224,3 +258,4 @@ class Interval:
         self.steps, self._samples, self._seconds = 0, 0, 0.0
         self._tokens = self._positions = 0
         self._flops: dict[str, Flops] = dict.fromkeys(self._state.layout.modules, Flops())
+        self._of_logits = torch.zeros(2, dtype=torch.float64, device=self._device)

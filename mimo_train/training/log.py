@@ -70,6 +70,7 @@ class StepLog:
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, parts = session.state, session.parts
         self._pipeline, self._optimizer, self._schedulers = parts.pipeline, session.optimizer, session.schedulers
+        self._step_sum = parts.step_sum
         self._bad_samples, self._empty_steps, self._callbacks = session.bad_samples, session.empty_steps, callbacks
         self._step_flops = StepFlops(self._state.cfg, embedding_rows(self._state.cfg.llm, parts.tokenizer.vocab_size))
         self._interval = Interval(
@@ -155,7 +156,8 @@ class StepLog:
             pairs=batch.pairs,
             step=step,
         )
-        self._interval.note_step(flops, batch.plan, seconds)
+        logits = self._step_sum.total("logits")
+        self._interval.note_step(flops, batch.plan, seconds, logits, self._step_flops.of_logit(step))
         if is_logging_step(self._state.cfg, step, self._state.last_step):
             self._imbalance = imbalance(
                 batch,

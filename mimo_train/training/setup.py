@@ -28,6 +28,7 @@ from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.evaluation.held_out import HeldOut, open_held_out
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.launch.object_lock import ObjectLock, require_seen
+from mimo_train.launch.output import show
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
 from mimo_train.metrics.stopwatch import Stopwatch
@@ -44,7 +45,13 @@ from mimo_train.parallel import device as devices
 from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
-from mimo_train.parallel.one_run import LONGEST_SIGHT, Start, require_one_config, require_one_folder
+from mimo_train.parallel.one_run import (
+    LONGEST_SIGHT,
+    Start,
+    require_one_config,
+    require_one_folder,
+    require_own_devices,
+)
 from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
@@ -139,7 +146,7 @@ def setup(
     kind, device = start_processes(run.cfg, store)
     locks, saves = ExitStack(), run.checkpoints
     RECORDER.to("lock")
-    start, longest = Start.of(run.cfg), 30 * run.cfg.run.timeout_minutes
+    start, longest = Start.of(run.cfg, devices.identity(device)), 30 * run.cfg.run.timeout_minutes
     try:
         try:
             with agreed(start) as starts:
@@ -153,6 +160,7 @@ def setup(
             RECORDER.discard()  # the folder is another run's
             raise
         require_one_config(run.cfg, starts)
+        require_own_devices(starts)
         require_one_folder(run.dir / LOCK_FILE, starts, min(LONGEST_SIGHT, longest))
         if isinstance(saves, Url):
             with agreed():
@@ -223,7 +231,7 @@ def _build(
         size_at=run.batch.size_at,
         padding=padding,
     )
-    data = StepIterator(loader, pipeline, step_sum)
+    data = StepIterator(loader, pipeline, step_sum, learned_logits=cfg.train.logits == "learned")
     _open_sections(run, step_sum, pipeline, losses, votes, train_state, data, checkpointer)
     # The votes first, as `exit.agreed_votes` reads them, and the save last, as `Checkpointer.hear` does.
     optimizer.passengers = lambda: torch.cat([step_sum.sum_of("votes"), step_sum.sum_of("save in flight")])
@@ -275,6 +283,8 @@ def _open_sections(
         step_sum.open(pipeline.router_losses.SECTION, pipeline.router_losses.numbers, pipeline.router_losses.own)
     if data.weighs:
         step_sum.open("learned", samples, data.own_learned)
+    if run.cfg.train.logits == "learned":
+        step_sum.open("logits", 1, data.own_logits)
 
 
 def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
@@ -283,8 +293,9 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
     Returns:
         The kind of device, and the device.
     """
-    kind = devices.resolve(cfg.run.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    device = devices.install(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    chosen = devices.choose(cfg.run.device, *(int(os.environ.get(*each)) for each in _OF_THIS_MACHINE))
+    kind, device = chosen.kind, devices.install(chosen.kind, chosen.index)
+    _remark(cfg, chosen)
     record_messages()
     if kind == "cuda":
         RECORDER.queued()
@@ -295,8 +306,20 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
             # There is nobody to meet: an address that something else has left in the environment is not waited for.
             store = dist.HashStore()
         RECORDER.to("join")
-        devices.init_process_group(kind, cfg.run.timeout_minutes, device, store)
+        devices.init_process_group(kind, cfg.run.timeout_minutes, store)
     return kind, device
+
+
+_OF_THIS_MACHINE = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def _remark(cfg: ConfigContainer, chosen: devices.Choice) -> None:
+    """Say on the first rank what there is to say about the device."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    overlaps = any(module.layout.tp * module.layout.cp > 1 for module in cfg.modules.values())
+    for remark in devices.remarks(overlaps) if chosen.kind == "cuda" else filter(None, [chosen.remark]):
+        show(remark)
 
 
 def build_parts(

@@ -83,6 +83,8 @@ def alone(language: str, *changes: str) -> Row:
 WHOLE_STATES = "optim.distributed_optimizer=false"
 WHOLE_ROWS = "data.pad=sequence"
 """Every row as long as any may be, samples in their order: what rows of similar lengths have to give the numbers of."""
+ALL_LOGITS = "train.logits=all"
+"""Logits also where no loss is: what those of the learned positions alone have to give the numbers of."""
 PACKED = ("data.pack=true", "data.pack_length=300")
 """Rows of two or three samples: what rows of one sample have to give the numbers of."""
 ONE = "one"
@@ -90,7 +92,7 @@ ONE = "one"
 
 VLM = (
     apart(ONE, ONE),
-    same("dp2", "dp2", WHOLE_ROWS),
+    same("dp2", "dp2", WHOLE_ROWS, ALL_LOGITS),
     apart(ONE, ONE, "placement.bridge=megatron"),
     Row({"images": ONE, "language": "tp2"}, "{images: 2, language: 0}"),
     Row({"images": "dp2", "language": "pp2"}, "{images: 2, language: 0}"),
@@ -105,7 +107,7 @@ VLM = (
     apart("tp2 dp2", "tp2 dp2"),
     apart(ONE, "tp2"),
     apart(ONE, "tp2 sp"),
-    apart("dp2", "tp2 sp pp2", "train.recompute=full", *PACKED),
+    apart("dp2", "tp2 sp pp2", "train.recompute=full", ALL_LOGITS, *PACKED),
     same("dp2", "tp2"),
     same("tp2", "dp2", *PACKED),
     same("tp2", "tp2 sp pp2"),
@@ -192,7 +194,7 @@ BF16 = (
 )
 
 GPT = (
-    alone(ONE, WHOLE_ROWS),
+    alone(ONE, WHOLE_ROWS, ALL_LOGITS),
     alone(ONE, *PACKED),
     alone("tp2"),
     alone("tp2 sp"),

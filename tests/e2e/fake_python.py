@@ -24,7 +24,8 @@ case "$*" in
   "-P -W ignore -c import torch"*) ;;
   "-P -m mimo_train.cli world "*) [ -n "$FAKE_WORLD" ] && echo "$FAKE_WORLD" ;;
   "-P -m benchmarks.gpu_check"*) echo "PYTHONPATH=$PYTHONPATH" "$@" ;;
-  "-P -m mimo_train.launch.torchrun "*) echo "OMP=$OMP_NUM_THREADS" "$@" ;;
+  "-P -m mimo_train.launch.torchrun "*) echo "OMP=$OMP_NUM_THREADS" "$@" \
+    ${CUDA_DEVICE_MAX_CONNECTIONS:+"CONNECTIONS=$CUDA_DEVICE_MAX_CONNECTIONS ALLOC=$PYTORCH_ALLOC_CONF"} ;;
   *) exec REAL_PYTHON "$@" ;;
 esac
 """

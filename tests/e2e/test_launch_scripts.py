@@ -83,6 +83,15 @@ def test_a_gpu_run_chooses_its_threads_itself(checkout):
     assert started(checkout, "scripts/train_vlm.sh run.device=cpu", OMP_NUM_THREADS="3").startswith("OMP=3 ")
 
 
+def test_a_gpu_run_gets_what_cuda_needs_and_keeps_what_is_set(checkout):
+    line = started(checkout, "scripts/train_vlm.sh run.device=cuda")
+    assert line.endswith("CONNECTIONS=1 ALLOC=expandable_segments:True")
+    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
+    line = started(checkout, "scripts/train_vlm.sh run.device=cuda", **given)
+    assert line.endswith("CONNECTIONS=8 ALLOC=max_split_size_mb:128")
+    assert "CONNECTIONS" not in started(checkout, "scripts/train_vlm.sh run.device=cpu")
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [

@@ -1,16 +1,21 @@
 """The language model: Megatron-Core's GPT with what families have beside its layers.
 
-Shape suffixes: B batch, S sequence, V vocabulary part of this tensor-parallel rank (the whole one where it is
-gathered), L layers that get features of their own (DeepStack).
+Shape suffixes: B batch, S sequence, H hidden, N positions with logits, V vocabulary part of this tensor-parallel rank
+(the whole one where it is gathered), L layers that get features of their own (DeepStack).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 
 from mimo_train.config.fault import UserError
 from mimo_train.config.llm_spec import LlmSpec
@@ -38,6 +43,8 @@ class SeededGPTModel(GPTModel):
         super().__init__(config, **kwargs)
         self.deepstack_LSBH: torch.Tensor | None = None
         """What the first layers add behind them; for the next pass alone."""
+        self.learned_N: torch.Tensor | None = None
+        """Positions that get logits, see `choose_logits`; for the next pass alone."""
         llm: LlmSpec = config.llm
         self._tokens = tokens or self.vocab_size
         if self.position_embedding_type == "rope":
@@ -122,6 +129,11 @@ class SeededGPTModel(GPTModel):
         return super().compute_language_model_loss(labels, logits)
 
     def _postprocess(self, *arguments: Any, labels: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        learned, self.learned_N = self.learned_N, None
+        # Another head has outputs of another kind.
+        has_logits = self.post_process and isinstance(self.output_layer, ColumnParallelLinear)
+        if learned is not None and has_logits:
+            options["output_processor"] = partial(_of_some, learned, self.pg_collection.tp)
         output = super()._postprocess(*arguments, labels=labels, **options)
         if labels is None and self.post_process and (padding_V := self._padding(output)) is not None:
             output[..., padding_V] = torch.finfo(output.dtype).min
@@ -135,6 +147,62 @@ class SeededGPTModel(GPTModel):
         begin = 0 if columns == self.vocab_size else self.pg_collection.tp.rank() * columns
         first = max(self._tokens - begin, 0)
         return slice(first, columns) if first < columns else None
+
+
+def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:
+    """Logits of some positions alone in a language model's next pass: other losses are 0, and without labels it returns
+    [1, N, V] instead of [B, S, V].
+
+    Args:
+        model: its last stage; without effect on one that is no `SeededGPTModel`.
+        learned_N: at least one place in [B * S] of this rank's part of the text, ascending, each once.
+    """
+    language = unwrap_model(model)
+    if isinstance(language, SeededGPTModel):
+        language.learned_N = learned_N
+
+
+def _of_some(
+    learned_N: torch.Tensor,
+    tp_group: torch.distributed.ProcessGroup,
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: ColumnParallelLinear,
+    output_weight: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    runtime_gather_output: bool | None,
+    compute_language_model_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    scale_logits: Callable[[torch.Tensor], torch.Tensor],
+    **_others: Any,
+) -> torch.Tensor:
+    """Megatron-Core's `output_processor`: losses [B, S] of `labels` [B, S], or logits [1, N, V] without them, from
+    `hidden_states` [S, B, H], of which tensor-parallel ranks have parts under sequence parallelism."""
+    gathers = output_layer.sequence_parallel
+    if gathers:
+        # Not in the layer: how many of the positions are in a rank's part is another number on each.
+        hidden_states = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=tp_group
+        )
+    length, batch = hidden_states.shape[:2]
+    rows_NH = hidden_states.flatten(0, 1).index_select(0, learned_N % length * batch + learned_N // length)
+    output_layer.sequence_parallel = False
+    try:
+        logits_NBV, _ = output_layer(
+            rows_NH.unsqueeze(1), weight=output_weight, runtime_gather_output=runtime_gather_output
+        )
+    finally:
+        output_layer.sequence_parallel = gathers
+    logits_NBV = scale_logits(logits_NBV)
+    if labels is None:
+        return logits_NBV.transpose(0, 1)
+    labels_BN = labels.reshape(-1).index_select(0, learned_N).unsqueeze(0)
+    losses_N = compute_language_model_loss(labels_BN, logits_NBV).squeeze(0)
+    return spread(losses_N, learned_N, (batch, length))
+
+
+def spread(values_N: torch.Tensor, places_N: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """[B, S] with values in some places of [B * S], 0 elsewhere."""
+    return values_N.new_zeros(shape[0] * shape[1]).index_copy(0, places_N, values_N).view(shape)
 
 
 def _scale_embeddings(_module: torch.nn.Module, _arguments: tuple, embeddings: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from mimo_train.flight.recorder import RECORDER
 from mimo_train.parallel import device
 from mimo_train.parallel.bridge.exchange import DisjointBridge, Watch, not_timed
 from mimo_train.parallel.bridge.shapes import StepShapes, Turns, features_width
+from mimo_train.parallel.groups import RunGroups
 from mimo_train.plan.layout import ModuleLayout, RunLayout
 from mimo_train.plan.run import Run
 from mimo_train.plan.stages import stages_to_end
@@ -207,7 +208,7 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
     def __init__(
         self,
         run: Run,
-        grids: dict[str, HyperCommGrid],
+        groups: RunGroups,
         config: TransformerConfig,
         hidden_sizes: dict[str, int],
         shapes: StepShapes,
@@ -220,8 +221,8 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
             watch: times bridges as `bridge_wait` and stages as `pipeline_wait`.
         """
         self._run, self._shapes, self._watch, self._hidden_sizes = run, shapes, watch, hidden_sizes
-        self._device = on_device
-        super().__init__(*_piped(run.layout, grids, config))
+        self._device, self._bridges = on_device, groups.bridges
+        super().__init__(*_piped(run.layout, groups.grids, config))
 
     @property
     def current_stage(self) -> int:
@@ -241,6 +242,7 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
                 features_width(self._run, edge.giver, self._hidden_sizes[edge.taker]),
                 self.config.pipeline_dtype,
                 self._device,
+                self._bridges.get(edge),
                 self._watch,
             )
             for edge in self._run.layout.disjoint_edges

@@ -51,6 +51,7 @@ class Bridge:
         edge: from the module that gives features to the one that takes them.
         shapes: rows of every sample of the current step.
         hidden_size: width of a row, that of the taker.
+        group: of the ranks of this edge; None on a rank that neither gives nor takes.
         watch: times the exchange as `bridge_wait`.
 
     Attributes:
@@ -65,8 +66,10 @@ class Bridge:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        group: dist.ProcessGroup | None,
         watch: Watch = not_timed,
     ):
+        self._group = group
         self.giver, self._shapes, self._watch = run.layout.modules[edge.giver], shapes, watch
         self._hidden, self._dtype, self._device = hidden_size, dtype, device
         self._name = f"{edge.giver}->{edge.taker}"
@@ -129,7 +132,9 @@ class Bridge:
         self, given: list[tuple[torch.Tensor, Part]], taken: torch.Tensor | None = None, parts: Sequence[Part] = ()
     ) -> None:
         """Send the parts in `given` and fill `taken`, in one batch; parts for this rank itself are copied."""
-        operations = [dist.P2POp(dist.isend, rows, part.peer) for rows, part in given if part.peer != self._rank]
+        operations = [
+            dist.P2POp(dist.isend, rows, part.peer, self._group) for rows, part in given if part.peer != self._rank
+        ]
         own = next((rows for rows, part in given if part.peer == self._rank), None)
         for part in parts:
             assert taken is not None, "there are parts, and no room for them"
@@ -138,7 +143,7 @@ class Bridge:
                 assert own is not None, f"rank {self._rank} takes from itself what it does not give"
                 room.copy_(own)
             else:
-                operations.append(dist.P2POp(dist.irecv, room, part.peer))
+                operations.append(dist.P2POp(dist.irecv, room, part.peer, self._group))
         works = dist.batch_isend_irecv(operations) if operations else ()
         if self.while_waiting:
             # Also if this rank exchanges nothing: the function may be collective over a replica's ranks.

@@ -87,7 +87,7 @@ def count_products(cfg):
     from mimo_train.plan.inputs import tokenizer_of
 
     layout, tokenizer, device = resolve(cfg).layout, tokenizer_of(cfg), devices.install("cpu", 0)
-    devices.init_process_group("cpu", 1.0, device)
+    devices.init_process_group("cpu", 1.0)
     token = tokenizer.placeholder_id(cfg.modules["images"].encoder.placeholder)
     special = {"images": token}
     sizes = {"vocab_size": tokenizer.vocab_size, "special_token_ids": special, "device": device, "te": False}

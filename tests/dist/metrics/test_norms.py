@@ -171,7 +171,7 @@ def _dtensor_norms() -> list[float]:
     from mimo_train.parallel import device
 
     device.install("cpu")
-    device.init_process_group("cpu", 1, device.CPU)
+    device.init_process_group("cpu", 1)
     mesh = init_device_mesh("cpu", (2, 2))
     cut = distribute_tensor(torch.arange(1.0, 4.0), mesh, [Shard(0), Replicate()])
     both = distribute_tensor(torch.full((4, 2), 2.0), mesh, [Shard(0), Shard(1)])
@@ -209,7 +209,7 @@ def _reduced(values: list) -> dict:
     from mimo_train.parallel import device
 
     device.install("cpu")
-    device.init_process_group("cpu", 1, device.CPU)
+    device.init_process_group("cpu", 1)
     rank, world = int(os.environ["RANK"]), dist.group.WORLD
     alone = [dist.new_group([each]) for each in range(2)][rank]
     report = {"peak_allocated_mem": 1.5 - rank, "alloc_retries": 3 + rank}
@@ -250,7 +250,7 @@ def _written_by_megatron_core() -> list:
     from mimo_train.parallel import device
 
     device.install("cpu")
-    device.init_process_group("cpu", 1, device.CPU)
+    device.init_process_group("cpu", 1)
     written = []
 
     class Comet:

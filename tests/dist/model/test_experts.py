@@ -40,7 +40,7 @@ def build(cfg):
     from mimo_train.step.schedule import Pipeline
 
     device = devices.install("cpu")
-    devices.init_process_group("cpu", 1.0, device)
+    devices.init_process_group("cpu", 1.0)
     run = resolve(cfg)
     groups = build_groups(run.layout)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)

@@ -166,7 +166,7 @@ def compute(cfg, folder: Path, names: list[str]) -> dict[str, dict]:
     from mimo_train.plan.run import resolve
 
     device = devices.install("cpu")
-    devices.init_process_group("cpu", 1.0, device)
+    devices.init_process_group("cpu", 1.0)
     groups = build_groups(resolve(cfg).layout)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)
     return {name: _compute(cfg, groups, folder / name, device) for name in names}

@@ -132,7 +132,8 @@ def compare_all(folder: Path) -> dict[str, float]:
     from mimo_train.plan.layout import ModuleLayout, RunLayout
 
     torch.set_num_threads(1)
-    devices.init_process_group("cpu", 60.0, devices.install("cpu", 0))
+    devices.install("cpu")
+    devices.init_process_group("cpu", 60.0)
     layouts = {
         f"tp{tp}": ModuleLayout(name="images", tp=tp, pp=1, dp=1, cp=1, ep=1, sp=False, first_rank=0) for tp in (1, 2)
     }
@@ -248,7 +249,8 @@ def _mixed() -> float:
     from mimo_train.parallel.groups import build_groups
     from mimo_train.plan.layout import ModuleLayout, RunLayout
 
-    devices.init_process_group("cpu", 60.0, devices.install("cpu", 0))
+    devices.install("cpu")
+    devices.init_process_group("cpu", 60.0)
     layout = ModuleLayout(name="images", tp=1, pp=1, dp=1, cp=1, ep=1, sp=False, first_rank=0)
     groups = build_groups(RunLayout({"images": layout}, (), (0,))).collections["images"]
     model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)

@@ -39,7 +39,8 @@ def compare_all(published: dict) -> dict[str, dict[str, float]]:
     from mimo_train.plan.layout import ModuleLayout, RunLayout
 
     torch.set_num_threads(1)
-    devices.init_process_group("cpu", 60.0, devices.install("cpu", 0))
+    devices.install("cpu")
+    devices.init_process_group("cpu", 60.0)
     layouts = {
         name: ModuleLayout(name="images", tp=tp, pp=pp, dp=1, cp=1, ep=1, sp=False, first_rank=first)
         for name, (tp, pp, first) in LAYOUTS.items()

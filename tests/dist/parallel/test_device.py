@@ -1,9 +1,11 @@
 """The CPU stand-in, and every other adaptation of Megatron-Core: each test fails when its adaptation is not needed."""
 
 import inspect
+import os
 
 import pytest
 
+from mimo_train.config.compose import load
 from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 
@@ -88,29 +90,125 @@ def test_cuda_call_without_stand_in_is_named_with_its_caller():
     assert "torch.cuda.mem_get_info" in message and "test_device.py" in message
 
 
-def _resolve(requested: str) -> str:
+def _choose(requested: str) -> str:
     from mimo_train.parallel import device
 
     try:
-        return device.resolve(requested)
+        return device.choose(requested).kind
     except ValueError as error:
         return str(error)
 
 
 def test_cuda_where_there_is_none_is_a_clear_error(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert _resolve("auto") == "cpu"
-    assert "run.device" in _resolve("cuda") and "no CUDA device" in _resolve("cuda")
+    assert _choose("auto") == "cpu"
+    assert "run.device" in _choose("cuda") and "no CUDA device" in _choose("cuda")
+
+
+def _with_devices(monkeypatch, number: int, visible: str = "", torchrun: bool = True):
+    """`device.choose` on a machine with so many devices."""
+    from mimo_train.parallel import device
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: number > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: number)
+    for name, value in {"CUDA_VISIBLE_DEVICES": visible, "TORCHELASTIC_RUN_ID": "1" if torchrun else ""}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    return device.choose
+
+
+def test_each_process_takes_the_device_of_its_number(monkeypatch):
+    choose = _with_devices(monkeypatch, 4)
+    assert [(one.kind, one.index) for one in (choose("auto", 4, rank) for rank in range(4))] == [
+        ("cuda", 0), ("cuda", 1), ("cuda", 2), ("cuda", 3)
+    ]  # fmt: skip
 
 
 def test_fewer_cuda_devices_than_processes_is_a_clear_error(monkeypatch):
+    choose = _with_devices(monkeypatch, 1, visible="0")
+    assert choose("auto", 1).kind == "cuda"
+    with pytest.raises(ValueError, match="2 processes on this machine have 1 CUDA device: .*or cpu"):
+        choose("cuda", 2)
+
+
+def test_auto_says_why_it_is_the_cpu_where_there_is_a_device(monkeypatch):
+    chosen = _with_devices(monkeypatch, 1)("auto", 2, 1)
+    assert chosen.kind == "cpu"
+    assert chosen.remark.startswith("run.device=auto: on the CPU, since 2 processes on this machine have 1 CUDA device")
+    assert not _with_devices(monkeypatch, 0)("auto", 2).remark, "nothing to say where there is none"
+    assert not _with_devices(monkeypatch, 1)("cpu", 2).remark, "nor where it was asked for"
+
+
+def test_a_process_that_was_given_one_device_takes_it_whatever_its_number(monkeypatch):
+    """SLURM's --gpus-per-task: each process sees its own device, as number 0."""
+    choose = _with_devices(monkeypatch, 1, visible="3", torchrun=False)
+    for requested in ("auto", "cuda"):
+        assert (choose(requested, 8, 5).kind, choose(requested, 8, 5).index) == ("cuda", 0)
+
+
+def _said_at_the_start(cfg) -> str:
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    import torch
+
+    from mimo_train.training.setup import start_processes
+
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    with redirect_stdout(StringIO()) as said:
+        kind, _ = start_processes(cfg)
+    assert kind == "cpu"
+    return said.getvalue()
+
+
+def test_a_run_says_once_why_it_is_on_the_cpu():
+    cfg = load("vlm_digits", ("layout=two_processes",))
+    first, second = run_ranks(_said_at_the_start, 2, cfg)
+    assert "run.device=auto: on the CPU" in first and second == ""
+
+
+def test_what_the_environment_costs_a_cuda_run_is_said(monkeypatch):
     from mimo_train.parallel import device
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert device.resolve("auto", 1) == "cuda" and device.resolve("auto", 2) == "cpu"
-    with pytest.raises(ValueError, match="2 processes on this machine have 1 CUDA devices"):
-        device.resolve("cuda", 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    connections, allocator = device.remarks(True)
+    assert connections.startswith("CUDA_DEVICE_MAX_CONNECTIONS is not set")
+    assert allocator.startswith("PYTORCH_ALLOC_CONF is not set") and "expandable_segments:True" in allocator
+    assert list(device.remarks(False)) == [allocator]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert [each.partition(":")[0] for each in device.remarks(True)] == ["CUDA_DEVICE_MAX_CONNECTIONS is 8"]
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
+    assert not list(device.remarks(True))
+
+
+def test_host_copies_go_from_pinned_memory(monkeypatch):
+    """A copy to a CUDA device from other memory lets the host wait for all that is queued."""
+    import torch
+
+    from mimo_train.parallel import device
+
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: copies.append("pinned") or self)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, non_blocking=False: copies.append((device.type, non_blocking)) or self
+    )
+    device.to_device({"tokens": [torch.zeros(2)]}, torch.device("cuda", 0))
+    device.tensor([1.0], torch.float64, torch.device("cuda", 0))
+    assert copies == ["pinned", ("cuda", True)] * 2
+
+
+def test_stages_do_not_wait_for_the_device_after_each_message():
+    """Needed no longer where Megatron-Core's default is False."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    from mimo_train.model.transformer_config import language_config
+
+    cfg = load("gpt_tiny")
+    assert ModelParallelConfig().batch_p2p_sync and not language_config(cfg, resolve(cfg).layout).batch_p2p_sync
 
 
 def _without_our_adam() -> str:
@@ -119,12 +217,11 @@ def _without_our_adam() -> str:
     from mimo_train.parallel import device
 
     device.install("cpu")
-    device.init_process_group("cpu", 1, device.CPU)
+    device.init_process_group("cpu", 1)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
-    from mimo_train.config.compose import load
     from mimo_train.parallel.groups import build_groups
 
     groups = build_groups(resolve(load("gpt_tiny")).layout).collections["language"]

@@ -30,7 +30,7 @@ def one_microbatch_forward(cfg):
     from mimo_train.parallel.groups import build_groups
 
     run, device = resolve(cfg), devices.install("cpu", 0)
-    devices.init_process_group("cpu", 1.0, device)
+    devices.init_process_group("cpu", 1.0)
     transformer, names, shapes = language_config(cfg, run.layout), [], StepShapes()
     widths, length = {"images": 32, "language": transformer.hidden_size}, 24
     plan = plan_in_order(0, 2, 2, 1, length)
@@ -41,9 +41,9 @@ def one_microbatch_forward(cfg):
         names.append(name)
         yield
 
-    grids = build_groups(run.layout).grids
+    groups = build_groups(run.layout)
     width = transformer.hidden_size
-    communicator = ModuleCommunicator(run, grids, transformer, widths, shapes, device, watch)
+    communicator = ModuleCommunicator(run, groups, transformer, widths, shapes, device, watch)
     here = communicator.rank_module_map
     if "images" in here:
         communicator.send_forward({"images": torch.ones(3, width)})

@@ -24,11 +24,11 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
     from mimo_train.step.losses import MAX_LOSSES, StepLosses, masked_token_loss
 
     device.install("cpu")
-    device.init_process_group("cpu", 1, device.CPU)
+    device.init_process_group("cpu", 1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     module = ModuleLayout(LANGUAGE, tp=1, pp=1, dp=world, cp=1, ep=1, sp=False, first_rank=0)
     step_sum = StepSum(device.CPU)
-    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, False, 4, 1)), step_sum)
+    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, (), (0, 1))), step_sum)
 
     def loss_func(mask, output, non_loss_data=False):
         if non_loss_data:
@@ -68,11 +68,11 @@ def _parts_of_sequences(returns: str) -> tuple[dict, float, float]:
     from mimo_train.step.losses import MAX_LOSSES, StepLosses
 
     device.install("cpu")
-    device.init_process_group("cpu", 1, device.CPU)
+    device.init_process_group("cpu", 1)
     rank = dist.get_rank()
     module = ModuleLayout(LANGUAGE, tp=1, pp=1, dp=1, cp=2, ep=1, sp=False, first_rank=0)
     step_sum, weights = StepSum(device.CPU), {"b": 0.5} if returns == "named" else {}
-    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, False, 1, 1)), step_sum)
+    losses = StepLosses(weights, build_groups(RunLayout({LANGUAGE: module}, (), (0, 1))), step_sum)
     # a: 3 of 4 tokens count, b: 1 of 3; unevenly over the ranks.
     (a, of_a), (b, of_b) = (((5.0, 1), (2.0, 2)), ((7.0, 3), (4.0, 1)))[rank]
     if returns == "mean":

@@ -190,7 +190,10 @@ def test_freezing_ends_with_its_step_and_reaches_the_modules_behind():
 
 
 def test_a_plain_gpt_has_one_module():
-    cfg = load("gpt_tiny")
-    flops = StepFlops(cfg, vocab=384)(texts={cfg.data.sequence_length: 2}, counts={}, loads={}, pairs={}, step=1)
-    products = language_products(cfg.language.llm, cfg.data.sequence_length, 384)
-    assert flops == {"language": count(products, upstream=False) * 2}
+    cfg, length = load("gpt_tiny"), 16
+    flops, whole = (StepFlops(one, vocab=384) for one in (cfg, changed({"train.logits": "all"}, "gpt_tiny")))
+    texts = {"texts": {length: 2}, "counts": {}, "loads": {}, "pairs": {}, "step": 1}
+    assert whole(**texts) == {"language": count(language_products(cfg.language.llm, length, 384), upstream=False) * 2}
+    # Forward, and backward the gradients of the weight and of the input.
+    assert flops.of_logit(1) == Flops(*[3 * 2 * cfg.language.llm.hidden_size * 384] * 2)
+    assert flops(**texts)["language"] + flops.of_logit(1) * (2 * length) == whole(**texts)["language"]

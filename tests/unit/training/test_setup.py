@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mimo_train.config.fault import PeersError
 from mimo_train.training import setup as module
@@ -16,7 +17,7 @@ def test_the_lock_is_given_back_where_another_rank_cannot_make_the_folder(tmp_pa
         yield []
         raise PeersError("run.dir: cannot be made", "UserError")
 
-    monkeypatch.setattr(module, "start_processes", lambda cfg, store: ("cpu", None))
+    monkeypatch.setattr(module, "start_processes", lambda cfg, store: ("cpu", torch.device("cpu")))
     monkeypatch.setattr(module, "agreed", agreed)
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     locks = []

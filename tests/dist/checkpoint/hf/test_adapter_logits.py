@@ -49,9 +49,9 @@ def with_peft(model: Path, folder: Path, options: dict | None = None) -> list[np
     adapted = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **options))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+            torch.nn.init.normal_(parameter, std=0.04)
         if "magnitude" in name:
-            parameter.data *= 1 + 0.3 * torch.rand(parameter.shape)
+            parameter.data *= 1 + 0.1 * torch.rand(parameter.shape)
     adapted.save_pretrained(folder)
     return logits_of(adapted, model)
 
@@ -67,7 +67,7 @@ def ours(cfg, drawn: bool) -> dict:
     pipeline, dataset = steps.pipeline, steps.session.data.dataset
     for name, parameter in pipeline.model[0].named_parameters() if drawn else ():
         if name.endswith("lora_b"):
-            torch.nn.init.normal_(parameter, std=0.1)
+            torch.nn.init.normal_(parameter, std=0.04)
     iterator = StepIterator(open_loader(resolve(cfg), pipeline.groups, dataset, consumed=0, steps=1), pipeline)
     iterator.advance()
     language = pipeline.groups.collections.get("language")
