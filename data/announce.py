@@ -34,6 +34,4 @@ def _expect(dataset: Dataset, outline: SampleOutline, modules: Collection[str], 
     kinds = dict.fromkeys(spec.kind for spec in dataset.modules if spec.module in modules)
     members = [member for kind in kinds for member in outline.members[kind]]
     for member in (*members, *(outline.texts if text else ())):
-        dataset.reader.expect(
-            dataset.shards[outline.shard], member.offset, member.size, dataset.versions[outline.shard]
-        )
+        dataset.reader.expect(dataset.shards[outline.shard], member.offset, member.size, dataset.version(outline.shard))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.members import VIDEO
+from data.sample_key import Key
 from data.shown import shown
 
 _MEDIA_FIELDS = {"image": ("image", "images"), "audio": ("audio", "audios")}
@@ -35,7 +36,7 @@ def stray_marker(text: str, taken: Mapping[str, str]) -> str | None:
     return next((found[0] for found in _MARKER.finditer(text) if found[0] not in taken), None)
 
 
-def misfit(record: Mapping[str, Any], key: str, beside: Beside, media: Mapping[str, int]) -> str | None:
+def misfit(record: Mapping[str, Any], key: Key, beside: Beside, media: Mapping[str, int]) -> str | None:
     """What a record says of its files that is not so, or that nothing reads; None if there is nothing.
 
     Args:
@@ -62,7 +63,7 @@ def misfit(record: Mapping[str, Any], key: str, beside: Beside, media: Mapping[s
 
 
 def _other_files(
-    record: Mapping[str, Any], key: str, kind: str, fields: Sequence[str], beside: Beside, count: int
+    record: Mapping[str, Any], key: Key, kind: str, fields: Sequence[str], beside: Beside, count: int
 ) -> str | None:
     """Of a list of files, as LLaVA's records have it: another number or order than that of the members."""
     for name in fields:
@@ -87,7 +88,7 @@ def _texts(value: Any) -> Iterator[str]:
     return (one for one in values if isinstance(one, str))
 
 
-def _extension_of(file: str, key: str) -> str:
+def _extension_of(file: str, key: Key) -> str:
     """The extension that a member of the sample has if it is this file: without folders, and without the key."""
     name = file.rpartition("/")[2]
-    return name.removeprefix(key.rpartition("/")[2] + ".").lower()
+    return name.removeprefix(str(key).rpartition("/")[2] + ".").lower()

@@ -16,6 +16,7 @@ import torch
 
 from data.errors import RecordError
 from data.records import Conversation, Turn
+from data.sample_key import Key
 from data.templates import Encoded, MediaTokens
 from data.tokens import Tokenizer
 
@@ -46,7 +47,7 @@ def encode_prompt(turns: Sequence[Turn], tokenizer: Tokenizer, media: MediaToken
 
 
 def to_sample(
-    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, number: int, key: str
+    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, number: int, key: Key
 ) -> TextSample:
     """The conversation cut or padded to `sequence_length`. Only text behind the last placeholder is ever cut.
 
@@ -65,14 +66,14 @@ def to_sample(
 
 
 def length_of(
-    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, key: str
+    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, key: Key
 ) -> int:
     """`TextSample.length` of what `to_sample` gives. Raises RecordError as it does."""
     return min(len(_encoded(conversation, tokenizer, media, sequence_length, key).tokens), sequence_length)
 
 
 def _encoded(
-    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, key: str
+    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, key: Key
 ) -> Encoded:
     encoded = tokenizer.template.encode(conversation, media)
     if (media_end := encoded.media_end) > sequence_length:

@@ -19,6 +19,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from data import collate
 from data.bad_samples import BadSample, BadSamples, allowed_of
 from data.beside import ALONE, Beside
 from data.bounds import BOUNDS, Bounds
+from data.catalogue.catalogue import open_catalogue
 from data.errors import (
     DataError,
     DecodeError,
@@ -34,19 +36,18 @@ from data.errors import (
     NothingToLearn,
     RecordError,
     SampleError,
-    ShardError,
     reason_of,
 )
 from data.features import Lookup
 from data.fields import NO_FIELDS, Fields
-from data.index import Member, ShardIndex, open_index
+from data.index import Member, ShardIndex
 from data.media.decode import decode_media
 from data.media.ground import WHITE, Colour
 from data.members import unread
 from data.outline import Media, MediaSize, SampleOutline, count_tokens
 from data.positions import axis_positions
 from data.records import Conversation, parse_fields, parse_record
-from data.remote_indexes import prepare
+from data.sample_key import SampleKey
 from data.sample_table import SampleTable, StepSamples, lengths_key
 from data.shown import shown
 from data.sources import Shards, Source, SourcesView, fingerprint_of, found_shards, order_of, sources_of
@@ -57,7 +58,7 @@ from data.storage.version import ShardVersion
 from data.templates import MediaTokens
 from data.tokens import Tokenizer
 
-_OPEN_INDEXES = 256  # each holds a file descriptor
+_OPEN_INDEXES = 256  # whose keys may be unpacked
 
 
 class Dataset(SourcesView):
@@ -117,40 +118,32 @@ class Dataset(SourcesView):
         self.cache_dir = cache_dir
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
-        self.versions: list[ShardVersion] = []
-        """Of the shards, in their order."""
-        self.length_keys: list[str] = []
-        """By shard: what the lengths of its texts follow from (`data.text_lengths`)."""
         self.lengths: np.ndarray | None = None
         """int32 [samples], by row: tokens of each sample; None until `TextLengths.serve`."""
         self.text_fingerprint = tokenizer.fingerprint
         """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
-        self._table = SampleTable(self.modules, sequence_length, bounds)
+        self._table = SampleTable(self.modules, sequence_length, bounds, fields)
         read_as = f"{self.text_fingerprint} {fields} {skip_null}"
-        counts = []
+        self.lengths_key = lengths_key(read_as, sequence_length, bounds, self.modules)
+        """What the lengths of texts follow from, beside the shards (`data.text_lengths`)."""
         self.is_remote = any(isinstance(path, Url) for path in self.shards)
         """Whether shards are read over a network: then it pays to announce what is read (`data.announce`)."""
-        if self.is_remote:
-            prepare(self.shards, cache_dir, read_retries)
-        for number, path in enumerate(self.shards):
-            index = open_index(path, cache_dir, read_retries).with_fields(fields)
-            self.versions.append(index.version)
-            counts.append(len(index))
-            media_tokens = self._table.add(index)
-            self.length_keys.append(lengths_key(read_as, sequence_length, bounds, media_tokens))
-            if number < _OPEN_INDEXES:
-                self._indexes[number] = index
-        self._ends = np.cumsum(counts)
+        self._catalogue = open_catalogue(self.shards, cache_dir, read_retries)
+        counts = self._catalogue.counts.tolist()
+        self._ends = np.cumsum(self._catalogue.counts)
+        self._begins = self._ends - self._catalogue.counts
         if not self._ends[-1]:
             raise DataError(
                 f"data.shards: the {len(self.shards)} shard(s) hold no sample, for example {self.shards[0]}"
             )
         self._source_ends = np.cumsum([len(paths) for paths in found])
-        of_shards = self._source_ends.tolist(), counts, [version.content for version in self.versions]
+        sizes, contents = self._catalogue.contents()
+        of_shards = self._source_ends.tolist(), counts, contents
         self.order = order_of(self.sources, *of_shards, seed, shuffle, held_fraction, only_held)
         self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
         self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
-        self.fingerprint = fingerprint_of(self.shards, self.versions, counts, self._source_ends.tolist(), held_fraction)
+        names = list(zip((path.name for path in self.shards), sizes, contents, counts, strict=True))
+        self.fingerprint = fingerprint_of(names, self._source_ends.tolist(), held_fraction)
         """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order, which source each is
         of, and the share that is held out; it does not change when the folder moves."""
 
@@ -164,21 +157,26 @@ class Dataset(SourcesView):
         return self.shards[shard], self._index(shard).key(row)
 
     def identity(self, number: int) -> str:
-        """A unique identity over all runs: shard with size, modification time and a sample of its content, and key."""
+        """A unique identity over all runs: shard with size, modification time and a sample of its content, and row."""
         shard, row = self._place(number)
-        version = self.versions[shard]
+        version = self.version(shard)
         place = f"{self.shards[shard].resolve()}|{version.size}|{version.mtime_ns}|{version.content}"
-        return f"{place}|{self._index(shard).key(row)}"
+        return f"{place}|{row}"
+
+    def version(self, shard: int) -> ShardVersion:
+        """What a shard was when it was indexed."""
+        return self._catalogue.version(shard)
 
     def plan_step(self, first: int, size: int) -> StepSamples:
         """What the index says of samples [first, first + size), all at once; reads no member."""
         rows = self.order.rows(np.arange(first, first + size))
         lengths = None if self.lengths is None else self.lengths[rows].astype(np.int64)
-        return self._table.of(rows, lengths)
+        shards = np.searchsorted(self._ends, rows, side="right")
+        return self._table.of(self._catalogue.rows(shards, rows - self._begins[shards]), lengths)
 
     def samples_of(self, shard: int) -> int:
         """Samples of one shard."""
-        return int(self._ends[shard]) - (int(self._ends[shard - 1]) if shard else 0)
+        return int(self._catalogue.counts[shard])
 
     def length_of(self, shard: int, row: int) -> int:
         """Tokens that a sample, or its stand-in, takes in the sequence; reads the json or txt member only."""
@@ -199,7 +197,7 @@ class Dataset(SourcesView):
     def outline_at(self, shard: int, row: int, number: int = -1) -> SampleOutline:
         """`outline` of a row of a shard."""
         index = self._index(shard)
-        key, reason, at = index.key(row), index.bad_reason(row), index.record(row)
+        key, reason, at = SampleKey(partial(index.key, row)), index.bad_reason(row), index.record(row)
         every = index.members(row)
         members = {kind: [member for member in every if member.kind == kind] for kind in self._kinds}
         tokens: dict[str, list[int]] = {}
@@ -300,7 +298,7 @@ class Dataset(SourcesView):
         """How many members of all samples are not read, by (extension, what they are)."""
         found: Counter[tuple[str, str]] = Counter()
         for shard in range(len(self.shards)):
-            found += self._index(shard).unread(self._fields)
+            found += self._index(shard).unread()
         return found
 
     def close(self) -> None:
@@ -350,8 +348,8 @@ class Dataset(SourcesView):
             raise NothingToLearn("its answers are blank")
 
     def _read(self, outline: SampleOutline, member: Member) -> bytes:
-        version = self.versions[outline.shard]
-        return self.reader.read(self.shards[outline.shard], member.offset, member.size, member.extension, version)
+        shard, version = self.shards[outline.shard], self.version(outline.shard)
+        return self.reader.read(shard, member.offset, member.size, member.extension, version)
 
     def _media_tokens(self, outline: SampleOutline) -> MediaTokens:
         return {
@@ -369,16 +367,13 @@ class Dataset(SourcesView):
     def _place(self, number: int) -> tuple[int, int]:
         row = self.order.row(number)
         shard = int(np.searchsorted(self._ends, row, side="right"))
-        return shard, row - (int(self._ends[shard - 1]) if shard else 0)
+        return shard, row - int(self._begins[shard])
 
     def _index(self, shard: int) -> ShardIndex:
         with self._lock:
             index = self._indexes.get(shard)
             if index is None:
-                index = open_index(self.shards[shard], self.cache_dir, self._read_retries).with_fields(self._fields)
-                if replace(index.version, ctime_ns=0) != replace(self.versions[shard], ctime_ns=0):
-                    raise ShardError(f"{self.shards[shard]}: the shard changed while the run was reading it")
-                self._indexes[shard] = index
+                index = self._indexes[shard] = self._catalogue.index(shard).with_fields(self._fields)
                 if len(self._indexes) > _OPEN_INDEXES:
                     self._indexes.popitem(last=False)
             self._indexes.move_to_end(shard)
@@ -389,7 +384,7 @@ class Dataset(SourcesView):
         return BadSample(
             outline.number,
             self.shards[outline.shard],
-            outline.key,
+            str(outline.key),
             reason.removeprefix(f"key {outline.key!r}: "),
             self.sources[source].name,
         )

@@ -14,6 +14,7 @@ from data.index import Member
 from data.media.resize import STRETCHED, Resize
 from data.members import AUDIO, IMAGES, UNREADABLE
 from data.positions import Grid, Place
+from data.sample_key import SampleKey
 from data.shown import shown
 
 
@@ -91,7 +92,7 @@ class SampleOutline:
 
     number: int
     shard: int
-    key: str
+    key: SampleKey
     texts: tuple[Member, ...]  # the record; several where `data.fields` names several
     members: dict[str, list[Member]]  # of the kinds that the run uses, by kind, in the order of the shard
     tokens: dict[str, list[int]]  # module -> tokens in the sequence of each of its pictures or clips

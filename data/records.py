@@ -20,6 +20,7 @@ from data.beside import ALONE, Beside, misfit, stray_marker
 from data.bounds import BOUNDS, Bounds
 from data.errors import NothingToLearn, RecordError
 from data.fields import Fields
+from data.sample_key import Key
 from data.shown import shown
 
 MARKERS = {"<image>": "image", "<audio>": "audio"}
@@ -106,7 +107,7 @@ class Conversation:
 def parse_record(
     raw: bytes,
     extension: str,
-    key: str,
+    key: Key,
     media: Mapping[str, int],
     bounds: Bounds = BOUNDS,
     beside: Beside = ALONE,
@@ -133,7 +134,7 @@ def parse_record(
 
 
 def parse_fields(
-    raws: Mapping[str, bytes], fields: Fields, key: str, media: Mapping[str, int], bounds: Bounds = BOUNDS
+    raws: Mapping[str, bytes], fields: Fields, key: Key, media: Mapping[str, int], bounds: Bounds = BOUNDS
 ) -> Conversation:
     """`parse_record` where `data.fields` says what the record is.
 
@@ -179,7 +180,7 @@ def parse_fields(
     return _checked(conversation, key, media, bounds)
 
 
-def _decoded(raw: bytes, extension: str, key: str, bounds: Bounds) -> str:
+def _decoded(raw: bytes, extension: str, key: Key, bounds: Bounds) -> str:
     if above := bounds.of_record(len(raw)):
         raise RecordError(f"key {key!r}: the .{shown(extension)} member: {above}")
     try:
@@ -190,7 +191,7 @@ def _decoded(raw: bytes, extension: str, key: str, bounds: Bounds) -> str:
         ) from error
 
 
-def _checked(conversation: Conversation, key: str, media: Mapping[str, int], bounds: Bounds) -> Conversation:
+def _checked(conversation: Conversation, key: Key, media: Mapping[str, int], bounds: Bounds) -> Conversation:
     """The conversation, if its placeholders are as many as the members."""
     kinds = [part.kind for turn in conversation.turns for part in turn.parts]
     if above := bounds.of_placeholders(sum(kind != "text" for kind in kinds)):
@@ -235,7 +236,7 @@ def _called(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _from_json(record: Any, key: str, media: Mapping[str, int], bounds: Bounds) -> Conversation:
+def _from_json(record: Any, key: Key, media: Mapping[str, int], bounds: Bounds) -> Conversation:
     if not isinstance(record, dict):
         raise RecordError(f"key {key!r}: the record is a JSON {type(record).__name__}, not an object")
     for name, role_field, content_field in (("conversations", "from", "value"), ("messages", "role", "content")):
@@ -296,7 +297,7 @@ def _turn(turn: Any, role_field: str, content_field: str, where: str) -> Turn:
     raise RecordError(f"{where}: {content_field} is {_called(content)}, neither text nor a list of typed parts")
 
 
-def _with_system(record: dict[str, Any], turns: tuple[Turn, ...], key: str) -> tuple[Turn, ...]:
+def _with_system(record: dict[str, Any], turns: tuple[Turn, ...], key: Key) -> tuple[Turn, ...]:
     """The turns behind the record's own `system` text, if it has one."""
     text = record.get("system")
     if not isinstance(text, str) or not text:
@@ -312,7 +313,7 @@ def _cut(value: Any) -> str:
     return repr(value[:_SHOWN] if isinstance(value, str) else value)[: _SHOWN + 2]
 
 
-def _tools(record: dict[str, Any], key: str, bounds: Bounds) -> tuple[Any, ...]:
+def _tools(record: dict[str, Any], key: Key, bounds: Bounds) -> tuple[Any, ...]:
     """Descriptions of tools: JSON schemas in a list, or that list as JSON text."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools:
@@ -358,7 +359,7 @@ def _media_first(media: Mapping[str, int]) -> tuple[Part, ...]:
     return tuple(Part(kind) for kind in sorted(media, reverse=True) for _ in range(media[kind]))  # images, then audio
 
 
-def _caption(text: str, media: Mapping[str, int], key: str) -> Conversation:
+def _caption(text: str, media: Mapping[str, int], key: Key) -> Conversation:
     """Media first, as a user turn, then the caption as the assistant's; text alone is one plain turn."""
     if media:
         _refuse_stray(text, f"key {key!r}: the caption", {})

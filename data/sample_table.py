@@ -1,7 +1,7 @@
-"""What the media of every sample take, for all samples at once: the arrays that the plan of a step is made from.
+"""What the media of samples take, for all samples of a step at once: the arrays that its plan is made from.
 
 `SampleOutline` says the same of one sample, member by member; `tests/unit/data/test_step_plan.py` holds the two
-together. Of each sample a code of four bytes is kept in memory, for the few combinations that occur.
+together. What is kept in memory are the sizes of pictures and clips that occurred.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from data.bounds import Bounds
-from data.index import ShardIndex
+from data.catalogue.rows import Rows
+from data.fields import NO_FIELDS, Fields
+from data.members import arrange
+from data.order import splitmix
 from data.outline import Media
 
 _COLUMNS = ("tokens", "load", "pairs")
+_PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_LENGTHS_VERSION = 2
+_LENGTHS_VERSION = 3
 """Raised where a program counts other lengths of the same texts, or writes them otherwise."""
 
 
@@ -37,91 +41,105 @@ class StepSamples:
     """Tokens of the whole sequence, cut; None where they have not been counted."""
 
 
-def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, media_tokens: np.ndarray) -> str:
-    """What the lengths of a shard's texts follow from beside the shard (`data.text_lengths`).
+def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Sequence[Media]) -> str:
+    """What the lengths of texts follow from beside the shard (`data.text_lengths`).
+
+    What a module makes of a picture or clip is known by what it makes of some hundred sizes.
 
     Args:
         read_as: changes with whatever the tokens of a record follow from.
-        media_tokens: int64 [samples, modules].
     """
-    said = json.dumps([_LENGTHS_VERSION, read_as, sequence_length, asdict(bounds), media_tokens.shape])
-    digest = hashlib.sha256(said.encode())
-    digest.update(np.ascontiguousarray(media_tokens).tobytes())
-    return digest.hexdigest()[:16]
+    table = SampleTable(modules, sequence_length, bounds)
+    sizes = {
+        kind: [table.measured(kind, *extent, several) for extent in _probes(kind) for several in (False, True)]
+        for kind in dict.fromkeys(media.kind for media in modules)
+    }
+    said = json.dumps([_LENGTHS_VERSION, read_as, sequence_length, asdict(bounds), sizes])
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _probes(kind: str) -> list[tuple[int, int]]:
+    """Sizes of pictures or clips, small ones and large ones."""
+    found = []
+    for number in range(_PROBES):
+        one, two = (splitmix(2 * number + at) / 2**64 for at in range(2))
+        if kind == "image":
+            found.append((int(8192**one), int(8192**two)))
+        else:
+            found.append((int(3e7**one), _RATES[int(two * len(_RATES))]))
+    return found
 
 
 class SampleTable:
-    """`MediaSize` of all samples of shards, that are added in their order."""
+    """`MediaSize` of samples."""
 
-    def __init__(self, modules: Sequence[Media], sequence_length: int, bounds: Bounds) -> None:
+    def __init__(
+        self, modules: Sequence[Media], sequence_length: int, bounds: Bounds, fields: Fields = NO_FIELDS
+    ) -> None:
         self._modules, self._sequence_length, self._bounds = tuple(modules), sequence_length, bounds
+        self._fields = fields
         self._kinds = list(dict.fromkeys(media.kind for media in modules))
         self._of_media: dict[str, dict[tuple[int, int, bool], tuple[int, ...] | None]] = {
             kind: {} for kind in self._kinds
         }
-        self._codes: list[np.ndarray] = []
-        self._known: dict[bytes, int] = {}
-        self._rows: list[np.ndarray] = []
-        self._joined: tuple[np.ndarray, np.ndarray] | None = None
 
-    def add(self, index: ShardIndex) -> np.ndarray:
-        """Adds the samples of the next shard; gives int64 [samples, modules], tokens in the sequence of each."""
-        found = self._sizes(index)
-        distinct, codes = _distinct(found)
-        own = np.empty(len(distinct), dtype=np.int32)
-        for at, row in enumerate(distinct):
-            own[at] = self._known.setdefault(row.tobytes(), len(self._rows))
-            if own[at] == len(self._rows):
-                self._rows.append(row)
-        self._codes.append(own[codes])
-        self._joined = None
-        return found[:, :: len(_COLUMNS)]
-
-    def of(self, rows: np.ndarray, lengths: np.ndarray | None = None) -> StepSamples:
-        """Of samples by their rows over all shards. `lengths`: of these."""
-        if self._joined is None:
-            width = len(self._modules) * len(_COLUMNS)
-            table = np.array(self._rows, dtype=np.int64).reshape(len(self._rows), width)
-            self._joined = np.concatenate(self._codes), table
-            self._codes = [self._joined[0]]
-        codes, table = self._joined
-        found = table[codes[rows]]
+    def of(self, rows: Rows, lengths: np.ndarray | None = None) -> StepSamples:
+        """Of samples. `lengths`: of these."""
+        found = self._sizes(rows)
         tokens, loads, pairs = (
             {media.module: found[:, at * len(_COLUMNS) + column] for at, media in enumerate(self._modules)}
             for column in range(len(_COLUMNS))
         )
         return StepSamples(tokens, loads, pairs, lengths)
 
-    def _sizes(self, index: ShardIndex) -> np.ndarray:
-        """int64 [samples, modules x columns], of one shard; zeros for samples that are bad by the index."""
-        samples, members = index.samples, index.all_members
-        firsts = samples["first_member"].astype(np.int64)
-        found = np.zeros((len(index), len(self._modules) * len(_COLUMNS)), dtype=np.int64)
-        record = samples["record"][:-1]
-        bad = (samples["reason"][:-1] != 0) | (record < 0)
+    def _sizes(self, rows: Rows) -> np.ndarray:
+        """int64 [samples, modules x columns]; zeros for samples that are bad by the index."""
+        members, firsts, size = rows.members, rows.firsts, len(rows.samples)
+        found = np.zeros((size, len(self._modules) * len(_COLUMNS)), dtype=np.int64)
+        record, bad, kind_of_member = self._arranged(rows)
         if len(members):
             records = np.where(bad, 0, firsts[:-1] + record)
             bad |= members["size"][records] > self._bounds.record_bytes
-        placeholders = np.zeros(len(index), dtype=np.int64)
-        owners = np.repeat(np.arange(len(index)), np.diff(firsts))
-        kinds = np.array(index.kinds or [""])
-        kind_of_member = kinds[members["extension"]] if len(members) else np.zeros(0, dtype=str)
-        for kind in self._kinds:
-            own = np.flatnonzero(kind_of_member == kind)
+        placeholders = np.zeros(size, dtype=np.int64)
+        owners = np.repeat(np.arange(size), np.diff(firsts))
+        for at, kind in enumerate(self._kinds):
+            own = np.flatnonzero(kind_of_member == at)
             owner = owners[own]
-            number = np.bincount(owner, minlength=len(index))
+            number = np.bincount(owner, minlength=size)
             placeholders += number
-            names = ("height", "width") if kind == "image" else ("frames", "rate")
-            extents = [members[name][own].astype(np.int64) for name in names]
+            extents = [members[name][own].astype(np.int64) for name in ("first", "second")]
             several = (number > 1)[owner].astype(np.int64)
             sizes, readable = self._look_up(kind, np.stack([*extents, several], axis=1))
             bad[owner[~readable]] = True
-            for at, column in enumerate(self._columns(kind)):
-                found[:, column] = _sums(owner, sizes[:, at], len(index))
+            for place, column in enumerate(self._columns(kind)):
+                found[:, column] = _sums(owner, sizes[:, place], size)
         bad |= placeholders > self._bounds.placeholders
         bad |= found[:, :: len(_COLUMNS)].sum(axis=1) > self._sequence_length
         found[bad] = 0
         return found
+
+    def _arranged(self, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(record of each sample among its members, whether it is bad by its names, number of the kind of each member
+        or -1)."""
+        number = {kind: at for at, kind in enumerate(self._kinds)}
+        codes = rows.members["code"]
+        if self._fields == NO_FIELDS:
+            record = rows.samples["record"].astype(np.int64)
+            of_code = np.array([number.get(kind, -1) for kind in rows.kinds], dtype=np.int64)
+            return record, (rows.samples["reason"] != 0) | (record < 0), of_code[codes]
+        record = np.zeros(len(rows.samples), dtype=np.int64)
+        bad = np.zeros(len(rows.samples), dtype=bool)
+        kinds = np.full(len(codes), -1, dtype=np.int64)
+        names = [rows.names[code] for code in codes.tolist()]
+        firsts = rows.firsts.tolist()
+        for at, (start, end) in enumerate(zip(firsts[:-1], firsts[1:], strict=True)):
+            arranged = arrange(tuple(names[start:end]), self._fields)
+            bad[at] = arranged.reason is not None or arranged.record < 0
+            if not bad[at]:
+                record[at] = arranged.order[arranged.record]
+            for place, kind in zip(arranged.order, arranged.kinds, strict=True):
+                kinds[start + place] = number.get(kind, -1)
+        return record, bad, kinds
 
     def _columns(self, kind: str) -> list[int]:
         """Of the modules that take this kind, in the order of `_measured`."""
@@ -141,13 +159,13 @@ class SampleTable:
         for at, (first, second, several) in enumerate(distinct.tolist()):
             key = (first, second, bool(several))
             if key not in known:
-                known[key] = self._measured(kind, *key)
+                known[key] = self.measured(kind, *key)
             measured = known[key]
             readable[at] = measured is not None
             sizes[at] = 0 if measured is None else measured
         return sizes[codes], readable[codes]
 
-    def _measured(self, kind: str, first: int, second: int, several: bool) -> tuple[int, ...] | None:
+    def measured(self, kind: str, first: int, second: int, several: bool) -> tuple[int, ...] | None:
         """Tokens, load and pairs of one picture or clip, for every module that takes its kind; None if it cannot be
         used. As `count_tokens` and `SampleOutline.media_size` have it."""
         above = self._bounds.of_picture if kind == "image" else self._bounds.of_clip

@@ -21,7 +21,6 @@ from data.mixture import Phase, Phases, whole_weights
 from data.order import GlobalOrder, splitmix, splitmix_all
 from data.shards import find_shards
 from data.storage.url import Place, Url
-from data.storage.version import ShardVersion
 
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
 
@@ -245,22 +244,13 @@ class SourcesView:
             self.order = self.order.with_phases(phases)
 
 
-def fingerprint_of(
-    shards: Sequence[Place],
-    versions: Sequence[ShardVersion],
-    counts: Sequence[int],
-    ends: Sequence[int],
-    held_fraction: float,
-) -> str:
+def fingerprint_of(shards: Sequence[tuple[str, int, str, int]], ends: Sequence[int], held_fraction: float) -> str:
     """A hash of what the order of samples follows from, but for seed and weights.
 
     Args:
-        counts: samples of the shards; ends: behind the last shard of each source.
+        shards: (name, bytes, content, samples) of each; ends: behind the last shard of each source.
     """
-    names: list = [
-        [path.name, version.size, version.content, count]
-        for path, version, count in zip(shards, versions, counts, strict=True)
-    ]
+    names: list = [list(shard) for shard in shards]
     names += [list(ends)] if len(ends) > 1 else []
     names += [held_fraction] if held_fraction else []
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32]

@@ -27,8 +27,8 @@ import numpy as np
 from xxhash import xxh3_128
 
 from data.announce import expect_texts
+from data.catalogue.places import path_about
 from data.errors import DataError
-from data.index import index_path
 from data.storage.replace import replacing
 from data.storage.url import Place
 from data.storage.version import ShardVersion, open_file
@@ -114,8 +114,8 @@ class TextLengths:
     def path(self, shard: int, writable: bool = False) -> Path:
         """Where the lengths of a shard are."""
         dataset = self._dataset
-        suffix = f".{dataset.length_keys[shard]}.mimo-lengths"
-        return index_path(self._shard(shard), dataset.cache_dir, writable=writable, suffix=suffix)
+        suffix = f".{dataset.lengths_key}.mimo-lengths"
+        return path_about(self._shard(shard), dataset.cache_dir, writable=writable, suffix=suffix)
 
     def _shard(self, shard: int) -> Place:
         return self._dataset.shards[shard]
@@ -143,9 +143,9 @@ class TextLengths:
 
     def _head(self, shard: int) -> dict[str, object]:
         """What the file says of itself, and has to."""
-        version: ShardVersion = self._dataset.versions[shard]
+        version: ShardVersion = self._dataset.version(shard)
         return {
-            "key": self._dataset.length_keys[shard],
+            "key": self._dataset.lengths_key,
             "size": version.size,
             "content": version.content,
             "mtime_ns": version.mtime_ns,

@@ -238,7 +238,7 @@ def _add_shards(
     report: Report, cfg: ConfigContainer, key: str, pattern: str, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
     """Samples in the shards that can be read."""
-    from data.index import open_index
+    from data.catalogue.catalogue import open_catalogue
     from data.members import named_unread
     from data.shards import find_shards
 
@@ -252,19 +252,24 @@ def _add_shards(
     members: Counter[str] = Counter()
     not_read: Counter[tuple[str, str]] = Counter()
     fields = fields_of(cfg)
-    for path in paths:
+    try:
+        catalogue = open_catalogue(paths, cfg.data.cache_dir or None, strict=False)
+    except DataError as error:
+        seen.complete = False
+        report.faults.append(Fault(key, str(error)))
+        return 0
+    for number, path in enumerate(paths):
         try:
-            index = open_index(path, cfg.data.cache_dir or None).with_fields(fields)
-        except (DataError, OSError) as error:
+            index = catalogue.index(number).with_fields(fields)
+        except DataError as error:
             report.faults.append(Fault(key, str(error)))
             seen.complete = False
             continue
         good.append(path)
         samples += len(index)
         unusable += index.num_bad
-        not_read += index.unread(fields)
-        for extension, count in Counter(index.all_members["extension"].tolist()).items():
-            members[index.extensions[extension]] += count
+        not_read += index.unread()
+        members += index.extensions()
     rows.append(
         (key, pattern, f"{len(good)} of {plural(len(paths), 'shard')} can be read, {plural(samples, 'sample')}")
     )

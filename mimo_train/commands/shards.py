@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -133,43 +132,34 @@ def _count_texts(cfg: Any, workers: int) -> int:
 
 
 def _index_all(paths: list[Place], cache_dir: str | None, workers: int) -> int:
-    from concurrent.futures import ProcessPoolExecutor
-    from contextlib import ExitStack
-    from multiprocessing import get_context
+    from data.catalogue.catalogue import open_catalogue
+    from data.errors import DataError
+    from mimo_train.metrics.count_bar import CountBar
 
-    jobs = [(path, cache_dir) for path in paths]
+    bar = CountBar("indexing shards", len(paths))
+    try:
+        catalogue = open_catalogue(paths, cache_dir, processes=workers, progress=bar.add, strict=False)
+    finally:
+        bar.close()
     samples = bad = failed = empty = 0
-    with ExitStack() as stack:
-        results: Iterable[tuple[int, int, str]] = map(_index_one, jobs)
-        if workers > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("spawn")))
-            results = pool.map(_index_one, jobs)
-        for path, (count, faults, error) in zip(paths, results, strict=True):
-            if error:
-                failed += 1
-                print(f"error: {shown(error)}", file=sys.stderr)
-            elif not count:
-                empty += 1
-                print(f"warning: {path}: no sample in it", file=sys.stderr)
-            else:
-                samples, bad = samples + count, bad + faults
-                print(f"{path}: {count} samples" + (f", {faults} of them cannot be used" if faults else ""))
+    for number, path in enumerate(paths):
+        try:
+            index = catalogue.index(number)
+        except DataError as error:
+            failed += 1
+            print(f"error: {shown(str(error))}", file=sys.stderr)
+            continue
+        if not len(index):
+            empty += 1
+            print(f"warning: {path}: no sample in it", file=sys.stderr)
+        else:
+            samples, bad = samples + len(index), bad + index.num_bad
+            faults = f", {index.num_bad} of them cannot be used" if index.num_bad else ""
+            print(f"{path}: {len(index)} samples{faults}")
     print(f"{len(paths) - failed} of {len(paths)} shards indexed, {samples} samples, {bad} of them cannot be used")
     if empty and not samples:
         print(f"error: {empty} shards without any sample: a run cannot read them", file=sys.stderr)
     return 0 if samples and not failed else 1
-
-
-def _index_one(job: tuple[Any, Any]) -> tuple[int, int, str]:
-    """(samples, bad ones, error). At module level, so that worker processes can find it."""
-    from data.errors import DataError
-    from data.index import open_index
-
-    try:
-        index = open_index(*job)
-    except (DataError, OSError) as error:
-        return 0, 0, str(error)
-    return len(index), index.num_bad, ""
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -186,7 +176,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _inspect_shards(args: argparse.Namespace) -> int:
     from collections import Counter
 
-    from data.index import open_index
+    from data.catalogue.catalogue import open_catalogue
     from data.members import named_unread
     from data.shards import find_shards
 
@@ -197,8 +187,9 @@ def _inspect_shards(args: argparse.Namespace) -> int:
     clips, faults = [], []
     samples = total = printed = 0
     paths = find_shards(args.pattern)
-    for path in paths:
-        index = open_index(path, args.cache_dir)
+    catalogue = open_catalogue(paths, args.cache_dir)
+    for number, path in enumerate(paths):
+        index = catalogue.index(number)
         samples, total = samples + len(index), total + index.version.size
         not_read += index.unread()
         for row in range(len(index)):
@@ -280,8 +271,8 @@ def _verify_shards(args: argparse.Namespace) -> int:
     from concurrent.futures import ThreadPoolExecutor
     from functools import partial
 
-    from data.errors import ReadError, ShardError
-    from data.index import open_index
+    from data.catalogue.catalogue import open_catalogue
+    from data.errors import DataError
     from data.members import named_unread
     from data.shards import find_shards
     from data.storage.local import ShardReader
@@ -290,9 +281,11 @@ def _verify_shards(args: argparse.Namespace) -> int:
     reader, checked, bad, broken = ShardReader(), 0, 0, 0
     not_read: Counter[tuple[str, str]] = Counter()
     with ThreadPoolExecutor(args.workers) as pool:
-        for path in find_shards(args.pattern):
+        paths = find_shards(args.pattern)
+        catalogue = open_catalogue(paths, args.cache_dir, strict=False)
+        for number, path in enumerate(paths):
             try:
-                index = open_index(path, args.cache_dir)
+                index = catalogue.index(number)
                 not_read += index.unread()
                 if not len(index):
                     print(f"warning: {path}: no sample in it", file=sys.stderr)
@@ -305,7 +298,7 @@ def _verify_shards(args: argparse.Namespace) -> int:
                         if reason:
                             bad += 1
                             print(f"bad: {path}: key {shown(index.key(row))}: {shown(reason)}")
-            except (ReadError, ShardError) as error:
+            except DataError as error:
                 broken += 1
                 print(f"bad shard: {shown(str(error))}")
     for sentence in named_unread(not_read):

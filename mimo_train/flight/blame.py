@@ -197,12 +197,17 @@ def _last_seen(rank: Rank) -> float:
     return rank.beat_at + rank.offset
 
 
+_OF_ANOTHER = ".journal"
+"""What a rank reads that waits for whoever indexes shards (`data.catalogue.folder`)."""
+
+
 def _stuck(verdict: Verdict) -> tuple[list[int], str] | None:
     """Ranks that wait for nobody, and that nobody waits for."""
     alive = [rank for rank in verdict.ranks if verdict.states[rank] == ALIVE and not verdict.ranks[rank].is_over]
     still = [rank for rank in alive if rank not in verdict.progress and rank not in verdict.waits]
     if not still or verdict.progress:
         return None
+    still = [rank for rank in still if not verdict.ranks[rank].reading.endswith(_OF_ANOTHER)] or still
     one = len(still) == 1
     return still, f"{_ranks(still)} {'waits' if one else 'wait'} for no rank and make{'s' if one else ''} no progress"
 

@@ -9,8 +9,10 @@ import sys
 import pytest
 import torch
 
+from data.catalogue.catalogue import open_index
+from data.catalogue.places import catalogue_path
 from data.errors import DataError
-from data.index import build_index, index_path, open_index
+from data.index import build_index
 from data.tokens import build_tokenizer
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import DamagedCheckpoint
@@ -123,7 +125,7 @@ def test_kept_features(tmp_path, crafted):
 def test_the_index_of_a_shard(tmp_path, crafted):
     shard = write_tar(tmp_path / "x.tar", [("a.txt", b"a")])
     good = open_index(shard)
-    index_path(shard).write_bytes(crafted[0].read_bytes())
+    catalogue_path(shard).write_bytes(crafted[0].read_bytes())
     assert [open_index(shard).key(row) for row in range(len(good))] == ["a"]
 
 

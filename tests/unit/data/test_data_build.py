@@ -18,8 +18,8 @@ import webdataset
 from data.build import Settings, build_shards
 from data.building.columns import Columns
 from data.building.find import find_source
+from data.catalogue.catalogue import open_index
 from data.errors import DataError
-from data.index import open_index
 from data.shards import find_shards
 from data.storage.local import ShardReader
 from data.verify import check_sample

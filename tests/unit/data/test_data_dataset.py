@@ -133,7 +133,7 @@ def test_more_shards_than_open_indexes(tmp_path, monkeypatch):
     assert [data.locate(number)[1] for number in range(10)] == [f"{n}{at}" for n in range(5) for at in range(n)]
     write_tar(tmp_path / "1.tar", [("other.txt", b"xyz")])
     with pytest.raises(ShardError, match="changed"):
-        [data.locate(number) for number in (0, 3, 9, 0)]
+        [data.text(number) for number in (0, 3, 9, 0)]
 
 
 def test_no_sample_at_all(tmp_path):

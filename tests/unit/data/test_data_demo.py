@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
+from data.catalogue.catalogue import open_index
 from data.demo import make as demo
 from data.demo.digits import load_scans
 from data.demo.make import ensure_demo, make_demo, make_text_demo
 from data.errors import DataError
-from data.index import open_index
 from data.pipeline import Batching, Dataset, Reader, StepLoader
 from data.shards import find_shards
 from data.tokens import build_tokenizer
@@ -226,7 +226,7 @@ def with_bad_samples(tmp_path, small):
 def test_index_command(small, with_bad_samples, capsys):
     assert run("index", small, "--workers", "2") == 0
     assert "2 of 2 shards indexed, 13 samples, 0 of them cannot be used" in capsys.readouterr().out
-    assert len(list(small.glob("*.mimo-index"))) == 2
+    assert (small / "shards.mimo-catalogue").is_file()
     assert run("index", with_bad_samples) == 1
     output = capsys.readouterr()
     assert "3 of 4 shards" in output.out and "b.tar: 3 samples, 1 of them" in output.out
@@ -249,7 +249,7 @@ def test_inspect_command(small, with_bad_samples, tmp_path, capsys):
     assert run("inspect", small, "--samples", "1", "--cache-dir", tmp_path / "cache") == 0
     output = capsys.readouterr().out
     assert "2 shards, 13 samples" in output and "0000  .0.png 20x16" in output and "20 x 16" in output
-    assert not list(small.glob("*.mimo-index"))
+    assert not list(small.glob("*.mimo-catalogue"))
     assert run("inspect", with_bad_samples) == 1 and "c.tar" in capsys.readouterr().err
     assert run("inspect", tmp_path / "nowhere") == 1 and "data.shards" in capsys.readouterr().err
 
@@ -278,6 +278,6 @@ def test_the_command_line_imports_no_heavy_package():
 
 
 def test_indexing_needs_no_torch():
-    code = "import sys, data.index, data.order, data.tokens, data.records; print('torch' in sys.modules)"
+    code = "import sys, data.catalogue.catalogue, data.order, data.tokens, data.records; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -31,7 +31,7 @@ def test_pictures_of_known_samples_are_neither_read_nor_in_the_batch(dataset):
     data.read_media = lambda number, module, read_media=data.read_media: (
         read.append(number) or read_media(number, module)
     )
-    known = Known("|0001", "|0004")
+    known = Known(data.identity(1), data.identity(4))
     batches = looked_up(data, known)
     assert [len(pixels(batch)) for batch in whole] == [3, 4]
     # Sample 4 has two pictures.

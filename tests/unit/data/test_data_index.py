@@ -9,9 +9,10 @@ import pytest
 import webdataset
 from PIL import Image
 
-from data import index as index_module
+from data.catalogue.catalogue import open_index
+from data.catalogue.places import catalogue_path
 from data.errors import DataError, ShardError
-from data.index import build_index, index_path, open_index
+from data.index import build_index
 from data.media.headers import parse_header_bytes
 from data.shards import find_shards
 from tests.tars import write_tar
@@ -105,9 +106,9 @@ def test_compressed_shards_are_refused_with_the_remedy(shard, tmp_path):
 
 def test_saved_index_is_used_until_the_shard_changes(shard, monkeypatch):
     first = open_index(shard)
-    assert index_path(shard).exists()
+    assert catalogue_path(shard).exists()
     with monkeypatch.context() as patch:
-        patch.setattr(index_module, "build_index", lambda *args: pytest.fail("built again"))
+        patch.setattr("data.catalogue.folder.build_index", lambda *args: pytest.fail("built again"))
         again = open_index(shard)
     assert again.members(1) == first.members(1) and again.key(1) == first.key(1)
     write_tar(shard, [("new.txt", b"new")])
@@ -120,7 +121,7 @@ def test_saved_index_is_used_until_the_shard_changes(shard, monkeypatch):
 @pytest.mark.parametrize("damage", [b"", b"{}\n", b"not json\n", None])
 def test_a_damaged_index_is_built_again(shard, damage):
     open_index(shard)
-    path = index_path(shard)
+    path = catalogue_path(shard)
     path.write_bytes(path.read_bytes()[:-3] if damage is None else damage)
     assert open_index(shard).key(1) == "d/b"
 
@@ -129,8 +130,8 @@ def test_an_index_that_is_replaced_while_it_is_read_stays_the_one_that_was_check
     members, memmap = open_index(shard).members(1), np.memmap
 
     def late(file, **options):
-        index_path(shard).unlink()
-        index_path(shard).write_bytes(b"{}")
+        catalogue_path(shard).unlink()
+        catalogue_path(shard).write_bytes(b"{}")
         return memmap(file, **options)
 
     monkeypatch.setattr(np, "memmap", late)
@@ -153,7 +154,7 @@ def test_an_index_is_for_every_reader_of_the_shards(shard):
         open_index(shard)
     finally:
         os.umask(before)
-    assert index_path(shard).stat().st_mode & 0o777 == 0o644
+    assert catalogue_path(shard).stat().st_mode & 0o777 == 0o644
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_its_key(shard, tmp_path):
@@ -170,7 +171,7 @@ def test_building_at_once_leaves_one_whole_index(shard):
     for thread in threads:
         thread.join()
     assert len(results) == 8 and all(result == results[0] for result in results)
-    assert sorted(os.listdir(shard.parent)) == ["x-000000.tar", "x-000000.tar.mimo-index"]
+    assert sorted(os.listdir(shard.parent)) == ["shards.mimo-catalogue", "x-000000.tar"]
 
 
 def test_samples_without_a_usable_record_are_bad(tmp_path):

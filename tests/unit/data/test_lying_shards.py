@@ -8,8 +8,10 @@ import tarfile
 
 import pytest
 
+from data.catalogue.catalogue import open_index
+from data.catalogue.places import catalogue_path
 from data.errors import DataError, ReadError, ShardError
-from data.index import build_index, index_path, open_index
+from data.index import build_index
 from data.shards import find_shards
 from data.storage import retry
 from data.storage.local import ShardReader
@@ -101,8 +103,8 @@ def test_what_is_no_file_is_named_and_never_waited_for(tmp_path):
         find_shards(folder)
     with pytest.raises(ShardError, match="is a device"):
         find_shards("/dev/null")
-    os.mkfifo(index_path(folder / "a.tar"))  # in the place of an index: it is built again
-    assert open_index(folder / "a.tar").key(0) == "a" and index_path(folder / "a.tar").is_file()
+    os.mkfifo(catalogue_path(folder / "a.tar"))  # in the place of an index: it is built again
+    assert open_index(folder / "a.tar").key(0) == "a" and catalogue_path(folder / "a.tar").is_file()
 
 
 def test_members_are_those_of_tarfile(tmp_path):
@@ -250,7 +252,7 @@ def test_a_copied_shard_keeps_its_index(tmp_path, monkeypatch):
     shard = write_tar(tmp_path / "s.tar", [("a.txt", b"x")])
     built = open_index(shard)
     dated_back(shard, os.stat(shard))
-    monkeypatch.setattr("data.index.build_index", lambda *args: pytest.fail("built again"))
+    monkeypatch.setattr("data.catalogue.folder.build_index", lambda *args: pytest.fail("built again"))
     for _ in range(2):
         again = open_index(shard)
         assert again.version.content == built.version.content and again.version.ctime_ns > built.version.ctime_ns
@@ -262,7 +264,7 @@ def test_an_index_with_a_changed_byte_is_built_again(tmp_path, caplog):
     shard = write_tar(tmp_path / "s.tar", [(f"{at}.txt", b"%d" % at) for at in range(9)])
     good = open_index(shard)
     keys, members = [good.key(row) for row in range(9)], [good.members(row) for row in range(9)]
-    path = index_path(shard)
+    path = catalogue_path(shard)
     whole = path.read_bytes()
     start = whole.index(b"\n") + 1
     rolled_samples = whole[:start] + whole[start + 24 : start + 240] + whole[start : start + 24] + whole[start + 240 :]

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from data.announce import expect_sample, expect_texts
+from data.catalogue.catalogue import open_index
+from data.catalogue.places import catalogue_path
 from data.errors import DataError, ReadError, ShardError
 from data.fields import read_fields
-from data.index import index_path, open_index
 from data.pipeline import Batching, Reader, StepLoader
 from data.remote_shards import find_remote
 from data.shards import find_shards
@@ -201,7 +202,7 @@ def test_a_run_reads_the_same_from_anywhere(remote, small, dataset, tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     here, there = dataset(), dataset(shards=str(remote))
     assert there.fingerprint == here.fingerprint and there.is_remote and not here.is_remote
-    kept = index_path(there.shards[0])
+    kept = catalogue_path(there.shards[0])
     assert kept.is_file() and kept.is_relative_to(tmp_path / "user")
     for workers in (0, 2):
         batches = []

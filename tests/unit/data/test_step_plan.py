@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.bounds import Bounds
-from data.index import build_index
+from data.catalogue.catalogue import open_catalogue
+from data.fields import NO_FIELDS, read_fields
 from data.order import GlobalOrder
 from data.outline import Media
 from data.pipeline import Dataset
@@ -68,9 +69,10 @@ MEDIA = [
 ]
 
 
-def test_the_arrays_of_a_step_are_those_of_its_outlines(tmp_path):
+@pytest.mark.parametrize("fields", [NO_FIELDS, read_fields({"conversations": "json", "image": ["1.png", "0.png"]})])
+def test_the_arrays_of_a_step_are_those_of_its_outlines(tmp_path, fields):
     tokenizer = build_tokenizer("bytes", [media.placeholder for media in MEDIA])
-    options = {"media": MEDIA, "bounds": Bounds(record_bytes=150, placeholders=4), "seed": 5}
+    options = {"media": MEDIA, "bounds": Bounds(record_bytes=150, placeholders=4), "seed": 5, "fields": fields}
     data = Dataset(odd_samples(tmp_path), tokenizer=tokenizer, sequence_length=70, **options)
     found = data.plan_step(33, 90)
     bad = 0
@@ -88,11 +90,10 @@ def test_equal_hashes_of_unequal_rows_are_told_apart(tmp_path, monkeypatch):
     """Every number mixed with 0 is 0: all rows have one hash."""
     monkeypatch.setattr("data.sample_table._MIX", np.uint64(0))
     tables = []
+    catalogue = open_catalogue(sorted(odd_samples(tmp_path).glob("*.tar")))
+    rows = catalogue.rows(np.repeat([0, 1], catalogue.counts), np.concatenate([*map(np.arange, catalogue.counts)]))
     for _ in range(2):
-        table = SampleTable(MEDIA, 70, Bounds())
-        for shard in sorted(odd_samples(tmp_path).glob("*.tar")):
-            table.add(build_index(shard))
-        tables.append(table.of(np.arange(39)))
+        tables.append(SampleTable(MEDIA, 70, Bounds()).of(rows))
         monkeypatch.undo()
     assert all((tables[0].pairs[module] == tables[1].pairs[module]).all() for module in tables[0].pairs)
     assert len(set(tables[0].pairs["images"].tolist())) > 3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from data.index import open_index
+from data.catalogue.catalogue import open_index
 from data.shards import find_shards
 from mimo_train.cli import main
 from tests.tars import write_tar

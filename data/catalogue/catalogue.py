@@ -1,0 +1,130 @@
+"""The catalogue of a run: the indexes of all its shards, each compared with its shard when it is opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from data.catalogue.file import CatalogueFile
+from data.catalogue.folder import Folder, Progress
+from data.catalogue.rows import Rows
+from data.errors import DataError
+from data.index import ShardIndex
+from data.storage.retry import RETRIES
+from data.storage.url import Place, Url, place_of
+from data.storage.version import ShardVersion
+
+
+class Catalogue:
+    """The indexes of shards, in their order.
+
+    Attributes:
+        counts: int64 [shards], samples of each.
+        errors: shard's number -> why it has no index; only of those that were opened not to be `strict`.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Place],
+        found: Mapping[int, tuple[CatalogueFile, int]],
+        errors: Mapping[int, DataError],
+    ) -> None:
+        self._shards, self.errors = shards, dict(errors)
+        self._files = list({id(file): file for file, _ in found.values()}.values())
+        at = {id(file): number for number, file in enumerate(self._files)}
+        self._file = np.array([at[id(found[n][0])] if n in found else -1 for n in range(len(shards))], dtype=np.int32)
+        self._row = np.array([found[n][1] if n in found else -1 for n in range(len(shards))], dtype=np.int64)
+        self.counts, self._starts = np.zeros(len(shards), dtype=np.int64), np.zeros(len(shards), dtype=np.int64)
+        self._checked = np.zeros(len(shards), dtype=bool)
+        for number, file in enumerate(self._files):
+            own = self._file == number
+            rows = file.table[self._row[own]]
+            self.counts[own], self._starts[own] = rows["samples"], rows["at"]
+            self._checked[own] = file.is_checked_at_once
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def version(self, shard: int) -> ShardVersion:
+        """What the shard was when it was indexed."""
+        return self._files[self._file[shard]].version(int(self._row[shard]))
+
+    def contents(self) -> tuple[list[int], list[str]]:
+        """Of all shards, the bytes and `ShardVersion.content`."""
+        table = np.zeros(len(self), dtype=[("size", "<i8"), ("content", "S32")])
+        for number, file in enumerate(self._files):
+            own = self._file == number
+            for name in ("size", "content"):
+                table[name][own] = file.table[name][self._row[own]]
+        return table["size"].tolist(), [content.decode() for content in table["content"].tolist()]
+
+    def index(self, shard: int) -> ShardIndex:
+        """Raises DataError if the part of the shard is damaged, and what `errors` has."""
+        if shard in self.errors:
+            raise self.errors[shard]
+        if not self._checked[shard]:
+            self._check(shard)
+        return self._files[self._file[shard]].part(int(self._row[shard])).index(self._shards[shard])
+
+    def rows(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
+        """Samples and members of many rows at once, of any shards. Raises DataError as `index`."""
+        for shard in np.unique(shards[~self._checked[shards]]).tolist():
+            self._check(shard)
+        of_shards = self._file[shards], self._row[shards], self._starts[shards], self.counts[shards]
+        return Rows(self._files, of_shards, rows)
+
+    def _check(self, shard: int) -> None:
+        file = self._files[self._file[shard]]
+        if not file.is_whole(int(self._row[shard])):
+            file.path.unlink(missing_ok=True)
+            raise DataError(
+                f"{file.path}: the index is damaged where it has {self._shards[shard]}. It was removed: start again, "
+                "and it is built anew"
+            )
+        self._checked[shard] = True
+
+
+def open_catalogue(
+    shards: Sequence[Place],
+    cache_dir: str | os.PathLike[str] | None = None,
+    retries: int = RETRIES,
+    *,
+    processes: int = 1,
+    progress: Progress | None = None,
+    strict: bool = True,
+) -> Catalogue:
+    """The indexes of shards; those that are absent, out of date or damaged are built and saved first. Several processes
+    may call this at once.
+
+    Args:
+        retries: `data.read_retries`: times that a read is tried again after an I/O error.
+        processes: to build in. More than one are spawned, which a program's main module has to be fit for (`if __name__
+            == "__main__"`): else they wait for what this one does.
+        progress: None: what takes long is told to the log.
+        strict: raise the first error of a shard, when it is found.
+
+    Raises:
+        ShardError: a shard is no file, compressed, truncated or damaged.
+        ReadError: one cannot be read.
+        DataError: the file cannot be written.
+    """
+    folders: dict[str, list[int]] = {}
+    for number, shard in enumerate(shards):
+        folders.setdefault(str(shard).rpartition("/")[0], []).append(number)
+    found: dict[int, tuple[CatalogueFile, int]] = {}
+    errors: dict[int, DataError] = {}
+    for numbers in folders.values():
+        own = [shards[number] for number in numbers]
+        folder = Folder(own, cache_dir, retries, processes, progress, strict)
+        found |= {numbers[at]: one for at, one in folder.opened().items()}
+        errors |= {numbers[at]: error for at, error in folder.errors.items()}
+    return Catalogue(shards, found, errors)
+
+
+def open_index(
+    shard: str | os.PathLike[str] | Url, cache_dir: str | os.PathLike[str] | None = None, retries: int = RETRIES
+) -> ShardIndex:
+    """The index of one shard; as of `open_catalogue`."""
+    return open_catalogue([place_of(shard)], cache_dir, retries).index(0)

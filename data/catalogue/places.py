@@ -1,0 +1,52 @@
+"""Where files about shards lie: beside them, in `data.cache_dir`, or in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from data.storage.url import Place, Url, place_of
+
+_SUFFIX = ".mimo-catalogue"
+
+
+def catalogue_path(
+    shard: str | os.PathLike[str] | Url, cache_dir: str | os.PathLike[str] | None = None, writable: bool = False
+) -> Path:
+    """Where the catalogue of a shard's folder lies: see `path_about`."""
+    shard = place_of(shard)
+    folder = shard.absolute().parent
+    kept = _kept_in(shard, cache_dir, writable)
+    if kept is None:
+        assert isinstance(folder, Path)
+        return folder / f"shards{_SUFFIX}"
+    place = hashlib.sha256(os.fsencode(str(folder))).hexdigest()[:12]
+    return kept / f"{folder.name}.{place}{_SUFFIX}"
+
+
+def path_about(
+    shard: str | os.PathLike[str] | Url,
+    cache_dir: str | os.PathLike[str] | None = None,
+    writable: bool = False,
+    *,
+    suffix: str,
+) -> Path:
+    """Where a file about a shard lies: beside it, or in `cache_dir` if given. With `writable`, a user-wide cache folder
+    takes the place of a shard folder that this process may not write to; so it does of a URL's."""
+    shard = place_of(shard)
+    kept = _kept_in(shard, cache_dir, writable)
+    if kept is None:
+        assert isinstance(shard, Path)
+        return shard.with_name(shard.name + suffix)
+    # Shards of several folders often share their names; the hash keeps them apart.
+    place = hashlib.sha256(os.fsencode(str(shard.absolute()))).hexdigest()[:12]
+    return kept / f"{shard.name}.{place}{suffix}"
+
+
+def _kept_in(shard: Place, cache_dir: str | os.PathLike[str] | None, writable: bool) -> Path | None:
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    if isinstance(shard, Url) or (writable and not os.access(shard.parent, os.W_OK)):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train" / "index"
+    return None

@@ -1,0 +1,214 @@
+"""The file of a catalogue: built once, gone on with, mended in parts, and small in memory."""
+
+import errno
+import fcntl
+import os
+import shutil
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from data.catalogue import file as catalogue_file
+from data.catalogue.catalogue import open_catalogue, open_index
+from data.catalogue.file import Part, load_catalogue, write_catalogue
+from data.catalogue.journal import Journal, opened_journal
+from data.catalogue.places import catalogue_path
+from data.errors import DataError, ShardError
+from data.index import MEMBER, SAMPLE, Codes, build_index, pack_keys
+from data.shards import find_shards
+from data.storage.version import ShardVersion
+from tests.tars import write_tar
+from tests.unit.data.helpers import chat, encode_picture
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Five shards of one to five samples."""
+    for n in range(5):
+        members = []
+        for at in range(n + 1):
+            members += [
+                (f"{n}{at}.png", encode_picture(8 + n, 9 + at, "PNG")),
+                (f"{n}{at}.json", chat("<image>?", "!")),
+            ]
+        write_tar(tmp_path / "shards" / f"s-{n}.tar", members)
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Names of the shards that are indexed."""
+    names = []
+
+    def build(shard, retries=0):
+        names.append(shard.name)
+        return build_index(shard, retries)
+
+    monkeypatch.setattr("data.catalogue.folder.build_index", build)
+    return names
+
+
+def said(catalogue, shards):
+    """All that a catalogue says."""
+    return [
+        (index.key(row), index.members(row), index.record(row), index.bad_reason(row), index.version.content)
+        for index in (catalogue.index(shard) for shard in range(len(shards)))
+        for row in range(len(index))
+    ]
+
+
+def test_one_file_has_all_shards_and_rows_of_any_at_once(folder, built):
+    shards = find_shards(folder)
+    catalogue = open_catalogue(shards)
+    assert sorted(os.listdir(folder)) == sorted([*(path.name for path in shards), "shards.mimo-catalogue"])
+    assert said(catalogue, shards) == [one for path in shards for one in said(open_catalogue([path]), [path])]
+    assert len(built) == 5
+    # Another order of them, and some twice.
+    places = [shards[number] for number in (4, 0, 2, 4)]
+    some = open_catalogue(places)
+    of, at = np.array([3, 0, 1, 2, 0, 3]), np.array([1, 4, 0, 2, 1, 4])
+    rows = some.rows(of, at)
+    for number, (shard, row) in enumerate(zip(of.tolist(), at.tolist(), strict=True)):
+        index = some.index(shard)
+        own = rows.members[rows.firsts[number] : rows.firsts[number + 1]]
+        for member, found in zip(index.members(row), own, strict=True):
+            assert (found["offset"], found["size"]) == (member.offset, member.size)
+            assert (rows.names[found["code"]], rows.kinds[found["code"]]) == (member.extension, member.kind)
+            assert member.kind == "other" or (found["first"], found["second"]) == member.extent
+        assert rows.samples["record"][number] == index.record(row)
+    assert len(built) == 5
+
+
+def test_one_changed_shard_is_built_alone_and_the_others_stay(folder, built):
+    shards = find_shards(folder)
+    open_catalogue(shards)
+    before = load_catalogue(catalogue_path(shards[0]))
+    bodies = [bytes(before.part(number).body) for number in range(5)]
+    del built[:]
+    write_tar(shards[2], [("x.txt", b"x")])
+    assert open_catalogue(shards).index(2).key(0) == "x" and built == ["s-2.tar"]
+    after = load_catalogue(catalogue_path(shards[0]))
+    assert [bytes(after.part(n).body) == bodies[n] for n in range(5)] == [True, True, False, True, True]
+    # Asked for two of them, the file keeps the others, but not one that is gone.
+    shards[4].unlink()
+    write_tar(shards[3], [("y.txt", b"y")])
+    open_catalogue(shards[2:4])
+    assert built == ["s-2.tar", "s-3.tar"]
+    assert sorted(load_catalogue(catalogue_path(shards[0])).number_of) == [f"s-{n}.tar" for n in range(4)]
+
+
+@pytest.mark.parametrize("tail", [b"", b"torn", bytes(40)])
+def test_after_a_kill_the_rest_is_built_and_the_file_is_that_of_one_go(folder, built, monkeypatch, tail):
+    shards = find_shards(folder)
+    journal = catalogue_path(shards[0]).with_name("shards.mimo-catalogue.journal")
+
+    def killed(shard, retries=0):
+        if shard.name == "s-3.tar":
+            raise KeyboardInterrupt
+        return build_index(shard, retries)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("data.catalogue.folder.build_index", killed)
+        open_catalogue(shards)
+    journal.write_bytes(journal.read_bytes() + tail)
+    write_tar(shards[1], [("other.txt", b"other")])
+    open_catalogue(shards)
+    assert built == ["s-1.tar", "s-3.tar", "s-4.tar"] and not journal.exists()
+    mended = catalogue_path(shards[0]).read_bytes()
+    catalogue_path(shards[0]).unlink()
+    open_catalogue(shards)
+    assert catalogue_path(shards[0]).read_bytes() == mended
+
+
+def test_a_record_of_a_journal_with_a_changed_byte_ends_it(tmp_path):
+    with opened_journal(tmp_path / "j") as journal:
+        for n in range(3):
+            journal.append(b"head%d" % n, b"body" * n)
+        shutil.copy(tmp_path / "j", tmp_path / "kept")
+    assert not (tmp_path / "j").exists()
+    whole = (tmp_path / "kept").read_bytes()
+    for at in range(len(whole)):
+        (tmp_path / "k").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with open(tmp_path / "k", "rb") as file:
+            journal = Journal(file.fileno())
+            assert len(journal) < 3 and all(journal[n][0] == b"head%d" % n for n in range(len(journal)))
+
+
+def test_those_that_ask_at_once_build_it_once(folder, built):
+    shards, found = find_shards(folder), []
+    threads = [threading.Thread(target=lambda: found.append(said(open_catalogue(shards), shards))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and all(one == found[0] for one in found) and sorted(built) == [p.name for p in shards]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_files_cannot_be_locked_each_builds_its_own(folder, built, monkeypatch, code):
+    def no_locks(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    shards = find_shards(folder)
+    assert len(open_catalogue(shards)) == 5 and len(open_catalogue(shards)) == 5 and len(built) == 5
+    assert {path.suffix for path in folder.iterdir() if path.stat().st_size} == {".tar", ".mimo-catalogue"}
+
+
+def test_a_damaged_shard_leaves_the_others_in_the_file(folder, built):
+    shards = find_shards(folder)
+    shards[2].write_bytes(shards[2].read_bytes()[:5000])
+    with pytest.raises(ShardError, match=r"s-2\.tar.*truncated"):
+        open_catalogue(shards)
+    catalogue = open_catalogue(shards, strict=False)
+    assert list(catalogue.errors) == [2] and len(catalogue.index(4)) == 5 and catalogue.counts[2] == 0
+    with pytest.raises(ShardError, match="truncated"):
+        catalogue.index(2)
+    assert built.count("s-0.tar") == built.count("s-4.tar") == 1
+    assert not [*folder.glob("*.journal")]
+
+
+def test_a_part_of_a_large_file_is_compared_when_it_is_used(folder, monkeypatch):
+    shards = find_shards(folder)
+    keys = open_catalogue(shards).index(3).key(1)
+    monkeypatch.setattr(catalogue_file, "CHECKED_AT_ONCE", 0)
+    path = catalogue_path(shards[0])
+    content, at = bytearray(path.read_bytes()), int(load_catalogue(path).table["at"][3])
+    content[at + 20] ^= 1
+    path.write_bytes(content)
+    catalogue = open_catalogue(shards)
+    assert catalogue.index(2).key(0) == "20" and len(catalogue.rows(np.array([1]), np.array([0])).samples) == 1
+    for use in (lambda: catalogue.index(3), lambda: catalogue.rows(np.array([0, 3]), np.array([0, 0]))):
+        with pytest.raises(DataError, match=r"index is damaged where it has .*s-3\.tar.*start again"):
+            use()
+    assert open_catalogue(shards).index(3).key(1) == keys
+
+
+def test_ten_thousand_shards_take_little_memory_of_their_own(tmp_path):
+    codes = Codes(("json", "jpg"), ("other", "image"), ())
+    samples, members = np.zeros(101, dtype=SAMPLE), np.zeros(200, dtype=MEMBER)
+    samples["first_member"] = 2 * np.arange(101)
+    keys = pack_keys([f"{n:09d}" for n in range(100)])
+    body = samples.tobytes() + members.tobytes() + keys
+    body += bytes(-len(body) % 64)
+    version = ShardVersion(10**7, 1, 2, "0" * 32)
+    rows = (100, 200, len(keys))
+    write_catalogue(tmp_path / "c", (Part(f"shard-{n:06d}.tar", version, codes, rows, body) for n in range(10_000)))
+    tracemalloc.start()
+    try:
+        found = load_catalogue(tmp_path / "c")
+        assert tracemalloc.get_traced_memory()[1] < 12e6
+    finally:
+        tracemalloc.stop()
+    assert len(found.number_of) == 10_000 and found.is_whole(9_999) and found.version(5) == version
+
+
+def test_a_shard_of_large_numbers_is_told_as_it_is(tmp_path):
+    """A sample of many members, and one without a record."""
+    members = [(f"a.{n}.bin", b"x") for n in range(40_000)] + [("a.json", chat("?", "!")), ("b.jpg", b"x")]
+    shard = write_tar(tmp_path / "s.tar", members)
+    index = open_index(shard)
+    assert index.record(0) == 40_000 and index.record(1) is None and "no .json" in index.bad_reason(1)
+    assert [index.key(row) for row in range(2)] == ["a", "b"] and len(index.members(0)) == 40_001
