@@ -6,14 +6,14 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from data.errors import ShardError
 from data.reading import READS
-from data.storage.remote import RemoteReader
+from data.storage.remote import Range, RemoteReader
 from data.storage.retry import RETRIES, retrying
 from data.storage.url import Place, Url
 from data.storage.version import ShardVersion, open_file
@@ -60,10 +60,9 @@ class ShardReader:
             self.bytes_read[extension] += len(raw)
         return raw
 
-    def expect(self, path: Place, offset: int, size: int, version: ShardVersion) -> None:
-        """Begin to read what will be asked for, if it is remote."""
-        if isinstance(path, Url):
-            self._remote.expect(path, offset, size, version)
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Begin to read what will be asked for."""
+        self._remote.expect(ranges)
 
     def close(self) -> None:
         """Closes the files that no thread is reading, and forgets what it expects."""

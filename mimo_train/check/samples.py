@@ -17,6 +17,7 @@ from data.shown import shown
 from data.sources import MixedOrder, Part
 from data.storage.url import Place
 from data.text_lengths import TextLengths
+from mimo_train.check.blocks import add_blocks
 from mimo_train.check.findings import Report, Table, plural, spread
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
@@ -180,6 +181,8 @@ def _add_whole(
             f"{drawn / seen.training_samples:.2f} ({drawn:,} samples drawn from {seen.training_samples:,})",
         )
     )
+    if data.shuffle_block > 1:
+        add_blocks(report, cfg, seen.training_samples, rows)
     if steps < wanted:
         key = "train.epochs" if cfg.train.epochs else "train.iters"
         rows.append(("data.exhausted", "stop", f"after {steps:,} of the {wanted:,} steps of {key}"))

@@ -162,6 +162,9 @@ class DataConfig:
     (transparency is left out). See docs/data.md#transparency."""
     shuffle: bool = True
     """Whether training samples come in a new order each epoch."""
+    shuffle_block: int = key(1, at_least=1, at_most=2**20)
+    """Neighbouring samples of the shards that stay together in that order, for storage where one large read is faster
+    than many small ones; 1: none. Only for shards whose samples are shuffled already. See docs/data.md#order."""
     blind: bool = False
     """Ablation: pictures and clips are replaced by zeros, so that only the text is left to learn from."""
     max_bad_samples: int | float = key(0, at_least=0)
@@ -192,6 +195,10 @@ class DataConfig:
             yield Fault(
                 "data.max_bad_samples",
                 f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
+            )
+        if self.shuffle_block > 1 and not self.shuffle:
+            yield Fault(
+                "data.shuffle_block", f"is {self.shuffle_block}, and data.shuffle is false: set only one of them"
             )
         try:
             colour_of(self.background)

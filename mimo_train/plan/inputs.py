@@ -164,6 +164,7 @@ def build_dataset(
         media=media_of(cfg),
         seed=cfg.run.seed,
         shuffle=data.shuffle and not held_out,
+        shuffle_block=data.shuffle_block,
         cache_dir=data.cache_dir or None,
         blind=data.blind,
         max_bad_samples=data.max_bad_samples,
