@@ -8,6 +8,8 @@ def add_blocks(report: Report, cfg: ConfigContainer, samples: int, rows: list[tu
     """Says how many blocks an epoch of `samples` samples and a step have, and warns of few."""
     block, step = cfg.data.shuffle_block, cfg.train.global_batch_size
     blocks = -(-samples // block)
+    if block == 1:
+        return
     rows.append(("data.shuffle_block", f"{block}", f"{blocks:,} blocks an epoch, about {step / block:.3g} a step"))
     if blocks < 2:
         report.warnings.append(

@@ -181,8 +181,7 @@ def _add_whole(
             f"{drawn / seen.training_samples:.2f} ({drawn:,} samples drawn from {seen.training_samples:,})",
         )
     )
-    if data.shuffle_block > 1:
-        add_blocks(report, cfg, seen.training_samples, rows)
+    add_blocks(report, cfg, seen.training_samples, rows)
     if steps < wanted:
         key = "train.epochs" if cfg.train.epochs else "train.iters"
         rows.append(("data.exhausted", "stop", f"after {steps:,} of the {wanted:,} steps of {key}"))
@@ -247,6 +246,7 @@ def _add_shards(
 
     try:
         paths = find_shards(pattern)
+        catalogue = open_catalogue(paths, cfg.data.cache_dir or None, strict=False)
     except (DataError, OSError) as error:
         seen.complete = False
         report.faults.append(Fault(key, _without_key(error, "data.shards")))
@@ -255,12 +255,6 @@ def _add_shards(
     members: Counter[str] = Counter()
     not_read: Counter[tuple[str, str]] = Counter()
     fields = fields_of(cfg)
-    try:
-        catalogue = open_catalogue(paths, cfg.data.cache_dir or None, strict=False)
-    except DataError as error:
-        seen.complete = False
-        report.faults.append(Fault(key, str(error)))
-        return 0
     for number, path in enumerate(paths):
         try:
             index = catalogue.index(number).with_fields(fields)
