@@ -51,6 +51,7 @@ from data.sample_key import SampleKey
 from data.sample_table import SampleTable, StepSamples, lengths_key
 from data.shown import shown
 from data.sources import Shards, Source, SourcesView, fingerprint_of, found_shards, order_of, sources_of
+from data.storage.file_cache import FileCache
 from data.storage.local import ShardReader
 from data.storage.retry import RETRIES
 from data.storage.url import Place, Url
@@ -72,7 +73,8 @@ class Dataset(SourcesView):
     truth) too; read_retries: how often a read is tried again after an I/O error; bounds: what is above is bad;
     ground: see `decode_picture`; fields: `data.fields`; skip_null: samples whose answers are null or blank have no
     loss, and are not bad; held_fraction: share of the samples that is held out, see `held_rows`; only_held: the
-    samples are these, and not the others. Methods may be called from several threads.
+    samples are these, and not the others. Methods may be called from several threads. members_cache: keeps what is
+    read of remote shards.
 
     Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
     read), ReadError (an I/O error that does not pass).
@@ -99,6 +101,7 @@ class Dataset(SourcesView):
         skip_null: bool = False,
         held_fraction: float = 0.0,
         only_held: bool = False,
+        members_cache: FileCache | None = None,
     ) -> None:
         assert sequence_length > 0, sequence_length
         self.sources = sources_of(shards)
@@ -108,7 +111,7 @@ class Dataset(SourcesView):
         self.blind, self.keep_text = blind, keep_text
         self._read_retries, self._bounds = read_retries, bounds
         self._ground, self._fields, self._skip_null = ground, fields, skip_null
-        self.reader = ShardReader(read_retries)
+        self.reader = ShardReader(read_retries, cache=members_cache)
         self.lookups: dict[str, Lookup] = {}
         """By module: where features of samples are found that need not be read (see `data.features`). For readers that
         run ahead; set before they begin."""

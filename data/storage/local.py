@@ -13,6 +13,7 @@ from pathlib import Path
 
 from data.errors import ShardError
 from data.reading import READS
+from data.storage.file_cache import FileCache
 from data.storage.remote import Range, RemoteReader
 from data.storage.retry import RETRIES, retrying
 from data.storage.url import Place, Url
@@ -27,16 +28,22 @@ class ShardReader:
 
     Args:
         retries: `data.read_retries`: times that a read is tried again after an I/O error.
+        cache: keeps what was read of remote shards.
 
     `bytes_read`: bytes read so far by extension, for accounting and for the proof that a rank reads only its members.
     """
 
-    def __init__(self, retries: int = RETRIES, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        retries: int = RETRIES,
+        clock: Callable[[], float] = time.monotonic,
+        cache: FileCache | None = None,
+    ) -> None:
         self.bytes_read: dict[str, int] = Counter()
         self._retries, self._clock = retries, clock
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, _File] = OrderedDict()
-        self._remote = RemoteReader(retries)
+        self._remote = RemoteReader(retries, cache=cache)
         self._confirmed: dict[Path, tuple[int, ShardVersion]] = {}  # inode, and the version as last seen there
 
     def read(self, path: Place, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from data.errors import ShardError
 from data.storage.base import Changed
+from data.storage.file_cache import FileCache
 from data.storage.io_thread import start_read
 from data.storage.retry import RETRIES, retrying
 from data.storage.stores import store_of
@@ -40,10 +41,11 @@ class RemoteReader:
 
     Args:
         retries: times that a read is tried again after an I/O error.
+        cache: keeps what was read, by the object's tag.
     """
 
-    def __init__(self, retries: int = RETRIES, ahead_bytes: int = AHEAD_BYTES) -> None:
-        self._retries, self._most = retries, ahead_bytes
+    def __init__(self, retries: int = RETRIES, ahead_bytes: int = AHEAD_BYTES, cache: FileCache | None = None) -> None:
+        self._retries, self._most, self._cache = retries, ahead_bytes, cache
         self._begun: OrderedDict[tuple[Url, int, int], _Slice] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -52,6 +54,8 @@ class RemoteReader:
         """Begin to read what will be asked for; what stands close together in one read."""
         with self._lock:
             new = {one[:3]: one for one in ranges if one[:3] not in self._begun and one[2] <= self._most}
+            if self._cache is not None:
+                new = {place: one for place, one in new.items() if not self._cache.has(_cache_key(*place, one[3].tag))}
             for run in _runs(new.values()):
                 (url, first, _, version), (_, last, size, _) = run[0], run[-1]
                 future = start_read(url, first, last + size - first, version.tag)
@@ -80,13 +84,27 @@ class RemoteReader:
                 raise changed(url) from error
             return bytes(_whole(url, content, size))
 
-        return retrying(once, f"{url}: cannot read {size} bytes at byte {offset}", self._retries)
+        what = f"{url}: cannot read {size} bytes at byte {offset}"
+        if self._cache is None or not tag:  # without a tag nobody knows which content it was
+            return retrying(once, what, self._retries)
+        key = _cache_key(url, offset, size, tag)
+        if (url, offset, size) not in self._begun:
+            kept = self._cache.read(key)
+            if kept is not None and len(kept) == size:
+                return kept
+        content = retrying(once, what, self._retries)
+        self._cache.write(key, content)
+        return content
 
     def close(self) -> None:
         """Forget what has begun."""
         with self._lock:
             self._begun.clear()
             self._bytes = 0
+
+
+def _cache_key(url: Url, offset: int, size: int, tag: str) -> str:
+    return f"{url}|{tag}|{offset}|{size}"
 
 
 class _Slice(NamedTuple):

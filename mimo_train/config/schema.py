@@ -180,6 +180,9 @@ class DataConfig:
     cache_dir: str = ""
     """Folder for shard indexes, instead of beside the shards; empty: beside them, or in the user's cache where that
     folder cannot be written and for shards with a URL. See docs/data.md#index."""
+    cache_bytes: int = key(0, at_least=0, at_most=2**60)
+    """Most bytes of members of remote shards that are kept on this machine, in `data.cache_dir` or the user's cache;
+    0: none. See docs/data.md#from-anywhere."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
@@ -195,6 +198,12 @@ class DataConfig:
             yield Fault(
                 "data.max_bad_samples",
                 f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
+            )
+        places = [self.shards, self.validation_shards]
+        places += [one.shards for one in self.mix] + [one.shards for one in self.validation.values()]
+        if self.cache_bytes and not any("://" in place for place in places):
+            yield Fault(
+                "data.cache_bytes", f"is {self.cache_bytes}, and no shards are remote: there is nothing to keep"
             )
         if self.shuffle_block > 1 and not self.shuffle:
             yield Fault(
