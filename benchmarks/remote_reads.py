@@ -79,8 +79,9 @@ def read(port: int, places: list[tuple[int, int]], size: int, *, announced: bool
     urls = [Url.parse(f"http://127.0.0.1:{port}/{number:04d}.tar") for number in range(SHARDS)]
 
     def expect(step: int) -> None:
-        for shard, at in places[step * STEP : (step + 1) * STEP] if announced else ():
-            reader.expect(urls[shard], at, size, version)
+        if announced:
+            of_step = places[step * STEP : (step + 1) * STEP]
+            reader.expect((urls[shard], at, size, version) for shard, at in of_step)
 
     def work(worker: int) -> None:
         for number in range(worker, len(places), WORKERS):

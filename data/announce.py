@@ -1,37 +1,44 @@
-"""Announcing reads of remote shards, so that they are on their way together: a reading thread waits for one at a
-time. Nothing is announced of files, whose reads do not wait for a network."""
+"""Announcing reads of remote shards, so that they are on their way together, neighbours in one read: a reading thread
+waits for one at a time. Nothing is announced of files, whose reads do not wait for a network."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from data.outline import SampleOutline
+from data.storage.remote import Range
 from data.storage.url import Url
 
 if TYPE_CHECKING:
     from data.dataset import Dataset
 
+Wanted = tuple[int, Collection[str], bool]
+"""Sample number, modules that need media of it, and whether all members that its record is made of are needed."""
 
-def expect_sample(dataset: Dataset, number: int, modules: Collection[str], *, text: bool) -> None:
-    """Begin to read what these modules need of a sample, and, with `text`, all members that its record is made of.
-    Raises what the index does."""
-    outline = dataset.outline(number)
-    if isinstance(dataset.shards[outline.shard], Url):
-        _expect(dataset, outline, modules if not dataset.blind else (), text=text)
+
+def expect_samples(dataset: Dataset, wanted: Iterable[Wanted]) -> None:
+    """Begin to read what is needed of samples. Raises what the index does."""
+    dataset.reader.expect(
+        one
+        for number, modules, text in wanted
+        for one in _ranges(dataset, dataset.outline(number), modules if not dataset.blind else (), text=text)
+    )
 
 
 def expect_texts(dataset: Dataset, shard: int, rows: range) -> None:
     """Begin to read the records of some rows of a shard. Raises what the index does."""
     if isinstance(dataset.shards[shard], Url):
-        for row in rows:
-            _expect(dataset, dataset.outline_at(shard, row), (), text=True)
+        outlines = (dataset.outline_at(shard, row) for row in rows)
+        dataset.reader.expect(one for outline in outlines for one in _ranges(dataset, outline, (), text=True))
 
 
-def _expect(dataset: Dataset, outline: SampleOutline, modules: Collection[str], *, text: bool) -> None:
-    if outline.bad_reason is not None:
+def _ranges(dataset: Dataset, outline: SampleOutline, modules: Collection[str], *, text: bool) -> Iterator[Range]:
+    shard = dataset.shards[outline.shard]
+    if outline.bad_reason is not None or not isinstance(shard, Url):
         return
     kinds = dict.fromkeys(spec.kind for spec in dataset.modules if spec.module in modules)
     members = [member for kind in kinds for member in outline.members[kind]]
+    version = dataset.version(outline.shard)
     for member in (*members, *(outline.texts if text else ())):
-        dataset.reader.expect(dataset.shards[outline.shard], member.offset, member.size, dataset.version(outline.shard))
+        yield shard, member.offset, member.size, version

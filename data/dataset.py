@@ -51,6 +51,7 @@ from data.sample_key import SampleKey
 from data.sample_table import SampleTable, StepSamples, lengths_key
 from data.shown import shown
 from data.sources import Shards, Source, SourcesView, fingerprint_of, found_shards, order_of, sources_of
+from data.storage.file_cache import FileCache
 from data.storage.local import ShardReader
 from data.storage.retry import RETRIES
 from data.storage.url import Place, Url
@@ -64,15 +65,16 @@ _OPEN_INDEXES = 256  # whose keys may be unpacked
 class Dataset(SourcesView):
     """An endless, shuffled stream of samples over WebDataset shards, addressed by number.
 
-    shards: see `find_shards`, or `Source`s that are mixed; tokenizer: see `build_tokenizer`, made with each module's
-    placeholder; sequence_length: S; media: the encoder modules (several may take one kind: then each picture expands to
-    the tokens of each, in this order); seed, shuffle: see `GlobalOrder`; cache_dir: folder for indexes, instead of
-    beside the shards; blind: pixels and waveforms are zeros and are not read; max_bad_samples: how many samples may be
-    bad, see `allowed_of`; keep_text: text samples carry (question, truth) too; read_retries: how often a read is tried
-    again after an I/O error; bounds: what is above is bad; ground: see `decode_picture`; fields: `data.fields`;
-    skip_null: samples whose answers are null or blank have no loss, and are not bad; held_fraction: share of the
-    samples that is held out, see `held_rows`; only_held: the samples are these, and not the others. Methods may be
-    called from several threads.
+    shards: see `find_shards`, or `Source`s that are mixed; tokenizer: see `build_tokenizer`, made with each
+    module's placeholder; sequence_length: S; media: the encoder modules (several may take one kind: then each
+    picture expands to the tokens of each, in this order); seed, shuffle, shuffle_block: see `GlobalOrder`;
+    cache_dir: folder for indexes, instead of beside the shards; blind: pixels and waveforms are zeros and are not
+    read; max_bad_samples: how many samples may be bad, see `allowed_of`; keep_text: text samples carry (question,
+    truth) too; read_retries: how often a read is tried again after an I/O error; bounds: what is above is bad;
+    ground: see `decode_picture`; fields: `data.fields`; skip_null: samples whose answers are null or blank have no
+    loss, and are not bad; held_fraction: share of the samples that is held out, see `held_rows`; only_held: the
+    samples are these, and not the others. Methods may be called from several threads. members_cache: keeps what is
+    read of remote shards.
 
     Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
     read), ReadError (an I/O error that does not pass).
@@ -87,6 +89,7 @@ class Dataset(SourcesView):
         media: Sequence[Media] = (),
         seed: int = 0,
         shuffle: bool = True,
+        shuffle_block: int = 1,
         cache_dir: str | os.PathLike[str] | None = None,
         blind: bool = False,
         max_bad_samples: float = 0,
@@ -98,6 +101,7 @@ class Dataset(SourcesView):
         skip_null: bool = False,
         held_fraction: float = 0.0,
         only_held: bool = False,
+        members_cache: FileCache | None = None,
     ) -> None:
         assert sequence_length > 0, sequence_length
         self.sources = sources_of(shards)
@@ -107,7 +111,7 @@ class Dataset(SourcesView):
         self.blind, self.keep_text = blind, keep_text
         self._read_retries, self._bounds = read_retries, bounds
         self._ground, self._fields, self._skip_null = ground, fields, skip_null
-        self.reader = ShardReader(read_retries)
+        self.reader = ShardReader(read_retries, cache=members_cache)
         self.lookups: dict[str, Lookup] = {}
         """By module: where features of samples are found that need not be read (see `data.features`). For readers that
         run ahead; set before they begin."""
@@ -139,7 +143,7 @@ class Dataset(SourcesView):
         self._source_ends = np.cumsum([len(paths) for paths in found])
         sizes, contents = self._catalogue.contents()
         of_shards = self._source_ends.tolist(), counts, contents
-        self.order = order_of(self.sources, *of_shards, seed, shuffle, held_fraction, only_held)
+        self.order = order_of(self.sources, *of_shards, seed, shuffle, shuffle_block, held_fraction, only_held)
         self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
         self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
         names = list(zip((path.name for path in self.shards), sizes, contents, counts, strict=True))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data.announce import expect_sample
+from data.announce import expect_samples
 from data.bad_samples import BadSample
 from data.collate import TextSample, collate, collate_media, collate_packed
 from data.dataset import Dataset
@@ -123,8 +123,7 @@ class StepLoader:
         text = self._dataset.read_text
         own = self._own(plan, samples)
         if self._dataset.is_remote:
-            for numbers in own:  # before a thread can read them: what is announced too late is read again
-                self._expect(numbers)
+            self._expect(own)  # before a thread can read it: what is announced too late is read again
         return _Step(
             plan,
             samples,
@@ -140,13 +139,19 @@ class StepLoader:
             ],
         )
 
-    def _expect(self, own: dict[str, list[int]]) -> None:
-        """Let what a rank reads of a microbatch be on its way together: a reading thread waits for one at a time."""
+    def _expect(self, own: Sequence[dict[str, list[int]]]) -> None:
+        """Let what a rank reads of a step be on its way together: a reading thread waits for one at a time."""
+        without = {LANGUAGE, *self._sizes_only, *self._dataset.lookups}
         with suppress(DataError):  # reading it says so
-            for module, numbers in own.items():
-                media = [] if module == LANGUAGE or module in {*self._sizes_only, *self._dataset.lookups} else [module]
-                for number in numbers:
-                    expect_sample(self._dataset, number, media, text=module == LANGUAGE)
+            expect_samples(
+                self._dataset,
+                (
+                    (number, () if module in without else (module,), module == LANGUAGE)
+                    for of_microbatch in own
+                    for module, numbers in of_microbatch.items()
+                    for number in numbers
+                ),
+            )
 
     def _own(self, plan: StepPlan, samples: StepSamples) -> list[dict[str, list[int]]]:
         """By microbatch and module, the sample numbers that this rank reads."""

@@ -11,6 +11,9 @@ finaliser of SplitMix64 (Steele, Lea, Flood 2014), as are the round keys, drawn 
 may exceed N, results of N or more are permuted again until they fall below N (cycle walking, Black and Rogaway 2002):
 the walk follows a cycle of the permutation, so it ends, and restricted to [0, N) it is again a bijection. 2**b < 2 N:
 fewer than two walks on average.
+
+With blocks it is they that are permuted, and the rows of a block stand together, in their order. The last block of the
+dataset may be shorter than the others: in each epoch it stands somewhere else, which the inverse permutation tells.
 """
 
 from __future__ import annotations
@@ -27,20 +30,27 @@ _ROUNDS = 12
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Order of a dataset of `size` rows. `shuffle=False` is the identity in each epoch."""
+    """Order of a dataset of `size` rows. `shuffle=False` is the identity in each epoch. `block`: rows that stay
+    together."""
 
     size: int
     seed: int = 0
     shuffle: bool = True
+    block: int = 1
     _keys: Callable[[int], tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _place_of_last: Callable[[int], int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        assert self.size > 0, self.size
+        assert self.size > 0 and self.block > 0, (self.size, self.block)
         object.__setattr__(self, "_keys", lru_cache(maxsize=4)(lambda epoch: _round_keys(self.seed, epoch)))
+        last = lru_cache(maxsize=4)(lambda epoch: _place(self._blocks - 1, self._blocks, self._keys(epoch)))
+        object.__setattr__(self, "_place_of_last", last)
 
     def row(self, number: int) -> int:
         """Row of the dataset for sample `number` (>= 0)."""
         assert number >= 0, number
+        if self.block > 1:
+            return int(self.rows(np.asarray([number]))[0])
         epoch, value = divmod(number, self.size)
         if not self.shuffle or self.size == 1:
             return value
@@ -63,23 +73,52 @@ class GlobalOrder:
         rows = np.empty_like(values)
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
-            rows[of_epoch] = self._permuted(values[of_epoch].astype(np.uint64), self._keys(epoch))
+            if self.block > 1:
+                rows[of_epoch] = self._in_blocks(values[of_epoch], epoch)
+            else:
+                rows[of_epoch] = _permuted(values[of_epoch].astype(np.uint64), self.size, self._keys(epoch))
         return rows
 
-    def _permuted(self, values: np.ndarray, keys: tuple[int, ...]) -> np.ndarray:
-        """The loop of `row` on uint64, whose products wrap around as its masks do."""
-        low_bits, low_mask, high_mask = map(np.uint64, _split(self.size))
-        walking = np.arange(len(values))
-        while len(walking):
-            own = values[walking]
-            high, low = own >> low_bits, own & low_mask
-            for turn in range(0, _ROUNDS, 2):
-                high ^= splitmix_all(low + np.uint64(keys[turn])) & high_mask
-                low ^= splitmix_all(high + np.uint64(keys[turn + 1])) & low_mask
-            own = high << low_bits | low
-            values[walking] = own
-            walking = walking[own >= np.uint64(self.size)]
-        return values.astype(np.int64)
+    @property
+    def _blocks(self) -> int:
+        return -(-self.size // self.block)
+
+    def _in_blocks(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """Rows of positions of an epoch."""
+        missing = self._blocks * self.block - self.size  # rows that the last block has less
+        end = (self._place_of_last(epoch) + 1) * self.block - missing  # of its positions
+        places, within = np.divmod(positions + missing * (positions >= end), self.block)
+        return self.block * _permuted(places.astype(np.uint64), self._blocks, self._keys(epoch)) + within
+
+
+def _permuted(values: np.ndarray, size: int, keys: tuple[int, ...]) -> np.ndarray:
+    """The loop of `GlobalOrder.row` on uint64, whose products wrap around as its masks do; int64."""
+    low_bits, low_mask, high_mask = map(np.uint64, _split(size))
+    walking = np.arange(len(values)) if size > 1 else np.arange(0)
+    while len(walking):
+        own = values[walking]
+        high, low = own >> low_bits, own & low_mask
+        for turn in range(0, _ROUNDS, 2):
+            high ^= splitmix_all(low + np.uint64(keys[turn])) & high_mask
+            low ^= splitmix_all(high + np.uint64(keys[turn + 1])) & low_mask
+        own = high << low_bits | low
+        values[walking] = own
+        walking = walking[own >= np.uint64(size)]
+    return values.astype(np.int64)
+
+
+def _place(value: int, size: int, keys: tuple[int, ...]) -> int:
+    """What `_permuted` makes this value of: the same rounds, the last first."""
+    low_bits, low_mask, high_mask = _split(size)
+    while size > 1:
+        high, low = value >> low_bits, value & low_mask
+        for turn in range(_ROUNDS - 2, -1, -2):
+            low ^= splitmix(high + keys[turn + 1]) & low_mask
+            high ^= splitmix(low + keys[turn]) & high_mask
+        value = high << low_bits | low
+        if value < size:
+            break
+    return value
 
 
 def _split(size: int) -> tuple[int, int, int]:

@@ -75,17 +75,20 @@ class MixedOrder:
         phases: which weights hold from which number on.
     """
 
-    def __init__(self, parts: Sequence[Part], phases: Sequence[Phase], seed: int = 0, shuffle: bool = True):
+    def __init__(
+        self, parts: Sequence[Part], phases: Sequence[Phase], seed: int = 0, shuffle: bool = True, block: int = 1
+    ):
         """
         Args:
             phases: with a weight for each part; empty: their sizes are their weights.
+            seed, shuffle, block: of the order of each source, see `GlobalOrder`.
         """
         self.parts, self.size = tuple(parts), sum(part.size for part in parts)
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._block = seed, shuffle, block
         self._places = Phases(phases or [(0, whole_weights([part.size for part in parts]))], seed)
         # The first source has the order that it has alone.
         seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(len(parts))]
-        self._orders = [GlobalOrder(part.size, own, shuffle) for part, own in zip(parts, seeds, strict=True)]
+        self._orders = [GlobalOrder(part.size, own, shuffle, block) for part, own in zip(parts, seeds, strict=True)]
 
     @property
     def phases(self) -> list[Phase]:
@@ -94,7 +97,7 @@ class MixedOrder:
 
     def with_phases(self, phases: Sequence[Phase]) -> MixedOrder:
         """The same sources with other weights."""
-        return MixedOrder(self.parts, phases, self._seed, self._shuffle)
+        return MixedOrder(self.parts, phases, self._seed, self._shuffle, self._block)
 
     def row(self, number: int) -> int:
         """Row of all shards for sample `number` (>= 0)."""
@@ -198,14 +201,15 @@ def order_of(
     contents: Sequence[str],
     seed: int,
     shuffle: bool,
+    block: int,
     held_fraction: float,
     only_held: bool,
 ) -> GlobalOrder | MixedOrder:
     """The order of all samples; arguments and errors as of `parts_of` and `GlobalOrder`."""
     if len(sources) == 1 and not held_fraction:
-        return GlobalOrder(sum(counts), seed, shuffle)
+        return GlobalOrder(sum(counts), seed, shuffle, block)
     parts = parts_of(sources, ends, counts, contents, held_fraction, only_held)
-    return MixedOrder(parts, phases_of(sources), seed, shuffle)
+    return MixedOrder(parts, phases_of(sources), seed, shuffle, block)
 
 
 class SourcesView:

@@ -48,5 +48,12 @@ def _kept_in(shard: Place, cache_dir: str | os.PathLike[str] | None, writable: b
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     if isinstance(shard, Url) or (writable and not os.access(shard.parent, os.W_OK)):
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train" / "index"
+        return cache_folder(None) / "index"
     return None
+
+
+def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    """`cache_dir`, or that of the user."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train"

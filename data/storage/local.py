@@ -6,14 +6,15 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from data.errors import ShardError
 from data.reading import READS
-from data.storage.remote import RemoteReader
+from data.storage.file_cache import FileCache
+from data.storage.remote import Range, RemoteReader
 from data.storage.retry import RETRIES, retrying
 from data.storage.url import Place, Url
 from data.storage.version import ShardVersion, open_file
@@ -27,16 +28,22 @@ class ShardReader:
 
     Args:
         retries: `data.read_retries`: times that a read is tried again after an I/O error.
+        cache: keeps what was read of remote shards.
 
     `bytes_read`: bytes read so far by extension, for accounting and for the proof that a rank reads only its members.
     """
 
-    def __init__(self, retries: int = RETRIES, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        retries: int = RETRIES,
+        clock: Callable[[], float] = time.monotonic,
+        cache: FileCache | None = None,
+    ) -> None:
         self.bytes_read: dict[str, int] = Counter()
         self._retries, self._clock = retries, clock
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, _File] = OrderedDict()
-        self._remote = RemoteReader(retries)
+        self._remote = RemoteReader(retries, cache=cache)
         self._confirmed: dict[Path, tuple[int, ShardVersion]] = {}  # inode, and the version as last seen there
 
     def read(self, path: Place, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:
@@ -60,10 +67,9 @@ class ShardReader:
             self.bytes_read[extension] += len(raw)
         return raw
 
-    def expect(self, path: Place, offset: int, size: int, version: ShardVersion) -> None:
-        """Begin to read what will be asked for, if it is remote."""
-        if isinstance(path, Url):
-            self._remote.expect(path, offset, size, version)
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Begin to read what will be asked for."""
+        self._remote.expect(ranges)
 
     def close(self) -> None:
         """Closes the files that no thread is reading, and forgets what it expects."""

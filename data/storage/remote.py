@@ -8,11 +8,13 @@ from __future__ import annotations
 import errno
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from data.errors import ShardError
 from data.storage.base import Changed
+from data.storage.file_cache import FileCache
 from data.storage.io_thread import start_read
 from data.storage.retry import RETRIES, retrying
 from data.storage.stores import store_of
@@ -23,8 +25,15 @@ AHEAD_BYTES = 512 << 20
 """Of reads that have begun and were not yet asked for."""
 
 _BLOCK, _BLOCKS_AHEAD = 1 << 20, 8
+_BETWEEN, _LONGEST = 8 << 10, 8 << 20
+"""Ranges with less between them are read together, up to so many bytes. Headers and short records are less, so that
+pictures of neighbours come in one read; pictures are more, so that who reads records alone reads little else."""
 _FAR = 4 << 20  # bytes from one header to the next, from which on what is between is not read
 _HEADER = 1 << 16
+
+
+Range = tuple[Url, int, int, ShardVersion]
+"""Of an object: first byte, bytes, and what the object has to be."""
 
 
 class RemoteReader:
@@ -32,24 +41,29 @@ class RemoteReader:
 
     Args:
         retries: times that a read is tried again after an I/O error.
+        cache: keeps what was read, by the object's tag.
     """
 
-    def __init__(self, retries: int = RETRIES, ahead_bytes: int = AHEAD_BYTES) -> None:
-        self._retries, self._most = retries, ahead_bytes
-        self._begun: OrderedDict[tuple[Url, int, int], Future[memoryview]] = OrderedDict()
+    def __init__(self, retries: int = RETRIES, ahead_bytes: int = AHEAD_BYTES, cache: FileCache | None = None) -> None:
+        self._retries, self._most, self._cache = retries, ahead_bytes, cache
+        self._begun: OrderedDict[tuple[Url, int, int], _Slice] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def expect(self, url: Url, offset: int, size: int, version: ShardVersion) -> None:
-        """Begin to read what will be asked for."""
-        place = url, offset, size
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Begin to read what will be asked for; what stands close together in one read."""
         with self._lock:
-            if place in self._begun or size > self._most:
-                return
-            while self._bytes + size > self._most:  # what was never asked for
-                self._bytes -= self._begun.popitem(last=False)[0][2]
-            self._begun[place] = start_read(url, offset, size, version.tag)
-            self._bytes += size
+            new = {one[:3]: one for one in ranges if one[:3] not in self._begun and one[2] <= self._most}
+            if self._cache is not None:
+                new = {place: one for place, one in new.items() if not self._cache.has(_cache_key(*place, one[3].tag))}
+            for run in _runs(new.values()):
+                (url, first, _, version), (_, last, size, _) = run[0], run[-1]
+                future = start_read(url, first, last + size - first, version.tag)
+                for _, offset, size, _ in run:
+                    while self._bytes + size > self._most:  # what was never asked for
+                        self._bytes -= self._begun.popitem(last=False)[0][2]
+                    self._begun[url, offset, size] = _Slice(future, offset - first, size)
+                    self._bytes += size
 
     def read(self, url: Url, offset: int, size: int, version: ShardVersion | None) -> bytes:
         """`size` bytes at `offset`.
@@ -70,13 +84,57 @@ class RemoteReader:
                 raise changed(url) from error
             return bytes(_whole(url, content, size))
 
-        return retrying(once, f"{url}: cannot read {size} bytes at byte {offset}", self._retries)
+        what = f"{url}: cannot read {size} bytes at byte {offset}"
+        if self._cache is None or not tag:  # without a tag nobody knows which content it was
+            return retrying(once, what, self._retries)
+        key = _cache_key(url, offset, size, tag)
+        if (url, offset, size) not in self._begun:
+            kept = self._cache.read(key)
+            if kept is not None and len(kept) == size:
+                return kept
+        content = retrying(once, what, self._retries)
+        self._cache.write(key, content)
+        return content
 
     def close(self) -> None:
         """Forget what has begun."""
         with self._lock:
             self._begun.clear()
             self._bytes = 0
+
+
+def _cache_key(url: Url, offset: int, size: int, tag: str) -> str:
+    return f"{url}|{tag}|{offset}|{size}"
+
+
+class _Slice(NamedTuple):
+    """A part of what is being read."""
+
+    whole: Future[memoryview]
+    start: int
+    size: int
+
+    def result(self) -> memoryview:
+        """Of an answer that is too short, less."""
+        return self.whole.result()[self.start : self.start + self.size]
+
+
+def _runs(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    """Ranges that are read together: of one object, with little between them."""
+    run: list[Range] = []
+    for one in sorted(ranges, key=lambda one: (one[0], one[1], one[2])):
+        if run and (one[0] != run[0][0] or _apart(run, one)):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run
+
+
+def _apart(run: Sequence[Range], following: Range) -> bool:
+    (_, first, _, version), (_, last, size, _) = run[0], run[-1]
+    _, start, length, other = following
+    return not 0 <= start - last - size <= _BETWEEN or start + length - first > _LONGEST or other != version
 
 
 def changed(url: Url) -> ShardError:

@@ -17,6 +17,7 @@ from data.shown import shown
 from data.sources import MixedOrder, Part
 from data.storage.url import Place
 from data.text_lengths import TextLengths
+from mimo_train.check.blocks import add_blocks
 from mimo_train.check.findings import Report, Table, plural, spread
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
@@ -180,6 +181,7 @@ def _add_whole(
             f"{drawn / seen.training_samples:.2f} ({drawn:,} samples drawn from {seen.training_samples:,})",
         )
     )
+    add_blocks(report, cfg, seen.training_samples, rows)
     if steps < wanted:
         key = "train.epochs" if cfg.train.epochs else "train.iters"
         rows.append(("data.exhausted", "stop", f"after {steps:,} of the {wanted:,} steps of {key}"))
@@ -244,6 +246,7 @@ def _add_shards(
 
     try:
         paths = find_shards(pattern)
+        catalogue = open_catalogue(paths, cfg.data.cache_dir or None, strict=False)
     except (DataError, OSError) as error:
         seen.complete = False
         report.faults.append(Fault(key, _without_key(error, "data.shards")))
@@ -252,12 +255,6 @@ def _add_shards(
     members: Counter[str] = Counter()
     not_read: Counter[tuple[str, str]] = Counter()
     fields = fields_of(cfg)
-    try:
-        catalogue = open_catalogue(paths, cfg.data.cache_dir or None, strict=False)
-    except DataError as error:
-        seen.complete = False
-        report.faults.append(Fault(key, str(error)))
-        return 0
     for number, path in enumerate(paths):
         try:
             index = catalogue.index(number).with_fields(fields)

@@ -70,6 +70,8 @@ def resume_faults(
     for name, old, new in (
         ("run.seed", before["run"]["seed"], cfg.run.seed),
         ("data.shuffle", before["data"]["shuffle"], cfg.data.shuffle),
+        # Records of before the key was there were in an order without blocks.
+        ("data.shuffle_block", before["data"].get("shuffle_block", 1), cfg.data.shuffle_block),
     ):
         if old != new:
             found.append(

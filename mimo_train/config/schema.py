@@ -162,6 +162,9 @@ class DataConfig:
     (transparency is left out). See docs/data.md#transparency."""
     shuffle: bool = True
     """Whether training samples come in a new order each epoch."""
+    shuffle_block: int = key(1, at_least=1, at_most=2**20)
+    """Neighbouring samples of the shards that stay together in that order, for storage where one large read is faster
+    than many small ones; 1: none. Only for shards whose samples are shuffled already. See docs/data.md#order."""
     blind: bool = False
     """Ablation: pictures and clips are replaced by zeros, so that only the text is left to learn from."""
     max_bad_samples: int | float = key(0, at_least=0)
@@ -177,6 +180,9 @@ class DataConfig:
     cache_dir: str = ""
     """Folder for shard indexes, instead of beside the shards; empty: beside them, or in the user's cache where that
     folder cannot be written and for shards with a URL. See docs/data.md#index."""
+    cache_bytes: int = key(0, at_least=0, at_most=2**60)
+    """Most bytes of members of remote shards that are kept on this machine, in `data.cache_dir` or the user's cache;
+    0: none. See docs/data.md#from-anywhere."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
@@ -192,6 +198,16 @@ class DataConfig:
             yield Fault(
                 "data.max_bad_samples",
                 f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
+            )
+        places = [self.shards, self.validation_shards]
+        places += [one.shards for one in self.mix] + [one.shards for one in self.validation.values()]
+        if self.cache_bytes and not any("://" in place for place in places):
+            yield Fault(
+                "data.cache_bytes", f"is {self.cache_bytes}, and no shards are remote: there is nothing to keep"
+            )
+        if self.shuffle_block > 1 and not self.shuffle:
+            yield Fault(
+                "data.shuffle_block", f"is {self.shuffle_block}, and data.shuffle is false: set only one of them"
             )
         try:
             colour_of(self.background)

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from data.bounds import Bounds
+from data.catalogue.places import cache_folder
 from data.errors import DataError
 from data.fields import NO_FIELDS, Fields, read_fields
 from data.media.ground import colour_of
@@ -27,6 +28,7 @@ from mimo_train.config.schema_mix import source_names
 if TYPE_CHECKING:
     from data.pipeline import Dataset, Media, Source
     from data.sources import Shards
+    from data.storage.file_cache import FileCache
 
 
 def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
@@ -164,6 +166,7 @@ def build_dataset(
         media=media_of(cfg),
         seed=cfg.run.seed,
         shuffle=data.shuffle and not held_out,
+        shuffle_block=data.shuffle_block,
         cache_dir=data.cache_dir or None,
         blind=data.blind,
         max_bad_samples=data.max_bad_samples,
@@ -175,7 +178,34 @@ def build_dataset(
         ground=colour_of(data.background),
         fields=fields_of(cfg),
         skip_null=data.null_captions == "skip",
+        members_cache=members_cache(cfg),
     )
+
+
+def members_cache(cfg: ConfigContainer) -> FileCache | None:
+    """What `data.cache_bytes` keeps of remote shards, for one dataset of one rank; None: nothing.
+
+    Raises:
+        DataError: its folder cannot be made.
+    """
+    from data.storage.file_cache import FileCache
+
+    data = cfg.data
+    if not data.cache_bytes:
+        return None
+    folder = cache_folder(data.cache_dir or None) / "members"
+    writers = _RANKS * (1 + len(held_out_sets(cfg)))
+    try:
+        return FileCache(folder, data.cache_bytes, suffix=".member", what="members of remote shards", writers=writers)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_bytes: cannot make {folder} ({error.strerror}): set data.cache_dir to a folder that can be "
+            "written"
+        ) from error
+
+
+_RANKS = 16
+"""Most of one machine, that share `data.cache_bytes`."""
 
 
 def without_split(cfg: ConfigContainer) -> ConfigContainer:

@@ -82,6 +82,7 @@ def test_another_order_of_samples_is_refused(digits, tmp_path):
         (f"data.shards={digits}/held_out", r"data\.shards: the shards are not those of checkpoint"),
         ("run.seed=8", r"run\.seed: is 8, and checkpoint .* was trained with \d+, .*set run\.seed="),
         ("data.shuffle=false", r"data\.shuffle: is False, and .* set data\.shuffle=true, or"),
+        ("data.shuffle_block=2", r"data\.shuffle_block: is 2, and .* set data\.shuffle_block=1, or"),
     ):
         with pytest.raises(RankFailure, match=words):
             train_on_ranks(run_config(digits, tmp_path, "layout=one_process", change))

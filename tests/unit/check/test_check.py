@@ -46,6 +46,18 @@ def test_a_vision_language_run(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []  # the demo is not made here
 
 
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [(1, ""), (2, "20 blocks an epoch, about 16 a step"), (30, "less than 4 blocks of 30"), (40, "every epoch is in")],
+)
+def test_blocks_of_the_order_are_told(capsys, tmp_path, block, said):
+    shard(tmp_path / "t" / "a.tar", *sound(40))
+    _, out, faults = run(capsys, *on(tmp_path / "t"), f"data.shuffle_block={block}")
+    assert not faults and said in out and ("blocks an epoch" in out) == (block > 1)
+    _, _, faults = run(capsys, *on(tmp_path / "t"), f"data.shuffle_block={block}", "data.shuffle=false")
+    assert len(faults) == (block > 1) and all(f"data.shuffle_block: is {block}" in fault for fault in faults)
+
+
 def test_a_plain_gpt_run(capsys):
     code, out, _ = run(capsys, "gpt_tiny", "layout=language_pp2")
     assert code == 0

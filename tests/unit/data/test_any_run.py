@@ -58,6 +58,7 @@ class Run:
     held: float
     seed: int
     shuffle: bool
+    block: int
     batch: tuple[int, int, int, int]
     """Full size, first size, increment, samples of the growth."""
     starts: tuple[Start, ...]
@@ -98,6 +99,7 @@ def runs(draw) -> Run:
         held=draw(st.sampled_from([0, 0, 0.2])),
         seed=draw(st.integers(0, 2**40)),
         shuffle=draw(st.booleans()),
+        block=draw(st.sampled_from([1, 1, 3, 20])),
         batch=(16, first, 4, draw(st.integers(0, 60))),
         starts=tuple(draw(st.lists(starts(len(sources)), min_size=1, max_size=3))),
     )
@@ -148,6 +150,7 @@ def opened(shards: tuple[Path, Path], run: Run, phases: list, remote: bool = Fal
         media=media,
         seed=run.seed,
         shuffle=run.shuffle,
+        shuffle_block=run.block,
         cache_dir=indexes,
         held_fraction=run.held,
     )

@@ -230,7 +230,10 @@ def test_reads_are_announced_before_they_begin(dataset, monkeypatch):
     """Whatever the threads do: what is announced too late is read twice, and kept for nobody."""
     there, announced = dataset(), []
     monkeypatch.setattr(there, "is_remote", True)
-    monkeypatch.setattr("data.loader.expect_sample", lambda *place, text: announced.append(threading.current_thread()))
+    told = threading.current_thread
+    monkeypatch.setattr(
+        "data.loader.expect_samples", lambda data, wanted: announced.extend((told(), *w) for w in wanted)
+    )
     with StepLoader(there, Batching(4, 2), [Reader("language", 0, 1)], workers=2, limit=1) as steps:
         assert len([*steps]) == 1
-    assert announced == [threading.current_thread()] * 4
+    assert announced == [(told(), number, (), True) for number in range(4)]

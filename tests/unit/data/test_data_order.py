@@ -54,3 +54,24 @@ def test_rows_of_a_large_order_are_spread():
 def test_without_shuffle_rows_are_in_order():
     order = GlobalOrder(7, seed=3, shuffle=False)
     assert rows(order, range(15)) == [n % 7 for n in range(15)]
+
+
+@settings(max_examples=60)
+@given(size=st.integers(1, 300), block=st.integers(1, 320), seed=st.integers(0, 2**40), epoch=st.integers(0, 2**30))
+def test_rows_of_a_block_stay_together_and_each_epoch_is_a_permutation(size, block, seed, epoch):
+    order, numbers = GlobalOrder(size, seed, block=block), np.arange(size * epoch, size * (epoch + 1))
+    found = order.rows(numbers).tolist()
+    assert sorted(found) == list(range(size)) and [order.row(int(number)) for number in numbers[:9]] == found[:9]
+    starts = [at for at in range(size) if not at or found[at] // block != found[at - 1] // block]
+    assert len(starts) == -(-size // block), "a block in two places"
+    assert all(found[at] == found[at - 1] + 1 for at in range(1, size) if at not in starts)
+    # Blocks come in the order that as many rows come in.
+    blocks = GlobalOrder(-(-size // block), seed)
+    assert [found[at] // block for at in starts] == [blocks.row(epoch * len(starts) + at) for at in range(len(starts))]
+
+
+def test_a_block_of_one_row_is_no_block_and_large_orders_have_blocks_too():
+    assert rows(GlobalOrder(10, seed=1234, block=1), range(20)) == PINNED
+    order = GlobalOrder(10**12 + 7, seed=7, block=16)
+    found = order.rows(np.arange(10**13, 10**13 + 4096))
+    assert len(set((found // 16).tolist())) in (256, 257) and found.max() > 10**11

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.announce import expect_sample, expect_texts
+from data.announce import expect_samples, expect_texts
 from data.catalogue.catalogue import open_index
 from data.catalogue.places import catalogue_path
 from data.errors import DataError, ReadError, ShardError
@@ -82,12 +82,39 @@ def test_what_is_announced_is_read_once_and_bounded(server):
     reader, url = RemoteReader(retries=0, ahead_bytes=1000), Url.parse(server.url("counted", "a.tar"))
     version = ShardVersion(len(CONTENT), 0, 0, "", '"one"')
     for at in (0, 500, 500, 1000):  # the third is known, the last pushes the first out
-        reader.expect(url, at, 500, version)
+        reader.expect([(url, at, 500, version)])
     assert reader._bytes == 1000 and len(reader._begun) == 2
     for at in (0, 500, 1000):
         assert reader.read(url, at, 500, version) == CONTENT[at : at + 500]
     # The one that was pushed out is asked for again, if it was sent at all before.
     assert reader._bytes == 0 and server.requests["counted"] in (3, 4)
+
+
+def test_neighbours_are_read_together_and_what_is_far_apart_is_not(server):
+    reader, url = RemoteReader(retries=0), Url.parse(server.url("counted", "a.tar"))
+    version = ShardVersion(len(CONTENT), 0, 0, "", '"one"')
+    before = server.requests["counted"]
+    places = [(900, 100), (0, 500), (2000, 300), (520, 80), (1000, 0)]
+    reader.expect([(url, *place, version) for place in places])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.storage.remote._BETWEEN", 100)
+        far = RemoteReader(retries=0)
+        far.expect([(url, *place, version) for place in ((0, 500), (520, 80), (900, 100))])
+        for one, asked in ((reader, places), (far, [(0, 500), (520, 80), (900, 100)])):
+            for at, size in asked:
+                assert one.read(url, at, size, version) == CONTENT[at : at + size]
+            assert one._bytes == 0
+    assert server.requests["counted"] - before == 1 + 2
+
+
+def test_an_answer_for_neighbours_that_is_too_short_is_asked_for_again_alone(server):
+    reader, url = RemoteReader(retries=1), Url.parse(server.url("right", "a.tar"))
+    version = ShardVersion(len(CONTENT), 0, 0, "", '"one"')
+    end = len(CONTENT)
+    reader.expect([(url, end - 600, 500, version), (url, end - 100, 200, version)])
+    assert reader.read(url, end - 600, 500, version) == CONTENT[-600:-100]
+    with pytest.raises(ReadError, match=r"100 bytes of 200"):
+        reader.read(url, end - 100, 200, version)
 
 
 def test_bytes_and_reads_in_flight_are_bounded():
@@ -234,7 +261,7 @@ def test_every_text_that_fields_name_is_announced(storage, dataset, tmp_path):
     fields = read_fields({"question": "q.txt", "answer": "a.txt"})
     there = dataset(shards=str(url), media=(), fields=fields, keep_text=True, cache_dir=tmp_path)
     for announce in (
-        lambda: expect_sample(there, 0, (), text=True),
+        lambda: expect_samples(there, [(0, (), True)]),
         lambda: expect_texts(there, 0, range(1)),
     ):
         announce()

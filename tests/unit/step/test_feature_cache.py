@@ -63,7 +63,7 @@ def test_the_bound_holds_and_what_was_used_last_stays(tmp_path):
     cache = opened(tmp_path, size=bound)
     for number in range(60):
         cache.write(str(number), entry)
-        (path,) = [path for path in files(tmp_path) if path == cache._path(str(number))]
+        (path,) = [path for path in files(tmp_path) if path == cache._files._path(cache._key(str(number)))]
         os.utime(path, ns=(number * 10**9,) * 2)  # times of files are too coarse for a quick test
         if number >= 3:
             assert cache.read("3") is not None, number
