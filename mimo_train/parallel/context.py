@@ -34,7 +34,7 @@ def own_places(chosen_BS: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     if ranks > 1:
         chunks_BXC = chosen_BS.view(batch, 2 * ranks, length // (2 * ranks))
         chosen_BS = chunks_BXC[:, list(chunks_of(rank, ranks))]
-    return torch.from_numpy(numpy.flatnonzero(chosen_BS.numpy()))
+    return torch.from_numpy(numpy.flatnonzero(numpy.asarray(chosen_BS)))
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
