@@ -37,12 +37,14 @@ class Counts(TorchDispatchMode):
         waits_inside: those of them inside of microbatches.
         flops: of products of matrices and attention.
         memory: of tensors on the device.
+        depth: operations that are under way, one inside of the other.
     """
 
     def __init__(self, on_device: Callable[[torch.Tensor], bool]):
         """`on_device`: whether a tensor is on the device that is counted."""
         super().__init__()
         self.memory, self._on_device, self._is_inside = Memory(), on_device, False
+        self.depth = 0
         self.reset()
 
     def reset(self) -> None:
@@ -53,7 +55,13 @@ class Counts(TorchDispatchMode):
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        self.depth += 1
+        try:
+            return self._counted(func, args, kwargs or {})
+        finally:
+            self.depth -= 1
+
+    def _counted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
         if name.startswith("c10d::"):
             self._count_message(name, args)

@@ -1,5 +1,5 @@
-"""Checkpoints without files: what a rank writes is brought together, and to the host, and left there; weights that a run
-begins with have no values here, and are not read."""
+"""Checkpoints without files: what a rank writes is brought together, and to the host, and left there; weights that a
+run begins with have no values here, and are not read."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

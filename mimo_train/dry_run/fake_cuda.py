@@ -250,5 +250,13 @@ def install(counts: Counts) -> CudaNames:
         setattr(generators, name, replacements[name])
     from torch._subclasses import fake_tensor
 
+    of_fake = FakeTensor.device.fget  # type: ignore[attr-defined]
+
+    def shown(tensor: FakeTensor) -> torch.device:
+        device = of_fake(tensor)
+        # Inside of an operation torch asks where it really is.
+        return SHOWN if device.type == "meta" and not counts.depth else device
+
+    FakeTensor.device = property(shown)  # type: ignore[assignment]
     fake_tensor.init_gpu_context = _nothing
     return CudaNames(counts)

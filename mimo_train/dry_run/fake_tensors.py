@@ -70,6 +70,8 @@ def enter(stack: ExitStack, counts: FakeCounts) -> None:
     torch.autograd.set_multithreading_enabled(False)
     # Function modes are off inside of backward otherwise, and with them the stand-ins for CUDA.
     torch.autograd.has_torch_function = lambda *_: False  # type: ignore[attr-defined]
+    # States of generators are values, by which the program compares them.
+    torch.get_rng_state, torch.set_rng_state = outside(torch.get_rng_state), outside(torch.set_rng_state)
     FakeTensor.tolist = _tolist(counts)  # type: ignore[method-assign]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
 
@@ -84,7 +86,7 @@ def _tolist(counts: FakeCounts) -> Callable[[FakeTensor], Any]:
 
 
 def become(old: torch.Tensor, new: torch.Tensor) -> None:
-    """`old.data = new` across devices, for which torch swaps fake tensors and refuses where there are weak references."""
+    """`old.data = new` across devices, for which torch swaps fake tensors, and not where there are weak references."""
     new = torch.nn.Parameter(new.detach(), old.requires_grad) if isinstance(old, torch.nn.Parameter) else new.detach()
     torch._C._swap_tensor_impl(old, new)
     if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):

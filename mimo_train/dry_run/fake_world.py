@@ -16,13 +16,10 @@ PER_NODE = 8
 
 def join(rank: int, world: int, per_node: int = 0) -> None:
     """Be one rank of a world, for the rest of this process."""
-    import torch.distributed._tools.fake_collectives  # kernels of messages for fake tensors
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     here = min(per_node or PER_NODE, world)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here)
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here))
     if "meta" not in dist.Backend.backend_capability["fake"]:
         dist.Backend.backend_capability["fake"].append("meta")  # the device of what is said to be on a GPU
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

@@ -3,8 +3,8 @@
 import copy
 import resource
 import time
-from collections.abc import Iterator
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from data.pipeline import TextLengths
+from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import ProfilingConfig
-from mimo_train.dry_run import fake_attention, fake_checkpoint, fake_cuda, fake_experts, fake_tensors, fake_world
+from mimo_train.config.schema_modules import FeatureCacheConfig
+from mimo_train.dry_run import (
+    fake_attention,
+    fake_checkpoint,
+    fake_cuda,
+    fake_experts,
+    fake_needs,
+    fake_tensors,
+    fake_world,
+)
 from mimo_train.dry_run.counts import Counts
 from mimo_train.dry_run.fake_tensors import FakeCounts
 from mimo_train.dry_run.kinds import Kind
@@ -27,6 +38,12 @@ from mimo_train.plan.run import Run
 
 STEPS = 2
 """The first makes the optimizer's states; the second is like all that follow."""
+
+
+def refused(cfg: ConfigContainer) -> Iterator[Fault]:
+    """What of a config a dry run cannot do."""
+    if cfg.placement.bridge == "megatron":
+        yield Fault("placement.bridge", "megatron exchanges shapes, which no other rank sends in a dry run: use native")
 
 
 def device_kind(cfg: ConfigContainer) -> str:
@@ -39,9 +56,13 @@ def prepared(run: Run, folder: Path) -> Run:
     cfg = copy.deepcopy(run.cfg)
     cfg.run.dir, cfg.run.device = str(folder), device_kind(cfg)
     cfg.train.iters, cfg.train.epochs, cfg.data.workers = STEPS, 0, 0
+    # One step of an evaluation is like the next.
+    cfg.train.eval_samples, cfg.train.report_samples = cfg.train.global_batch_size, min(cfg.train.report_samples, 1)
     cfg.train.skip_iters, cfg.train.exit_interval, cfg.train.callbacks = [], 0, []
     cfg.checkpoint.dir, cfg.checkpoint.weights, cfg.checkpoint.resume = "", "", "auto"
     cfg.log = replace(cfg.log, tensorboard=False, wandb=False, mlflow=False, comet=False)
+    for module in cfg.modules.values():
+        module.feature_cache = FeatureCacheConfig()
     cfg.checkpoint.load_modules, cfg.profiling = {}, ProfilingConfig()
     return replace(run, cfg=cfg)
 
@@ -61,6 +82,7 @@ def run_rank(run: Run, kind: Kind) -> Found:
             stack.enter_context(names)
         fake_attention.install(device)
         fake_experts.install(counts)
+        fake_needs.install(run)
         saved = fake_checkpoint.install()
         observed = observe(run, counts)
     made = distributed_c10d._world.pg_group_ranks
@@ -100,12 +122,13 @@ def _install(device: str, counts: Counts) -> Any:
 def observe(run: Run, counts: Counts) -> dict[str, Any]:
     """Set up and train under `counts`, on tensors of any kind; fields of `Found`."""
     from data.pipeline import Dataset, StepLoader
+    from encoders.whisper import model as whisper
     from mimo_train.launch.exit_signal import ExitSignal
+    from mimo_train.training import setup as setting_up
     from mimo_train.training.callbacks import Callback, Callbacks
     from mimo_train.training.exit import ExitVotes
     from mimo_train.training.loop import train
     from mimo_train.training.pretrain import default_forward_step
-    from mimo_train.training import setup as setting_up
 
     last: dict[str, Any] = {}
     evaluated: list[int] = []
@@ -130,8 +153,10 @@ def observe(run: Run, counts: Counts) -> dict[str, Any]:
             evaluated.append(1)
 
     setting_up.require_one_folder = lambda *_: None  # rank 0, which would have written into it, is not there
+    setting_up.count_texts = fake_tensors.outside(_count_texts)
     setting_up.make_demo_shards = fake_tensors.outside(setting_up.make_demo_shards)
     StepLoader.__next__ = fake_tensors.outside(StepLoader.__next__)  # type: ignore[method-assign]
+    whisper.mel_filters = fake_tensors.outside(whisper.mel_filters)
     for name in ("text", "media", "prompt_and_truth", "read_text", "read_media"):
         setattr(Dataset, name, fake_tensors.outside(getattr(Dataset, name)))
     session = setting_up.setup(run, ExitVotes(ExitSignal(), 0, 0), start_time=time.time())
@@ -160,6 +185,14 @@ def observe(run: Run, counts: Counts) -> dict[str, Any]:
     }
 
 
+def _count_texts(run: Run, dataset: Any) -> None:
+    """In a run rank 0 counts them for all."""
+    lengths = TextLengths(dataset)
+    for _ in lengths.build():
+        pass
+    TextLengths(dataset).serve()
+
+
 def _by_line(waits: Counter[tuple[str, str]]) -> dict[str, int]:
     return {f"{what} at {line}": number for (what, line), number in waits.most_common()}
 
@@ -180,6 +213,6 @@ def _states(optimizer: Any) -> Iterator[torch.Tensor]:
             for parameter in group["params"]:
                 states = inner.optimizer.state.get(parameter, {})
                 yield from (value for value in states.values() if isinstance(value, torch.Tensor))
-        for groups in (getattr(inner, "shard_fp32_from_float16_groups", []), getattr(inner, "fp32_from_float16_groups", [])):
-            for group in groups:
+        for copies in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
+            for group in getattr(inner, copies, []):
                 yield from (each for each in group if isinstance(each, torch.Tensor))
