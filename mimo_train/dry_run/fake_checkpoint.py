@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.storage.url import Place
+
 
 def install() -> list[int]:
     """Replace the reading and writing of checkpoints, for the rest of this process.
@@ -41,7 +43,7 @@ class _Complete:
 
     is_complete = True
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Place):
         self.folder = folder
 
     def own(self) -> tuple[bool, bool]:
@@ -52,7 +54,7 @@ class _Complete:
         """Whether it is complete."""
         return True
 
-    def finish(self) -> Path:
+    def finish(self) -> Place:
         """Its folder."""
         return self.folder
 

@@ -19,6 +19,7 @@ from mimo_train.dry_run.fake_attention import is_lower_right
 from mimo_train.dry_run.fake_tensors import become
 from mimo_train.parallel.cuda_stand_in import Event, Stream
 
+_PINNED = "is_pinned_here"
 META, SHOWN = torch.device("meta"), torch.device("cuda", 0)
 CAPABILITY, MEMORY = (9, 0), 80 << 30
 
@@ -32,7 +33,7 @@ _TYPES = {
     torch.uint8: "ByteTensor",
     torch.bool: "BoolTensor",
 }
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
 _IS_CUDA, _IS_CPU = torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ATTEND = torch.nn.functional.scaled_dot_product_attention
@@ -99,7 +100,7 @@ class CudaNames(TorchFunctionMode):
 
     def _pin_memory(self, args: Any, kwargs: Any) -> Any:
         pinned = torch.Tensor.detach(args[0])
-        pinned._is_pinned_here = True
+        setattr(pinned, _PINNED, True)
         return pinned
 
     def _type(self, args: Any, kwargs: Any) -> Any:
@@ -130,7 +131,7 @@ class CudaNames(TorchFunctionMode):
 
 
 def _is_pinned(tensor: torch.Tensor) -> bool:
-    return getattr(tensor, "_is_pinned_here", False)
+    return getattr(tensor, _PINNED, False)
 
 
 _SPECIAL: dict[Any, Callable[[CudaNames, Any, Any], Any]] = {
@@ -211,7 +212,7 @@ def install(counts: Counts) -> CudaNames:
         The mode to be entered above that of fake tensors.
     """
     waited = counts.note_wait
-    _Stream.waited = _Event.waited = staticmethod(waited)  # type: ignore[assignment]
+    _Stream.waited = _Event.waited = staticmethod(waited)
     properties = types.SimpleNamespace(
         major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132, total_memory=MEMORY, name="no GPU", uuid=""
     )
@@ -258,5 +259,5 @@ def install(counts: Counts) -> CudaNames:
         return SHOWN if device.type == "meta" and not counts.depth else device
 
     FakeTensor.device = property(shown)  # type: ignore[assignment]
-    fake_tensor.init_gpu_context = _nothing
+    fake_tensor.init_gpu_context = _nothing  # type: ignore[assignment]
     return CudaNames(counts)

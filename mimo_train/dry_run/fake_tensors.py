@@ -69,11 +69,11 @@ def enter(stack: ExitStack, counts: FakeCounts) -> None:
     stack.enter_context(counts)
     torch.autograd.set_multithreading_enabled(False)
     # Function modes are off inside of backward otherwise, and with them the stand-ins for CUDA.
-    torch.autograd.has_torch_function = lambda *_: False  # type: ignore[attr-defined]
+    torch.autograd.has_torch_function = lambda *_: False
     # States of generators are values, by which the program compares them.
     torch.get_rng_state, torch.set_rng_state = outside(torch.get_rng_state), outside(torch.set_rng_state)
-    FakeTensor.tolist = _tolist(counts)  # type: ignore[method-assign]
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    FakeTensor.tolist = _tolist(counts)  # type: ignore[method-assign, assignment]
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
 def _tolist(counts: FakeCounts) -> Callable[[FakeTensor], Any]:

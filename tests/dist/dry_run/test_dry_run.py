@@ -170,3 +170,36 @@ def test_ranks_of_a_large_world():
     for wrong in ("2176", "first", "-1", ""):
         with pytest.raises(UserError, match="--ranks: .* is not one of the ranks 0 to 2175, nor all-kinds"):
             chosen(layout, wrong)
+
+
+def _command(config_name: str, overrides: list[str], ranks: str) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    from contextlib import redirect_stderr, redirect_stdout
+    from io import StringIO
+
+    from mimo_train.dry_run.command import main
+
+    with redirect_stdout(StringIO()) as said, redirect_stderr(said):
+        code = main(config_name, overrides, ranks)
+    return code, said.getvalue()
+
+
+def test_the_command_says_what_a_rank_does(prose, tmp_path):
+    overrides = [f"{LANGUAGE}tp=2", HALF, f"data.shards={prose}/train", "data.validation_shards=", "data.demo="]
+    ((code, said),) = run_ranks(_command, 1, "gpt_tiny", [*overrides, f"run.dir={tmp_path}"], "1")
+    assert code == 0, said
+    assert "Dry run of 1 of 2 ranks, as on CUDA, of which none is touched" in said
+    assert "rank 1: language (one of 2 such ranks)" in said and "no faults" in said
+    for words in ("memory of tensors at the peak", "of the estimate of", "process groups: ", "language tp 2",
+                  "floating point operations", "x allreduce over 2", "the host waits for the device in a step: ",
+                  "mimo_train/optim/module_optimizer.py:", "trained, saved"):  # fmt: skip
+        assert words in said, words
+
+
+def test_what_cannot_be_tried_is_refused_by_name():
+    from mimo_train.config.compose import load
+    from mimo_train.dry_run.one_rank import refused
+
+    assert not list(refused(load("vlm_digits")))
+    (fault,) = refused(load("vlm_digits", ("placement.bridge=megatron",)))
+    assert fault.key == "placement.bridge" and "use native" in fault.message
