@@ -13,13 +13,15 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 
 from data.pipeline import TextSample
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.llm.gpt import choose_logits, spread
 from mimo_train.parallel.context import gather_sequence, own_part
-from mimo_train.step.batches import StepIterator
-from mimo_train.step.mimo_step import MODEL_INPUTS
+from mimo_train.step.batches import WANTED, StepIterator
+from mimo_train.step.mimo_step import LEARNED, MODEL_INPUTS
 from mimo_train.step.schedule import Pipeline
 
 
@@ -39,6 +41,9 @@ class PredictStep:
         """One forward pass of this rank's modules over the next microbatch."""
         batch = next(data_iterator)
         inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch and key not in ("labels", "loss_mask")}
+        if LEARNED in batch:
+            alone = unwrap_model(model)
+            choose_logits(alone if self._is_alone else alone.language_model, batch[LEARNED])
         if self._is_alone:
             output = model(**own_part(inputs, self._groups[LANGUAGE].cp), attention_mask=None)
         else:
@@ -51,13 +56,18 @@ def _predictions(
     batch: dict[str, Any], language: ProcessGroupCollection, logits_BCV: torch.Tensor, non_loss_data: bool = True
 ) -> dict:
     """The microbatch with `losses` [B, S] in nats and `predicted` [B, S], the most likely next token; the whole
-    sequence on every context-parallel rank."""
+    sequence on every context-parallel rank. Of logits [1, N, V], in the places `learned`, both are 0 elsewhere."""
+    labels_BC = own_part({"labels": batch["labels"]}, language.cp)["labels"]
+    shape, learned = labels_BC.shape, batch.get(LEARNED)
+    if learned is not None:
+        labels_BC = labels_BC.reshape(-1).index_select(0, learned).unsqueeze(0)
     logits_CBV = logits_BCV.transpose(0, 1).contiguous()
     predicted_CB = _parallel_argmax(logits_CBV, language.tp)
-    labels_BC = own_part({"labels": batch["labels"]}, language.cp)["labels"]
     losses_CB = vocab_parallel_cross_entropy(
         logits_CBV.float(), labels_BC.transpose(0, 1).contiguous(), tp_group=language.tp
     )
+    if learned is not None:
+        losses_CB, predicted_CB = (spread(part.squeeze(1), learned, shape).T for part in (losses_CB, predicted_CB))
     losses_SB, predicted_SB = (gather_sequence(part.contiguous(), language.cp) for part in (losses_CB, predicted_CB))
     return {**batch, "losses": losses_SB.transpose(0, 1), "predicted": predicted_SB.transpose(0, 1)}
 
@@ -101,6 +111,8 @@ def greedy_answers(
     answers = [_OpenAnswers(microbatch, tokenizer) for microbatch in step.microbatches if "input_ids" in microbatch]
     for _ in range(max_new_tokens):
         data_iterator.rewind()
+        for microbatch in answers:
+            microbatch.want_next()
         collected = pipeline.run(predict, data_iterator, forward_only=True, collect_non_loss_data=True)
         for index, microbatch in enumerate(answers):
             microbatch.append(_from_last_stage(pipeline, collected, index, microbatch))
@@ -124,16 +136,23 @@ class _OpenAnswers:
 
     def __init__(self, microbatch: dict[str, Any], tokenizer: Tokenizer):
         self.numbers = microbatch["sample_numbers"].tolist()
-        self.ids, self._ends, self._as_text = microbatch["input_ids"], tokenizer.template.stop_ids, tokenizer.as_text
+        self._microbatch, self._as_text = microbatch, tokenizer.as_text
+        self.ids, self._ends = microbatch["input_ids"], tokenizer.template.stop_ids
         self.lengths = [_prompt_length(row) for row in microbatch["loss_mask"]]
         for row, length in zip(self.ids, self.lengths, strict=True):
             row[length:] = tokenizer.pad_id
         self._new: list[list[int]] = [[] for _ in self.numbers]
 
+    def want_next(self) -> None:
+        """Ask the next pass for the logits behind the last token of every sample."""
+        self._microbatch[WANTED] = torch.zeros_like(self.ids).scatter_(1, self._last()[:, None], 1)
+
     def next_tokens(self, predicted_BS: torch.Tensor) -> torch.Tensor:
         """The model's next token of every sample, [B]."""
-        last = torch.tensor(self.lengths, device=predicted_BS.device) - 1
-        return predicted_BS.gather(1, last.clamp(min=0)[:, None]).squeeze(1).contiguous()
+        return predicted_BS.gather(1, self._last()[:, None].to(predicted_BS.device)).squeeze(1).contiguous()
+
+    def _last(self) -> torch.Tensor:
+        return (torch.tensor(self.lengths) - 1).clamp(min=0)
 
     def append(self, tokens: torch.Tensor) -> None:
         """Add one token to every answer that is open and has room."""

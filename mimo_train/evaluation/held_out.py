@@ -68,10 +68,15 @@ class HeldOut:
         self._report = report
         report.adopt(self.dataset.bad_samples, "held_out")
 
-    def __call__(self) -> StepIterator:
-        """Open an iterator over the samples."""
+    def __call__(self, *, all_logits: bool = False) -> StepIterator:
+        """Open an iterator over the samples.
+
+        Args:
+            all_logits: whether the model gives logits everywhere, also with `train.logits=learned`.
+        """
         loader = open_loader(self._run, self._pipeline.groups, self.dataset, consumed=0, steps=self.steps)
-        return StepIterator(loader, self._pipeline)
+        learned = self._run.cfg.train.logits == "learned" and not all_logits
+        return StepIterator(loader, self._pipeline, learned_logits=learned)
 
     def evaluate(self, step: int = 0) -> dict[str, float]:
         """Loss and exact match over the samples; on the logging rank, samples.json and predictions.jsonl (of a
@@ -147,7 +152,7 @@ class HeldOut:
         with _evaluating(pipeline.model):
             if give is not None:
                 return give(pipeline.model)
-            iterator = self()
+            iterator = self(all_logits=True)
             try:
                 iterator.advance()
                 return pipeline.run(step_func, iterator, forward_only=True, collect_non_loss_data=True)

@@ -20,6 +20,9 @@ from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run
 from mimo_train.step.schedule import Pipeline
 
+WANTED = "wanted"
+"""[B, S], not 0 where logits are wanted."""
+
 
 def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
     """The data-parallel slice of every module on this rank. Later stages of an encoder read only the sizes of media."""
@@ -85,7 +88,8 @@ class StepIterator:
         """
         Args:
             learned_logits: whether microbatches say at the language model's last stage which positions have a loss, in
-                `learned`: places in this rank's part of the text, int64 [places].
+                `learned`: places in this rank's part of the text, int64 [places]. A mask of a microbatch by the name
+                WANTED takes the place of the one of its losses.
             step_sum: has the sections `bad samples` of `own_bad_samples` and, where `weighs`, `learned` of
                 `own_learned`; None for an evaluation, whose flags are exchanged at every step.
         """
@@ -207,7 +211,8 @@ class StepIterator:
         if not self._finds_learned:
             return microbatch
         language = self._pipeline.groups.collections[LANGUAGE]
-        learned = own_places(microbatch["loss_mask"], language.cp.rank(), language.cp.size())
+        mask = microbatch.get(WANTED, microbatch["loss_mask"])
+        learned = own_places(mask, language.cp.rank(), language.cp.size())
         # No layer takes an empty batch; the loss of a position that does not count is multiplied by 0.
         learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
         self._logits += len(learned) if language.tp.rank() == 0 else 0

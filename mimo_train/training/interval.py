@@ -166,6 +166,7 @@ class Interval:
     ):
         self._state, self._stopwatch, self._device = state, stopwatch, device
         self._bad_samples, self._empty_steps = bad_samples, empty_steps
+        self._of_logits: torch.Tensor
         self._memory_names = list(report_memory(None)) if state.cfg.log.memory else []
         self.step_samples: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))
         self.step_tokens: deque[int] = deque(maxlen=max(state.cfg.log.throughput_window, 1))

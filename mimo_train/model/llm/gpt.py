@@ -132,8 +132,8 @@ class SeededGPTModel(GPTModel):
         learned, self.learned_N = self.learned_N, None
         # Another head has outputs of another kind.
         has_logits = self.post_process and isinstance(self.output_layer, ColumnParallelLinear)
-        if labels is not None and learned is not None and has_logits:
-            options["output_processor"] = partial(_losses_of, learned, self.pg_collection.tp)
+        if learned is not None and has_logits:
+            options["output_processor"] = partial(_of_some, learned, self.pg_collection.tp)
         output = super()._postprocess(*arguments, labels=labels, **options)
         if labels is None and self.post_process and (padding_V := self._padding(output)) is not None:
             output[..., padding_V] = torch.finfo(output.dtype).min
@@ -150,7 +150,8 @@ class SeededGPTModel(GPTModel):
 
 
 def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:
-    """Logits, and so losses, of some positions alone in a language model's next pass; other losses are 0.
+    """Logits of some positions alone in a language model's next pass: other losses are 0, and without labels it returns
+    [1, N, V] instead of [B, S, V].
 
     Args:
         model: its last stage; without effect on one that is no `SeededGPTModel`.
@@ -161,28 +162,28 @@ def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:
         language.learned_N = learned_N
 
 
-def _losses_of(
+def _of_some(
     learned_N: torch.Tensor,
     tp_group: torch.distributed.ProcessGroup,
     *,
     hidden_states: torch.Tensor,
     output_layer: ColumnParallelLinear,
     output_weight: torch.Tensor | None,
-    labels: torch.Tensor,
+    labels: torch.Tensor | None,
     runtime_gather_output: bool | None,
     compute_language_model_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     scale_logits: Callable[[torch.Tensor], torch.Tensor],
     **_others: Any,
 ) -> torch.Tensor:
-    """Megatron-Core's `output_processor`: losses [B, S] of `labels` [B, S] from `hidden_states` [S, B, H], of which
-    tensor-parallel ranks have parts under sequence parallelism."""
+    """Megatron-Core's `output_processor`: losses [B, S] of `labels` [B, S], or logits [1, N, V] without them, from
+    `hidden_states` [S, B, H], of which tensor-parallel ranks have parts under sequence parallelism."""
     gathers = output_layer.sequence_parallel
     if gathers:
-        # Not in the layer: which rows a rank has of the positions is another number on each.
+        # Not in the layer: how many of the positions are in a rank's part is another number on each.
         hidden_states = gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=False, group=tp_group
         )
-    batch, length = labels.shape
+    length, batch = hidden_states.shape[:2]
     rows_NH = hidden_states.flatten(0, 1).index_select(0, learned_N % length * batch + learned_N // length)
     output_layer.sequence_parallel = False
     try:
@@ -191,9 +192,17 @@ def _losses_of(
         )
     finally:
         output_layer.sequence_parallel = gathers
+    logits_NBV = scale_logits(logits_NBV)
+    if labels is None:
+        return logits_NBV.transpose(0, 1)
     labels_BN = labels.reshape(-1).index_select(0, learned_N).unsqueeze(0)
-    losses_N = compute_language_model_loss(labels_BN, scale_logits(logits_NBV)).squeeze(0)
-    return losses_N.new_zeros(batch * length).index_copy(0, learned_N, losses_N).view(batch, length)
+    losses_N = compute_language_model_loss(labels_BN, logits_NBV).squeeze(0)
+    return spread(losses_N, learned_N, (batch, length))
+
+
+def spread(values_N: torch.Tensor, places_N: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """[B, S] with values in some places of [B * S], 0 elsewhere."""
+    return values_N.new_zeros(shape[0] * shape[1]).index_copy(0, places_N, values_N).view(shape)
 
 
 def _scale_embeddings(_module: torch.nn.Module, _arguments: tuple, embeddings: torch.Tensor) -> torch.Tensor:
