@@ -29,13 +29,20 @@ def interpolate_positions(
         [rows, columns, H]; the same values, to rounding, if the grid is the same.
     """
     down, across = (
-        _weights(before, after, method, antialias, corners).to(positions_RCH, non_blocking=True)
+        _weights_on(before, after, method, antialias, corners, positions_RCH.device, positions_RCH.dtype)
         for before, after in zip(positions_RCH.shape[:2], (rows, columns), strict=True)
     )
     return torch.einsum("rR,cC,RCH->rcH", down, across, positions_RCH)
 
 
 @lru_cache(maxsize=1024)
+def _weights_on(
+    before: int, after: int, method: str, antialias: bool, corners: bool, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    # Kept on the device: the host waits for a copy to it.
+    return _weights(before, after, method, antialias, corners).to(device, dtype)
+
+
 def _weights(before: int, after: int, method: str, antialias: bool, corners: bool) -> torch.Tensor:
     """[after, before]: how much of each value on a line of `before` there is at each place of a line of `after`."""
     lines = torch.eye(before, dtype=torch.float64)[None, None]

@@ -18,14 +18,32 @@ def add(commands: Any) -> None:
         "examples:\n"
         "  mimo-train check vlm_digits\n"
         "  mimo-train check vlm_digits layout=images_dp1_language_dp2 train.micro_batch_size=4\n"
-        "  mimo-train check recipes/llava_1_5_finetune layout=pictures_64 --without-data",
+        "  mimo-train check recipes/llava_1_5_finetune layout=pictures_64 --without-data\n"
+        "  mimo-train check vlm_digits modules.language.layout.tp=2 --dry-run",
     )
     command.add_argument(
         "--without-data", action="store_true", help="leave out tokenizer and shards, which need not be there"
+    )
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="then run set-up, steps, evaluation and save of ranks of this layout, without memory for tensors, as on "
+        "GPUs unless run.device=cpu: memory, messages, waits of the host, and faults by line",
+    )
+    command.add_argument(
+        "--ranks",
+        default="all-kinds",
+        metavar="RANKS",
+        help="of the dry run: all-kinds (the default), one rank of each kind, or ranks with commas between them",
     )
 
 
 def _check(args: argparse.Namespace) -> int:
     from mimo_train.check import main
 
-    return main(args.config, args.overrides, without_data=args.without_data)
+    code = main(args.config, args.overrides, without_data=args.without_data)
+    if code or not args.dry_run:
+        return code
+    from mimo_train.dry_run.command import main as dry_run
+
+    return dry_run(args.config, args.overrides, args.ranks)

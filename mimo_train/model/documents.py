@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from mimo_train.config.fault import UserError
 from mimo_train.parallel.context import chunks_of
+from mimo_train.parallel.device import to_device
 
 
 class Meeting(NamedTuple):
@@ -92,7 +93,7 @@ class Documents(PackedSeqParams):
             keys = [0, *accumulate(one.last_key - one.first_key for one in found)]
             places = torch.cat([torch.arange(one.first_key, one.last_key) for one in found])
             self._tensors[rank, device] = tuple(
-                tensor.to(device, non_blocking=True)
+                to_device(tensor, device)
                 for tensor in (
                     torch.tensor(queries, dtype=torch.int32),
                     torch.tensor(keys, dtype=torch.int32),

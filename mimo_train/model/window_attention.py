@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.model.attention import SdpaAttention
+from mimo_train.parallel.device import to_device
 
 
 class WindowAttention(SdpaAttention):
@@ -44,7 +45,7 @@ class WindowAttention(SdpaAttention):
         for length in sorted(set(lengths)):
             own_WL = starts[attention_mask == length][:, None] + torch.arange(length)
             rows.append(own_WL.flatten())
-            place = rows[-1].to(query_SBND.device, non_blocking=True)
+            place = to_device(rows[-1], query_SBND.device)
             # [L, W * B, N, D]: windows are one more batch.
             query, key, value = (
                 tensor[place].unflatten(0, own_WL.shape).transpose(0, 1).flatten(1, 2)
@@ -53,4 +54,4 @@ class WindowAttention(SdpaAttention):
             context = self._attend(query, key, value, None, False)
             attended.append(context.unflatten(1, (len(own_WL), -1)).transpose(0, 1).flatten(0, 1))
         back = torch.argsort(torch.cat(rows))
-        return torch.cat(attended)[back.to(query_SBND.device, non_blocking=True)]
+        return torch.cat(attended)[to_device(back, query_SBND.device)]

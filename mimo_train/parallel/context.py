@@ -8,6 +8,7 @@ Shape suffixes: B batch, S sequence, C = S / cp positions of one rank.
 
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -33,7 +34,7 @@ def own_places(chosen_BS: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     if ranks > 1:
         chunks_BXC = chosen_BS.view(batch, 2 * ranks, length // (2 * ranks))
         chosen_BS = chunks_BXC[:, list(chunks_of(rank, ranks))]
-    return chosen_BS.reshape(-1).nonzero().squeeze(1)
+    return torch.from_numpy(numpy.flatnonzero(numpy.asarray(chosen_BS)))
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:

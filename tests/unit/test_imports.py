@@ -24,7 +24,7 @@ LEVELS = (
     {"step"},
     {"evaluation", "generation", "diagnose", "check", "report"},
     {"training"},
-    {"compat"},
+    {"compat", "dry_run"},
     {"commands"},
     {"cli"},
 )

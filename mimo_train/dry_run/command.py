@@ -1,0 +1,95 @@
+"""`mimo-train check CONFIG --dry-run`: each kind of rank in a process of its own, one after the other."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from mimo_train.config.compose import load
+from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.dry_run.kinds import Kind, chosen
+from mimo_train.dry_run.report import Failed, Found, text_of
+from mimo_train.plan.run import Run, resolve
+
+
+def main(config: str, overrides: Sequence[str], ranks: str) -> int:
+    """Run the ranks, print what each does, and return 1 if one fails, else 0.
+
+    Args:
+        ranks: see `kinds.chosen`.
+    """
+    try:
+        cfg = load(config, overrides)
+        run = resolve(cfg)
+        kinds = chosen(run.layout, ranks)
+    except ConfigError as error:
+        sys.stderr.write("".join(f"fault: {fault}\n" for fault in error.faults))
+        return 1
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    from mimo_train.dry_run import one_rank
+
+    faults = list(one_rank.refused(cfg))
+    if faults:
+        sys.stderr.write("".join(f"fault: {fault} (--dry-run)\n" for fault in faults))
+        return 1
+    device = one_rank.device_kind(cfg)
+    said = "CUDA, of which none is touched" if device == "cuda" else "the CPU"
+    print(f"\nDry run of {len(kinds)} of {run.layout.world_size:,} ranks, as on {said}", flush=True)
+    one_rank.import_program()
+    estimates = _estimates(run)
+    failed = False
+    for kind in kinds:
+        found = in_child(run, kind)
+        failed = failed or isinstance(found, Failed)
+        print("\n" + text_of(found, estimates.get(kind.rank, 0)), flush=True)
+    print("\nno faults" if not failed else "\nthere are faults", flush=True)
+    return int(failed)
+
+
+def in_child(run: Run, kind: Kind) -> Found | Failed:
+    """What a rank does, found in a process that ends with it, since torch is changed for all of it."""
+    # Forked: the libraries, which take longer to import than most ranks to run, are there already.
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(run, kind, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return Failed(kind, f"the process ended with code {process.exitcode}", "", "")
+    finally:
+        process.join()
+
+
+def _child(run: Run, kind: Kind, pipe: Connection) -> None:
+    import warnings
+
+    from mimo_train.dry_run import one_rank
+
+    warnings.filterwarnings("ignore")
+    # What the run prints is that of a run that is none.
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout = nowhere
+        sys.stderr = nowhere
+        try:
+            pipe.send(one_rank.run_rank(run, kind))
+        except BaseException as error:
+            pipe.send(Failed.of(kind, error))
+    pipe.close()
+    os._exit(0)
+
+
+def _estimates(run: Run) -> dict[int, int]:
+    """Bytes by rank, as `check` reckons them from sizes alone."""
+    from mimo_train.plan.inputs import tokenizer_of
+    from mimo_train.plan.memory import rank_memory, stage_memory
+    from mimo_train.plan.parameters import embedding_rows
+
+    rows = embedding_rows(run.cfg.llm, tokenizer_of(run.cfg).vocab_size)
+    stages = [stage for name in run.layout.modules for stage in stage_memory(run, name, rows)]
+    return {rank: memory.total for rank, memory in rank_memory(stages).items()}
