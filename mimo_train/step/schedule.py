@@ -179,7 +179,7 @@ class Pipeline:
                 features_width(self._run, edge.giver, widths[edge.taker]),
                 config.pipeline_dtype,
                 self.device,
-                self.groups.bridges[edge],
+                self.groups.bridges.get(edge),
                 self.stopwatch,
             )
             for edge in self.layout.shared_edges

@@ -9,12 +9,19 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mimo_train.config.compose import load
+from mimo_train.parallel import device
 from mimo_train.parallel.groups import RunGroups, build_groups
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import resolve
 
 SIZES = {64: (4, 3, 4), 512: (4, 7, 16), 2176: (8, 8, 32)}
 """World -> tp, pp and dp of the language model; the encoder has tp 2 and what is left."""
+
+
+@pytest.fixture(autouse=True)
+def _as_on_cuda(monkeypatch):
+    """The groups of NCCL, by the fake process group; `test_groups_over_gloo_have_none_for_bridges` has the others."""
+    monkeypatch.setattr(device, "backend_of_groups", lambda: "nccl")
 
 
 def layout_of(world: int) -> RunLayout:
@@ -38,7 +45,7 @@ def one_rank(monkeypatch, rank: int, world: int) -> Iterator[list]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     calls, original = [], dist.new_group
 
-    def new_group(ranks=None, *args, **kwargs):
+    def new_group(ranks=None, *args, backend=None, **kwargs):
         calls.append((tuple(ranks), kwargs))
         return original(ranks, *args, **kwargs)
 
@@ -143,16 +150,13 @@ def test_modules_on_the_same_ranks_have_groups_of_their_own(monkeypatch):
 
 
 def test_groups_of_a_cuda_run_have_nccl_alone(monkeypatch):
-    from mimo_train.parallel import own_groups
-
     layout = layout_of(64)
-    monkeypatch.setattr(own_groups.device, "backend_of_groups", lambda: "nccl")
     asked = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: asked.append(dist.get_process_group_ranks(group)))
     with one_rank(monkeypatch, layout.language.first_rank, 64):
         new_group, backends = dist.new_group, []
 
-        def fake(ranks, backend, **options):
+        def fake(ranks, backend=None, **options):
             backends.append(backend)
             return new_group(ranks, **options)
 
@@ -163,6 +167,13 @@ def test_groups_of_a_cuda_run_have_nccl_alone(monkeypatch):
         # All ranks of a group come to its first message, before some of them alone have one.
         between = [groups.collections["language"].pp, *groups.bridges.values()]
         assert asked == [dist.get_process_group_ranks(group) for group in between]
+
+
+def test_groups_over_gloo_have_none_for_bridges(monkeypatch):
+    """The world's, which nothing refers to: a rank that fails must not leave others waiting."""
+    monkeypatch.setattr(device, "backend_of_groups", lambda: None)
+    layout = resolve(load("vlm_digits", ("modules.images.layout.dp=2",))).layout
+    assert layout.edges and all(not built(monkeypatch, layout, rank)[0].bridges for rank in range(layout.world_size))
 
 
 def test_torch_names_a_group_by_what_else_its_members_are_in(monkeypatch):
