@@ -45,11 +45,19 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] 
     Returns:
         On language ranks: input_ids, labels, position_ids, loss_mask [batch, sequence], and of a packed row the ends of
         its `documents`; on encoder ranks:
-        modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank. On language ranks also
-        what the model does not take: in a mixture sources [batch, sequence], at the last stage learned [places].
+        modality_inputs {module: {encoder: inputs} or None}; on both where modules share a rank. In a mixture, on
+        language ranks, also sources [batch, sequence], which the model does not take.
     """
+    batch, _ = _next_batch(data_iterator)
+    return batch
+
+
+def _next_batch(data_iterator: Iterator[dict[str, Any]] | None) -> tuple[dict[str, Any] | None, torch.Tensor | None]:
+    """(what `get_batch` returns; the places that get logits, None: all)."""
     batch = next(data_iterator, None) if data_iterator is not None else None
-    return None if batch is None else {key: batch[key] for key in (*MODEL_INPUTS, SOURCES, LEARNED) if key in batch}
+    if batch is None:
+        return None, None
+    return {key: batch[key] for key in (*MODEL_INPUTS, SOURCES) if key in batch}, batch.get(LEARNED)
 
 
 def forward_step(
@@ -63,13 +71,13 @@ def forward_step(
     Raises:
         TypeError: the last stage returned features by module instead of losses: modules and layout disagree.
     """
-    batch = get_batch(data_iterator)
+    batch, learned = _next_batch(data_iterator)
     if batch is None:
         raise UserError("the data ended before train.iters: data_iterator returned no microbatch")
     batch.setdefault("input_ids", None)
     sources = batch.pop(SOURCES, None)
     mimo_model = unwrap_model(model)
-    if (learned := batch.pop(LEARNED, None)) is not None:
+    if learned is not None:
         choose_logits(mimo_model.language_model, learned)
     output, loss_mask = model(**batch)
     if not (mimo_model.role.has_language_module and mimo_model.role.is_last_stage("language")):
