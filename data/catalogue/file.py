@@ -80,7 +80,7 @@ class Part:
         """Raises ValueError, TypeError for what is none."""
         program, name, version, codes, rows = json.loads(head)
         if program != _VERSION:
-            raise ValueError(program)
+            raise DataError(f"indexed by version {program}, and this is {_VERSION}")
         return cls(name, ShardVersion(*version), Codes(*map(tuple, codes)), tuple(rows), body)
 
 
