@@ -70,6 +70,9 @@ def prepared(run: Run, folder: Path) -> Run:
 def run_rank(run: Run, kind: Kind) -> Found:
     """Set up, train, evaluate and save as one rank. Changes torch for the rest of this process."""
     began = time.monotonic()
+    # A forked process makes its pool of threads anew at the first call. Where two threads of autograd make that call at
+    # once, one finds no pool and the process aborts (torch 2.11: "Invalid thread pool!"); so it is made here, by one.
+    torch.set_num_threads(torch.get_num_threads())
     device = device_kind(run.cfg)
     import_program()
     with TemporaryDirectory(prefix="mimo-dry-run-") as folder, ExitStack() as stack:
