@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from mimo_train.check import arithmetic, promises, ranks, resuming, samples
 from mimo_train.check.findings import Report, show
+from mimo_train.check.tokenizer import build_tokenizer
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
@@ -65,7 +66,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     run = Run(cfg, layout, Batch.of(cfg)) if layout and not _any_below(report.faults, BATCH_KEYS) else None
     seen, tokenizer = samples.Seen(), None
     if specs_are_sound:
-        tokenizer = None if without_data else samples.build_tokenizer(report, cfg)
+        tokenizer = None if without_data else build_tokenizer(report, cfg)
         vocab = embedding_rows(cfg.llm, tokenizer.vocab_size) if tokenizer else None
         if without_data and cfg.llm.vocab_size:
             vocab = embedding_rows(cfg.llm, cfg.llm.vocab_size)

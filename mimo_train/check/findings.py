@@ -80,3 +80,8 @@ def plural(count: int, noun: str) -> str:
 def spread(values: Sequence[int]) -> str:
     """The mean and the range of some whole numbers."""
     return f"{sum(values) / len(values):.1f} on average, {min(values)} to {max(values)}"
+
+
+def without_key(error: Exception, key: str) -> str:
+    """What an error says, without the key that it begins with."""
+    return str(error).removeprefix(f"{key}:").removeprefix(f"{key} ").strip()

@@ -18,7 +18,8 @@ from data.sources import MixedOrder, Part
 from data.storage.url import Place
 from data.text_lengths import TextLengths
 from mimo_train.check.blocks import add_blocks
-from mimo_train.check.findings import Report, Table, plural, spread
+from mimo_train.check.findings import Report, Table, plural, spread, without_key
+from mimo_train.check.tokenizer import tokenizer_rows
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
@@ -27,7 +28,6 @@ from mimo_train.plan.inputs import (
     build_dataset,
     fields_of,
     held_out_sets,
-    tokenizer_of,
     training_sources,
     without_split,
 )
@@ -70,27 +70,9 @@ class Seen:
         return f"{what} of {self.name}" if self.name else what
 
 
-def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
-    """The run's tokenizer, or None and a fault."""
-    if any(fault.key == "data.tokenizer" for fault in report.faults):
-        return None
-    try:
-        return tokenizer_of(cfg)
-    except DataError as error:
-        # Its template and its variables have keys of their own.
-        key = str(error).partition(":")[0]
-        key = key if key in ("data.chat_template", "data.template_variables") else "data.tokenizer"
-        report.faults.append(Fault(key, _without_key(error, key)))
-        return None
-
-
 def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> Seen:
     """Training and held-out shards. Without a tokenizer, shards are opened and no sample is read."""
-    rows = [("data.tokenizer", cfg.data.tokenizer if tokenizer else "at fault", "")]
-    if tokenizer:
-        rows = [("data.tokenizer", cfg.data.tokenizer, f"{tokenizer.vocab_size:,} ids")]
-        rows.append(("data.chat_template", cfg.data.chat_template, tokenizer.template.name))
-        report.warnings += [f"data.chat_template: {note}" for note in tokenizer.template.notes]
+    rows = tokenizer_rows(report, cfg, tokenizer)
     data = cfg.data
     if not data.shards and not data.mix:
         report.faults.append(
@@ -149,7 +131,7 @@ def _add_whole(
         except DataError as error:
             key = next((one.key for one in training_sources(cfg) if str(error).startswith(f"{one.key}:")), "")
             key = key or ("data.validation_fraction" if data.validation_fraction else next(iter(counts)))
-            report.faults.append(Fault(key, _without_key(error, key)))
+            report.faults.append(Fault(key, without_key(error, key)))
             return
         sizes = dataset.source_sizes
         if seen.complete:
@@ -249,7 +231,7 @@ def _add_shards(
         catalogue = open_catalogue(paths, cfg.data.cache_dir or None, strict=False)
     except (DataError, OSError) as error:
         seen.complete = False
-        report.faults.append(Fault(key, _without_key(error, "data.shards")))
+        report.faults.append(Fault(key, without_key(error, "data.shards")))
         return 0
     good, samples, unusable = [], 0, 0
     members: Counter[str] = Counter()
@@ -390,7 +372,3 @@ def _is_absent(pattern: str) -> bool:
     """Whether there is nothing at all where the demo's shards belong."""
     path = Path(pattern)
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
-
-
-def _without_key(error: Exception, key: str) -> str:
-    return str(error).removeprefix(f"{key}:").removeprefix(f"{key} ").strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.bounds import Bounds
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from data.pipeline import Dataset, Media, Source
     from data.sources import Shards
     from data.storage.file_cache import FileCache
+    from data.tokens import Tokenizer
+    from mimo_train.config.pretrained.directory import Directory
 
 
 def placeholders_of(cfg: ConfigContainer) -> dict[str, str]:
@@ -81,6 +84,21 @@ def tokenizer_of(cfg: ConfigContainer) -> Any:
     return build_tokenizer(
         data.tokenizer, placeholders, chat_template=data.chat_template, template_variables=data.template_variables
     )
+
+
+def has_another_tokenizer(directory: Directory, cfg: ConfigContainer, tokenizer: Tokenizer) -> bool:
+    """Whether a directory of a pretrained model has a tokenizer, and that of the run is not it."""
+    from data.tokens import build_tokenizer
+
+    source = directory.folder
+    # Of some families transformers makes an empty tokenizer where there is none.
+    if not directory.has_tokenizer or Path(cfg.data.tokenizer).resolve() == source.resolve():
+        return False
+    try:
+        own = build_tokenizer(str(source), [])
+    except DataError:  # it cannot be read
+        return False
+    return own.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint
 
 
 def bounds_of(cfg: ConfigContainer) -> Bounds:

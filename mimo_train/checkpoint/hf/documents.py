@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from data.errors import DataError
 from data.tokenizer_directory import COPIED as TOKENIZER_FILES
-from data.tokens import Tokenizer, build_tokenizer
+from data.tokens import Tokenizer
 from encoders.errors import EncoderError
 from encoders.projectors.weights import connector
 from encoders.registry import FAMILIES
@@ -28,11 +27,12 @@ from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES, Composite
-from mimo_train.config.pretrained.directory import Directory, read_directory
+from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.language import language_config_json, model_types
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.model.llm.weights import language_map
+from mimo_train.plan.inputs import has_another_tokenizer
 
 OWN = "mimo_train"
 """Key of config.json of a part for which `transformers` has no class."""
@@ -155,7 +155,7 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
     if LANGUAGE in names:
         config = composite.with_vocabulary(config, cfg.llm.vocab_size)
     write_files = partial(copy_files, source)
-    if LANGUAGE in names and _has_another_tokenizer(directory, cfg, tokenizer):
+    if LANGUAGE in names and has_another_tokenizer(directory, cfg, tokenizer):
         if config["model_type"] in COMPOSITES:
             raise UserError(
                 f"data.tokenizer: {cfg.data.tokenizer} is not the tokenizer of {source}, whose processor and "
@@ -176,19 +176,6 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
         source=source,
         sources=parts,
     )
-
-
-def _has_another_tokenizer(directory: Directory, cfg: ConfigContainer, tokenizer: Tokenizer) -> bool:
-    """Whether a directory has a tokenizer, and that of the run is not it."""
-    source = directory.folder
-    # Of some families transformers makes an empty tokenizer where there is none.
-    if not directory.has_tokenizer or Path(cfg.data.tokenizer).resolve() == source.resolve():
-        return False
-    try:
-        own = build_tokenizer(str(source), [])
-    except DataError:  # it cannot be read
-        return False
-    return own.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint
 
 
 def _write_with_tokenizer(source: Path, cfg: ConfigContainer, tokenizer: Tokenizer, to: Path) -> None:

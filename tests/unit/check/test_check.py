@@ -1,6 +1,7 @@
 """`mimo-train check`: what it prints for sound runs, and that it names every fault with its numbers."""
 
 import gzip
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from mimo_train.check import check
 from mimo_train.cli import main
 from tests.unit.check.shards import on, picture, record, shard, sound
 from tests.unit.configs import load
+from tests.unit.data.chat_templates import CHATML, LLAMA, save_tokenizer
 
 
 def run(capsys, *argv: str) -> tuple[int, str, list[str]]:
@@ -271,6 +273,20 @@ def test_tokenizers_that_cannot_be_built(place, said, capsys, tmp_path):
     assert fault.startswith("data.tokenizer: ") and said in fault and place in fault
     assert "1 of 1 shard can be read, 4 samples" in out
     assert "without token embeddings" in out
+
+
+def test_another_tokenizer_than_that_of_the_weights_is_a_warning(capsys, tmp_path):
+    sizes = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes |= {"num_hidden_layers": 4, "vocab_size": 400, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
+    for name, template in (("weights", CHATML), ("same", CHATML), ("other", LLAMA)):
+        save_tokenizer(tmp_path / name, template)
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes))
+    start = [*on(shard(Path("a.tar"), *sound())), f"modules.language.pretrained={tmp_path}/weights"]
+    for name, warned in (("", False), ("weights", False), ("same", False), ("other", True)):
+        _, out, faults = run(capsys, *start, *([f"data.tokenizer={tmp_path / name}"] if name else []))
+        assert not faults, (name, faults)
+        said = f"warning: data.tokenizer: {tmp_path}/other is not the tokenizer of modules.language.pretrained="
+        assert (said in "".join(out.splitlines())) == warned, (name, out)
 
 
 def test_the_first_sample_is_shown_as_rendered_and_what_is_learned(capsys):
