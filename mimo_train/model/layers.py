@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -30,6 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_pg_rank
 
 from mimo_train.model.attention import SdpaAttention
+from mimo_train.model.dense_layer import DenseLayer
 from mimo_train.model.layer_scale import ScaledAdd
 from mimo_train.model.llm.norms import ZeroCenteredRMSNorm
 from mimo_train.model.lora import add_adapters, linear_classes
@@ -54,6 +56,25 @@ class SeededTransformerLayer(TransformerLayer):
         torch.manual_seed(seed)
         super().__init__(config, submodules, layer_number=layer_number, **kwargs)
         add_adapters(self, f"{config.layers_name}.{self.layer_number - 1}", config, seed)
+        self._dense = DenseLayer.of(self)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron-Core's: (output [S, B, H], context)."""
+        own = {
+            "attention_mask": attention_mask,
+            "rotary_pos_emb": rotary_pos_emb,
+            "packed_seq_params": packed_seq_params,
+        }
+        if self._dense and self._dense.is_free and all(value is None for value in options.values()):
+            return self._dense(hidden_states, **own), None
+        return super().forward(hidden_states, **own, **options)
 
 
 _NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.fault import UserError
+
+_LEAST_NORM = 1e-6
+"""Added to a norm that is divided by, as Megatron-Core adds it (clip_grads.py:179)."""
 
 RELEASE = "release"
 """Key of a parameter group: the step from which it is trained (`modules.NAME.freeze_until`)."""
@@ -243,13 +245,13 @@ class ModuleOptimizer(MimoOptimizer):
         together = math.sqrt(sum(squares[name] for name, own in self._clip_grads.items() if own is None))
         for name, own in self._clip_grads.items():
             largest, norm = (self.config.clip_grad, together) if own is None else (own, math.sqrt(squares[name]))
-            parameters = [
-                parameter
-                for optimizer in self.inner(self.module_infos[name])
-                for parameter in optimizer.get_parameters()
-            ]
-            if largest > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=largest, total_norm=norm)
+            coefficient = largest / (norm + _LEAST_NORM)
+            if largest > 0 and coefficient < 1:
+                # In place; without Transformer Engine, Megatron-Core 0.19.2 writes a copy of each and copies it back
+                # (utils.py:1337).
+                for optimizer in self.inner(self.module_infos[name]):
+                    if gradients := [each.grad for each in optimizer.get_parameters() if each.grad is not None]:
+                        torch._foreach_mul_(gradients, coefficient)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:

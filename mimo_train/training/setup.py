@@ -43,6 +43,7 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.agreement import agreed
+from mimo_train.parallel.alone import return_at_once
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.groups import RunGroups, build_groups
 from mimo_train.parallel.one_run import (
@@ -297,6 +298,7 @@ def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tu
     kind, device = chosen.kind, devices.install(chosen.kind, chosen.index)
     _remark(cfg, chosen)
     record_messages()
+    return_at_once()
     if kind == "cuda":
         RECORDER.queued()
     if not dist.is_initialized():

@@ -1,0 +1,414 @@
+"""Processor time of a training step, and memory: this program against `transformers` with the same sizes and batches.
+
+    OMP_NUM_THREADS=1 python benchmarks/against_transformers.py demo            # or another of CASES
+    ... benchmarks/against_transformers.py gpt_dp2 --blocks 30 --steps 4        # two processes, against torch's DDP
+
+The reference is what a user would write with `transformers`: LLaVA (a SigLIP tower, which has no class token, and a
+Llama) or a plain Llama with scaled_dot_product_attention, `AdamW(fused=True)`, `clip_grad_norm_`, losses divided by
+all tokens of the step, `no_sync` for all but the last microbatch. It takes the microbatches that our loader made, from
+memory; ours reads, decodes and logs as it does by default.
+
+Every side has processes of its own, forked from one that has imported everything, which make a block of steps in turns
+and are stopped (SIGSTOP) while they wait: a machine that becomes slower is slower for all sides, and idle threads of
+one do not count for another. Two clocks: the processor time of the whole process, with its threads, and of the main
+thread. For each: the median of a step, and the median over rounds of the ratio to the reference with the interval that
+holds 95 % of 2,000 redraws of the rounds. Memory is what a process holds at its peak beyond what it was forked with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mimo_train.config.compose import load
+from mimo_train.config.schema import ConfigContainer
+
+FIRST_STEPS = 2
+"""Of a side, before anything is counted: buffers are made, threads are started."""
+
+RECORDED_STEPS = 24
+"""Steps of our loader whose microbatches the reference goes through again and again."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of ours, by its config and changes of it."""
+
+    config: str
+    demo: str
+    changes: tuple[str, ...]
+    processes: int = 1
+
+
+def sizes(tower: tuple[int, int, int], language: tuple[int, int, int, int], *more: str) -> tuple[str, ...]:
+    """Overrides of `vlm_digits`: (layers, width, heads) of the tower, of the language model with its inner width."""
+    encoder, llm = "modules.images.encoder", "modules.language.llm"
+    layers, width, heads = tower
+    values = {f"{encoder}.num_layers": layers, f"{encoder}.hidden_size": width, f"{encoder}.num_attention_heads": heads}
+    values |= {f"{encoder}.ffn_hidden_size": 4 * width, f"{encoder}.init_std": 0.03, f"{encoder}.image_size": 64}
+    layers, width, heads, inner = language
+    values |= {f"{llm}.num_layers": layers, f"{llm}.hidden_size": width, f"{llm}.num_attention_heads": heads}
+    values |= {f"{llm}.ffn_hidden_size": inner, f"{llm}.init_std": 0.03}
+    return ("layout=one_process", *(f"{key}={value}" for key, value in values.items()), *more)
+
+
+SMALL_BATCH = ("train.global_batch_size=8", "train.micro_batch_size=4")
+
+CASES = {
+    "demo": Case("vlm_digits", "digits", ("layout=one_process",)),
+    "vlm_23m": Case("vlm_digits", "digits", sizes((6, 256, 8), (7, 448, 8, 1216), *SMALL_BATCH)),
+    "vlm_100m": Case("vlm_digits", "digits", sizes((8, 512, 8), (10, 832, 13, 2240), *SMALL_BATCH)),
+    "gpt": Case("gpt_tiny", "text", ()),
+    "gpt_dp2": Case("gpt_tiny", "text", ("layout=language_dp2", "train.micro_batch_size=4"), processes=2),
+}
+
+
+def config_of(case: Case, folder: Path, name: str) -> ConfigContainer:
+    """The run of a side, in a folder of its own, over shards that all share."""
+    places = (f"run.dir={folder}/{name}", f"data.shards={folder}/train", "data.validation_shards=")
+    fixed = (f"data.demo={case.demo}", "run.device=cpu", "train.iters=1000000", "checkpoint.save_interval=0")
+    return load(case.config, (*places, *fixed, *case.changes))
+
+
+class Turns:
+    """The child's end: waits until it may make a block of steps, and answers with its two clocks."""
+
+    def __init__(self, told: Any, answers: Any):
+        self._told, self._answers = told, answers
+        self._left = self._size = 0
+        self._started: tuple[float, float] | None = None
+        self._base = memory("VmRSS")
+
+    def before_step(self) -> None:
+        """Call at the start of every step. Ends the process when there is nothing more to do."""
+        if self._left == 0:
+            if self._started is None:
+                self._answer("ready")
+            else:
+                clocks = (time.process_time(), time.thread_time())
+                spent = [(end - start) / self._size for start, end in zip(self._started, clocks, strict=True)]
+                self._answer([*spent, memory("VmHWM") - self._base])
+            line = self._told.readline().strip()
+            if not line:
+                os._exit(0)
+            self._left = self._size = int(line)
+            self._started = (time.process_time(), time.thread_time())
+        self._left -= 1
+
+    def _answer(self, what: Any) -> None:
+        self._answers.write(json.dumps(what) + "\n")
+        self._answers.flush()
+
+
+def memory(name: str) -> int:
+    """Bytes of this process: VmRSS, what it holds; VmHWM, the most that it held."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
+
+
+def train_ours(case: Case, folder: Path, name: str, turns: Turns) -> None:
+    """Our training loop, with everything that it does by default."""
+    from mimo_train.training.callbacks import Callback, Callbacks
+    from mimo_train.training.loop import train
+    from mimo_train.training.stepped import SteppedRun
+
+    class Wait(Callback):
+        def on_step_start(self, state: Any) -> None:
+            turns.before_step()
+
+    run = SteppedRun(config_of(case, folder, name))
+    train(run.session, run.step_func, Callbacks([Wait()]))
+
+
+def record_batches(case: Case, folder: Path, name: str, turns: Turns) -> None:
+    """Write the microbatches of this rank's first steps, and what the reference needs to be as large as ours."""
+    from mimo_train.training.stepped import SteppedRun
+
+    run = SteppedRun(config_of(case, folder, name))
+    steps = []
+    for _ in range(RECORDED_STEPS):
+        run.step()
+        steps.append([plain_batch(microbatch) for microbatch in run.session.data.current.microbatches])
+    (embedding,) = (value for key, value in run.model[0].named_parameters() if key.endswith("word_embeddings.weight"))
+    torch.save({"steps": steps, "rows": embedding.shape[0]}, recorded(folder))
+    run.close()
+    turns.before_step()
+
+
+def recorded(folder: Path) -> Path:
+    """The file of this rank."""
+    return folder / f"batches_{os.environ['RANK']}.pt"
+
+
+def plain_batch(microbatch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A microbatch as `transformers` takes it: labels at the places of their tokens, -100 where there is no loss."""
+    labels = torch.where(microbatch["loss_mask"] > 0, microbatch["labels"], -100)
+    none = torch.full_like(labels[:, :1], -100)
+    batch = {"input_ids": microbatch["input_ids"], "labels": torch.cat([none, labels[:, :-1]], dim=1)}
+    for inputs in (microbatch.get("modality_inputs") or {}).values():
+        if inputs is not None:  # of a microbatch with pictures
+            (encoder,) = inputs.values()
+            batch["pixel_values"] = encoder["pixels"]
+    return {key: value.clone() for key, value in batch.items()}
+
+
+def reference_model(cfg: ConfigContainer, rows: int, placeholder: int) -> torch.nn.Module:
+    """LLaVA, or a Llama where the run has no encoder, of the same sizes."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import SiglipVisionConfig as TowerConfig
+
+    llm = cfg.llm
+    language = LlamaConfig(
+        vocab_size=rows,
+        hidden_size=llm.hidden_size,
+        intermediate_size=llm.ffn_hidden_size,
+        num_hidden_layers=llm.num_layers,
+        num_attention_heads=llm.num_attention_heads,
+        num_key_value_heads=llm.key_heads,
+        tie_word_embeddings=llm.tie_embeddings,
+        rms_norm_eps=llm.layernorm_epsilon,
+        max_position_embeddings=cfg.data.sequence_length,
+        initializer_range=llm.init_std,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    if not cfg.encoders:
+        return LlamaForCausalLM(language)
+    (module,) = cfg.encoders.values()
+    encoder = module.encoder
+    tower = TowerConfig(
+        hidden_size=encoder.hidden_size,
+        intermediate_size=encoder.ffn_hidden_size,
+        num_hidden_layers=encoder.num_layers,
+        num_attention_heads=encoder.num_attention_heads,
+        image_size=encoder.image_size,
+        patch_size=encoder.patch_size,
+        vision_use_head=False,
+        attn_implementation="sdpa",
+    )
+    config = LlavaConfig(
+        vision_config=tower,
+        text_config=language,
+        image_token_index=placeholder,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        projector_hidden_act="gelu",
+        tie_word_embeddings=llm.tie_embeddings,
+        attn_implementation="sdpa",
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def train_reference(case: Case, folder: Path, name: str, turns: Turns) -> None:
+    """The loop of a user of `transformers`."""
+    from mimo_train.plan.inputs import placeholders_of, tokenizer_of
+
+    saved = torch.load(recorded(folder), weights_only=True)
+    cfg = config_of(case, folder, name)
+    placeholders, tokenizer = placeholders_of(cfg), tokenizer_of(cfg)
+    ids = [tokenizer.placeholder_id(placeholder) for placeholder in placeholders.values()]
+    torch.manual_seed(1)
+    model = reference_model(cfg, saved["rows"], next(iter(ids), -1)).train()
+    wrapped = model
+    if case.processes > 1:
+        dist.init_process_group("gloo")
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    weights = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() <= 1]
+    groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
+    normalize = normalization(cfg)
+    while True:
+        for step in saved["steps"]:
+            turns.before_step()
+            optimizer.zero_grad(set_to_none=True)
+            tokens = sum((batch["labels"] != -100).sum() for batch in step).float()
+            if case.processes > 1:
+                dist.all_reduce(tokens)
+                tokens /= case.processes  # DDP averages
+            total = torch.zeros(())
+            for number, batch in enumerate(step):
+                inputs = {key: normalize(value) if key == "pixel_values" else value for key, value in batch.items()}
+                last = number == len(step) - 1
+                with contextlib.nullcontext() if last or case.processes == 1 else wrapped.no_sync():
+                    loss = wrapped(**inputs, num_items_in_batch=tokens).loss
+                    loss.backward()
+                total += loss.detach()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+
+
+def normalization(cfg: ConfigContainer) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Of pixels, as our encoder does it."""
+    if not cfg.encoders:
+        return lambda pixels: pixels
+    (module,) = cfg.encoders.values()
+    mean, std = (
+        torch.tensor(values).view(1, 3, 1, 1) for values in (module.encoder.pixel_mean, module.encoder.pixel_std)
+    )
+    return lambda pixels: (pixels.float() / 255 - mean) / std
+
+
+class Side:
+    """The processes of one side, which make blocks of steps when they are told to."""
+
+    def __init__(self, name: str, run: Callable[[Case, Path, str, Turns], None], case: Case, folder: Path):
+        self.name = name
+        self._processes: list[int] = []
+        self._pipes: list[tuple[Any, Any]] = []
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        for rank in range(case.processes):
+            self._fork(run, case, folder, rank, port)
+        self._hear()
+        self._signal(signal.SIGSTOP)
+
+    def block(self, steps: int) -> tuple[float, float, int]:
+        """Make so many steps. Seconds a step by both clocks, and the bytes of the peak, summed over processes."""
+        self._signal(signal.SIGCONT)
+        for told, _ in self._pipes:
+            told.write(f"{steps}\n")
+            told.flush()
+        answers = self._hear()
+        self._signal(signal.SIGSTOP)
+        return tuple(sum(each) for each in zip(*answers, strict=True))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+    def _fork(self, run: Callable[..., None], case: Case, folder: Path, rank: int, port: int) -> None:
+        (hear, tell), (heard, answer) = os.pipe(), os.pipe()
+        process = os.fork()
+        if process:
+            os.close(hear), os.close(answer)
+            self._processes.append(process)
+            self._pipes.append((os.fdopen(tell, "w"), os.fdopen(heard)))
+            return
+        os.close(tell), os.close(heard)
+        os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", MASTER_ADDR="localhost", MASTER_PORT=f"{port}")
+        os.environ.update(WORLD_SIZE=f"{case.processes}", LOCAL_WORLD_SIZE=f"{case.processes}")
+        log = os.open(folder / f"{self.name}_{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1), os.dup2(log, 2)
+        try:
+            torch.set_num_threads(1)
+            run(case, folder, self.name, Turns(os.fdopen(hear), os.fdopen(answer, "w")))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _hear(self) -> list[Any]:
+        answers = []
+        for rank, (_, heard) in enumerate(self._pipes):
+            line = heard.readline()
+            if not line:
+                raise SystemExit(f"rank {rank} of {self.name} has ended; its log is {self.name}_{rank}.log of --keep")
+            answers.append(json.loads(line))
+        return answers
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            os.kill(process, number)
+
+
+@contextlib.contextmanager
+def open_sides(case: Case, folder: Path) -> Iterator[list[Side]]:
+    """The reference and ours, each past its first steps."""
+    from data.demo.make import ensure_demo
+
+    ensure_demo(folder, case.demo)
+    Side("recorder", record_batches, case, folder).close()
+    sides: list[Side] = []
+    try:
+        for name, run in (("transformers", train_reference), ("mimo-train", train_ours)):
+            sides.append(Side(name, run, case, folder))
+            sides[-1].block(FIRST_STEPS)
+        yield sides
+    finally:
+        for side in sides:
+            side.close()
+
+
+def summary(found: dict[str, list[tuple[float, float, int]]]) -> str:
+    """A line for each side."""
+    lines = []
+    reference = next(iter(found.values()))
+    draw = random.Random(1234)
+    for name, blocks in found.items():
+        line = f"{name:14}"
+        for clock in (0, 1):
+            ratios = [own[clock] / other[clock] for own, other in zip(blocks, reference, strict=True)]
+            redrawn = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+            line += f" | {1e3 * statistics.median(block[clock] for block in blocks):9.2f} ms "
+            line += f"x {statistics.median(ratios):.3f} ({redrawn[50]:.3f} to {redrawn[1949]:.3f})"
+        lines.append(f"{line} | {blocks[-1][2] / 2**20:7.0f} MiB x {blocks[-1][2] / reference[-1][2]:.2f}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure one case and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--blocks", type=int, default=30, help="rounds of a block of each side (default: 30)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a block (default: 4)")
+    parser.add_argument("--keep", metavar="DIR", help="work in this folder, and keep its logs")
+    args = parser.parse_args()
+    import_everything()
+    case = CASES[args.case]
+    with contextlib.ExitStack() as stack:
+        folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        sides = stack.enter_context(open_sides(case, folder))
+        found: dict[str, list[tuple[float, float, int]]] = {side.name: [] for side in sides}
+        for number in range(args.blocks):
+            for side in sides if number % 2 else sides[::-1]:
+                found[side.name].append(side.block(args.steps))
+    print(f"{args.case}, {args.blocks} blocks of {args.steps} steps; of a step: all threads | main thread | memory")
+    print(summary(found))
+    return 0
+
+
+def import_everything() -> None:
+    """What the sides need, before they are forked."""
+    from mimo_train.dry_run.one_rank import import_program
+
+    for name in ("llama", "llava", "siglip"):
+        import_module(f"transformers.models.{name}.modeling_{name}")
+    import_module("mimo_train.training.stepped")
+    import_program()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
