@@ -37,10 +37,16 @@ class GroupStepAdamW(torch.optim.Optimizer):
     ):
         assert adam_w_mode and not capturable, "only decoupled weight decay outside of CUDA graphs"
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        self._scale = 1.0
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients by this in the next step, which reads and writes them once for all."""
+        self._scale = factor
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody here evaluates the loss again
         """Update every parameter that has a gradient."""
+        factor, self._scale = self._scale, 1.0
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
@@ -48,7 +54,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
             group["step"] += 1
             states = [self._state_of(parameter) for parameter in parameters]
             # Filled on the device: a copy of a number would wait for all that is queued.
-            step = torch.full((), float(group["step"]), device=parameters[0].device)
+            device = parameters[0].device
+            step = torch.full((), float(group["step"]), device=device)
             torch._fused_adamw_(
                 parameters,
                 [parameter.grad for parameter in parameters],
@@ -63,6 +70,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                grad_scale=torch.full((), 1.0 / factor, device=device) if factor != 1.0 else None,
             )
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

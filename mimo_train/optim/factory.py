@@ -23,6 +23,7 @@ from mimo_train.model.freeze import release_steps
 from mimo_train.model.names import modules_of
 from mimo_train.optim import adam
 from mimo_train.optim.module_optimizer import RELEASE, ModuleOptimizer
+from mimo_train.optim.own_weights import leave_own_weights
 from mimo_train.optim.schedules import is_frozen, module_optim
 from mimo_train.parallel.groups import RunGroups
 
@@ -58,6 +59,7 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
                 pg_collection=pgs,
                 use_gloo_process_groups=False,
             )
+            leave_own_weights(optimizer.chained_optimizers)
         else:
             _join_gathering_of_groups()
         infos[name] = ModuleOptimizerInfo(optimizer, grid, _replica_groups(pgs), is_active=optimizer is not None)

@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.fault import UserError
+from mimo_train.optim.adam import GroupStepAdamW
 
 _LEAST_NORM = 1e-6
 """Added to a norm that is divided by, as Megatron-Core adds it (clip_grads.py:179)."""
@@ -247,11 +248,8 @@ class ModuleOptimizer(MimoOptimizer):
             largest, norm = (self.config.clip_grad, together) if own is None else (own, math.sqrt(squares[name]))
             coefficient = largest / (norm + _LEAST_NORM)
             if largest > 0 and coefficient < 1:
-                # In place; without Transformer Engine, Megatron-Core 0.19.2 writes a copy of each and copies it back
-                # (utils.py:1337).
                 for optimizer in self.inner(self.module_infos[name]):
-                    if gradients := [each.grad for each in optimizer.get_parameters() if each.grad is not None]:
-                        torch._foreach_mul_(gradients, coefficient)
+                    _scale_gradients(optimizer, coefficient)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -259,3 +257,12 @@ class ModuleOptimizer(MimoOptimizer):
             for chunk in self._overlapping:
                 stack.enter_context(chunk.no_sync())
             yield
+
+
+def _scale_gradients(optimizer: MegatronOptimizer, factor: float) -> None:
+    """In place, or by the update itself. Without Transformer Engine, Megatron-Core 0.19.2 writes a copy of each
+    gradient and copies it back (utils.py:1337)."""
+    if isinstance(optimizer.optimizer, GroupStepAdamW):
+        optimizer.optimizer.scale_gradients(factor)
+    elif gradients := [each.grad for each in optimizer.get_parameters() if each.grad is not None]:
+        torch._foreach_mul_(gradients, factor)

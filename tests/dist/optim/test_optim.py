@@ -72,6 +72,7 @@ def _norms_and_clipping(cfg) -> tuple[dict, float, dict]:
     inner = optimizer.step_with_ready_grads
 
     def look():
+        inner()  # which may be what scales them
         for name, info in optimizer.module_infos.items():
             squares = [
                 float(parameter.grad.double().square().sum())
@@ -79,7 +80,6 @@ def _norms_and_clipping(cfg) -> tuple[dict, float, dict]:
                 for parameter in part.get_parameters()
             ]
             left[name] = math.sqrt(sum(squares))
-        inner()
 
     optimizer.step_with_ready_grads = look
     ((_, norm),) = steps.train(1)

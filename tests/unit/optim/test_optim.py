@@ -11,6 +11,7 @@ from mimo_train.compat.train import (
     enable_forward_pre_hook,
     should_disable_forward_pre_hook,
 )
+from mimo_train.optim.adam import GroupStepAdamW
 from mimo_train.optim.factory import _grad_scaler
 from mimo_train.optim.freeze_stages import FreezeStages
 from mimo_train.optim.schedules import ModuleSchedulers, module_optim
@@ -245,3 +246,24 @@ def test_main_parameters_are_copied_where_the_buffer_is_shared_and_gathering_ove
     assert copied == []
     _handle_mxfp8_param_buffer_copy(modules, True, True)
     assert copied == ["dense", "experts"]
+
+
+def test_gradients_are_scaled_by_one_update_alone():
+    torch.manual_seed(0)
+    weights = [torch.randn(5, 3), torch.randn(7)]
+    gradients = [[torch.randn_like(weight) for weight in weights] for _ in range(3)]
+    scales = [0.25, 1.0, 0.3]
+
+    def updated(scaled_before: bool) -> list[torch.Tensor]:
+        own = [torch.nn.Parameter(weight.clone()) for weight in weights]
+        adam = GroupStepAdamW(own, lr=0.1, weight_decay=0.01)
+        for scale, each in zip(scales, gradients, strict=True):
+            for weight, gradient in zip(own, each, strict=True):
+                weight.grad = gradient * scale if scaled_before else gradient.clone()
+            if not scaled_before and scale != 1.0:
+                adam.scale_gradients(scale)
+            adam.step()
+        return own
+
+    for one, other in zip(updated(True), updated(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
