@@ -216,7 +216,7 @@ def test_a_hugging_face_dataset_with_pictures_and_clips(name, media, tmp_path):
     built = build(folder, tmp_path / "out", media=media, columns=columns, question="What is it?")
     assert built.samples == {"train": 3}
     assert built.notes == [
-        "the column 'more' is left out: bytes of no kind that is known; --columns image=NAME or audio=NAME says what"
+        "the column 'more' is left out: bytes of no kind that is known; --columns image=NAME (video, audio) says what"
     ]
     samples = found(tmp_path / "out" / "train")
     assert [extents for extents, _ in samples] == [[5], [6], [8000]]
