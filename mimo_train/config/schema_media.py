@@ -13,7 +13,7 @@ class VideoConfig:
 
     frames_per_second: float = key(SAMPLING.frames_per_second, above=0, at_most=1000)
     """Pictures of a second; at least one of a video."""
-    max_frames: int = key(SAMPLING.max_frames, at_least=1, at_most=1_000_000)
+    max_frames: int = key(SAMPLING.max_frames, at_least=1, at_most=2**16)
     """Most pictures of a video. Longer ones have fewer a second."""
 
 

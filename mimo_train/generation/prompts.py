@@ -16,6 +16,7 @@ from data.media.decode import decode_frames, decode_media
 from data.media.ground import colour_of
 from data.media.headers import parse_extent
 from data.media.video_headers import parse_video_header_bytes
+from data.outline import Media
 from data.positions import Place, axis_positions
 from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
@@ -97,14 +98,22 @@ class Prompts:
             raise UserError(f"--video: {file} ({len(raw)} bytes) has no readable header of a video")
         count = self._sampling.count(header.milliseconds)
         readers = [item for item in self._modules if item.kind == "image"]
-        extents = {item.module: item.extents([(header.height, header.width)] * count)[0] for item in readers}
-        pictures = {}
-        for item in readers:
-            extent = extents[item.module]
-            canvas = item.canvas(*extent) if item.canvas else None
-            pictures[item.module] = decode_frames(raw, count, item.size(*extent), item.resize, canvas, self._bounds)
-        inputs = ({name: own[at] for name, own in pictures.items()} for at in range(count))
-        return Medium("video", [], {}, {}, {}, frames=tuple(self._as_read("image", extents, one) for one in inputs))
+
+        def frames(together: int) -> tuple[Medium, ...]:
+            """As they are read among so many pictures."""
+            own = {item.module: item.extents([(header.height, header.width)] * together)[0] for item in readers}
+            pictures = {item.module: self._pictures(item, raw, count, own[item.module]) for item in readers}
+            inputs = ({name: found[at] for name, found in pictures.items()} for at in range(count))
+            return tuple(self._as_read("image", own, one) for one in inputs)
+
+        found = frames(count)
+        if count == 1 and not all(item.cut_several for item in readers):
+            found = (replace(found[0], among_several=frames(2)[0]),)
+        return Medium("video", [], {}, {}, {}, frames=found)
+
+    def _pictures(self, item: Media, raw: bytes, count: int, extent: tuple[int, int]) -> list[torch.Tensor]:
+        canvas = item.canvas(*extent) if item.canvas else None
+        return decode_frames(raw, count, item.size(*extent), item.resize, canvas, self._bounds)
 
     def _medium(self, kind: str, raw: bytes, extents: dict[str, tuple[int, int]]) -> Medium:
         """A file as the modules take it, by what `Media` calls its extent for each."""

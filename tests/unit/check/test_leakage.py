@@ -29,10 +29,8 @@ def test_held_out_samples_with_a_picture_that_is_trained_on_are_counted(tmp_path
     members = []
     for at in range(40):
         # A picture for each two or three samples, of one size, and as many bytes as others.
-        members += [
-            (f"{at:02d}.png", picture(20 + at // 5 % 2, 20) + bytes([at // 3])),
-            (f"{at:02d}.json", record("<image>?")),
-        ]
+        raw = picture(20 + at // 5 % 2, 20) + bytes([at // 3])
+        members += [(f"{at:02d}.png", raw), (f"{at:02d}.json", record("<image>?"))]
     warnings, trained, held_out = warned(shard(tmp_path / "a.tar", *members))
     seen = {content(trained, number) for number in range(len(trained))}
     shared = sum(content(held_out, number) in seen for number in range(len(held_out)))
