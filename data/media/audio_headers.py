@@ -10,8 +10,8 @@ _MOST_PARTS = 1 << 16  # chunks and pages that are walked through: files of noth
 _UNKNOWN_LENGTH = 0x7FFFF000  # of samples in 32 bits: programs that write into a pipe put this or more
 _UNKNOWN_OF_CAF = (1 << 64) - 1
 _NOT_READ_RIGHT = {"SDS": (), "XI": (), "AIFF": ("DWVW_12", "DWVW_16", "DWVW_24")}
-"""Formats and their subtypes, all if none is named, of which libsndfile 1.2 gives other numbers than were written, or
-none from memory."""
+"""Formats and their subtypes, all if none is named, of which libsndfile 1.2 gives other numbers than were written
+(SDS), a rate that it makes up (XI), or nothing from memory (DWVW)."""
 
 
 def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
