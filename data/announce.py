@@ -38,7 +38,8 @@ def _ranges(dataset: Dataset, outline: SampleOutline, modules: Collection[str], 
     if outline.bad_reason is not None or not isinstance(shard, Url):
         return
     kinds = dict.fromkeys(spec.kind for spec in dataset.modules if spec.module in modules)
-    members = [member for kind in kinds for member in outline.members[kind]]
+    # Once each: of a video there are many pictures.
+    members = {member.offset: member for kind in kinds for member in outline.members[kind]}.values()
     version = dataset.version(outline.shard)
     for member in (*members, *(outline.texts if text else ())):
         yield shard, member.offset, member.size, version

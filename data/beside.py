@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.members import VIDEO
+from data.members import OTHER_VIDEO, VIDEO
 from data.sample_key import Key
 from data.shown import shown
 
-_MEDIA_FIELDS = {"image": ("image", "images"), "audio": ("audio", "audios")}
 _VIDEO_FIELDS = ("video", "videos")
+_MEDIA_FIELDS = {"image": ("image", "images"), "video": _VIDEO_FIELDS, "audio": ("audio", "audios")}
 _MARKER = re.compile(r"<\|?(?:image|audio|video|speech|sound)(?:[ _-]?\d+)?\|?>|<ImageHere>|<image_placeholder>")
 
 
@@ -43,15 +43,17 @@ def misfit(record: Mapping[str, Any], key: Key, beside: Beside, media: Mapping[s
         media: kind -> members that the run uses.
     """
     for kind, fields in _MEDIA_FIELDS.items():
+        if kind == "video" and not media.get(kind):
+            continue  # it may name the video whose pictures the sample has
         if kind in media and (wrong := _other_files(record, key, kind, fields, beside, media[kind])):
             return wrong
     unread = {name.lower() for name in beside.unread}
     if not unread:
         return None
-    has_video = next((name for name in beside.unread if name.rpartition(".")[2] in VIDEO), None)
+    has_video = next((name for name in beside.unread if name.rpartition(".")[2] in VIDEO | OTHER_VIDEO), None)
     for name, value in record.items():
         if has_video and name in _VIDEO_FIELDS and value not in (None, "", []):
-            return f"its field {shown(name)!r} refers to the member .{shown(has_video)}, and nothing reads video"
+            return f"its field {shown(name)!r} refers to the member .{shown(has_video)}, which is not read"
         for file in _texts(value):
             extension = _extension_of(file, key)
             if extension in unread:

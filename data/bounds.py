@@ -11,11 +11,17 @@ class Bounds:
     """What is above is a bad sample, with its number and the bound: config keys `data.bounds.NAME`."""
 
     pixels: int = 100_000_000
-    """Of one picture."""
+    """Of one picture, those of videos too."""
     seconds: float = 3600.0
-    """Of one clip."""
+    """Of one clip or video."""
     sample_rate: int = 384_000
     """Of a clip, samples a second."""
+    video_bytes: int = 1_073_741_824
+    """Of one video."""
+    video_frames: int = 1_000_000
+    """Of the pictures that one video has, whether they are read or not."""
+    video_pixels: int = 100_000_000_000
+    """Decoded of one video: those of pictures between the ones that are read, too."""
     record_bytes: int = 16_777_216
     """Of a `json` or `txt` member."""
     record_depth: int = 64
@@ -23,7 +29,7 @@ class Bounds:
     turns: int = 1000
     """Of a conversation."""
     placeholders: int = 4096
-    """Pictures and clips of a sample."""
+    """Pictures and clips of a sample; a video is as many as are read of it."""
 
     def of_picture(self, height: int, width: int) -> str | None:
         """What is too large of a picture; None if nothing is."""
@@ -34,6 +40,20 @@ class Bounds:
         return self._above("its rate in Hz is", rate, "sample_rate") or self._above(
             "its length in seconds is", frames / rate, "seconds"
         )
+
+    def of_video(self, size: int, milliseconds: int) -> str | None:
+        """What is too large of a video of `size` bytes, before any is decoded; None if nothing is."""
+        return self._above("its bytes are", size, "video_bytes") or self._above(
+            "its length in seconds is", milliseconds / 1000, "seconds"
+        )
+
+    def of_frames(self, number: int) -> str | None:
+        """What is wrong with a video of that many pictures; None if nothing is."""
+        return self._above("its pictures are", number, "video_frames")
+
+    def of_video_pixels(self, number: int) -> str | None:
+        """What is wrong with that many pixels that are decoded of a video; None if nothing is."""
+        return self._above("to read it, pixels are decoded:", number, "video_pixels")
 
     def of_record(self, size: int) -> str | None:
         """What is wrong with a record of `size` bytes; None if nothing is."""

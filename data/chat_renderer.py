@@ -14,9 +14,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from data.chat_jinja import ChatJinja
+from data.conversation import Conversation, Part, Turn
 from data.errors import DataError, RecordError
 from data.jinja_bounds import EndlessTemplate
-from data.records import Conversation, Part, Turn
 from data.tool_forms import ToolForms
 
 _WORDS = {"system": "mimosystemwords", "user": "mimoquestion", "assistant": "mimoanswer"}

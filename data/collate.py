@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from data.conversation import Conversation, Turn
 from data.errors import RecordError
-from data.records import Conversation, Turn
 from data.sample_key import Key
 from data.templates import Encoded, MediaTokens
 from data.tokens import Tokenizer

@@ -17,18 +17,17 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 
 from data import collate
 from data.bad_samples import BadSample, BadSamples, allowed_of
-from data.beside import ALONE, Beside
 from data.bounds import BOUNDS, Bounds
 from data.catalogue.catalogue import open_catalogue
+from data.conversation import Conversation
 from data.errors import (
     DataError,
     DecodeError,
@@ -40,14 +39,14 @@ from data.errors import (
 )
 from data.features import Lookup
 from data.fields import NO_FIELDS, Fields
+from data.frames import SAMPLING, Sampling
 from data.index import Member, ShardIndex
-from data.media.decode import decode_media
+from data.media.decode import decode_frames, decode_media
 from data.media.ground import WHITE, Colour
-from data.members import unread
-from data.outline import Media, MediaSize, SampleOutline, count_tokens
+from data.outline import Media, MediaSize, SampleOutline
+from data.outlines import Outlines
 from data.positions import axis_positions
-from data.records import Conversation, parse_fields, parse_record
-from data.sample_key import SampleKey
+from data.records import parse_fields, parse_record
 from data.sample_table import SampleTable, StepSamples, lengths_key
 from data.shown import shown
 from data.sources import Shards, Source, SourcesView, fingerprint_of, found_shards, order_of, sources_of
@@ -56,7 +55,6 @@ from data.storage.local import ShardReader
 from data.storage.retry import RETRIES
 from data.storage.url import Place, Url
 from data.storage.version import ShardVersion
-from data.templates import MediaTokens
 from data.tokens import Tokenizer
 
 _OPEN_INDEXES = 256  # whose keys may be unpacked
@@ -71,10 +69,10 @@ class Dataset(SourcesView):
     cache_dir: folder for indexes, instead of beside the shards; blind: pixels and waveforms are zeros and are not
     read; max_bad_samples: how many samples may be bad, see `allowed_of`; keep_text: text samples carry (question,
     truth) too; read_retries: how often a read is tried again after an I/O error; bounds: what is above is bad;
-    ground: see `decode_picture`; fields: `data.fields`; skip_null: samples whose answers are null or blank have no
-    loss, and are not bad; held_fraction: share of the samples that is held out, see `held_rows`; only_held: the
-    samples are these, and not the others. Methods may be called from several threads. members_cache: keeps what is
-    read of remote shards.
+    ground: see `decode_picture`; fields: `data.fields`; sampling: of videos; skip_null: samples whose answers are null
+    or blank have no loss, and are not bad; held_fraction: share of the samples that is held out, see `held_rows`;
+    only_held: the samples are these, and not the others. Methods may be called from several threads. members_cache:
+    keeps what is read of remote shards.
 
     Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
     read), ReadError (an I/O error that does not pass).
@@ -98,6 +96,7 @@ class Dataset(SourcesView):
         bounds: Bounds = BOUNDS,
         ground: Colour | None = WHITE,
         fields: Fields = NO_FIELDS,
+        sampling: Sampling = SAMPLING,
         skip_null: bool = False,
         held_fraction: float = 0.0,
         only_held: bool = False,
@@ -110,14 +109,14 @@ class Dataset(SourcesView):
         self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
         self.blind, self.keep_text = blind, keep_text
         self._read_retries, self._bounds = read_retries, bounds
-        self._ground, self._fields, self._skip_null = ground, fields, skip_null
+        self._ground, self._skip_null = ground, skip_null
+        self._fields = [fields if source.fields is None else source.fields for source in self.sources]
         self.reader = ShardReader(read_retries, cache=members_cache)
         self.lookups: dict[str, Lookup] = {}
         """By module: where features of samples are found that need not be read (see `data.features`). For readers that
         run ahead; set before they begin."""
         self._by_module = {item.module: item for item in self.modules}
         assert len(self._by_module) == len(self.modules), "one Media per module"
-        self._kinds = list(dict.fromkeys(item.kind for item in self.modules))
         self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
         self.cache_dir = cache_dir
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
@@ -126,10 +125,10 @@ class Dataset(SourcesView):
         """int32 [samples], by row: tokens of each sample; None until `TextLengths.serve`."""
         self.text_fingerprint = tokenizer.fingerprint
         """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
-        self._table = SampleTable(self.modules, sequence_length, bounds, fields)
-        read_as = f"{self.text_fingerprint} {fields} {skip_null}"
-        self.lengths_key = lengths_key(read_as, sequence_length, bounds, self.modules)
-        """What the lengths of texts follow from, beside the shards (`data.text_lengths`)."""
+        self._outlines = Outlines(self.modules, sequence_length, bounds, sampling)
+        self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
+        read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
+        self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
         self.is_remote = any(isinstance(path, Url) for path in self.shards)
         """Whether shards are read over a network: then it pays to announce what is read (`data.announce`)."""
         self._catalogue = open_catalogue(self.shards, cache_dir, read_retries)
@@ -158,14 +157,15 @@ class Dataset(SourcesView):
     def locate(self, number: int) -> tuple[Place, str]:
         """(shard, key) of a global sample number, of any epoch."""
         shard, row = self._place(number)
-        return self.shards[shard], self._index(shard).key(row)
+        return self.shards[shard], self.index(shard).key(row)
 
     def identity(self, number: int) -> str:
-        """A unique identity over all runs: shard with size, modification time and a sample of its content, and row."""
+        """A unique identity of what is read of its media, over all runs: shard with size, modification time and a
+        sample of its content, row, and which members `data.fields` names."""
         shard, row = self._place(number)
-        version = self.version(shard)
+        version, named = self.version(shard), self.fields_of(shard).named_media
         place = f"{self.shards[shard].resolve()}|{version.size}|{version.mtime_ns}|{version.content}"
-        return f"{place}|{row}"
+        return f"{place}|{row}{named}"
 
     def version(self, shard: int) -> ShardVersion:
         """What a shard was when it was indexed."""
@@ -176,7 +176,17 @@ class Dataset(SourcesView):
         rows = self.order.rows(np.arange(first, first + size))
         lengths = None if self.lengths is None else self.lengths[rows].astype(np.int64)
         shards = np.searchsorted(self._ends, rows, side="right")
-        return self._table.of(self._catalogue.rows(shards, rows - self._begins[shards]), lengths)
+        sources = np.searchsorted(self._source_ends, shards, side="right")
+        fields = [(own, np.flatnonzero(sources == at)) for at, own in enumerate(self._fields) if own != NO_FIELDS]
+        return self._table.of(self._catalogue.rows(shards, rows - self._begins[shards]), lengths, fields)
+
+    def fields_of(self, shard: int) -> Fields:
+        """`data.fields` of a shard's source."""
+        return self._fields[self._source_of(shard)]
+
+    def lengths_key(self, shard: int) -> str:
+        """What the lengths of a shard's texts follow from, beside the shard (`data.text_lengths`)."""
+        return self._lengths_keys[self._source_of(shard)]
 
     def samples_of(self, shard: int) -> int:
         """Samples of one shard."""
@@ -185,7 +195,7 @@ class Dataset(SourcesView):
     def length_of(self, shard: int, row: int) -> int:
         """Tokens that a sample, or its stand-in, takes in the sequence; reads the json or txt member only."""
         outline = self.outline_at(shard, row)
-        tokens = self._media_tokens(outline)
+        tokens = outline.media_tokens(self.modules, self._placeholders)
         try:
             conversation = self._conversation(outline)
             self._require_words(conversation)
@@ -200,29 +210,7 @@ class Dataset(SourcesView):
 
     def outline_at(self, shard: int, row: int, number: int = -1) -> SampleOutline:
         """`outline` of a row of a shard."""
-        index = self._index(shard)
-        key, reason, at = SampleKey(partial(index.key, row)), index.bad_reason(row), index.record(row)
-        every = index.members(row)
-        members = {kind: [member for member in every if member.kind == kind] for kind in self._kinds}
-        tokens: dict[str, list[int]] = {}
-        record = () if at is None else (every[at],)
-        if reason is None and record and (above := self._bounds.of_record(record[0].size)):
-            reason = f"member .{shown(record[0].extension)}: {above}"
-        # Of several texts the others' bounds show when they are read.
-        texts = tuple(member for member in every if member.extension in self._fields.members) or record
-        if reason is None:
-            tokens, reason = count_tokens(members, self.modules, self.sequence_length, self._bounds)
-        if reason is not None:
-            members, tokens = {kind: [] for kind in self._kinds}, {item.module: [] for item in self.modules}
-        beside = ALONE
-        if reason is None and len(every) > len(texts):
-            names = {kind: [member.extension for member in own] for kind, own in members.items()}
-            beside = Beside(names, self._unread(member.extension for member in every))
-        return SampleOutline(number, shard, key, texts, members, tokens, reason, beside)
-
-    def _unread(self, extensions: Iterable[str]) -> list[str]:
-        """Those of a sample that are not read, as far as `data.fields` says nothing about it."""
-        return [] if self._fields != NO_FIELDS else [name for name, _ in unread(extensions)]
+        return self._outlines.of(self.index(shard), shard, row, number)
 
     def token_counts(self, number: int) -> dict[str, int]:
         """Tokens that each module's pictures or clips take in this sample, from the index alone."""
@@ -269,7 +257,7 @@ class Dataset(SourcesView):
     def read_text(self, number: int) -> tuple[collate.TextSample, BadSample | None]:
         """`text`, but a bad sample is returned instead of counted: for readers that run ahead."""
         outline = self.outline(number)
-        tokens = self._media_tokens(outline)
+        tokens = outline.media_tokens(self.modules, self._placeholders)
         try:
             conversation = self._conversation(outline)
             self._require_words(conversation)
@@ -291,7 +279,7 @@ class Dataset(SourcesView):
         members, extents = outline.members[spec.kind], outline.extents(spec)
         if outline.bad_reason is None and not self.blind:
             try:
-                return [self._decode(spec, outline, *pair) for pair in zip(members, extents, strict=True)], None
+                return self._decode_all(spec, outline, list(zip(members, extents, strict=True))), None
             except Exception as error:
                 outline = replace(outline, bad_reason=self._reason(outline, error))
         dtype = torch.uint8 if spec.kind == "image" else torch.float32
@@ -302,7 +290,7 @@ class Dataset(SourcesView):
         """How many members of all samples are not read, by (extension, what they are)."""
         found: Counter[tuple[str, str]] = Counter()
         for shard in range(len(self.shards)):
-            found += self._index(shard).unread()
+            found += self.index(shard).unread()
         return found
 
     def close(self) -> None:
@@ -327,10 +315,26 @@ class Dataset(SourcesView):
         places = {self._placeholders[spec.module]: outline.places(spec) for spec in self.modules}
         return replace(sample, positions=axis_positions(sample.input_ids, places))
 
-    def _decode(self, spec: Media, outline: SampleOutline, member: Member, extent: tuple[int, int]) -> torch.Tensor:
+    def _decode_all(
+        self, spec: Media, outline: SampleOutline, members: Sequence[tuple[Member, tuple[int, int]]]
+    ) -> list[torch.Tensor]:
+        """Members with what `Media` calls their extents."""
+        found: list[torch.Tensor] = []
+        while len(found) < len(members):
+            member, extent = members[len(found)]
+            found += self._decode(spec, outline, member, extent)
+        return found
+
+    def _decode(
+        self, spec: Media, outline: SampleOutline, member: Member, extent: tuple[int, int]
+    ) -> list[torch.Tensor]:
+        """A picture or clip, or all pictures of a video, which stand one behind the other."""
         raw, canvas = self._read(outline, member), spec.canvas(*extent) if spec.canvas else None
+        size = spec.size(*extent)
         try:
-            return decode_media(spec.kind, raw, spec.size(*extent), spec.resize, canvas, self._bounds, self._ground)
+            if member.frame is not None:
+                return decode_frames(raw, member.frame.of, size, spec.resize, canvas, self._bounds)
+            return [decode_media(spec.kind, raw, size, spec.resize, canvas, self._bounds, self._ground)]
         except MemoryShortage:
             raise
         except Exception as error:
@@ -339,12 +343,12 @@ class Dataset(SourcesView):
     def _conversation(self, outline: SampleOutline) -> Conversation:
         if outline.bad_reason is not None:
             raise RecordError(outline.bad_reason)
-        counts = {kind: len(members) for kind, members in outline.members.items()}
+        counts, pictures = outline.counts, outline.pictures
         raws = {member.extension: self._read(outline, member) for member in outline.texts}
-        if self._fields.texts:
-            return parse_fields(raws, self._fields, outline.key, counts, self._bounds)
+        if outline.fields.texts:
+            return parse_fields(raws, outline.fields, outline.key, counts, self._bounds, pictures)
         ((extension, raw),) = raws.items()
-        return parse_record(raw, extension, outline.key, counts, self._bounds, outline.beside)
+        return parse_record(raw, extension, outline.key, counts, self._bounds, outline.beside, pictures)
 
     def _require_words(self, conversation: Conversation) -> None:
         """Raises NothingToLearn for answers that are blank, where `data.null_captions` leaves these out."""
@@ -355,43 +359,33 @@ class Dataset(SourcesView):
         shard, version = self.shards[outline.shard], self.version(outline.shard)
         return self.reader.read(shard, member.offset, member.size, member.extension, version)
 
-    def _media_tokens(self, outline: SampleOutline) -> MediaTokens:
-        return {
-            kind: [
-                [
-                    (self._placeholders[spec.module], outline.tokens[spec.module][at])
-                    for spec in self.modules
-                    if spec.kind == kind
-                ]
-                for at in range(len(members))
-            ]
-            for kind, members in outline.members.items()
-        }
-
     def _place(self, number: int) -> tuple[int, int]:
         row = self.order.row(number)
         shard = int(np.searchsorted(self._ends, row, side="right"))
         return shard, row - int(self._begins[shard])
 
-    def _index(self, shard: int) -> ShardIndex:
+    def index(self, shard: int) -> ShardIndex:
+        """Of a shard, read as its source's `data.fields` says."""
         with self._lock:
             index = self._indexes.get(shard)
             if index is None:
-                index = self._indexes[shard] = self._catalogue.index(shard).with_fields(self._fields)
+                index = self._indexes[shard] = self._catalogue.index(shard).with_fields(self.fields_of(shard))
                 if len(self._indexes) > _OPEN_INDEXES:
                     self._indexes.popitem(last=False)
             self._indexes.move_to_end(shard)
             return index
 
     def _bad(self, outline: SampleOutline, reason: str) -> BadSample:
-        source = int(np.searchsorted(self._source_ends, outline.shard, side="right"))
         return BadSample(
             outline.number,
             self.shards[outline.shard],
             str(outline.key),
             reason.removeprefix(f"key {outline.key!r}: "),
-            self.sources[source].name,
+            self.sources[self._source_of(outline.shard)].name,
         )
+
+    def _source_of(self, shard: int) -> int:
+        return int(np.searchsorted(self._source_ends, shard, side="right"))
 
     def _record(self, bad: BadSample | None) -> None:
         if bad is not None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from data.errors import DataError
 
-MEDIA = ("image", "audio")
+MEDIA = ("image", "video", "audio")
 TEXTS = ("conversations", "messages", "question", "answer", "caption", "text", "label", "system", "tools")
-"""Names of what a record may have; those of media are "image" and "audio"."""
+"""Names of what a record may have, beside those of media."""
 _NEEDED = ("conversations", "messages", "answer", "caption", "text", "label")
 _FORM = re.compile(r"([^\[\]\s/]+)((?:\[[^\[\]]+\])*)")
 
@@ -48,6 +48,7 @@ class Fields:
     """(name, source) of what becomes the conversation."""
     image: tuple[str, ...] | None = None
     """Extensions of the pictures, in the order of their placeholders; None: as names say."""
+    video: tuple[str, ...] | None = None
     audio: tuple[str, ...] | None = None
 
     @property
@@ -55,9 +56,18 @@ class Fields:
         """Extensions of the members that hold texts; empty: the record is the one that names say."""
         return tuple(dict.fromkeys(source.member for _, source in self.texts))
 
+    @property
+    def named_media(self) -> str:
+        """The media that are named; empty: none are."""
+        return "".join(f"|{kind} {getattr(self, kind)}" for kind in MEDIA if getattr(self, kind))
+
     def media(self, kind: str) -> tuple[str, ...] | None:
-        """`image` or `audio`."""
-        return self.image if kind == "image" else self.audio
+        """Extensions of this kind; None: as names say. Of pictures and videos only those that are named are read, where
+        any is."""
+        if kind == "audio":
+            return self.audio
+        named = self.image if kind == "image" else self.video
+        return () if named is None and (self.image or self.video) else named
 
 
 NO_FIELDS = Fields()
@@ -83,7 +93,7 @@ def read_fields(given: Mapping[str, Any]) -> Fields:
     names = [name for name, _ in texts]
     if texts and not any(name in _NEEDED for name in names):
         raise DataError(f"{names[0]}: nothing says what is learned: give one of {', '.join(_NEEDED)} too")
-    return Fields(tuple(texts), media.get("image"), media.get("audio"))
+    return Fields(tuple(texts), **media)
 
 
 def _source(name: str, value: Any) -> Source:

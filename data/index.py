@@ -26,6 +26,7 @@ from data.errors import ShardError
 from data.fields import NO_FIELDS, Fields
 from data.media.audio_headers import parse_audio_header
 from data.media.headers import parse_header
+from data.media.video_headers import parse_video_header
 from data.members import Arrangement, arrange, kind_of, unread
 from data.reading import READS
 from data.shards import refuse_compressed
@@ -40,11 +41,20 @@ _META = re.compile(r"__[^/]*__($|/)")
 SAMPLE = np.dtype([("first_member", "<i8"), ("record", "<i4"), ("reason", "<i4")])
 """A sample: the first of its members, which of these is the record (-1: none), and, from 1 on, why it is bad."""
 MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("first", "<i8"), ("second", "<i4"), ("code", "<i4")])
-"""A member: its bytes, its extent (`Member.extent`), and what it is (`Codes`)."""
+"""A member: its bytes, its extent (`Member.extent`), and what it is (`Codes`). Of a video `first` is its height times
+2^32 and its width, and `second` its milliseconds."""
+
+
+class Frame(NamedTuple):
+    """One of the pictures that are read of a video."""
+
+    number: int
+    of: int
+    """How many are read."""
 
 
 class Member(NamedTuple):
-    """One file of a sample. `height`, `width`: pixels, after EXIF orientation; 0 if not a picture or unreadable.
+    """One file of a sample. `height`, `width`: pixels, after orientation; 0 if not a picture or video, or unreadable.
     `frames`, `rate`: audio samples per channel and their number per second; 0 if not audio or unreadable."""
 
     extension: str
@@ -55,12 +65,16 @@ class Member(NamedTuple):
     frames: int
     rate: int
     kind: str
-    """"image", "audio", or "other": its record, and what is not read."""
+    """"image", "video", "audio", or "other": its record, and what is not read."""
+    milliseconds: int = 0
+    """Of a video; 0 if it has no readable header."""
+    frame: Frame | None = None
+    """Which picture of a video is meant; None: all of the file."""
 
     @property
     def extent(self) -> tuple[int, int]:
-        """(height, width) of a picture, (frames, rate) of a clip; with a 0 if it has no readable header."""
-        return (self.height, self.width) if self.kind == "image" else (self.frames, self.rate)
+        """(height, width) of a picture or video, (frames, rate) of a clip; with a 0 if it has no readable header."""
+        return (self.frames, self.rate) if self.kind == "audio" else (self.height, self.width)
 
 
 @dataclass(frozen=True)
@@ -151,8 +165,11 @@ class ShardIndex:
         for offset, size, first, second, code in self.all_members[start:end].tolist():
             kind = self.codes.kinds[code]
             extension = self.codes.extensions[code]
-            is_picture = kind_of(extension) == "image"
-            height, width, frames, rate = (first, second, 0, 0) if is_picture else (0, 0, first, second)
+            own = kind_of(extension)
+            if own == "video":
+                found.append(Member(extension, offset, size, *video_size(first), 0, 0, kind, second))
+                continue
+            height, width, frames, rate = (first, second, 0, 0) if own == "image" else (0, 0, first, second)
             found.append(Member(extension, offset, size, height, width, frames, rate, kind))
         return found
 
@@ -174,6 +191,11 @@ class ShardIndex:
         raw = zlib.decompress(self.packed_keys)
         lengths = np.frombuffer(raw[: 4 * len(self)], dtype="<u4")
         return [0, *np.cumsum(lengths, dtype=np.int64).tolist()], raw[4 * len(self) :]
+
+
+def video_size(first: Any) -> tuple[Any, Any]:
+    """(height, width) that `MEMBER.first` has of a video, or of many."""
+    return first >> 32, first & 0xFFFFFFFF
 
 
 def pack_keys(keys: list[str]) -> bytes:
@@ -271,11 +293,18 @@ def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
 
 
 def _measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int]:
-    """The extent of a member; zeros where it has none or cannot be read."""
+    """What `MEMBER` has of its extent; zeros where it has none or cannot be read."""
     kind = kind_of(extension)
+
+    def read_at(at: int, length: int) -> bytes:
+        return read(max(min(length, size - at), 0), offset + at)
+
     if kind == "image":
-        header = parse_header(lambda at, length: read(max(min(length, size - at), 0), offset + at), size)
+        header = parse_header(read_at, size)
         return (header.height, header.width) if header else (0, 0)
+    if kind == "video":
+        video = parse_video_header(read_at, size)
+        return (video.height << 32 | video.width, video.milliseconds) if video else (0, 0)
     if kind == "audio":
         frames, rate = parse_audio_header(read(size, offset)) or (0, 0)
         return (frames, rate) if frames < 1 << 63 and rate < 1 << 31 else (0, 0)

@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data.chat_renderer import ANSWER, QUESTION, ChatRenderer, common_prefix
+from data.conversation import Conversation, Part
 from data.errors import DataError, RecordError
 from data.placeholders import WORDS, Placeholder, Places
-from data.records import Conversation, Part
 from data.templates import Encoded, MediaTokens, Vocabulary, encode_plain
 
 _STAND_INS = 0xF0000

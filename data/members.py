@@ -1,5 +1,5 @@
-"""What the members of a sample are, by their names alone: its record, its pictures and clips in their order, and what
-is not read."""
+"""What the members of a sample are, by their names alone: its record, its pictures, videos and clips in their order,
+and what is not read."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from data.listed import listed
 from data.shown import shown
 
 IMAGES = frozenset(
-    ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "j2k"],
+    ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "heif", "hif"]
+    + ["jp2", "j2k"]
 )
 AUDIO = frozenset(
     ["wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff", "aifc", "au", "snd", "caf", "w64", "rf64"]
 )
 UNREADABLE = {
-    "image": frozenset(["heic", "heif", "hif", "jxl", "svg", "jpx", "psd", "ico", "dng", "exr"]),
+    "image": frozenset(["jxl", "svg", "jpx", "psd", "ico", "dng", "exr"]),
     "audio": frozenset(["m4a", "aac", "wma", "amr", "ac3", "weba"]),
 }
 """Pictures and clips that are not decoded: a sample with one is bad, where to overlook it would change its meaning."""
-VIDEO = frozenset(["mp4", "m4v", "webm", "mov", "mkv", "avi", "mpg", "mpeg", "flv", "wmv", "3gp", "ts"])
+VIDEO = frozenset(["mp4", "m4v", "mov", "webm", "mkv"])
+OTHER_VIDEO = frozenset(["avi", "mpg", "mpeg", "flv", "wmv", "3gp", "ts"])
 ARRAYS = frozenset(["npy", "npz", "pt", "pth", "safetensors", "pkl", "pickle", "bin", "h5", "hdf5", "parquet", "arrow"])
 
+READABLE = {"image": IMAGES, "video": VIDEO, "audio": AUDIO}
+"""Extensions that are decoded, by kind of a medium."""
+_ALONE = {"image": "a picture", "video": "a video", "audio": "a clip"}
 _RECORDS = ("json", "txt")
 _NAMED = 8  # members in a message
 _NUMBER = re.compile(r"(.*?)(\d[\d._-]*)")
@@ -36,9 +41,9 @@ class Arrangement:
     """The members of a sample as they are read."""
 
     order: tuple[int, ...]
-    """Places in the shard: those of pictures, and those of clips, in the order of their placeholders."""
+    """Places in the shard: those of pictures, of videos and of clips, in the order of their placeholders."""
     kinds: tuple[str, ...]
-    """Of each, in that order: "image", "audio" or "other"."""
+    """Of each, in that order: "image", "video", "audio" or "other"."""
     record: int
     """Which of them is the record; -1 without any."""
     reason: str | None
@@ -46,10 +51,10 @@ class Arrangement:
 
 
 def kind_of(extension: str) -> str:
-    """ "image", "audio" or "other", of a member alone."""
+    """ "image", "video", "audio" or "other", of a member alone."""
     last = extension.rpartition(".")[2]
-    for kind, known in (("image", IMAGES), ("audio", AUDIO)):
-        if last in known or last in UNREADABLE[kind]:
+    for kind, known in READABLE.items():
+        if last in known or last in UNREADABLE.get(kind, ()):
             return kind
     return "other"
 
@@ -59,7 +64,7 @@ def arrange(names: tuple[str, ...], fields: Fields = NO_FIELDS) -> Arrangement:
     """The arrangement of members with these extensions, in the order of the shard."""
     kinds = [kind_of(name) for name in names]
     order = list(range(len(names)))
-    for kind in ("image", "audio"):
+    for kind in READABLE:
         own = [at for at, one in enumerate(kinds) if one == kind]
         read = _chosen(names, own, fields.media(kind))
         for at in own:
@@ -128,7 +133,7 @@ def unread(names: Iterable[str], fields: Fields = NO_FIELDS) -> list[tuple[str, 
         for place, kind in zip(found.order, found.kinds, strict=True)
         if kind == "other" and names[place] not in of_record
     ]
-    return [(name, _what(name)) for name in rest]
+    return [(name, _what(name, fields)) for name in rest]
 
 
 def named_unread(counts: Mapping[tuple[str, str], int]) -> list[str]:
@@ -146,12 +151,14 @@ def named_unread(counts: Mapping[tuple[str, str], int]) -> list[str]:
     return sentences
 
 
-def _what(extension: str) -> str:
+def _what(extension: str, fields: Fields) -> str:
     last = extension.rpartition(".")[2]
     if last in _RECORDS:
         return "a record beside the one that is read"
-    if kind_of(extension) != "other":
-        return f"{'a picture' if kind_of(extension) == 'image' else 'a clip'} with a name, beside others without"
-    if last in VIDEO:
-        return "video, which is not decoded"
+    if (kind := kind_of(extension)) != "other":
+        if fields.media(kind) is not None:
+            return f"{_ALONE[kind]} that data.fields does not name"
+        return f"{_ALONE[kind]} with a name, beside others without"
+    if last in OTHER_VIDEO:
+        return f"video that is not decoded: convert it, video formats are {', '.join(sorted(VIDEO))}"
     return "an array or a file of weights" if last in ARRAYS else "of no kind that is known"

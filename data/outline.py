@@ -3,19 +3,22 @@ member is read, and every rank gets the same numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from data.beside import ALONE, Beside
 from data.bounds import BOUNDS, Bounds
 from data.errors import DataError, reason_of
+from data.fields import NO_FIELDS, Fields
+from data.frames import Picture, places_of
 from data.index import Member
 from data.media.resize import STRETCHED, Resize
-from data.members import AUDIO, IMAGES, UNREADABLE
+from data.members import READABLE, UNREADABLE
 from data.positions import Grid, Place
 from data.sample_key import SampleKey
 from data.shown import shown
+from data.templates import MediaTokens
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,26 @@ class SampleOutline:
     shard: int
     key: SampleKey
     texts: tuple[Member, ...]  # the record; several where `data.fields` names several
-    members: dict[str, list[Member]]  # of the kinds that the run uses, by kind, in the order of the shard
+    members: dict[str, list[Member]]  # of the kinds that the run uses, in the order of the shard; see `pictures_of`
     tokens: dict[str, list[int]]  # module -> tokens in the sequence of each of its pictures or clips
     bad_reason: str | None
     beside: Beside = ALONE
+    fields: Fields = NO_FIELDS
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The pictures and videos, in the order of the shard."""
+        return places_of(self.members.get("image", ()))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pictures, videos and clips, of the kinds that the run uses."""
+        found = {kind: len(members) for kind, members in self.members.items()}
+        if "image" in found:
+            pictures = self.pictures
+            found["video"] = sum(one.frames > 0 for one in pictures)
+            found["image"] = len(pictures) - found["video"]
+        return found
 
     def input_sizes(self, media: Media) -> list[tuple[int, int]]:
         """`Media.size` of each of the module's pictures or clips."""
@@ -111,6 +130,20 @@ class SampleOutline:
         """Tokens in the sequence, and their grid, of each of the module's pictures or clips."""
         grids = [media.grid(*extent) if media.grid else None for extent in self.extents(media)]
         return list(zip(self.tokens[media.module], grids, strict=True))
+
+    def media_tokens(self, modules: Sequence[Media], placeholders: Mapping[str, int]) -> MediaTokens:
+        """Placeholders and numbers of tokens of its media.
+
+        Args:
+            placeholders: ids by module.
+        """
+        return {
+            kind: [
+                [(placeholders[media.module], self.tokens[media.module][at]) for media in modules if media.kind == kind]
+                for at in range(len(members))
+            ]
+            for kind, members in self.members.items()
+        }
 
     def media_size(self, media: Media) -> MediaSize:
         """What all of the module's pictures or clips take."""
@@ -137,7 +170,7 @@ def count_tokens(
         for member, extent in zip(members[media.kind], extents, strict=True):
             if 0 in member.extent:
                 return {}, f"member .{shown(member.extension)} ({member.size} bytes) {_why_unreadable(member)}"
-            if above := (bounds.of_picture if member.kind == "image" else bounds.of_clip)(*member.extent):
+            if above := _above(member, bounds):
                 return {}, f"member .{shown(member.extension)}: {above}"
             try:
                 media.size(*extent)
@@ -152,8 +185,18 @@ def count_tokens(
     return tokens, None
 
 
+def _above(member: Member, bounds: Bounds) -> str | None:
+    if member.kind == "audio":
+        return bounds.of_clip(*member.extent)
+    above = bounds.of_video(member.size, member.milliseconds) if member.kind == "video" else None
+    return above or bounds.of_picture(*member.extent)
+
+
+_UNREADABLE = {"video": ", is cut off, or does not say how long it is", "audio": ", or is cut off"}
+
+
 def _why_unreadable(member: Member) -> str:
-    readable = IMAGES if member.kind == "image" else AUDIO
-    if member.extension.rpartition(".")[2] in UNREADABLE[member.kind]:
-        return f"cannot be decoded: convert it, {member.kind} formats are {', '.join(sorted(readable))}"
-    return f"has no readable {member.kind} header" + (", or is cut off" if member.kind == "audio" else "")
+    if member.extension.rpartition(".")[2] in UNREADABLE.get(member.kind, ()):
+        readable = ", ".join(sorted(READABLE[member.kind]))
+        return f"cannot be decoded: convert it, {member.kind} formats are {readable}"
+    return f"has no readable {member.kind} header" + _UNREADABLE.get(member.kind, "")

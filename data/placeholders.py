@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from data.conversation import MARKERS
 from data.errors import DataError
-from data.records import MARKERS
 
 WORDS = {"image": "a picture", "audio": "a clip"}
 

@@ -1,31 +1,39 @@
 """Records -> conversations: LLaVA `conversations`, chat `messages`, or a caption.
 
-In LLaVA records and in string contents the markers `<image>` and `<audio>` are the places of the sample's pictures and
-clips, in the order of the members in the shard; of typed content parts the type says so, and their text is literal.
+In LLaVA records and in string contents the markers `<image>`, `<video>` and `<audio>` are the places of the sample's
+media, in the order of the members in the shard; of typed content parts the type says so, and their text is literal.
 Tools of a record, and what a message has besides its role and content, are kept for chat templates.
 
-A marker of a medium that nothing takes, such as `<video>`, is never text: the sample is bad. In a caption no marker is,
-where the run has media.
+A marker of a medium that nothing takes, such as `<speech>`, is never text: the sample is bad. In a caption no marker
+is, where the run has media.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.beside import ALONE, Beside, misfit, stray_marker
 from data.bounds import BOUNDS, Bounds
+from data.conversation import (
+    KINDS,
+    MARKERS,
+    NO_FIELDS,
+    Conversation,
+    Part,
+    Turn,
+    media_first,
+    split_markers,
+    with_frames,
+    with_media,
+)
 from data.errors import NothingToLearn, RecordError
 from data.fields import Fields
+from data.frames import Picture
 from data.sample_key import Key
 from data.shown import shown
 
-MARKERS = {"<image>": "image", "<audio>": "audio"}
-_KINDS = sorted(set(MARKERS.values()))
-_SPLIT = re.compile("(" + "|".join(map(re.escape, MARKERS)) + ")")
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -37,71 +45,16 @@ _ROLES = {
     "function": "function",
     "developer": "developer",
 }
-_PART_KINDS = {"image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A piece of a turn: `kind` is "text", "image" or "audio"; `text` is empty for the last two."""
-
-    kind: str
-    text: str = ""
-
-
+_PART_KINDS = {
+    "image": "image",
+    "image_url": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "input_audio": "audio",
+    "audio_url": "audio",
+}
 _SHOWN = 80  # characters of a value in a message
-
-_NO_FIELDS: Mapping[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """`role`: user, assistant, system, developer, tool, function, or "plain" for a text without roles, all of which
-    carries loss."""
-
-    role: str
-    parts: tuple[Part, ...]
-    fields: Mapping[str, Any] = field(default_factory=lambda: _NO_FIELDS)
-    """What the message has besides role and content, such as `tool_calls`; nothing that is null."""
-    typed: bool | None = field(default=False, compare=False)
-    """Whether the record has the content as a list of typed parts; None if it has none, beside calls of tools."""
-
-    @property
-    def text(self) -> str:
-        """The text parts, joined."""
-        return "".join(part.text for part in self.parts)
-
-    @property
-    def marked_text(self) -> str:
-        """The text with the markers of media inside it, without those around it."""
-        whole = "".join(part.text if part.kind == "text" else f"<{part.kind}>" for part in self.parts)
-        return re.sub(rf"^(?:{_SPLIT.pattern}|\s)+|(?:{_SPLIT.pattern}|\s)+$", "", whole)
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """The turns of a record, and the descriptions of the tools that the assistant may call."""
-
-    turns: tuple[Turn, ...]
-    tools: tuple[Any, ...] = ()
-
-    def count(self, kind: str) -> int:
-        """Number of "image" or "audio" parts."""
-        return sum(part.kind == kind for turn in self.turns for part in turn.parts)
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether no answer has a character to learn."""
-        answers = [turn for turn in self.turns if turn.role in ("assistant", "plain")]
-        return not any(turn.text.strip() or turn.fields for turn in answers)
-
-    @property
-    def question_and_truth(self) -> tuple[str, str]:
-        """Text of the last assistant turn, and of the last user turn before it with the markers that are inside it; a
-        plain text has no question."""
-        last = max((at for at, turn in enumerate(self.turns) if turn.role in ("assistant", "plain")), default=None)
-        assert last is not None, "parse_record refuses conversations without an assistant turn"
-        questions = [turn.marked_text for turn in self.turns[:last] if turn.role == "user"]
-        return questions[-1] if questions else "", self.turns[last].text.strip()
 
 
 def parse_record(
@@ -111,12 +64,14 @@ def parse_record(
     media: Mapping[str, int],
     bounds: Bounds = BOUNDS,
     beside: Beside = ALONE,
+    pictures: Sequence[Picture] = (),
 ) -> Conversation:
-    """The record of a sample -> its conversation.
+    """The record of a sample -> its conversation, in which videos are their pictures.
 
     raw: bytes of the `json` or `txt` member; extension: which of the two (its last part counts);
     media: number of members of each kind that the run uses, e.g. {"image": 2}. A kind that is absent is not used by any
     module: then the record must not refer to it. beside: the names of these members, and those that are not read.
+    pictures: the pictures and videos among them, in their order; may be left out where there is no video.
 
     Raises RecordError: unreadable, of no known form, above its bounds, without an assistant turn, with a number of
     placeholders that differs from the number of members, or referring to what is not read; NothingToLearn: its caption
@@ -124,17 +79,22 @@ def parse_record(
     """
     text = _decoded(raw, extension, key, bounds)
     if extension.rpartition(".")[2] == "txt":
-        conversation = _caption(text, media, key)
+        conversation = _caption(text, media, pictures, key)
     else:
         record = _json(text, f"key {key!r}: the .{shown(extension)} member", bounds)
-        conversation = _from_json(record, key, media, bounds)
+        conversation = _from_json(record, key, media, pictures, bounds)
         if wrong := misfit(record, key, beside, media):
             raise RecordError(f"key {key!r}: {wrong}")
-    return _checked(conversation, key, media, bounds)
+    return _checked(conversation, key, media, pictures, bounds)
 
 
 def parse_fields(
-    raws: Mapping[str, bytes], fields: Fields, key: Key, media: Mapping[str, int], bounds: Bounds = BOUNDS
+    raws: Mapping[str, bytes],
+    fields: Fields,
+    key: Key,
+    media: Mapping[str, int],
+    bounds: Bounds = BOUNDS,
+    pictures: Sequence[Picture] = (),
 ) -> Conversation:
     """`parse_record` where `data.fields` says what the record is.
 
@@ -158,7 +118,8 @@ def parse_fields(
     for name in ("conversations", "messages"):
         if record.get(name) is not None:
             kept = {one: record[one] for one in (name, "system", "tools") if record.get(one) is not None}
-            return _checked(_from_json(kept, key, media, bounds), key, media, bounds)
+            conversation = _from_json(kept, key, media, pictures, bounds)
+            return _checked(conversation, key, media, pictures, bounds)
     answers = [name for name in ("answer", "caption", "text", "label") if name in record]
     answer = next((name for name in answers if record[name] is not None), None)
     if answer is None:
@@ -171,13 +132,13 @@ def parse_fields(
         if one is not None and not isinstance(one, str):
             raise RecordError(f"key {key!r}: data.fields.{name}: is {_called(one)}, not a text")
     if question is None:
-        conversation = _caption(value, media, key)
+        conversation = _caption(value, media, pictures, key)
     else:
         _refuse_stray(question, f"key {key!r}: question", MARKERS)
         _refuse_stray(value, f"key {key!r}: {answer}", {})
-        turns = Turn("user", with_media(question, media)), Turn("assistant", (Part("text", value),))
+        turns = Turn("user", with_media(question, media, pictures)), Turn("assistant", (Part("text", value),))
         conversation = Conversation(_with_system(record, turns, key))
-    return _checked(conversation, key, media, bounds)
+    return _checked(conversation, key, media, pictures, bounds)
 
 
 def _decoded(raw: bytes, extension: str, key: Key, bounds: Bounds) -> str:
@@ -191,23 +152,27 @@ def _decoded(raw: bytes, extension: str, key: Key, bounds: Bounds) -> str:
         ) from error
 
 
-def _checked(conversation: Conversation, key: Key, media: Mapping[str, int], bounds: Bounds) -> Conversation:
-    """The conversation, if its placeholders are as many as the members."""
+def _checked(
+    conversation: Conversation, key: Key, media: Mapping[str, int], pictures: Sequence[Picture], bounds: Bounds
+) -> Conversation:
+    """The conversation with the pictures of its videos, if its placeholders are as many as the members."""
     kinds = [part.kind for turn in conversation.turns for part in turn.parts]
     if above := bounds.of_placeholders(sum(kind != "text" for kind in kinds)):
         raise RecordError(f"key {key!r}: {above}")
-    for kind in _KINDS:
+    # Numbered pictures may be those of a video.
+    counted = KINDS if media.get("video") or "video" not in kinds else ("audio",)
+    for kind in KINDS:
         used = kinds.count(kind)
-        if kind not in media and used:
+        if used and ("image" if kind == "video" else kind) not in media:
             raise RecordError(
                 f"key {key!r}: the record refers to {used} {kind} member(s), but no module of this run takes any"
             )
-        if used != media.get(kind, 0):
+        if kind in counted and used != media.get(kind, 0):
             raise RecordError(
-                f"key {key!r}: the record has {used} {kind} placeholder(s), but the sample has {media[kind]} {kind} "
-                "member(s)"
+                f"key {key!r}: the record has {used} {kind} placeholder(s), but the sample has {media.get(kind, 0)} "
+                f"{kind} member(s)"
             )
-    return conversation
+    return with_frames(conversation, pictures, key)
 
 
 def _json(text: str, what: str, bounds: Bounds) -> Any:
@@ -236,7 +201,9 @@ def _called(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _from_json(record: Any, key: Key, media: Mapping[str, int], bounds: Bounds) -> Conversation:
+def _from_json(
+    record: Any, key: Key, media: Mapping[str, int], pictures: Sequence[Picture], bounds: Bounds
+) -> Conversation:
     if not isinstance(record, dict):
         raise RecordError(f"key {key!r}: the record is a JSON {type(record).__name__}, not an object")
     for name, role_field, content_field in (("conversations", "from", "value"), ("messages", "role", "content")):
@@ -260,7 +227,7 @@ def _from_json(record: Any, key: Key, media: Mapping[str, int], bounds: Bounds) 
     captions = [name for name in ("caption", "text") if name in record]
     for name in captions:
         if isinstance(record[name], str):
-            return _caption(record[name], media, key)
+            return _caption(record[name], media, pictures, key)
     if captions and record[captions[0]] is None:
         raise NothingToLearn(f"key {key!r}: {captions[0]} is null, not a text")
     if captions:
@@ -282,7 +249,7 @@ def _turn(turn: Any, role_field: str, content_field: str, where: str) -> Turn:
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise RecordError(f"{where}: unknown role {_cut(name)}; known are {', '.join(_ROLES)}")
-    content, fields = turn.get(content_field), _NO_FIELDS
+    content, fields = turn.get(content_field), NO_FIELDS
     if len(turn) > 2 or content_field not in turn:
         fields = {
             name: value for name, value in turn.items() if name not in (role_field, content_field) and value is not None
@@ -334,36 +301,11 @@ def _typed_part(part: Any, where: str) -> Part:
     raise RecordError(f"{where}: unknown content part {_cut(part)}; known types are text, {', '.join(_PART_KINDS)}")
 
 
-def split_markers(text: str) -> tuple[Part, ...]:
-    """The pieces of a text, with the places of media that it marks."""
-    pieces = (piece for piece in _SPLIT.split(text) if piece)
-    return tuple(Part(MARKERS[piece]) if piece in MARKERS else Part("text", piece) for piece in pieces)
-
-
-def with_media(text: str, media: Mapping[str, int]) -> tuple[Part, ...]:
-    """The pieces of what a user says of media: at the places that it marks; without any mark, the media before it, each
-    on a line of its own."""
-    parts = split_markers(text)
-    if any(part.kind != "text" for part in parts):
-        return parts
-    if not text:
-        return _media_first(media)
-    before = [part for place in _media_first(media) for part in (place, Part("text", "\n"))]
-    if before:
-        # One text: a tokenizer may join the line break with what follows.
-        return (*before[:-1], Part("text", "\n" + text))
-    return parts
-
-
-def _media_first(media: Mapping[str, int]) -> tuple[Part, ...]:
-    return tuple(Part(kind) for kind in sorted(media, reverse=True) for _ in range(media[kind]))  # images, then audio
-
-
-def _caption(text: str, media: Mapping[str, int], key: Key) -> Conversation:
+def _caption(text: str, media: Mapping[str, int], pictures: Sequence[Picture], key: Key) -> Conversation:
     """Media first, as a user turn, then the caption as the assistant's; text alone is one plain turn."""
     if media:
         _refuse_stray(text, f"key {key!r}: the caption", {})
-    first = _media_first(media)
+    first = media_first(media, pictures)
     if not first:
         return Conversation((Turn("plain", (Part("text", text),)),))
     return Conversation((Turn("user", first), Turn("assistant", (Part("text", text),))))

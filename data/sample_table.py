@@ -15,12 +15,15 @@ import numpy as np
 
 from data.bounds import Bounds
 from data.catalogue.rows import Rows
-from data.fields import NO_FIELDS, Fields
+from data.fields import Fields
+from data.frames import SAMPLING, Sampling
+from data.index import video_size
 from data.members import arrange
 from data.order import splitmix
 from data.outline import Media
 
 _COLUMNS = ("tokens", "load", "pairs")
+_VIDEO = -2  # of a member whose pictures are read
 _PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _LENGTHS_VERSION = 3
@@ -74,71 +77,98 @@ class SampleTable:
     """`MediaSize` of samples."""
 
     def __init__(
-        self, modules: Sequence[Media], sequence_length: int, bounds: Bounds, fields: Fields = NO_FIELDS
+        self,
+        modules: Sequence[Media],
+        sequence_length: int,
+        bounds: Bounds,
+        sampling: Sampling = SAMPLING,
     ) -> None:
         self._modules, self._sequence_length, self._bounds = tuple(modules), sequence_length, bounds
-        self._fields = fields
+        self._sampling = sampling
         self._kinds = list(dict.fromkeys(media.kind for media in modules))
         self._of_media: dict[str, dict[tuple[int, int, bool], tuple[int, ...] | None]] = {
             kind: {} for kind in self._kinds
         }
 
-    def of(self, rows: Rows, lengths: np.ndarray | None = None) -> StepSamples:
-        """Of samples. `lengths`: of these."""
-        found = self._sizes(rows)
+    def of(
+        self, rows: Rows, lengths: np.ndarray | None = None, fields: Sequence[tuple[Fields, np.ndarray]] = ()
+    ) -> StepSamples:
+        """Of samples.
+
+        Args:
+            lengths: of these.
+            fields: `data.fields` where there are any, each with the places of the samples that it is for.
+        """
+        found = self._sizes(rows, fields)
         tokens, loads, pairs = (
             {media.module: found[:, at * len(_COLUMNS) + column] for at, media in enumerate(self._modules)}
             for column in range(len(_COLUMNS))
         )
         return StepSamples(tokens, loads, pairs, lengths)
 
-    def _sizes(self, rows: Rows) -> np.ndarray:
+    def _sizes(self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]) -> np.ndarray:
         """int64 [samples, modules x columns]; zeros for samples that are bad by the index."""
         members, firsts, size = rows.members, rows.firsts, len(rows.samples)
         found = np.zeros((size, len(self._modules) * len(_COLUMNS)), dtype=np.int64)
-        record, bad, kind_of_member = self._arranged(rows)
+        record, bad, kind_of_member = self._arranged(rows, fields)
         if len(members):
             records = np.where(bad, 0, firsts[:-1] + record)
             bad |= members["size"][records] > self._bounds.record_bytes
         placeholders = np.zeros(size, dtype=np.int64)
         owners = np.repeat(np.arange(size), np.diff(firsts))
         for at, kind in enumerate(self._kinds):
-            own = np.flatnonzero(kind_of_member == at)
+            is_video = (kind_of_member == _VIDEO) if kind == "image" else np.zeros(len(members), dtype=bool)
+            own = np.flatnonzero((kind_of_member == at) | is_video)
             owner = owners[own]
-            number = np.bincount(owner, minlength=size)
+            extents, times, usable = self._extents(members[own], is_video[own])
+            number = _sums(owner, times, size)
             placeholders += number
-            extents = [members[name][own].astype(np.int64) for name in ("first", "second")]
             several = (number > 1)[owner].astype(np.int64)
             sizes, readable = self._look_up(kind, np.stack([*extents, several], axis=1))
-            bad[owner[~readable]] = True
+            bad[owner[~(readable & usable)]] = True
             for place, column in enumerate(self._columns(kind)):
-                found[:, column] = _sums(owner, sizes[:, place], size)
+                found[:, column] = _sums(owner, sizes[:, place] * times, size)
         bad |= placeholders > self._bounds.placeholders
         bad |= found[:, :: len(_COLUMNS)].sum(axis=1) > self._sequence_length
         found[bad] = 0
         return found
 
-    def _arranged(self, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(record of each sample among its members, whether it is bad by its names, number of the kind of each member
-        or -1)."""
+    def _extents(self, members: np.ndarray, is_video: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+        """(both numbers of the extent of each, how many pictures or clips it is, whether it is within the bounds of
+        videos), as `pictures_of` and `count_tokens` have it."""
+        first, second = (members[name].astype(np.int64) for name in ("first", "second"))
+        times, usable = np.ones(len(members), dtype=np.int64), np.ones(len(members), dtype=bool)
+        if is_video.any():
+            milliseconds = second[is_video]
+            above = (members["size"][is_video] > self._bounds.video_bytes) | (
+                milliseconds / 1000 > self._bounds.seconds
+            )
+            usable[is_video] = (milliseconds > 0) & ~above
+            times[is_video] = self._sampling.counts(milliseconds)
+            first[is_video], second[is_video] = video_size(first[is_video])
+        return [first, second], times, usable
+
+    def _arranged(
+        self, rows: Rows, fields: Sequence[tuple[Fields, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(record of each sample among its members, whether it is bad by its names, number of the kind of each member,
+        _VIDEO, or -1)."""
         number = {kind: at for at, kind in enumerate(self._kinds)}
+        if "image" in number:
+            number["video"] = _VIDEO
         codes = rows.members["code"]
-        if self._fields == NO_FIELDS:
-            record = rows.samples["record"].astype(np.int64)
-            of_code = np.array([number.get(kind, -1) for kind in rows.kinds], dtype=np.int64)
-            return record, (rows.samples["reason"] != 0) | (record < 0), of_code[codes]
-        record = np.zeros(len(rows.samples), dtype=np.int64)
-        bad = np.zeros(len(rows.samples), dtype=bool)
-        kinds = np.full(len(codes), -1, dtype=np.int64)
-        names = [rows.names[code] for code in codes.tolist()]
+        record = rows.samples["record"].astype(np.int64)
+        bad = (rows.samples["reason"] != 0) | (record < 0)
+        kinds = np.array([number.get(kind, -1) for kind in rows.kinds], dtype=np.int64)[codes]
         firsts = rows.firsts.tolist()
-        for at, (start, end) in enumerate(zip(firsts[:-1], firsts[1:], strict=True)):
-            arranged = arrange(tuple(names[start:end]), self._fields)
-            bad[at] = arranged.reason is not None or arranged.record < 0
-            if not bad[at]:
-                record[at] = arranged.order[arranged.record]
-            for place, kind in zip(arranged.order, arranged.kinds, strict=True):
-                kinds[start + place] = number.get(kind, -1)
+        for own, places in fields:
+            for at in places.tolist():
+                start, end = firsts[at : at + 2]
+                arranged = arrange(tuple(rows.names[code] for code in codes[start:end].tolist()), own)
+                bad[at] = arranged.reason is not None or arranged.record < 0
+                record[at] = 0 if bad[at] else arranged.order[arranged.record]
+                for place, kind in zip(arranged.order, arranged.kinds, strict=True):
+                    kinds[start + place] = number.get(kind, -1)
         return record, bad, kinds
 
     def _columns(self, kind: str) -> list[int]:

@@ -17,6 +17,7 @@ from typing import cast
 import numpy as np
 
 from data.errors import DataError
+from data.fields import Fields
 from data.mixture import Phase, Phases, whole_weights
 from data.order import GlobalOrder, splitmix, splitmix_all
 from data.shards import find_shards
@@ -30,13 +31,15 @@ class Source:
     """Shards that are mixed with others.
 
     name: in metrics and messages; shards: see `find_shards`; key: of the config, for messages; weight: its share, over
-    the sum of the weights; None: its number of samples, so that every source ends with the epoch.
+    the sum of the weights; None: its number of samples, so that every source ends with the epoch; fields: its own
+    `data.fields`; None: those of the dataset.
     """
 
     name: str
     shards: Shards
     key: str = "data.shards"
     weight: float | None = None
+    fields: Fields | None = None
 
 
 @dataclass(frozen=True)

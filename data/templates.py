@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from data.conversation import Conversation, Turn
 from data.errors import RecordError
 from data.placeholders import Placeholder
-from data.records import Conversation, Turn
 
 MediaTokens = Mapping[str, Sequence[Sequence[tuple[int, int]]]]
 """kind -> per member, in order -> (placeholder id, number of tokens) of each module that takes this kind."""

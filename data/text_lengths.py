@@ -29,6 +29,7 @@ from xxhash import xxh3_128
 from data.announce import expect_texts
 from data.catalogue.places import path_about
 from data.errors import DataError
+from data.fields import Fields
 from data.storage.replace import replacing
 from data.storage.url import Place
 from data.storage.version import ShardVersion, open_file
@@ -83,13 +84,13 @@ class TextLengths:
         return Counted(self._shard(shard), rows)
 
     def build(
-        self, open_shard: Callable[[Place], Dataset] | None = None, processes: int | None = None
+        self, open_shard: Callable[[Place, Fields], Dataset] | None = None, processes: int | None = None
     ) -> Generator[Counted]:
         """Counts what is missing, and says of each shard that it is done.
 
         Args:
-            open_shard: opens one shard as this dataset does; it is called in other processes, and can be pickled. None:
-                everything is counted in this one.
+            open_shard: opens one shard, by its `data.fields`, as this dataset does; it is called in other processes,
+                and can be pickled. None: everything is counted in this one.
             processes: to count in; None: as many as this one may use, if there is work for them.
         """
         missing = self.missing()
@@ -104,7 +105,9 @@ class TextLengths:
         # Not forked: this process may have threads, and locks that one of them holds.
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             opener = pickle.dumps(open_shard)
-            jobs = [pool.submit(_count_one, opener, self._shard(shard)) for shard in missing]
+            jobs = [
+                pool.submit(_count_one, opener, self._shard(shard), self._dataset.fields_of(shard)) for shard in missing
+            ]
             try:
                 for job in as_completed(jobs):
                     yield job.result()
@@ -114,7 +117,7 @@ class TextLengths:
     def path(self, shard: int, writable: bool = False) -> Path:
         """Where the lengths of a shard are."""
         dataset = self._dataset
-        suffix = f".{dataset.lengths_key}.mimo-lengths"
+        suffix = f".{dataset.lengths_key(shard)}.mimo-lengths"
         return path_about(self._shard(shard), dataset.cache_dir, writable=writable, suffix=suffix)
 
     def _shard(self, shard: int) -> Place:
@@ -145,7 +148,7 @@ class TextLengths:
         """What the file says of itself, and has to."""
         version: ShardVersion = self._dataset.version(shard)
         return {
-            "key": self._dataset.lengths_key,
+            "key": self._dataset.lengths_key(shard),
             "size": version.size,
             "content": version.content,
             "mtime_ns": version.mtime_ns,
@@ -181,9 +184,9 @@ def _checksum(head: dict[str, object], body: bytes) -> str:
 _opener = lru_cache(maxsize=1)(pickle.loads)  # one for all shards that a process counts: it may hold a tokenizer
 
 
-def _count_one(opener: bytes, path: Place) -> Counted:
+def _count_one(opener: bytes, path: Place, fields: Fields) -> Counted:
     """At module level, so that worker processes can find it."""
-    dataset = _opener(opener)(path)
+    dataset = _opener(opener)(path, fields)
     try:
         lengths = TextLengths(dataset)
         done = [lengths.count(shard) for shard in lengths.missing()]

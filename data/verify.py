@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from data.beside import Beside
 from data.bounds import BOUNDS
+from data.conversation import KINDS
 from data.errors import MemoryShortage, ReadError, ShardError, reason_of
-from data.index import ShardIndex
+from data.frames import SAMPLING, pictures_of, places_of
+from data.index import Member, ShardIndex
 from data.media.decode import decode_audio, decode_picture
+from data.media.video import decode_video
 from data.members import unread
 from data.records import parse_record
 from data.shown import shown
@@ -28,17 +31,29 @@ def check_sample(reader: ShardReader, index: ShardIndex, row: int) -> str | None
             name = f"member .{shown(member.extension)}: "
             if member.kind != "other":
                 raw = reader.read(index.path, member.offset, member.size, member.extension, index.version)
-                decode_picture(raw) if member.kind == "image" else decode_audio(raw, rate=member.rate or 16000)
+                _decode(member, raw)
         name, record = "", members[at]
         if above := BOUNDS.of_record(record.size):
             return above
         raw = reader.read(index.path, record.offset, record.size, record.extension, index.version)
-        names = {kind: [one.extension for one in members if one.kind == kind] for kind in ("image", "audio")}
+        names = {kind: [one.extension for one in members if one.kind == kind] for kind in KINDS}
         beside = Beside(names, [name for name, _ in unread(member.extension for member in members)])
         counts = {kind: len(own) for kind, own in names.items()}
-        parse_record(raw, record.extension, key, counts, beside=beside)
+        pictures = places_of(pictures_of(members, SAMPLING))
+        parse_record(raw, record.extension, key, counts, beside=beside, pictures=pictures)
     except (ReadError, ShardError, MemoryShortage):
         raise
     except Exception as error:
         return name + reason_of(error).removeprefix(f"key {key!r}: ")
     return None
+
+
+def _decode(member: Member, raw: bytes) -> None:
+    """Raises DecodeError; of a video for the pictures that a config reads that says nothing about it."""
+    if member.kind == "image":
+        decode_picture(raw)
+    elif member.kind == "video":
+        for _ in decode_video(raw, SAMPLING.count(member.milliseconds)):
+            pass
+    else:
+        decode_audio(raw, rate=member.rate or 16000)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from data.conversation import MARKERS
 from data.errors import DataError, RecordError
 from data.fields import MEDIA, TEXTS
-from data.records import MARKERS
 
 _FORMS = ("conversations", "messages", "caption", "text")
 """Of records, the first that one has counts."""

@@ -14,11 +14,11 @@ from typing import Any
 from data.beside import Beside
 from data.building.columns import Columns
 from data.building.samples import (
-    READABLE,
     Medium,
     Place,
     Sample,
     checked,
+    pictures_among,
     require_extent,
     require_header,
     require_name,
@@ -26,7 +26,7 @@ from data.building.samples import (
 )
 from data.errors import RecordError
 from data.index import build_index
-from data.members import arrange, unread
+from data.members import READABLE, arrange, unread
 from data.shown import shown
 
 _NAME = re.compile(r"([^.]+)[.](.+)")
@@ -151,7 +151,7 @@ def _sample(
     names = {kind: [one.extension for one in media if one.kind == kind] for kind in READABLE}
     counts = {kind: len(own) for kind, own in names.items()}
     beside = Beside(names, [name for name, _ in unread(member.extension for member in members)])
-    checked(raw, record.extension, where, counts, beside)
+    checked(raw, record.extension, where, counts, beside, pictures_among((one.extension, one.kind) for one in media))
     return Sample([(member.extension, member.place) for member in members], key)
 
 

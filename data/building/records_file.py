@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from data.building.columns import Columns
-from data.building.samples import READABLE, Medium, Sample, medium_of_file, sample_of
+from data.building.samples import Medium, Sample, medium_of_file, sample_of
 from data.errors import DataError, RecordError
+from data.members import READABLE
 
 TABLES = {".csv": ",", ".tsv": "\t"}
 """What separates columns, by a file's ending."""
 JSON = (".json", ".jsonl", ".ndjson")
-_FIELDS = {"image": ("image", "images"), "audio": ("audio", "audios")}
+_FIELDS = {kind: (kind, f"{kind}s") for kind in READABLE}
 _LOOK = 4096  # characters in which a file begins
 _ANY = "file_name"  # as in Hugging Face's folders of pictures or clips
 

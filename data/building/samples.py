@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,15 +15,15 @@ from data.beside import ALONE, Beside
 from data.bounds import BOUNDS
 from data.building.columns import Columns
 from data.errors import NothingToLearn, RecordError
+from data.frames import Picture
 from data.media.audio_headers import parse_audio_header
 from data.media.headers import parse_header
-from data.members import AUDIO, IMAGES
+from data.media.video_headers import parse_video_header
+from data.members import READABLE
 from data.records import parse_record
 from data.shown import shown
 from data.storage.write import LONGEST_NAME
 
-READABLE = {"image": IMAGES, "audio": AUDIO}
-"""Extensions that are decoded, by kind of a medium."""
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _NUMBER = 12  # bytes of a key
 
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture or clip of a row."""
+    """A picture, video or clip of a row."""
 
     kind: str
     extension: str
@@ -109,10 +109,12 @@ def sample_of(
     if not media and not alone and not any(name in record for name in ("conversations", "messages")):
         raise RecordError(f"{where}: a caption without its medium, whose name or bytes are empty")
     raw = encoded(record, where)
-    checked(raw, "json", where, counts)
     several = len(media) > 1
+    names = [f"{at}.{medium.extension}" if several else medium.extension for at, medium in enumerate(media)]
+    pictures = pictures_among([(name, medium.kind) for name, medium in zip(names, media, strict=True)])
+    checked(raw, "json", where, counts, pictures=pictures)
     members: list[tuple[str, bytes | Place]] = [
-        (f"{at}.{medium.extension}" if several else medium.extension, medium.content) for at, medium in enumerate(media)
+        (name, medium.content) for name, medium in zip(names, media, strict=True)
     ]
     return Sample([*members, ("json", raw)], name, rules)
 
@@ -127,10 +129,23 @@ def encoded(record: Any, where: str) -> bytes:
         raise RecordError(f"{where}: {error}") from error
 
 
-def checked(raw: bytes, extension: str, where: str, counts: Mapping[str, int], beside: Beside = ALONE) -> None:
+def pictures_among(members: Iterable[tuple[str, str]]) -> list[Picture]:
+    """The pictures and videos of a sample, of (extension, kind) of its members. How many pictures of a video are read
+    is for a run to say."""
+    return [Picture(extension, int(kind == "video")) for extension, kind in members if kind in ("image", "video")]
+
+
+def checked(
+    raw: bytes,
+    extension: str,
+    where: str,
+    counts: Mapping[str, int],
+    beside: Beside = ALONE,
+    pictures: Sequence[Picture] = (),
+) -> None:
     """Raises RecordError, NothingToLearn (blank ones too) for a record that cannot be trained on."""
     try:
-        conversation = parse_record(raw, extension, where, counts, beside=beside)
+        conversation = parse_record(raw, extension, where, counts, beside=beside, pictures=pictures)
     except RecordError as error:
         raise type(error)(str(error).replace(f"key {where!r}", where)) from error
     if conversation.is_blank:
@@ -169,8 +184,8 @@ def require_extent(kind: str, extent: tuple[int, int] | None, what: str) -> None
         extent: see `data.media.headers.parse_extent`; zeros are none.
     """
     if extent is None or 0 in extent:
-        raise RecordError(f"{what} has no readable {kind} header" + (", or is cut off" if kind == "audio" else ""))
-    if above := (BOUNDS.of_picture if kind == "image" else BOUNDS.of_clip)(*extent):
+        raise RecordError(f"{what} has no readable {kind} header" + ("" if kind == "image" else ", or is cut off"))
+    if above := (BOUNDS.of_clip if kind == "audio" else BOUNDS.of_picture)(*extent):
         raise RecordError(f"{what}: {above}")
 
 
@@ -191,5 +206,5 @@ def require_header(kind: str, content: bytes | Place, what: str) -> None:
 def _extent(kind: str, read: Callable[[int, int], bytes], size: int) -> tuple[int, int] | None:
     if kind == "audio":
         return parse_audio_header(read(0, size))
-    header = parse_header(read, size)
+    header = parse_video_header(read, size) if kind == "video" else parse_header(read, size)
     return None if header is None else (header.height, header.width)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from data.building.columns import Columns
-from data.building.samples import READABLE, Medium, Sample, medium_of_file, sample_of
+from data.building.samples import Medium, Sample, medium_of_file, sample_of
 from data.errors import DataError, RecordError
+from data.media.heif_headers import is_heic
+from data.members import READABLE
 from data.shown import shown
 
 _ROWS = 32  # read at once: each may hold pictures of megabytes
@@ -25,6 +27,7 @@ _MAGIC = (
     (b"II*\0", "tif"),
     (b"MM\0*", "tif"),
     (b"\0\0\0\x0cjP  ", "jp2"),
+    (b"\x1aE\xdf\xa3", "webm"),
     (b"fLaC", "flac"),
     (b"OggS", "ogg"),
     (b"ID3", "mp3"),
@@ -151,14 +154,12 @@ class _Layout:
         for column in schema:
             feature = _inner(features.get(column.name))
             kind = feature.get("_type", "")
-            if kind in ("Image", "Audio"):
+            if kind in ("Image", "Video", "Audio"):
                 media[column.name] = kind.lower()
-            elif kind == "Video":
-                dropped[column.name] = "it is video, which is not read"
             elif found := _media_kind(column):
                 media[column.name] = found
             elif _is_binary(column.type):
-                dropped[column.name] = "bytes of no kind that is known; --columns image=NAME or audio=NAME says what"
+                dropped[column.name] = "bytes of no kind that is known; --columns image=NAME (video, audio) says what"
             else:
                 kept.append(column.name)
                 if kind == "ClassLabel" and isinstance(feature.get("names"), list):
@@ -202,7 +203,7 @@ def _extension_of(content: bytes) -> str:
     if content[:4] == b"RIFF":
         return {b"WEBP": "webp", b"WAVE": "wav"}.get(content[8:12], "")
     if content[4:8] == b"ftyp":
-        return "avif" if content[8:12] in (b"avif", b"avis") else ""
+        return "avif" if content[8:12] in (b"avif", b"avis") else "heic" if is_heic(content[:256]) else "mp4"
     return next((extension for magic, extension in _MAGIC if content.startswith(magic)), "")
 
 

@@ -9,6 +9,9 @@ from typing import Literal
 _MOST_PARTS = 1 << 16  # chunks and pages that are walked through: files of nothing else have millions
 _UNKNOWN_LENGTH = 0x7FFFF000  # of samples in 32 bits: programs that write into a pipe put this or more
 _UNKNOWN_OF_CAF = (1 << 64) - 1
+_NOT_READ_RIGHT = {"SDS": (), "XI": (), "AIFF": ("DWVW_12", "DWVW_16", "DWVW_24")}
+"""Formats and their subtypes, all if none is named, of which libsndfile 1.2 gives other numbers than were written
+(SDS), a rate that it makes up (XI), or nothing from memory (DWVW)."""
 
 
 def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
@@ -24,6 +27,14 @@ def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
     except Exception:  # SoundFileError and RuntimeError; what else there may be means the same
         return None
     return (frames, rate) if frames > 0 and rate > 0 else None
+
+
+def not_read_right(form: str, subtype: str) -> str | None:
+    """What is wrong with a file of this format and subtype, as libsndfile calls them; None: it is read."""
+    subtypes = _NOT_READ_RIGHT.get(form)
+    if subtypes is None or (subtypes and subtype not in subtypes):
+        return None
+    return f"{form} with {subtype} is not read right by libsndfile: convert it, for example to FLAC"
 
 
 class AudioFile(io.BytesIO):

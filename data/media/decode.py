@@ -19,13 +19,29 @@ from torchvision.transforms.v2 import functional as transforms
 
 from data.bounds import BOUNDS, Bounds
 from data.errors import DecodeError, reason_of
-from data.media.audio_headers import AudioFile, is_cut_off
+from data.media.audio_headers import AudioFile, is_cut_off, not_read_right
 from data.media.ground import WHITE, Colour, may_be_transparent
 from data.media.headers import parse_header_bytes
 from data.media.resample import resampled
 from data.media.resize import STRETCHED, Resize
+from data.media.video import decode_video
 
 _FRAMES = 1 << 20  # of a clip, decoded at once
+
+
+def decode_frames(
+    raw: bytes,
+    count: int,
+    size: tuple[int, int],
+    resize: Resize,
+    canvas: tuple[int, int] | None = None,
+    bounds: Bounds = BOUNDS,
+) -> list[torch.Tensor]:
+    """`count` pictures of a video (`decode_video`), each as `decode_media` gives one picture. Raises DecodeError."""
+    pictures = decode_video(raw, count, bounds)
+    if canvas is not None:
+        return [_in_tiles(picture, canvas, resize) for picture in pictures]
+    return [_fitted(picture, *size, resize) for picture in pictures]
 
 
 def decode_media(
@@ -62,6 +78,8 @@ def decode_picture(raw: bytes, bounds: Bounds = BOUNDS, ground: Colour | None = 
         if _is_for_torchvision(raw, header.format, ground):
             # bytearray: torch wants memory that it may write to.
             picture = decode_image(torch.frombuffer(bytearray(raw), dtype=torch.uint8), mode=ImageReadMode.RGB)
+        elif header.format == "HEIC":
+            picture = _decode_heic(raw, ground)
         else:
             picture = _decode_with_pillow(raw, ground)
     except Exception as error:  # RuntimeError from torchvision, many types from Pillow; all mean the bytes are damaged
@@ -84,7 +102,10 @@ def decode_resized(
 ) -> torch.Tensor:
     """`decode_picture`, resized to uint8 [3, height, width] whatever its aspect ratio, or the middle of the resized
     picture."""
-    picture = decode_picture(raw, bounds, ground)
+    return _fitted(decode_picture(raw, bounds, ground), height, width, resize)
+
+
+def _fitted(picture: torch.Tensor, height: int, width: int, resize: Resize) -> torch.Tensor:
     whole = [height, width]
     if resize.shortest_edge:
         shortest = min(picture.shape[1:])
@@ -100,7 +121,11 @@ def decode_tiles(
     """`decode_picture` in tiles, uint8 [tiles, 3, side, side]: first all of it as one tile, stretched; then, row by
     row, those of a black canvas with the picture in its middle, resized to fit into it. With a canvas of no size the
     first alone, and of a picture with its background around it to make a square."""
-    picture, side = decode_picture(raw, bounds, ground), resize.tile
+    return _in_tiles(decode_picture(raw, bounds, ground), canvas, resize)
+
+
+def _in_tiles(picture: torch.Tensor, canvas: tuple[int, int], resize: Resize) -> torch.Tensor:
+    side = resize.tile
     if not min(canvas):
         return _resized(_centred(picture, [max(picture.shape[1:])] * 2, resize.background), [side] * 2, resize)[None]
     height, width = picture.shape[1:]
@@ -129,12 +154,15 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
         raise DecodeError(f"{len(raw)} bytes of audio: the end of the file is missing")
     try:
         with soundfile.SoundFile(AudioFile(raw)) as file:
-            if above := bounds.of_clip(file.frames, file.samplerate):
-                raise DecodeError(above)
+            above = bounds.of_clip(file.frames, file.samplerate)
+            if wrong := above or not_read_right(file.format, file.subtype):
+                raise DecodeError(wrong)
             mono, frames, clip_rate = _mono(file), file.frames, file.samplerate
     except DecodeError:
         raise
-    except Exception as error:  # LibsndfileError and RuntimeError; what else there may be means the same
+    except soundfile.LibsndfileError as error:  # without the object that was opened, which is its text too
+        raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {error.error_string}") from error
+    except Exception as error:  # RuntimeError, and what else there may be, means the same
         raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {reason_of(error)}") from error
     if not len(mono):
         raise DecodeError(f"no audio in {len(raw)} bytes")
@@ -194,12 +222,26 @@ def _decode_with_pillow(raw: bytes, ground: Colour | None) -> torch.Tensor:
             grey = np.array(picture).astype(np.int64)
             shades = ((grey + 128) // 257).astype(np.uint8)
             return torch.from_numpy(shades).expand(3, -1, -1)
-        if ground is not None and picture.has_transparency_data:
-            layer = picture.convert("RGBA")
-            flat = Image.alpha_composite(Image.new("RGBA", layer.size, (*ground, 255)), layer).convert("RGB")
-        else:
-            flat = picture.convert("RGB")
-        return torch.from_numpy(np.array(flat)).permute(2, 0, 1)
+        return _flat(picture, ground)
+
+
+def _decode_heic(raw: bytes, ground: Colour | None) -> torch.Tensor:
+    try:
+        from pillow_heif import open_heif
+    except ImportError as error:
+        said = "pillow-heif, which decodes HEIC, is not installed: pip install 'mimo-train[heic]'"
+        raise DecodeError(said) from error
+    return _flat(open_heif(io.BytesIO(raw)).to_pillow(), ground)
+
+
+def _flat(picture: Any, ground: Colour | None) -> torch.Tensor:
+    """A picture of Pillow in three colours."""
+    from PIL import Image
+
+    if ground is not None and picture.has_transparency_data:
+        layer = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", layer.size, (*ground, 255)), layer)
+    return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
 
 
 def _upright(picture: torch.Tensor, orientation: int) -> torch.Tensor:

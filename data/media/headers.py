@@ -4,7 +4,7 @@ clips are in `audio_headers`.
 The index and the decoder both use this parser, so the size that the index promises is the size that the decoder yields.
 Imports no torch: indexing runs in plain worker processes.
 
-JPEG and PNG have a parser of their own, the others are left to Pillow. With Pillow for all of them, to index a
+JPEG, PNG and HEIC have a parser of their own, the others are left to Pillow. With Pillow for all of them, to index a
 picture takes 1.6 to 1.7 times the processor time, and 2.5 to 3.8 times where the file has a camera's EXIF or a profile
 (benchmarks/image_headers_cpu2_2026-11-22.md).
 """
@@ -14,14 +14,13 @@ from __future__ import annotations
 import io
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from data.media import orientation as orientations
 from data.media.audio_headers import parse_audio_header
-
-ReadAt = Callable[[int, int], bytes]
-"""(offset within the member, length) -> bytes, shorter at the member's end."""
+from data.media.boxes import ReadAt
+from data.media.heif_headers import is_heic, parse_heic_size
 
 # Start-of-frame markers carry the size. C4, C8 and CC are tables and reserved words in the same range.
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -33,6 +32,7 @@ _MOST_PARTS = 1 << 16  # segments, chunks and fill bytes that are walked through
 _PILLOW = ("WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
 _MAGIC = (b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")
 """What files of Pillow's formats begin with; TIFF has four beginnings, and JPEG 2000 two."""
+_BRANDS = 256  # bytes of a file in which its kind is told
 _AVIF = (b"avif", b"avis", b"mif1", b"msf1")
 
 
@@ -42,7 +42,7 @@ class ImageHeader(NamedTuple):
     format: str
     height: int
     width: int
-    orientation: int  # of EXIF or XMP, 1 (upright) to 8; of a TIFF 1, since Pillow turns it
+    orientation: int  # of EXIF or XMP, 1 (upright) to 8; of TIFF and HEIC 1, since they are decoded upright
 
 
 def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
@@ -53,6 +53,9 @@ def parse_header(read: ReadAt, size: int) -> ImageHeader | None:
         return _jpeg(window)
     if magic[:8] == _PNG_SIGNATURE:
         return _png(window, read, size)
+    if magic[4:8] == b"ftyp" and is_heic(window.get(0, _BRANDS)):
+        found = parse_heic_size(read, size)
+        return None if found is None else ImageHeader("HEIC", *found, 1)
     if magic.startswith(_MAGIC) or (magic[4:8] == b"ftyp" and magic[8:12] in _AVIF):
         return _pillow(read(0, size))
     return None

@@ -6,7 +6,7 @@ Only reading samples imports torch.
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -14,11 +14,12 @@ from typing import Any
 
 from data.errors import DataError
 from data.shown import shown
-from data.sources import MixedOrder, Part
+from data.sources import MixedOrder, Part, Source
 from data.storage.url import Place
 from data.text_lengths import TextLengths
 from mimo_train.check.blocks import add_blocks
 from mimo_train.check.findings import Report, Table, plural, spread, without_key
+from mimo_train.check.leakage import add_leakage
 from mimo_train.check.tokenizer import tokenizer_rows
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
@@ -81,11 +82,11 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
     sets = held_out_sets(cfg)
     if not sets:
         report.notes.append("data.validation_shards is empty: no evaluation")
-    sources = [(one.key, str(one.shards), Seen(name=one.name)) for one in training_sources(cfg)]
-    others = [(one.key, str(one.source.shards), Seen(name=one.name)) for one in sets]
+    sources = [(one.key, one, Seen(name=one.name)) for one in training_sources(cfg)]
+    others = [(one.key, one.source, Seen(name=one.name)) for one in sets]
     counts: dict[str, int] = {}
-    for at, (key, pattern, own) in enumerate(sources + others):
-        training = at < len(sources)
+    for at, (key, source, own) in enumerate(sources + others):
+        training, pattern = at < len(sources), str(source.shards)
         if not pattern or key == "data.validation_fraction":
             continue
         if cfg.data.demo and _is_absent(pattern):
@@ -93,7 +94,7 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
             if training:
                 _add_demo_faults(report, cfg)
             continue
-        samples = _add_shards(report, cfg, key, pattern, tokenizer, own, rows)
+        samples = _add_shards(report, cfg, key, source, tokenizer, own, rows)
         if training and samples:
             counts[key] = samples
     seen = Seen(of_sources=[own for *_, own in sources])
@@ -125,9 +126,8 @@ def _add_whole(
         seen.fingerprint = None
         try:
             dataset = build_dataset(cfg, tokenizer)
-            for one in held_out_sets(cfg):
-                if one.fraction:
-                    build_dataset(cfg, tokenizer, held_out=one).close()
+            if data.validation_fraction:
+                add_leakage(report, cfg, dataset, tokenizer)
         except DataError as error:
             key = next((one.key for one in training_sources(cfg) if str(error).startswith(f"{one.key}:")), "")
             key = key or ("data.validation_fraction" if data.validation_fraction else next(iter(counts)))
@@ -219,13 +219,14 @@ def _add_repeats(report: Report, cfg: ConfigContainer) -> None:
 
 
 def _add_shards(
-    report: Report, cfg: ConfigContainer, key: str, pattern: str, tokenizer: Any, seen: Seen, rows: list
+    report: Report, cfg: ConfigContainer, key: str, source: Source, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
     """Samples in the shards that can be read."""
     from data.catalogue.catalogue import open_catalogue
     from data.members import named_unread
     from data.shards import find_shards
 
+    pattern = str(source.shards)
     try:
         paths = find_shards(pattern)
         catalogue = open_catalogue(paths, cfg.data.cache_dir or None, strict=False)
@@ -236,7 +237,7 @@ def _add_shards(
     good, samples, unusable = [], 0, 0
     members: Counter[str] = Counter()
     not_read: Counter[tuple[str, str]] = Counter()
-    fields = fields_of(cfg)
+    fields = fields_of(cfg, source)
     for number, path in enumerate(paths):
         try:
             index = catalogue.index(number).with_fields(fields)
@@ -259,18 +260,18 @@ def _add_shards(
     if good and not samples:
         report.faults.append(Fault(key, f"{plural(len(good), 'shard')} of {pattern} can be read, without any sample"))
     elif samples and tokenizer is not None and cfg.data.sequence_length > 0:
-        _add_samples(report, cfg, key, [str(path) for path in good], tokenizer, seen, rows)
+        _add_samples(report, cfg, key, replace(source, shards=good), tokenizer, seen, rows)
         if len(good) < len(paths):
             seen.fingerprint = None
     return samples
 
 
 def _add_samples(
-    report: Report, cfg: ConfigContainer, key: str, shards: list[str], tokenizer: Any, seen: Seen, rows: list
+    report: Report, cfg: ConfigContainer, key: str, source: Source, tokenizer: Any, seen: Seen, rows: list
 ) -> None:
     """Reads the first samples in the order of the run: their text, and what every encoder gets."""
     held_out = next((one for one in held_out_sets(cfg) if one.key == key), None)
-    dataset = build_dataset(without_split(cfg), tokenizer, held_out=held_out, shards=shards)
+    dataset = build_dataset(without_split(cfg), tokenizer, held_out=held_out, shards=[source])
     media = dataset.modules
     seen.fingerprint = dataset.fingerprint
     if not held_out and cfg.data.pad == "microbatch":

@@ -19,7 +19,7 @@ from data.bad_samples import allowed_of
 from data.errors import DataError
 from data.members import named_unread
 from data.shown import shown
-from data.sources import Shards
+from data.sources import Source
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.schema import ConfigContainer
@@ -49,7 +49,7 @@ class _Set:
 
     key: str
     """Of the config."""
-    shards: Shards
+    source: Source
     held_out: HeldOutSet | None = None
     """None: they are trained on."""
 
@@ -91,7 +91,7 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
                 code = 1
                 print(f"bad shard: {shown(str(error))}")
                 continue
-            found = _verify_set(number, one.key, cfg, dataset, pool)
+            found = _verify_set(number, one, cfg, dataset, pool)
             if one.held_out:
                 code |= int(found > dataset.allowed_bad_samples)
             else:
@@ -101,18 +101,21 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
 
 def _sets_of(cfg: ConfigContainer) -> list[_Set]:
     """What is held out by `data.validation_fraction` is among what is trained on."""
-    trained = [_Set(one.key, one.shards) for one in training_sources(cfg) if one.shards]
-    return trained + [_Set(one.key, one.source.shards, one) for one in held_out_sets(cfg) if not one.fraction]
+    trained = [_Set(one.key, one) for one in training_sources(cfg) if one.shards]
+    return trained + [_Set(one.key, one.source, one) for one in held_out_sets(cfg) if not one.fraction]
 
 
 def _dataset_of(cfg: ConfigContainer, one: _Set) -> Dataset:
     """Every sample once, in the order of the shards, whatever the run's is. Raises DataError as `build_dataset`."""
     plain = replace(cfg, data=replace(cfg.data, shuffle=False))
-    return build_dataset(without_split(plain), tokenizer_of(cfg), held_out=one.held_out, shards=one.shards)
+    return build_dataset(without_split(plain), tokenizer_of(cfg), held_out=one.held_out, shards=[one.source])
 
 
-def _verify_set(number: int, key: str, cfg: ConfigContainer, dataset: Dataset, pool: ProcessPoolExecutor | None) -> int:
+def _verify_set(
+    number: int, one: _Set, cfg: ConfigContainer, dataset: Dataset, pool: ProcessPoolExecutor | None
+) -> int:
     """Read the samples of a set. Returns how many are bad."""
+    key, read = one.key, fields_of(cfg, one.source).members
     size, allowed = len(dataset), dataset.allowed_bad_samples
     jobs = [(number, first, min(first + _AT_ONCE, size)) for first in range(0, size, _AT_ONCE)]
     results: Iterator[_Found] = pool.map(_read, jobs) if pool else map(_read, jobs)
@@ -124,7 +127,7 @@ def _verify_set(number: int, key: str, cfg: ConfigContainer, dataset: Dataset, p
             reasons[_kind_of(line)] += 1
     for sentence in named_unread(dataset.unread_members()):
         print(f"warning: {key}: {sentence}", file=sys.stderr)
-    fields = "" if not cfg.data.fields else f", data.fields {sorted(fields_of(cfg).members)}"
+    fields = f", data.fields {sorted(read)}" if read else ""
     print(f"{key}: {size:,} samples, {bad:,} bad, data.max_bad_samples allows {allowed:,}{fields}")
     print(f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {silent:,} have no token with loss")
     for reason, count in reasons.most_common(8):

@@ -3,6 +3,8 @@
 `train` and `mimo-train check` ask here, so that neither accepts what the other refuses.
 """
 
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,35 @@ def resume_faults(
                     f"continue: set {name}={str(old).lower()}, or give another {home}",
                 )
             )
-    return found
+    return found + list(_other_samples(folder, before["data"], cfg, home))
+
+
+def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
+    """Keys by which the same shards have other samples.
+
+    Args:
+        before: `data` of the checkpoint's config; one of before a key was there has none.
+    """
+    now = asdict(cfg.data)
+    for at, (old, new) in enumerate(zip(_fields_of(before), _fields_of(now), strict=False)):
+        if old != new:
+            key = f"data.mix[{at}].fields" if now["mix"] and now["mix"][at]["fields"] else "data.fields"
+            yield _samples_fault(key, folder, old, new, home)
+    if before.get("video", now["video"]) != now["video"]:
+        yield _samples_fault("data.video", folder, before["video"], now["video"], home)
+
+
+def _fields_of(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of every source."""
+    return [one.get("fields") or data.get("fields") or {} for one in data.get("mix") or [{}]]
+
+
+def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fault:
+    return Fault(
+        key,
+        f"is {new}, and checkpoint {folder} was trained with {old}, so the samples would be others: give the same, or "
+        f"another {home}",
+    )
 
 
 def left_behind(cfg: ConfigContainer) -> list[Fault]:

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from mimo_train.generation.source import Source
     from mimo_train.training.setup import Parts
 
-KINDS = ("image", "audio")
+KINDS = ("image", "video", "audio")
 """Kinds of media, which are options and commands of a conversation."""
 
-CHAT_HELP = """/image FILE, /audio FILE   attach a picture or a clip to the next message
-/reset                     begin again, without the turns so far
-/help                      these commands
-/exit                      end, as the end of the input does"""
+CHAT_HELP = """/image FILE, /video FILE, /audio FILE
+        attach a picture, a video or a clip to the next message
+/reset  begin again, without the turns so far
+/help   these commands
+/exit   end, as the end of the input does"""
 
 DESCRIPTION = f"""Loads a model on one process and lets it answer.
 
@@ -55,6 +56,13 @@ def add(commands: Any) -> None:
         default=[],
         metavar="FILE",
         help="a picture; repeat it for several, in order: at the places that <image> marks in the prompt, or before it",
+    )
+    option(
+        "--video",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a video, at <video> or before the prompt, after the pictures; it is read as data.video says",
     )
     option(
         "--audio",
@@ -125,7 +133,7 @@ def main(
     """Print the answer to `prompt` while it is decoded, then those to the messages of a chat. Returns the exit code.
 
     Args:
-        media: (kind, file) of pictures and clips, in their order.
+        media: (kind, file) of pictures, videos and clips, in their order.
         prompt_format: auto, chat or text.
         trust_code: import encoders that the checkpoint's config names by their paths.
 

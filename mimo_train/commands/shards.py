@@ -239,6 +239,9 @@ def _print_clips(clips: list[tuple[int, int]]) -> None:
 def _describe(member: Any) -> str:
     if member.kind == "image":
         return f".{shown(member.extension)} {member.height}x{member.width}"
+    if member.kind == "video":
+        seconds = member.milliseconds / 1000
+        return f".{shown(member.extension)} {member.height}x{member.width}, {seconds:.2f} s"
     if member.kind == "audio":
         return f".{shown(member.extension)} {member.frames} samples at {member.rate} Hz"
     return f".{shown(member.extension)} {member.size} bytes"

@@ -30,7 +30,8 @@ def add(commands: Any, about_files: Callable[[Any], Any]) -> None:
         "source",
         metavar="SOURCE",
         help="a JSON, JSONL, CSV or TSV file of records; parquet or Arrow files, or the folder of a Hugging Face "
-        "dataset; a folder of tars; a folder with pictures and clips beside captions or records of the same name",
+        "dataset; a folder of tars; a folder with pictures, videos and clips beside captions or records of the same "
+        "name",
     )
     build.add_argument("--to", metavar="FOLDER", required=True, help="folder to write: train/ and held_out/ in it")
     build.add_argument(
@@ -43,8 +44,8 @@ def add(commands: Any, about_files: Callable[[Any], Any]) -> None:
         metavar="WHAT=COLUMN",
         nargs="+",
         default=[],
-        help="which column is what: image, audio, caption, question, answer, label, text, conversations, messages, "
-        "system, tools",
+        help="which column is what: image, video, audio, caption, question, answer, label, text, conversations, "
+        "messages, system, tools",
     )
     build.add_argument("--question", default="", help="asked of every sample that has a caption, such as 'Transcribe.'")
     build.add_argument("--held-out", type=whole, default=0, help="samples to set aside for evaluation (default: 0)")

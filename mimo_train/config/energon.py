@@ -29,17 +29,18 @@ def fill_in_energon(plain: dict[str, Any]) -> None:
             _fill_in_metadataset(data, key)
         except DataError as error:
             raise ConfigError([Fault(f"data.{key}", str(error))]) from error
-    folders: dict[str, Path | None] = {}
+    folders: dict[str, tuple[dict[str, Any], Path | None]] = {}
     for key, split, place in _places(data):
         name = "validation_shards" if key == "data.validation_shards" else "shards"
         parts = split_commas(place[name])
         if len(parts) > 1 and (several := [one for one in parts if energon_part(one)]):
             said = f"{several[0]} is an energon dataset, beside other shards: make each a source of data.mix"
             raise ConfigError([Fault(key, said)])
-        folders[key], own = (energon_part(place[name]) if len(parts) == 1 else None) or (None, "")
-        if folders[key] is not None and not own:
+        folder, own = (energon_part(place[name]) if len(parts) == 1 else None) or (None, "")
+        folders[key] = place, folder
+        if folder is not None and not own:
             place[name] += f":{split}"
-    if any(folders.values()) and not data.get("fields"):
+    if any(folder for _, folder in folders.values()) and not data.get("fields"):
         _fill_in_fields(data, folders)
 
 
@@ -78,25 +79,38 @@ def _fill_in_metadataset(data: dict[str, Any], key: str) -> None:
         ]
 
 
-def _fill_in_fields(data: dict[str, Any], folders: dict[str, Path | None]) -> None:
-    """All shards of a run are read by one `data.fields`."""
+def _fill_in_fields(data: dict[str, Any], folders: dict[str, tuple[dict[str, Any], Path | None]]) -> None:
+    """`data.fields` where all are the same, else those of each source and of each set with a name.
+
+    Args:
+        folders: key -> (what has the key, the dataset).
+    """
     found: dict[str, dict[str, Any]] = {}
-    for key, folder in folders.items():
+    for key, (_, folder) in folders.items():
         try:
             found[key] = energon_fields(folder) if folder is not None else {}
         except DataError as error:
             raise ConfigError([Fault(key, str(error))]) from error
-    first = next(iter(found))
+    named = [key for key, (place, _) in folders.items() if place is not data]
+    unnamed = [key for key in found if key not in named]
+    first = unnamed[0] if unnamed else ""
+    values = list(found.values())
+    whole = values[0] if all(fields == values[0] for fields in values) else found.get(first, {})
     for key, fields in found.items():
-        if fields != found[first]:
+        place = folders[key][0]
+        if fields == whole or place.get("fields"):
+            continue
+        if key in unnamed or not fields:
             raise ConfigError(
                 [
                     Fault(
                         key,
-                        f"its fields are {fields or 'those of names'}, those of {first} {found[first] or 'of names'}: "
-                        "one data.fields holds for all: make records of one of them (shards build --columns)",
+                        f"its fields are {fields or 'those of names'}, those of {first} {whole or 'of names'}: one "
+                        "data.fields holds for both: name them in data.mix and data.validation, or make records of one "
+                        "of them (shards build --columns)",
                     )
                 ]
             )
-    if found[first]:
-        data["fields"] = found[first]
+        place["fields"] = fields
+    if whole:
+        data["fields"] = whole

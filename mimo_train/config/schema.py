@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.bounds import BOUNDS
 from data.errors import DataError
-from data.fields import read_fields
 from data.media.ground import colour_of
 from data.storage.url import is_url
 from mimo_train.config.fault import Fault
@@ -21,10 +19,12 @@ from mimo_train.config.parts import LANGUAGE, parts_of
 from mimo_train.config.places import local_faults
 from mimo_train.config.schema_checkpoint import CheckpointConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
+from mimo_train.config.schema_media import BoundsConfig, VideoConfig
 from mimo_train.config.schema_mix import (
     MixChange,
     SourceConfig,
     ValidationConfig,
+    fields_faults,
     mix_faults,
     source_names,
     validation_faults,
@@ -86,26 +86,6 @@ class RunConfig:
 
 
 @dataclass
-class BoundsConfig:
-    """How large the parts of a sample may be: what is above is a bad sample. See docs/data.md#bounds."""
-
-    pixels: int = key(BOUNDS.pixels, at_least=1)
-    """Of one picture, height times width."""
-    seconds: float = key(BOUNDS.seconds, above=0)
-    """Of one clip."""
-    sample_rate: int = key(BOUNDS.sample_rate, at_least=1)
-    """Of one clip, in Hz."""
-    record_bytes: int = key(BOUNDS.record_bytes, at_least=1)
-    """Of the `json` or `txt` member."""
-    record_depth: int = key(BOUNDS.record_depth, at_least=1)
-    """Lists and objects inside each other in a record."""
-    turns: int = key(BOUNDS.turns, at_least=1)
-    """Of a conversation."""
-    placeholders: int = key(BOUNDS.placeholders, at_least=1)
-    """Pictures and clips of a sample, together."""
-
-
-@dataclass
 class DataConfig:
     """Where the samples are and how they become sequences."""
 
@@ -160,6 +140,8 @@ class DataConfig:
     background: str = key("white", filled="white, black, grey, none or #RRGGBB")
     """What stands behind pictures where they are transparent: `white`, `black`, `grey`, `#RRGGBB`, or `none`
     (transparency is left out). See docs/data.md#transparency."""
+    video: VideoConfig = field(default_factory=VideoConfig)
+    """How many pictures a video becomes. See docs/data.md#videos."""
     shuffle: bool = True
     """Whether training samples come in a new order each epoch."""
     shuffle_block: int = key(1, at_least=1, at_most=2**20)
@@ -186,7 +168,9 @@ class DataConfig:
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
-        found = [*value_faults(self, "data"), *value_faults(self.bounds, "data.bounds")]
+        inside = {"data.bounds": self.bounds, "data.video": self.video}
+        found = [*value_faults(self, "data")]
+        found += [fault for name, section in inside.items() for fault in value_faults(section, name)]
         yield from found
         if found:
             return  # paths that are none
@@ -213,11 +197,7 @@ class DataConfig:
             colour_of(self.background)
         except DataError as error:
             yield Fault("data.background", str(error))
-        try:
-            read_fields(self.fields)
-        except DataError as error:
-            name, _, said = str(error).partition(": ")
-            yield Fault(f"data.fields.{name}", said)
+        yield from fields_faults(self.fields, "data.fields")
         if self.demo and not self.shards:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
         elif self.demo:

@@ -3,8 +3,11 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from data.errors import DataError
+from data.fields import read_fields
 from mimo_train.config.fault import Fault
 from mimo_train.config.keys import key, value_faults
 
@@ -24,6 +27,8 @@ class SourceConfig:
     number of samples is the weight, and every source ends with the epoch."""
     name: str = ""
     """In metrics and messages; empty: the last folder or file of `shards`."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """In the form of `data.fields`, for this source; empty: `data.fields`."""
 
 
 @dataclass
@@ -42,6 +47,17 @@ class ValidationConfig:
 
     shards: str = ""
     """In the forms of `data.shards`. Required."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """In the form of `data.fields`, for this set; empty: `data.fields`."""
+
+
+def fields_faults(fields: Mapping[str, Any], key: str) -> Iterator[Fault]:
+    """What is wrong with `data.fields`, or those of a source; `key`: of the config."""
+    try:
+        read_fields(fields)
+    except DataError as error:
+        name, _, said = str(error).partition(": ")
+        yield Fault(f"{key}.{name}", said)
 
 
 def source_names(mix: Sequence[SourceConfig]) -> list[str]:
@@ -71,6 +87,7 @@ def mix_faults(mix: Sequence[SourceConfig], schedule: Sequence[MixChange], shard
     names = source_names(mix)
     for at, (source, name) in enumerate(zip(mix, names, strict=True)):
         yield from value_faults(source, f"data.mix[{at}]")
+        yield from fields_faults(source.fields, f"data.mix[{at}].fields")
         if not source.shards.strip():
             yield Fault(f"data.mix[{at}].shards", "is empty: give a folder, a glob or a brace range")
         elif not _NAME.fullmatch(name):
@@ -126,6 +143,7 @@ def validation_faults(
             )
             continue
         yield from value_faults(one, f"data.validation.{name}")
+        yield from fields_faults(one.fields, f"data.validation.{name}.fields")
         if not one.shards.strip():
             yield Fault(f"data.validation.{name}.shards", "is empty: give a folder, a glob or a brace range")
     if fraction and shards:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from data.records import Part, Turn
+from data.conversation import Part, Turn
 from mimo_train.generation.answers import Answer, Answers, nowhere
 from mimo_train.generation.prompts import Medium, Prompts, user_turn
 

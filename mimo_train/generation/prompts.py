@@ -1,7 +1,7 @@
 """Files and turns of a conversation -> tokens and inputs of the encoders, as in training."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,25 @@ import torch
 
 from data.beside import stray_marker
 from data.collate import collate_media, encode_prompt
-from data.media.decode import decode_media
+from data.conversation import MARKERS, Part, Turn, split_markers, with_media
+from data.media.decode import decode_frames, decode_media
 from data.media.ground import colour_of
 from data.media.headers import parse_extent
+from data.media.video_headers import parse_video_header_bytes
+from data.outline import Media
 from data.positions import Place, axis_positions
-from data.records import MARKERS, Part, Turn, split_markers, with_media
 from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.inputs import bounds_of, media_of
+from mimo_train.plan.inputs import bounds_of, media_of, sampling_of
 
-NAMES = {"image": "picture", "audio": "clip"}
+NAMES = {"image": "picture", "video": "video", "audio": "clip"}
 """Word for a file in messages, by its kind."""
 
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture or a clip, as the modules that take it get it."""
+    """A picture, a video or a clip, as the modules that take it get it."""
 
     kind: str
     tokens: list[tuple[int, int]]
@@ -40,6 +42,8 @@ class Medium:
     """By module that cuts pictures into tiles: its own."""
     among_several: "Medium | None" = None
     """Itself in a conversation with several of the kind, where it is read in another way then."""
+    frames: "tuple[Medium, ...]" = ()
+    """Pictures of a video, which has nothing else."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +64,25 @@ class Prompts:
 
     def __init__(self, cfg: ConfigContainer, tokenizer: Tokenizer):
         self._tokenizer, self._modules, self._names = tokenizer, media_of(cfg), list(cfg.modules)
-        self._bounds, self._ground = bounds_of(cfg), colour_of(cfg.data.background)
+        self._bounds, self._ground, self._sampling = bounds_of(cfg), colour_of(cfg.data.background), sampling_of(cfg)
         self._places = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self._modules}
 
     def medium(self, kind: str, file: Path) -> Medium:
-        """Read a picture (`image`) or a clip (`audio`).
+        """Read a picture (`image`), a `video` or a clip (`audio`).
 
         Raises:
             UserError: no module of the model takes this kind, or the file cannot be read.
             DecodeError: it is damaged.
         """
-        readers = [item for item in self._modules if item.kind == kind]
+        readers = [item for item in self._modules if item.kind == ("image" if kind == "video" else kind)]
         if not readers:
             raise UserError(f"--{kind}: no module of this model reads {NAMES[kind]}s, it has {', '.join(self._names)}")
         try:
             raw = file.read_bytes()
         except OSError as error:
             raise UserError(f"--{kind}: cannot read {file}: {error.strerror or error}") from error
+        if kind == "video":
+            return self._video(raw, file)
         extent = parse_extent(kind, raw)
         if extent is None:
             raise UserError(f"--{kind}: {file} ({len(raw)} bytes) has no readable header of a {NAMES[kind]}")
@@ -86,15 +92,43 @@ class Prompts:
         several = {item.module: item.extents([extent] * 2)[0] for item in readers}
         return replace(alone, among_several=self._medium(kind, raw, several))
 
+    def _video(self, raw: bytes, file: Path) -> Medium:
+        header = parse_video_header_bytes(raw)
+        if header is None:
+            raise UserError(f"--video: {file} ({len(raw)} bytes) has no readable header of a video")
+        count = self._sampling.count(header.milliseconds)
+        readers = [item for item in self._modules if item.kind == "image"]
+
+        def frames(together: int) -> tuple[Medium, ...]:
+            """As they are read among so many pictures."""
+            own = {item.module: item.extents([(header.height, header.width)] * together)[0] for item in readers}
+            pictures = {item.module: self._pictures(item, raw, count, own[item.module]) for item in readers}
+            inputs = ({name: found[at] for name, found in pictures.items()} for at in range(count))
+            return tuple(self._as_read("image", own, one) for one in inputs)
+
+        found = frames(count)
+        if count == 1 and not all(item.cut_several for item in readers):
+            found = (replace(found[0], among_several=frames(2)[0]),)
+        return Medium("video", [], {}, {}, {}, frames=found)
+
+    def _pictures(self, item: Media, raw: bytes, count: int, extent: tuple[int, int]) -> list[torch.Tensor]:
+        canvas = item.canvas(*extent) if item.canvas else None
+        return decode_frames(raw, count, item.size(*extent), item.resize, canvas, self._bounds)
+
     def _medium(self, kind: str, raw: bytes, extents: dict[str, tuple[int, int]]) -> Medium:
         """A file as the modules take it, by what `Media` calls its extent for each."""
-        readers = [(item, extents[item.module]) for item in self._modules if item.module in extents]
         inputs = {}
-        for item, extent in readers:
-            canvas = item.canvas(*extent) if item.canvas else None
-            inputs[item.module] = decode_media(
-                kind, raw, item.size(*extent), item.resize, canvas, self._bounds, self._ground
-            )
+        for item in self._modules:
+            if item.module in extents:
+                extent = extents[item.module]
+                canvas = item.canvas(*extent) if item.canvas else None
+                inputs[item.module] = decode_media(
+                    kind, raw, item.size(*extent), item.resize, canvas, self._bounds, self._ground
+                )
+        return self._as_read(kind, extents, inputs)
+
+    def _as_read(self, kind: str, extents: dict[str, tuple[int, int]], inputs: dict[str, torch.Tensor]) -> Medium:
+        readers = [(item, extents[item.module]) for item in self._modules if item.module in extents]
         return Medium(
             kind,
             [(self._places[item.module], item.num_tokens(*extent)) for item, extent in readers],
@@ -109,6 +143,7 @@ class Prompts:
         Args:
             media: of all turns, those of a kind in the order of their places.
         """
+        turns, media = _with_frames(turns, media)
         kinds = {item.kind for item in self._modules}
         several = {kind for kind in kinds if sum(medium.kind == kind for medium in media) > 1}
         media = [(medium.among_several if medium.kind in several else None) or medium for medium in media]
@@ -140,9 +175,28 @@ class Prompts:
         return torch.from_numpy(axis_positions(np.array(ids, dtype=np.int64), places))
 
 
+def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[Turn], list[Medium]]:
+    """The turns, and the media in the order of their places, with pictures in the place of videos."""
+    given: dict[str, Iterator[Medium]] = {kind: iter([one for one in media if one.kind == kind]) for kind in NAMES}
+    placed: list[Medium] = []
+    written = []
+    for turn in turns:
+        parts: list[Part] = []
+        for part in turn.parts:
+            if part.kind == "text":
+                parts.append(part)
+                continue
+            medium = next(given[part.kind])
+            own = medium.frames or (medium,)
+            placed += own
+            parts += [Part(one.kind) for one in own]
+        written.append(replace(turn, parts=tuple(parts)))
+    return written, placed
+
+
 def user_turn(text: str, media: Sequence[Medium]) -> Turn:
-    """What a user says about pictures and clips: in the places that the text marks by `<image>` and `<audio>`, as in
-    the records of training; without marks before the text, each on a line of its own, and without a text alone, as
+    """What a user says about media: in the places that the text marks by `<image>`, `<video>` and `<audio>`, as in the
+    records of training; without marks before the text, each on a line of its own, and without a text alone, as
     those of a caption.
 
     Raises:

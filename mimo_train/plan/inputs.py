@@ -3,6 +3,7 @@ so that `mimo-train check` reads samples exactly as training does."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from data.bounds import Bounds
 from data.catalogue.places import cache_folder
 from data.errors import DataError
 from data.fields import NO_FIELDS, Fields, read_fields
+from data.frames import Sampling
 from data.media.ground import colour_of
 from data.storage.url import Place
 from encoders.spec import (
@@ -28,7 +30,6 @@ from mimo_train.config.schema_mix import source_names
 
 if TYPE_CHECKING:
     from data.pipeline import Dataset, Media, Source
-    from data.sources import Shards
     from data.storage.file_cache import FileCache
     from data.tokens import Tokenizer
     from mimo_train.config.pretrained.directory import Directory
@@ -106,10 +107,20 @@ def bounds_of(cfg: ConfigContainer) -> Bounds:
     return Bounds(**asdict(cfg.data.bounds))
 
 
-def fields_of(cfg: ConfigContainer) -> Fields:
-    """`data.fields`, as the data path takes them; of a config with faults there none."""
+def sampling_of(cfg: ConfigContainer) -> Sampling:
+    """`data.video`, as the data path takes it."""
+    return Sampling(**asdict(cfg.data.video))
+
+
+def fields_of(cfg: ConfigContainer, source: Source) -> Fields:
+    """`data.fields` of a source, as the data path takes them."""
+    return _fields(cfg.data.fields) if source.fields is None else source.fields
+
+
+def _fields(given: Mapping[str, Any]) -> Fields:
+    """Those of a config; with faults there none."""
     try:
-        return read_fields(cfg.data.fields)
+        return read_fields(given)
     except DataError:
         return NO_FIELDS
 
@@ -135,7 +146,7 @@ def training_sources(cfg: ConfigContainer) -> list[Source]:
     if not data.mix:
         return [Source("", data.shards)]
     return [
-        Source(name, one.shards, f"data.mix[{at}].shards", one.weight)
+        Source(name, one.shards, f"data.mix[{at}].shards", one.weight, _fields(one.fields) if one.fields else None)
         for at, (name, one) in enumerate(zip(source_names(data.mix), data.mix, strict=True))
     ]
 
@@ -155,7 +166,8 @@ def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
         found += [HeldOutSet(one.name, key, one, data.validation_fraction) for one in sources]
     for name, one in data.validation.items():
         own = f"data.validation.{name}.shards"
-        found.append(HeldOutSet(name, own, Source("", one.shards, own)))
+        fields = _fields(one.fields) if one.fields else None
+        found.append(HeldOutSet(name, own, Source("", one.shards, own, fields=fields)))
     return found
 
 
@@ -164,12 +176,12 @@ def build_dataset(
     tokenizer: Any,
     *,
     held_out: HeldOutSet | None = None,
-    shards: Shards | None = None,
+    shards: Sequence[Source] | None = None,
 ) -> Dataset:
     """The training samples, or those of a held-out set: these in order, and with their texts.
 
     Args:
-        shards: instead of those of the config, all of one source.
+        shards: instead of those of the config.
 
     Raises:
         DataError: no shards, or one that cannot be used.
@@ -194,7 +206,8 @@ def build_dataset(
         held_fraction=held_out.fraction if held_out else data.validation_fraction,
         only_held=held_out is not None,
         ground=colour_of(data.background),
-        fields=fields_of(cfg),
+        fields=_fields(data.fields),
+        sampling=sampling_of(cfg),
         skip_null=data.null_captions == "skip",
         members_cache=members_cache(cfg),
     )
@@ -237,8 +250,11 @@ class OneShard:
 
     cfg: ConfigContainer
 
-    def __call__(self, shard: Place) -> Dataset:
-        return build_dataset(without_split(self.cfg), self._tokenizer, shards=[shard])
+    def __call__(self, shard: Place, fields: Fields | None = None) -> Dataset:
+        from data.sources import Source
+
+        shards = [Source("", [shard], fields=fields)]
+        return build_dataset(without_split(self.cfg), self._tokenizer, shards=shards)
 
     @cached_property
     def _tokenizer(self) -> Any:

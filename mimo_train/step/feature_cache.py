@@ -120,7 +120,7 @@ def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool
         "precision": cfg.train.precision,
         "te": te,
         "blind": cfg.data.blind,
-        "media": [READING, cfg.data.background, cfg.data.fields],
+        "media": [READING, cfg.data.background, asdict(cfg.data.video)],
         "weights": parts,
         "code": _code(module.encoders),
     }

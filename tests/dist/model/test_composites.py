@@ -188,7 +188,7 @@ def answer(cfg, steps) -> list[int]:
     """The greedy answer to the first question, with the cache of keys and values."""
     import tempfile
 
-    from data.records import Part, Turn
+    from data.conversation import Part, Turn
     from mimo_train.generation.answers import Answers
     from mimo_train.generation.decoder import Decoder
     from mimo_train.generation.options import Sampling

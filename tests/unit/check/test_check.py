@@ -117,18 +117,18 @@ def test_a_demo_is_never_made_over_other_shards(capsys):
 
 def test_members_that_are_not_read_are_named(capsys):
     """A picture that cannot be decoded does not vanish, so that its caption would become a plain text."""
-    shard(Path("a.tar"), *sound(), ("0009.mp4", b"video"), ("0009.txt", b"A text."))
+    shard(Path("a.tar"), *sound(), ("0009.avi", b"video"), ("0009.txt", b"A text."))
     code, out, _ = run(capsys, *on("a.tar"))
     assert code == 0
-    said = "members .mp4 (1) are not read: video, which is not decoded"
-    assert f"warning: data.shards: {said}" in out.splitlines()
+    said = "members .avi (1) are not read: video that is not decoded: convert it, video formats are m4v, mkv, mov"
+    assert any(line.startswith(f"warning: data.shards: {said}") for line in out.splitlines())
     for command in ("inspect", "verify"):
         assert main(["shards", command, "a.tar"]) == 0
         assert said in "".join(capsys.readouterr())
-    shard(Path("b.tar"), ("a.heic", picture()), ("a.txt", b"A cat."), ("b.HEIC", b"II*\0"), ("b.txt", b"A dog."))
+    shard(Path("b.tar"), ("a.heic", picture()), ("a.txt", b"A cat."), ("b.JXL", b"II*\0"), ("b.txt", b"A dog."))
     _, _, faults = run(capsys, *on("b.tar"))
     named, budget = faults
-    assert "key b: member .heic (4 bytes) cannot be decoded: convert it, image formats are avif, bmp, gif" in named
+    assert "key b: member .jxl (4 bytes) cannot be decoded: convert it, image formats are avif, bmp, gif" in named
     assert "1 of the first 2 samples" in budget
 
 

@@ -14,6 +14,7 @@ from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.same_run import resume_faults
 from mimo_train.config.compose import load, to_dict
 from mimo_train.config.fault import UserError
+from mimo_train.config.schema_mix import SourceConfig
 from tests.http_server import serving
 
 KEY = Key("language", "weight", WEIGHT)
@@ -56,7 +57,7 @@ def test_messages_name_the_key_of_the_place(overrides, key, tmp_path):
     assert [fault.key for fault in faults] == ["data.tokenizer", "data.shards", "run.seed"]
     other = {"run.dir": "checkpoint.dir", "checkpoint.dir": "run.dir"}[key]
     assert all(f"another {key}" in str(fault) and f"another {other}" not in str(fault) for fault in faults)
-    cfg.data.mix = {"text": {}}
+    cfg.data.mix = [SourceConfig("text")]
     assert resume_faults(tmp_path, record, cfg, data_fingerprint="c", text_fingerprint=None)[0].key == "data.mix"
 
 

@@ -121,11 +121,19 @@ def test_a_kind_that_has_no_counterpart_is_refused(dataset, words, tmp_path):
     assert words in str(error.value)
 
 
+def test_sources_of_a_mixture_have_their_own_fields(tmp_path):
+    energon(tmp_path / "one")
+    energon(tmp_path / "two", {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"})
+    cfg = config(f"data.shards={metadataset(tmp_path, {'blend': [{'path': 'one'}, {'path': 'two'}]})}")
+    assert cfg.data.fields == {} and cfg.data.mix[1].fields == {}
+    assert cfg.data.mix[0].fields["answer"] == "json[answers][0]"
+
+
 def test_sources_of_other_fields_are_not_read_by_the_same(tmp_path):
     one = energon(tmp_path / "one")
     two = energon(tmp_path / "two", {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"})
     assert energon_fields(two) == {}
-    with pytest.raises(ConfigError, match=r"data\.validation_shards.*one data.fields holds for all"):
+    with pytest.raises(ConfigError, match=r"data\.validation_shards.*one data.fields holds for both"):
         config(f"data.shards={one}", f"data.validation_shards={two}")
     with pytest.raises(ConfigError, match=r"data\.shards.*make each a source of data\.mix"):
         config(f"data.shards='{one},{two}'")

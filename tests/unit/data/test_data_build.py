@@ -114,7 +114,7 @@ BAD = [
     ({"image": "gone.png", "conversations": TALK}, "no file "),
     ({"image": "a/one.PNG", "conversations": TWO}, "2 image placeholder(s), but the sample has 1"),
     ({"conversations": TALK}, "1 image placeholder(s), but the sample has 0"),
-    ({"image": "a/one.heic", "conversations": TALK}, "a/one.heic is no image that can be decoded"),
+    ({"image": "a/one.jxl", "conversations": TALK}, "a/one.jxl is no image that can be decoded"),
     ({"image": "cut.jpg", "conversations": TALK}, "cut.jpg has no readable image header"),
     ({"image": 3, "conversations": TALK}, "image is neither the name of a file nor a list"),
     ({"image": "two.png", "images": ["two.png"], "conversations": TALK}, "has both image and images"),
@@ -216,7 +216,7 @@ def test_a_hugging_face_dataset_with_pictures_and_clips(name, media, tmp_path):
     built = build(folder, tmp_path / "out", media=media, columns=columns, question="What is it?")
     assert built.samples == {"train": 3}
     assert built.notes == [
-        "the column 'more' is left out: bytes of no kind that is known; --columns image=NAME or audio=NAME says what"
+        "the column 'more' is left out: bytes of no kind that is known; --columns image=NAME (video, audio) says what"
     ]
     samples = found(tmp_path / "out" / "train")
     assert [extents for extents, _ in samples] == [[5], [6], [8000]]

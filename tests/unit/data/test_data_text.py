@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from data.collate import collate, encode_prompt, stand_in, to_sample
+from data.conversation import Conversation, Part, Turn
 from data.errors import DataError, RecordError
-from data.records import Conversation, Part, Turn, parse_record
+from data.records import parse_record
 from data.tokens import build_tokenizer
 
 BYTES = build_tokenizer("bytes", ["<image>", "<dino>"])
@@ -200,7 +201,7 @@ def test_text_of_typed_parts_is_literal():
         (llava(("bird", "q"), ("gpt", "a")), 0, ["bird", r"conversations\[0\]"]),
         ({"conversations": []}, 0, ["not a list"]),
         ({"messages": [{"role": "user"}]}, 0, ["content"]),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 0, ["video"]),
+        ({"messages": [{"role": "user", "content": [{"type": "film"}]}]}, 0, ["film"]),
         ({"messages": [{"role": "user", "content": 7}]}, 0, ["neither text nor"]),
         ({"messages": [{"role": [], "content": "q"}]}, 0, ["unknown role"]),
         ({"image": "x"}, 0, ["none of conversations", "image"]),

@@ -6,10 +6,11 @@ import json
 import pytest
 
 from data.catalogue.catalogue import open_index
+from data.conversation import Part
 from data.errors import DataError, NothingToLearn, RecordError
 from data.fields import NO_FIELDS, read_fields
 from data.members import arrange, named_unread, unread
-from data.records import Part, parse_fields, parse_record
+from data.records import parse_fields, parse_record
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
 
@@ -38,10 +39,10 @@ def test_numbered_pictures_are_in_the_order_of_their_numbers_and_named_ones_besi
 
 
 def test_members_that_are_not_read_are_named_once_for_each_kind():
-    names = ["jpg", "mask.png", "mp4", "npy", "json", "txt", "meta.json", "xyz", "wav", "noise.wav"]
+    names = ["jpg", "mask.png", "mp4", "avi", "npy", "json", "txt", "meta.json", "xyz", "wav", "noise.wav"]
     assert dict(unread(names)) == {
         "mask.png": "a picture with a name, beside others without",
-        "mp4": "video, which is not decoded",
+        "avi": "video that is not decoded: convert it, video formats are m4v, mkv, mov, mp4, webm",
         "npy": "an array or a file of weights",
         "txt": "a record beside the one that is read",
         "meta.json": "a record beside the one that is read",
@@ -83,8 +84,8 @@ TALK = {"conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt"
         (["png"], {"image": "x/k.png"}, None),
         (["png", "mask.png"], {"mask": "k.mask.png"}, r"'mask' refers to the member \.mask\.png, which is not read"),
         (["png", "mask.png"], {"mask": "other.png"}, None),
-        (["png", "mp4"], {"video": "any.mp4"}, r"'video' refers to the member \.mp4, and nothing reads video"),
-        (["png", "mp4"], {"video": None}, None),
+        (["png", "avi"], {"video": "any.avi"}, r"'video' refers to the member \.avi, which is not read"),
+        (["png", "avi"], {"video": None}, None),
         (["png"], {"video": "where it came from"}, None),
     ],
 )
@@ -109,7 +110,7 @@ def test_files_of_a_record_in_another_order_than_the_members_are_bad(tmp_path, d
         assert (bad is None) if said is None else said in bad.reason
 
 
-@pytest.mark.parametrize("marker", ["<video>", "<speech>", "<image_1>", "<|image_1|>", "<image 2>", "<|audio|>"])
+@pytest.mark.parametrize("marker", ["<speech>", "<image_1>", "<|image_1|>", "<image 2>", "<|audio|>"])
 def test_a_marker_that_nothing_takes_is_never_text(marker):
     for record in (
         {"conversations": [{"from": "human", "value": f"{marker}\nq"}, {"from": "gpt", "value": "a"}]},

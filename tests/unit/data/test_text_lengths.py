@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from data.errors import DataError, RecordError
+from data.fields import NO_FIELDS
 from data.pipeline import Batching, Padding, Reader, StepLoader, TextLengths
 from data.text_lengths import _count_one
 from mimo_train.config.compose import load
@@ -158,5 +159,5 @@ def test_other_processes_can_count_for_a_run(tmp_path):
     write_tar(folder / "a,b-{0}.tar", [(f"{n}.json", chat("q", "a" * n)) for n in range(1, 4)])
     cfg = load("gpt_tiny", (f"data.shards={folder}", "data.demo=", "data.validation_shards="))
     (shard,) = folder.glob("*.tar")
-    assert _count_one(pickle.dumps(OneShard(cfg)), shard).samples == 3
+    assert _count_one(pickle.dumps(OneShard(cfg)), shard, NO_FIELDS).samples == 3
     assert counted(OneShard(cfg)(shard)) == 0

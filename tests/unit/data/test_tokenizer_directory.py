@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from data.conversation import Conversation, Part, Turn
 from data.errors import DataError
 from data.placeholders import Placeholder
-from data.records import Conversation, Part, Turn
 from data.tokenizer_directory import make_readable_by_version_4, write_tokenizer
 from data.tokens import build_tokenizer
 from tests.unit.data.chat_templates import CHATML, LLAMA, save_tokenizer

@@ -7,8 +7,9 @@ import torch
 from PIL import Image
 
 from data.collate import encode_prompt
+from data.conversation import Part, Turn, split_markers
 from data.errors import DecodeError
-from data.records import Part, Turn, parse_record, split_markers
+from data.records import parse_record
 from mimo_train.commands.generate import _converse
 from mimo_train.config.fault import UserError
 from mimo_train.generation.answers import Answers
@@ -18,6 +19,7 @@ from mimo_train.generation.prompts import Prompts, user_turn
 from mimo_train.generation.sampling import Sampler
 from mimo_train.plan.inputs import tokenizer_of
 from tests.unit.configs import load
+from tests.videos import make_video
 
 CFG = load("vlm_digits", "data.sequence_length=120")
 TOKENIZER = tokenizer_of(CFG)
@@ -125,7 +127,7 @@ def test_a_message_that_fails_is_forgotten(prompts, picture):
         ("<image> <image>?", 1, "2 <image>, and 1 picture"),
         ("<image>?", 0, "1 <image>, and 0 picture"),
         ("<image> <audio>?", 1, "1 <audio>, and 0 clip"),
-        ("<image> <video>?", 1, "the message has <video>"),
+        ("<image> <video>?", 1, "1 <video>, and 0 video"),
     ],
 )
 def test_marks_without_media_are_named(text, media, said, prompts, picture):
@@ -202,3 +204,20 @@ def test_a_conversation_goes_on_after_errors_and_an_interrupt(prompts, picture, 
 def test_an_interrupt_ends_what_is_no_conversation(prompts):
     with pytest.raises(KeyboardInterrupt):
         answers_of(Scripted("so\3"))(prompts.of_text("Hello"))
+
+
+def test_a_video_is_its_pictures_where_it_is_marked(prompts, picture, tmp_path):
+    pytest.importorskip("av")
+    (tmp_path / "film.mp4").write_bytes(make_video())
+    film, still = prompts.medium("video", tmp_path / "film.mp4"), prompts.medium("image", picture("red"))
+    assert len(film.frames) == 3  # a second each
+    turn = user_turn("Is <image> in <video>?", [film, still])
+    own = prompts.of_conversation([turn], [film, still])
+    same = [Part("text", "Is "), Part("image"), Part("text", " in "), *[Part("image")] * 3, Part("text", "?")]
+    written = prompts.of_conversation([Turn("user", tuple(same))], [still, *film.frames])
+    assert own.ids == written.ids and own.rows["images"] == written.rows["images"] > 0
+    assert torch.equal(own.inputs["images"]["images"]["pixels"], written.inputs["images"]["images"]["pixels"])
+    assert user_turn("q", [film]).parts == (Part("video"), Part("text", "\nq"))
+    (tmp_path / "film.mp4").write_bytes(make_video()[:-9])
+    with pytest.raises(UserError, match="no readable header of a video"):
+        prompts.medium("video", tmp_path / "film.mp4")

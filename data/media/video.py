@@ -1,0 +1,189 @@
+"""Videos -> pictures: MP4, MOV, WebM and Matroska, decoded by PyAV (the extra `video`).
+
+Of a video only what its own header parser understands is handed to libavformat, which is told the container: what it
+would find out by itself may be a list of other files, or of addresses, to open.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+
+from data.bounds import BOUNDS, Bounds
+from data.errors import DecodeError, reason_of
+from data.media.video_headers import VideoHeader, parse_video_header_bytes
+
+_CODED_MORE = 1 << 20  # pixels that are coded around those that are shown
+
+
+class _Packets(NamedTuple):
+    """What the packets of a stream say, in its units."""
+
+    shown: list[int]
+    """When its pictures are shown, ascending."""
+    keys: list[tuple[int, int]]
+    """(shown, decoded) of those that need no other, ascending."""
+    end: Fraction
+    """Seconds from the first picture to the end of the last."""
+    longest: Fraction
+    """Seconds that one picture is shown at most."""
+
+
+def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[torch.Tensor]:
+    """The pictures that are shown in the middle of `count` equal parts of a video, uint8 [3, H, W] each, RGB, upright,
+    in their order: one that is shown longer comes several times.
+
+    Raises DecodeError: damaged, of another length or size than its header says, above its bounds, or PyAV is not
+    installed; MemoryShortage.
+    """
+    header = parse_video_header_bytes(raw)
+    if header is None:
+        raise DecodeError(f"no header of a video that can be decoded in {len(raw)} bytes")
+    above = bounds.of_picture(header.height, header.width) or bounds.of_video(len(raw), header.milliseconds)
+    if above := above or bounds.of_frames(header.frames):
+        raise DecodeError(above)
+    try:
+        import av
+    except ImportError as error:
+        raise DecodeError("PyAV, which decodes videos, is not installed: pip install 'mimo-train[video]'") from error
+    film = None
+    try:
+        with _opened(av, raw, header) as file:
+            packets = _packets(file, header, bounds)
+            unit = file.streams.video[0].time_base
+        _require_length(packets, header)
+        film = _Film(av, raw, header, packets.keys, bounds)
+        for at in range(count):
+            middle = Fraction((2 * at + 1) * header.milliseconds, 2000 * count)
+            # The last that has begun by then.
+            place = bisect_right(packets.shown, packets.shown[0] + middle / unit) - 1
+            yield _upright(film.shown_at(packets.shown[place]), header)
+    except DecodeError:
+        raise
+    except Exception as error:  # av.FFmpegError, and what else there may be: the bytes are damaged
+        raise DecodeError(f"cannot decode {len(raw)} bytes of video: {reason_of(error)}") from error
+    finally:
+        if film is not None:
+            film.close()
+
+
+def _opened(av: Any, raw: bytes, header: VideoHeader) -> Any:
+    # libavformat decodes the first pictures to look at them, whatever their size.
+    largest = {"max_pixels": str(header.height * header.width + _CODED_MORE)}
+    file = av.open(io.BytesIO(raw), format=header.container, options=largest, io_open=_no_other_file)
+    context = file.streams.video[0].codec_context
+    context.thread_count = 1  # several samples are decoded at once
+    context.options = {"err_detect": "explode"} | largest  # what is damaged would be made up from other pictures
+    return file
+
+
+def _no_other_file(url: str, flags: int, options: Any) -> Any:
+    raise DecodeError("it refers to another file")
+
+
+def _packets(file: Any, header: VideoHeader, bounds: Bounds) -> _Packets:
+    stream = file.streams.video[0]
+    # A file of Matroska is as long as the longest of its tracks.
+    taken = [stream] if header.container == "mov" else [*file.streams.video, *file.streams.audio]
+    shown, keys, ends, longest, number = [], [], [Fraction(0)], Fraction(0), 0
+    for packet in file.demux(taken):
+        if packet.pts is None or packet.is_discard:
+            continue
+        number += 1
+        if above := bounds.of_frames(number):
+            raise DecodeError(above)
+        ends.append((packet.pts + (packet.duration or 0)) * packet.time_base)
+        if packet.stream_index != stream.index:
+            continue
+        longest = max(longest, (packet.duration or 0) * packet.time_base)
+        shown.append(packet.pts)
+        if packet.is_keyframe:
+            # Places in a file of MP4 are found by when they are decoded.
+            keys.append((packet.pts, packet.dts if header.container == "mov" else packet.pts))
+    if not shown or not keys:
+        raise DecodeError("no picture in it")
+    shown.sort()
+    steps = (after - before for before, after in zip(shown[:-1], shown[1:], strict=True))
+    longest = max(longest, max(steps, default=0) * stream.time_base)
+    return _Packets(shown, sorted(keys), max(ends) - shown[0] * stream.time_base, longest)
+
+
+def _require_length(packets: _Packets, header: VideoHeader) -> None:
+    """Raises DecodeError for another length than the header says, which is what was planned with."""
+    said = Fraction(header.milliseconds, 1000)
+    if abs(packets.end - said) > said / 50 + 2 * packets.longest:
+        raise DecodeError(
+            f"its header says that it lasts {float(said):.2f} s, and its pictures end after {float(packets.end):.2f} s"
+        )
+
+
+class _Film:
+    """A video that is decoded forwards, from one key picture to the next where those between are not needed."""
+
+    def __init__(
+        self, av: Any, raw: bytes, header: VideoHeader, keys: Sequence[tuple[int, int]], bounds: Bounds
+    ) -> None:
+        self._open = lambda: _opened(av, raw, header)
+        self._keys, self._jumps = keys, True
+        self._reached = keys[0][0]
+        self._left, self._each, self._bounds = bounds.video_pixels, header.height * header.width, bounds
+        self._begin()
+
+    def shown_at(self, time: int) -> Any:
+        """The picture that is shown at a time, which is not before the one of the last call. Raises DecodeError."""
+        key = self._keys[max(bisect_right(self._keys, time, key=lambda one: one[0]) - 1, 0)]
+        if self._jumps and key[0] > self._reached:
+            self._file.seek(key[1], stream=self._file.streams.video[0])
+            self._frames, self._held, self._ahead = self._decoded(), None, None
+            self._reached = key[0]
+        while self._held is None or self._held.pts < time:
+            frame = self._ahead or next(self._frames, None)
+            self._ahead = None
+            if frame is None:
+                break
+            if frame.pts > time:
+                self._ahead = frame
+                break
+            self._held = frame
+            self._reached = max(self._reached, frame.pts)
+        if self._held is not None:
+            return self._held
+        if not self._jumps:
+            raise DecodeError("a picture of it cannot be decoded")
+        # What says that it needs no picture before it does: from the beginning, then.
+        self._jumps = False
+        self.close()
+        self._begin()
+        return self.shown_at(time)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _begin(self) -> None:
+        self._file = self._open()
+        self._frames, self._held, self._ahead = self._decoded(), None, None
+        self._reached = self._keys[0][0]
+
+    def _decoded(self) -> Iterator[Any]:
+        for frame in self._file.decode(video=0):
+            self._left -= self._each
+            if self._left < 0:
+                raise DecodeError(self._bounds.of_video_pixels(self._bounds.video_pixels - self._left))
+            if frame.is_corrupt:
+                raise DecodeError(f"the picture at {float(frame.time or 0):.2f} s is damaged")
+            if frame.pts is not None:
+                yield frame
+
+
+def _upright(frame: Any, header: VideoHeader) -> torch.Tensor:
+    picture = torch.from_numpy(frame.to_ndarray(format="rgb24", threads=1)).permute(2, 0, 1)
+    picture = torch.rot90(picture, -header.turns, (1, 2))
+    if tuple(picture.shape) != (3, header.height, header.width):
+        raise DecodeError(f"decoded to {tuple(picture.shape)}, but its header says {(3, header.height, header.width)}")
+    return picture

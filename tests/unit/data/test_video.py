@@ -1,0 +1,282 @@
+"""Videos are as many pictures as `data.video` says: which, in which order, and what of them is bad."""
+
+import io
+import json
+import random
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from data.bounds import Bounds
+from data.errors import DecodeError
+from data.fields import read_fields
+from data.frames import Sampling
+from data.media.video import decode_video
+from data.media.video_headers import parse_video_header_bytes
+from mimo_train.cli import main
+from tests.tars import write_tar
+from tests.unit.data.helpers import chat, encode_picture, images
+from tests.videos import STEP, make_video
+
+av = pytest.importorskip("av")
+
+TWO = Sampling(frames_per_second=1.0, max_frames=2)
+
+
+def shown(raw, count, bounds=None):
+    """Which of the pictures of `make_video` are read."""
+    return [round(float(one.float().mean()) / STEP) for one in decode_video(raw, count, bounds or Bounds())]
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    [
+        ("mp4", "mpeg4"),
+        ("mov", "libx264"),
+        ("mp4", "libx265"),
+        ("webm", "libvpx"),
+        ("webm", "libvpx-vp9"),
+        ("mkv", "libx264"),
+    ],
+)
+def test_pictures_are_those_in_the_middle_of_equal_parts(kind, codec):
+    raw = make_video(kind, codec)
+    header = parse_video_header_bytes(raw)
+    assert (header.height, header.width, header.milliseconds, header.turns) == (48, 64, 3000, 0)
+    assert shown(raw, 1) == [15] and shown(raw, 3) == [5, 15, 25] and shown(raw, 6) == [2, 7, 12, 17, 22, 27]
+    # More than it has: each comes several times.
+    assert shown(raw, 60) == [at // 2 for at in range(60)]
+    (picture,) = decode_video(raw, 1)
+    assert picture.dtype == torch.uint8 and tuple(picture.shape) == (3, 48, 64)
+
+
+def test_the_number_of_pictures_follows_from_length_and_config():
+    sampling = Sampling(frames_per_second=2.0, max_frames=5)
+    lengths = [1, 499, 500, 999, 1000, 2499, 2500, 60_000, 2**31 - 1]
+    assert [sampling.count(one) for one in lengths] == [1, 1, 1, 1, 2, 4, 5, 5, 5]
+    assert sampling.counts(np.array(lengths)).tolist() == [sampling.count(one) for one in lengths]
+    assert Sampling(29.97, 10**6).count(100_000) == 2997
+
+
+def test_only_what_is_needed_is_decoded():
+    raw = make_video(pictures=120, key_every=10)
+    few = Bounds(video_pixels=22 * 48 * 64)
+    assert [at % 32 for at in (30, 90)] == shown(raw, 2, few)
+    without = make_video(pictures=120, key_every=1000)
+    with pytest.raises(DecodeError, match=r"pixels are decoded: 70656, above data\.bounds\.video_pixels 67584"):
+        shown(without, 2, few)
+
+
+@pytest.mark.parametrize(("matrix", "turns"), [((0, 1, -1, 0), 1), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 3)])
+def test_a_video_is_upright(matrix, turns):
+    raw, noise = bytearray(make_video(seed=1)), list(decode_video(make_video(seed=1), 2))
+    at = raw.index(b"tkhd") + 44
+    a, b, c, d = (one << 16 for one in matrix)
+    raw[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    header = parse_video_header_bytes(bytes(raw))
+    assert (header.height, header.width) == ((64, 48) if turns % 2 else (48, 64))
+    turned = list(decode_video(bytes(raw), 2))
+    assert all(torch.equal(one, torch.rot90(other, -turns, (1, 2))) for one, other in zip(turned, noise, strict=True))
+    # As libavformat has it, counted the other way.
+    with av.open(io.BytesIO(bytes(raw))) as file:
+        assert (next(file.decode(video=0)).rotation + 90 * turns) % 360 == 0
+    raw[at : at + 4] = struct.pack(">i", 5)
+    assert parse_video_header_bytes(bytes(raw)) is None
+
+
+def lying(raw, mark, skip, form, value):
+    changed = bytearray(raw)
+    at = raw.index(mark) + len(mark) + skip
+    changed[at : at + struct.calcsize(form)] = struct.pack(form, value)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_lengths_and_sizes_that_are_not_so_are_bad(kind):
+    raw = make_video(kind, "libvpx" if kind == "webm" else "mpeg4", height=272, width=272)
+    length = (b"\x44\x89\x88", 0, ">d") if kind == "webm" else (b"elst", 8, ">I")
+    for milliseconds in (300, 60_000) if kind == "webm" else (60_000,):
+        lie = lying(raw, *length, milliseconds)
+        assert parse_video_header_bytes(lie).milliseconds == milliseconds
+        with pytest.raises(DecodeError, match=rf"lasts {milliseconds / 1000:.2f} s, and its pictures end after 3.00 s"):
+            shown(lie, 2)
+    width = (b"\xb0\x82", 0, ">H") if kind == "webm" else (b"mp4v", 28 - 4, ">H")
+    at = raw.index(b"stsd") if kind == "mp4" else 0
+    lie = raw[:at] + lying(raw[at:], *width, 16)
+    assert parse_video_header_bytes(lie).width == 16 or parse_video_header_bytes(lie).height == 16
+    with pytest.raises(DecodeError):
+        shown(lie, 2)
+
+
+def test_a_file_that_is_cut_or_damaged_is_bad_and_nothing_else():
+    draw = random.Random(5)
+    for kind, codec in (("mp4", "libx264"), ("webm", "libvpx-vp9"), ("mov", "mpeg4")):
+        raw = make_video(kind, codec, seed=3)
+        for cut in (0, 3, 11, 40, len(raw) // 2, len(raw) - 1):
+            assert parse_video_header_bytes(raw[:cut]) is None
+            with pytest.raises(DecodeError, match="no header"):
+                shown(raw[:cut], 2)
+        for _ in range(40):
+            broken = bytearray(raw)
+            for _ in range(draw.choice([1, 8, 200])):
+                broken[draw.randrange(len(raw))] = draw.randrange(256)
+            try:
+                assert len(shown(bytes(broken), 3)) == 3
+            except DecodeError:
+                pass
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", b"ffconcat version 1.0\nfile /etc/passwd\n", b"\x1aE\xdf\xa3" * 9],
+)
+def test_lists_of_other_files_are_not_opened(raw):
+    with pytest.raises(DecodeError, match="no header"):
+        shown(raw, 1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "said"),
+    [
+        ({"pixels": 3000}, r"48 x 64 pixels are 3072, above data\.bounds\.pixels 3000"),
+        ({"seconds": 2.5}, r"its length in seconds is 3, above data\.bounds\.seconds 2\.5"),
+        ({"video_bytes": 1000}, r"its bytes are \d+, above data\.bounds\.video_bytes 1000"),
+        ({"video_frames": 29}, r"its pictures are 30, above data\.bounds\.video_frames 29"),
+        ({"video_pixels": 9000}, r"pixels are decoded: 9216, above data\.bounds\.video_pixels 9000"),
+        ({"placeholders": 1}, r"its pictures and clips are 2, above data\.bounds\.placeholders 1"),
+    ],
+)
+def test_what_is_above_a_bound_is_bad_with_its_number(bound, said, dataset, tmp_path):
+    path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
+    data = dataset(path, bounds=Bounds(**bound), sampling=TWO, max_bad_samples=1)
+    bad = data.read_media(0, "images")[1]
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(bad.reason)
+    by_index = bound.keys() & {"pixels", "seconds", "video_bytes", "placeholders"}
+    assert (data.outline(0).bad_reason is not None) == bool(by_index)
+    assert data.plan_step(0, 1).tokens["images"].tolist() == [0 if by_index else 8]
+
+
+def test_a_video_is_its_pictures_in_every_part_of_a_sample(dataset, tmp_path):
+    still, film = encode_picture(20, 30, "PNG", value=7), make_video()
+    samples = [
+        [("a.mp4", film), ("a.json", chat("<video>\nq", "a"))],
+        [("b.0.png", still), ("b.1.mp4", film), ("b.json", chat("see <image> and <video>?", "a"))],
+        [("c.mp4", film), ("c.png", still), ("c.json", chat("<video>then<image>", "a"))],
+        [("d.0.mp4", film), ("d.1.mp4", make_video(pictures=10)), ("d.txt", b"two films")],
+        [("e.0.png", still), ("e.1.png", still), ("e.2.png", still), ("e.json", chat("<image>or<video>", "a"))],
+        [("f.webm", make_video("webm", "libvpx")), ("f.json", json.dumps({"messages": TYPED}).encode())],
+    ]
+    path = write_tar(tmp_path / "s.tar", [member for sample in samples for member in sample])
+    data = dataset(path, sampling=TWO, sequence_length=90, shuffle=False)
+    counts = [2, 3, 3, 3, 3, 2]
+    grey = [[7, 22], [None, 7, 22], [7, 22, None], [7, 22, 5], [None] * 3, [7, 22]]
+    step = data.plan_step(0, 6)
+    for number, count in enumerate(counts):
+        sample, bad = data.read_text(number)
+        assert bad is None, bad
+        pictures, bad = data.read_media(number, "images")
+        assert bad is None and len(pictures) == count
+        assert (sample.input_ids == data.tokenizer.placeholder_id("<image>")).sum() == 4 * count
+        found = [round(float(one.float().mean()) / STEP) for one in pictures]
+        assert found == [round(7 / STEP) if value is None else value for value in grey[number]]
+        assert step.tokens["images"][number] == data.token_counts(number)["images"] == 4 * count
+        assert data.length_of(0, number) == sample.length
+    # Where the text marks them, one behind the other.
+    placeholder = data.tokenizer.placeholder_id("<image>")
+    text = data.read_text(2)[0].input_ids.tolist()
+    first = text.index(placeholder)
+    assert text[first : first + 8] == [placeholder] * 8 and bytes(text[first + 8 : first + 12]) == b"then"
+    other = dataset(path, sampling=Sampling(2.0, 4), sequence_length=90, shuffle=False)
+    assert other.lengths_key(0) != data.lengths_key(0) and len(other.read_media(0, "images")[0]) == 4
+
+
+TYPED = [
+    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "q"}]},
+    {"role": "assistant", "content": "a"},
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "said"),
+    [
+        (["mp4"], "q", r"0 video placeholder\(s\), but the sample has 1 video member"),
+        (["mp4"], "<video><video>q", r"2 video placeholder\(s\), but the sample has 1"),
+        (["mp4", "png"], "<image><video>q", r"marks <image>, <video>, and the members are \.mp4, \.png in this order"),
+        (["png"], "<video>q", r"no numbered pictures .* \(its pictures: \.png\)"),
+        (["0.png", "1.png"], "<video>and<video>q", r"has 2 <video>, but the sample has no video member"),
+        (["0.png", "1.png"], "<image><image><video>q", "no numbered pictures"),
+        ([], "<video>q", r"\(its pictures: none\)"),
+        (["avi"], "<video>q", r"\(its pictures: none\)"),
+        (["clip.mp4", "mp4"], "<video><video>q", "2 video placeholder"),
+    ],
+)
+def test_videos_that_do_not_fit_their_record_are_bad(names, asked, said, dataset, tmp_path):
+    media = [(f"k.{name}", encode_picture(8, 8, "PNG") if "png" in name else make_video()) for name in names]
+    path = write_tar(tmp_path / "s.tar", [*media, ("k.json", chat(asked, "a"))])
+    bad = dataset(path, sampling=TWO).read_text(0)[1]
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(bad.reason)
+
+
+def test_a_run_without_pictures_takes_no_video(dataset, tmp_path):
+    path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
+    assert "1 video member(s), but no module" in dataset(path, media=(), max_bad_samples=1).read_text(0)[1].reason
+
+
+def test_fields_say_which_videos_are_read(dataset, tmp_path):
+    members = [("k.mp4", make_video()), ("k.jpg", encode_picture(8, 8)), ("k.json", chat("<image>q", "a"))]
+    path = write_tar(tmp_path / "s.tar", members)
+    data = dataset(path, fields=read_fields({"conversations": "json[conversations]", "image": "jpg"}))
+    assert data.read_text(0)[1] is None and len(data.read_media(0, "images")[0]) == 1
+    assert list(data.unread_members()) == [("mp4", "a video that data.fields does not name")]
+    write_tar(path, [*members[:2], ("k.json", chat("<video>q", "a"))])
+    data = dataset(path, fields=read_fields({"conversations": "json[conversations]", "video": "mp4"}), sampling=TWO)
+    assert data.read_text(0)[1] is None and len(data.read_media(0, "images")[0]) == 2
+    assert data.plan_step(0, 1).tokens["images"].tolist() == [8]
+
+
+def test_without_its_library_a_video_is_bad_and_names_the_extra(dataset, tmp_path, monkeypatch):
+    path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
+    monkeypatch.setitem(sys.modules, "av", None)
+    data = dataset(path, sampling=TWO)
+    assert data.read_text(0)[1] is None
+    zeros, bad = data.read_media(0, "images")
+    assert len(zeros) == 2 and "pip install 'mimo-train[video]'" in bad.reason
+
+
+def test_a_video_is_decoded_once_for_a_module(dataset, tmp_path, monkeypatch):
+    from data.media import decode
+
+    calls = []
+    real = decode.decode_video
+    monkeypatch.setattr(decode, "decode_video", lambda *given: calls.append(given[1]) or real(*given))
+    path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
+    tiles = images(side=16)
+    assert len(dataset(path, media=(tiles,), sampling=TWO).media(0, "images")) == 2
+    assert calls == [2]
+
+
+def test_commands_know_videos(tmp_path, capsys):
+    path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
+    assert main(["shards", "verify", str(path)]) == 0 and main(["shards", "inspect", str(path)]) == 0
+    assert ".mp4 48x64, 3.00 s" in capsys.readouterr().out
+    path = write_tar(tmp_path / "t.tar", [("k.mp4", make_video()[:-9]), ("k.json", chat("<video>q", "a"))])
+    assert main(["shards", "verify", str(path)]) == 1
+    assert "no header of a video" in capsys.readouterr().out
+
+
+def test_shards_are_built_of_records_with_videos(tmp_path):
+    (tmp_path / "one.mp4").write_bytes(make_video())
+    records = [
+        {"video": "one.mp4", "caption": "a film"},
+        {"video": ["one.mp4"], "conversations": json.loads(chat("<video>q", "a"))["conversations"]},
+    ]
+    (tmp_path / "records.json").write_text(json.dumps(records))
+    assert main(["shards", "build", str(tmp_path / "records.json"), "--to", str(tmp_path / "out")]) == 0
+    assert main(["shards", "verify", str(tmp_path / "out" / "train")]) == 0
+    (tmp_path / "one.mp4").write_bytes(make_video()[:-50])
+    assert main(["shards", "build", str(tmp_path / "records.json"), "--to", str(tmp_path / "other")]) != 0
