@@ -98,6 +98,12 @@ def test_a_task_for_each_rank_is_handed_on(checkout):
     assert "--ntasks-per-node=8 " in run and "--ntasks-per-node=1 " in ask
 
 
+def test_each_node_stages_before_the_run(checkout):
+    _, (stage, run, *_) = submitted(checkout, SLURM_NNODES="2", MIMO_STAGE="cp -r /a /b")
+    assert stage == "srun --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c cp -r /a /b"
+    assert run.endswith("scripts/train_vlm.sh")
+
+
 def test_whether_to_start_again_is_asked_in_the_environment_of_the_run(checkout):
     assert started(checkout, "scripts/slurm/requeue.sh 137 my.yaml a=1") == (
         "-P -m mimo_train.cli launch requeue 137 my.yaml a=1"

@@ -129,6 +129,12 @@ def test_the_command_line_comes_behind_the_layouts():
     assert launch_of("vlm_digits", [LAYOUTS, "train.micro_batch_size=2"], 1, {}).cfg.train.micro_batch_size == 2
 
 
+@pytest.mark.parametrize("change", ["train.global_batch_size=8", "optim.lr=1", "data=text", "run.seed=3"])
+def test_a_layout_changes_nothing_else(change):
+    with pytest.raises(UserError, match=r"launch.layouts.2: changes (\w+\.)+\w+.*, and with it the run"):
+        launch_of("vlm_digits", [f"launch.layouts={{2: two_processes {change}}}"], 2, {})
+
+
 def test_another_number_of_nodes_is_an_error():
     with pytest.raises(UserError, match="launch.layouts: has layouts for 1, 2 nodes, and this run has 3"):
         launch_of("vlm_digits", [LAYOUTS], 3, {})
