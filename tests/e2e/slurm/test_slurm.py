@@ -127,6 +127,28 @@ def test_a_job_ends_at_the_second_of_two_equal_failures(cluster, submit, tmp_pat
     assert outcomes(run) == ["failure at step 7: RuntimeError: broken"] * 2
 
 
+def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, submit, tmp_path):
+    run = ["vlm_digits", "train.iters=60", "checkpoint.save_interval=10"]
+    alone = submit(["--nodes=1", "--time=9"], *run, "layout=one_process", f"run.dir={tmp_path}/alone")
+    require_state(cluster, alone, "COMPLETED")
+    layouts = "launch.layouts={3: images_dp1_language_dp2, 2: two_processes}"
+    fewer = tmp_path / "fewer"
+    slow = "train.callbacks=[test_callbacks:Slow]"
+    job = submit(["--nodes=2-3", "--time=9"], *run, layouts, slow, f"run.dir={fewer}")
+    until("steps on three nodes", lambda: steps_of(fewer) > 25)
+    cluster.kill_node("n3")
+    require_state(cluster, job, "PENDING")
+    until("that the node is missed", lambda: "down" in cluster.state("node"))
+    cluster.start_now(job)
+    require_state(cluster, job, "RUNNING")
+    require_state(cluster, job, "COMPLETED")
+    cluster.start_node("n3")
+    worlds = [line.facts["world_size"] for line in events_of(fewer) if line.kind == "start"]
+    assert worlds == ["3", "2"]
+    for one, other in zip(curve(fewer), curve(tmp_path / "alone"), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
 def test_every_task_is_a_rank_with_a_gpu_of_its_own(cluster, submit, tmp_path):
     run = tmp_path / "run"
     options = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpus-per-task=1", "--time=9"]
