@@ -89,12 +89,12 @@ def _line_of_task(environment: Mapping[str, str]) -> list[str]:
         return []
     task = number("SLURM_ARRAY_TASK_ID", environment.get("SLURM_ARRAY_TASK_ID", ""), 1)
     try:
-        lines = Path(file).read_text().splitlines()
-        return shlex.split(lines[task - 1])
+        lines = [shlex.split(line) for line in Path(file).read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(f"{ARRAY_FILE} is {file}: {error}") from error
-    except IndexError as error:
-        raise UserError(f"{ARRAY_FILE} is {file}, which has {len(lines)} lines, and this is task {task}") from error
+    if task > len(lines):
+        raise UserError(f"{ARRAY_FILE} is {file}, which has {len(lines)} lines, and this is task {task}")
+    return lines[task - 1]
 
 
 def command(config: str, overrides: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -74,8 +74,9 @@ def _pmi(environment: Environment) -> Tasks | None:
 
 
 def _slurm(environment: Environment) -> Tasks | None:
-    """Of a job step. A batch script and a shell of salloc have variables too, and are no tasks of the job."""
-    if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys():
+    """Of a job step. A batch script and shells of salloc and `srun --pty` have variables too, and are no tasks."""
+    is_step = {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys()
+    if not is_step or "SLURM_PTY_PORT" in environment:
         return None
     on_nodes = [*_counts(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))]
     if len({*on_nodes}) > 1:

@@ -135,6 +135,27 @@ def test_a_layout_changes_nothing_else(change):
         launch_of("vlm_digits", [f"launch.layouts={{2: two_processes {change}}}"], 2, {})
 
 
+def test_an_override_with_dots_takes_the_place_of_a_layout():
+    launch = launch_of("vlm_digits", ["launch.layouts={2: two_processes}", "launch.layouts.2=one_process"], 2, {})
+    assert launch.cfg.launch.layouts == {2: "one_process"} and launch.overrides[0] == "layout=one_process"
+
+
+@pytest.mark.parametrize(
+    ("layouts", "words"),
+    [
+        ("{a: one_process}", "launch.layouts: must be a mapping whose keys are whole numbers"),
+        ("{0: one_process}", "launch.layouts.0: the number of nodes must be at least 1"),
+        ("""{2: "a 'b"}""", 'launch.layouts.2: is "a \'b": No closing quotation'),
+        ("{2: 'launch.layouts={}'}", "launch.layouts.2: changes launch.layouts, which has been read"),
+        ("{2: nowhere}", "layout: no layout named 'nowhere'"),
+    ],
+)
+def test_layouts_that_cannot_be_are_named(layouts, words):
+    with pytest.raises(UserError) as raised:
+        launch_of("vlm_digits", [f"launch.layouts={layouts}"], 2, {})
+    assert words in str(raised.value)
+
+
 def test_another_number_of_nodes_is_an_error():
     with pytest.raises(UserError, match="launch.layouts: has layouts for 1, 2 nodes, and this run has 3"):
         launch_of("vlm_digits", [LAYOUTS], 3, {})
@@ -155,10 +176,11 @@ def test_tasks_of_an_array_have_folders_and_lines_of_their_own(tmp_path):
         ({"SLURM_ARRAY_TASK_ID": "3"}, ["has 2 lines", "task 3"]),
         ({"SLURM_ARRAY_TASK_ID": "0"}, ["SLURM_ARRAY_TASK_ID is '0'", "at least 1"]),
         ({}, ["SLURM_ARRAY_TASK_ID is ''"]),
+        ({"SLURM_ARRAY_TASK_ID": "1", "MIMO_ARRAY_FILE": "nowhere.txt"}, ["nowhere.txt", "No such file"]),
     ],
 )
 def test_a_task_without_a_line_is_an_error(tmp_path, variables, words):
     (tmp_path / "sweep.txt").write_text("a=1\nb=2\n")
     with pytest.raises(UserError) as raised:
-        launch_of("vlm_digits", [], 1, variables | {"MIMO_ARRAY_FILE": str(tmp_path / "sweep.txt")})
+        launch_of("vlm_digits", [], 1, {"MIMO_ARRAY_FILE": str(tmp_path / "sweep.txt")} | variables)
     assert all(word in str(raised.value) for word in words), raised.value

@@ -70,8 +70,9 @@ def test_what_srun_sets_for_pmi_is_not_taken_for_mpiexec():
 
 @pytest.mark.parametrize(
     "variables",
-    [{}, {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, {"SLURM_JOB_ID": "1"}],
-    ids=["nothing", "a batch script", "a shell of salloc"],
+    [{}, {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, {"SLURM_JOB_ID": "1"}]
+    + [SLURM | {"SLURM_PTY_PORT": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}],
+    ids=["nothing", "a batch script", "a shell of salloc", "a shell of srun"],
 )
 def test_what_is_no_task(variables):
     assert tasks_of(variables) is None
