@@ -17,14 +17,15 @@ def add_layouts(report: Report, config: str, overrides: Sequence[str], cfg: Conf
     """
     if any(fault.key.startswith("launch.") for fault in report.faults):
         return
-    rows = []
+    rows, known = [], [*report.faults]
     for nodes in sorted(cfg.launch.layouts):
         key = f"launch.layouts.{nodes}"
         try:
             changed = launch_of(config, overrides, nodes, {}).cfg
             per_node = processes_per_node(changed, nodes)
         except ConfigError as error:
-            report.faults += [fault if fault.key == key else Fault(key, str(fault)) for fault in error.faults]
+            own = [fault for fault in error.faults if fault not in known]  # and not those of every layout
+            report.faults += [fault if fault.key == key else Fault(key, str(fault)) for fault in own]
         except UserError as error:
             report.faults.append(Fault(key, str(error)))
         else:

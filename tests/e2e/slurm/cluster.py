@@ -6,7 +6,6 @@ It needs the programs of slurm and munge (of Debian: slurm-wlm and munge), whose
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -21,6 +20,7 @@ from tests.hang import HANG_SECONDS
 
 NODES = ("n1", "n2", "n3")
 PLACES = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin"])
+MUNGE_FILES = ("socket", "key-file", "pid-file", "log-file", "seed-file")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 
 CONFIG = """
@@ -107,11 +107,12 @@ class Cluster:
         with suppress(subprocess.SubprocessError):
             self.run("scancel", f"--user={getpass.getuser()}")
             until("the end of all jobs", lambda: not self.run("squeue", "--noheader"))
-        for process in [*self._of_jobs(), *map(_psutil, reversed(self._daemons.values()))]:
+        for process in self._of_jobs():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        for daemon in self._daemons.values():
-            daemon.wait()
+        for daemon in reversed(self._daemons.values()):
+            daemon.terminate()
+            daemon.wait(timeout=HANG_SECONDS)
 
     def start_node(self, name: str) -> None:
         """Start a node's daemon."""
@@ -161,14 +162,6 @@ class Cluster:
                 if environment.get("SLURM_CONF") == str(self._config) and "SLURM_JOB_ID" in environment:
                     found.append(process)
         return found
-
-
-MUNGE_FILES = ("socket", "key-file", "pid-file", "log-file", "seed-file")
-
-
-def _psutil(daemon: subprocess.Popen[bytes]) -> psutil.Process:
-    daemon.send_signal(signal.SIGTERM)
-    return psutil.Process(daemon.pid)
 
 
 def _free_ports(number: int) -> list[int]:

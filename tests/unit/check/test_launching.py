@@ -31,5 +31,10 @@ def test_every_fault_of_every_layout_has_its_key(capsys):
         assert any(line.startswith(start) and words in line for line in errors), errors
 
 
+def test_a_fault_of_all_layouts_is_told_once(capsys):
+    main("vlm_digits", [f"launch.layouts={{{TWO}, {THREE}}}", "train.log_interval=0"], without_data=True)
+    assert capsys.readouterr().err.count("train.log_interval") == 1
+
+
 def test_without_layouts_there_is_no_table(capsys):
     assert checked(capsys, "")[1] == []
