@@ -24,16 +24,17 @@ SKY = {"SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS"
 
 
 @pytest.fixture
-def set_only(monkeypatch):
-    """Replaces the environment of this process."""
+def set_only():
+    """Replaces the environment of this process, until the end of the test."""
+    before = dict(os.environ)
 
     def set_only(**variables: str) -> None:
-        for name in set(os.environ) - {"PATH"}:
-            monkeypatch.delenv(name)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
+        os.environ.clear()
+        os.environ.update({"PATH": before["PATH"], **variables})
 
-    return set_only
+    yield set_only
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def numbers(tasks: Tasks | None) -> tuple[int, ...]:
