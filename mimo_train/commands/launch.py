@@ -71,9 +71,9 @@ def _add_kubernetes(kinds: Any) -> None:
         metavar="CLAIM:FOLDER",
         help="mount a persistent volume claim; run.dir must be on one that all nodes share",
     )
-    command.add_argument("--folder", default="", help="working directory (default: the image's); of a job")
-    command.add_argument("--restarts", type=whole, default=3, help="of a node that fails (default: 3); of a job")
-    command.add_argument("--runtime", default="torch-distributed", help="ClusterTrainingRuntime of a trainjob")
+    command.add_argument("--folder", help="working directory (default: the image's); of a job")
+    command.add_argument("--restarts", type=whole, help="of a node that fails (default: 3); of a job")
+    command.add_argument("--runtime", help="ClusterTrainingRuntime (default: torch-distributed); of a trainjob")
 
 
 def _add_skypilot(kinds: Any) -> None:
@@ -93,14 +93,23 @@ def _add_skypilot(kinds: Any) -> None:
 
 
 def _kubernetes(args: argparse.Namespace) -> None:
-    from mimo_train.launch.manifests import Pods, as_yaml, indexed_job, require_fit, train_job
+    from mimo_train.launch.manifests import RESTARTS, RUNTIME, Pods, as_yaml, indexed_job, require_fit, train_job
     from mimo_train.launch.start import launch_of
 
+    of_others = ("runtime",) if args.form == "job" else ("folder", "restarts")
+    for option in of_others:
+        if getattr(args, option) is not None:
+            raise UserError(f"--{option} is {getattr(args, option)}, which a {args.form} does not have: leave it away")
     launch = launch_of(args.config, args.overrides, args.nodes, {})
     claims = tuple((claim, folder) for claim, _, folder in (volume.partition(":") for volume in args.volume))
-    pods = Pods(args.name, args.image, args.nodes, args.gpus_per_node, claims, args.folder, args.restarts)
+    pods = Pods(args.name, args.image, args.nodes, args.gpus_per_node, claims)
     require_fit(launch, pods.nodes, pods.gpus)
-    print(as_yaml(indexed_job(launch, pods) if args.form == "job" else train_job(launch, pods, args.runtime)), end="")
+    if args.form == "job":
+        restarts = RESTARTS if args.restarts is None else args.restarts
+        manifests = indexed_job(launch, pods, args.folder or "", restarts)
+    else:
+        manifests = train_job(launch, pods, args.runtime or RUNTIME)
+    print(as_yaml(manifests), end="")
 
 
 def _skypilot(args: argparse.Namespace) -> None:

@@ -19,6 +19,8 @@ type Manifest = dict[str, Any]
 
 GRACE, MARGIN = 240, 60
 """Seconds in which a run that is stopped must have saved, and how much longer its container stays."""
+RESTARTS, RUNTIME = 3, "torch-distributed"
+"""What a job and a TrainJob have where nothing else is asked for."""
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 CONTAINER = "trainer"
 TRAINER = "node"
@@ -38,10 +40,6 @@ class Pods:
     """Of each node; 0: on the CPU."""
     claims: tuple[tuple[str, str], ...] = ()
     """Persistent volume claims, each with the folder that it is mounted at."""
-    folder: str = ""
-    """Working directory; empty: the image's."""
-    restarts: int = 3
-    """How often a node that fails is started again."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", self.name):
@@ -68,11 +66,15 @@ def require_fit(launch: Launch, nodes: int, gpus: int) -> int:
     return per_node
 
 
-def indexed_job(launch: Launch, pods: Pods) -> list[Manifest]:
+def indexed_job(launch: Launch, pods: Pods, folder: str, restarts: int) -> list[Manifest]:
     """A headless Service, which gives the pods names, and an Indexed Job with one pod on each node.
 
     A pod that fails is started again, and meets the others again. What was stopped and has saved (AGAIN), and pods that
-    the cluster itself has removed, do not count as failures. Pods are those of Kubernetes 1.33 and later.
+    the cluster itself has removed, do not count as failures. For Kubernetes 1.33 and later.
+
+    Args:
+        folder: working directory; empty: the image's.
+        restarts: how often a node that fails is started again.
     """
     labels = {"app.kubernetes.io/name": "mimo-train", "app.kubernetes.io/instance": pods.name}
     service = {
@@ -100,8 +102,8 @@ def indexed_job(launch: Launch, pods: Pods) -> list[Manifest]:
         "resources": _resources(pods),
         "volumeMounts": _mounts(pods),
     }
-    if pods.folder:
-        container["workingDir"] = pods.folder
+    if folder:
+        container["workingDir"] = folder
     pod = {
         "subdomain": pods.name,
         "restartPolicy": "Never",
@@ -122,7 +124,7 @@ def indexed_job(launch: Launch, pods: Pods) -> list[Manifest]:
             "completionMode": "Indexed",
             "completions": pods.nodes,
             "parallelism": pods.nodes,
-            "backoffLimitPerIndex": pods.restarts,
+            "backoffLimitPerIndex": restarts,
             "maxFailedIndexes": 0,
             "podFailurePolicy": {"rules": rules},
             "template": {"metadata": {"labels": labels}, "spec": pod},

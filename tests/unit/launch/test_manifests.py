@@ -90,6 +90,8 @@ def test_a_task_of_skypilot(rendered):
             ["kubernetes", *FOUR, "run.device=cuda", *KUBERNETES[3:], "--gpus-per-node", "0"],
             ["--gpus-per-node is 0", "run.device is cuda"],
         ),
+        (["kubernetes", *KUBERNETES, "--as", "trainjob", "--restarts", "0"], ["--restarts is 0", "trainjob"]),
+        (["kubernetes", *KUBERNETES, "--runtime", "mine"], ["--runtime is mine", "a job does not"]),
         (["skypilot", *FOUR, "--nodes", "2", "--accelerators", "H100"], ["--accelerators is 'H100'", "H100:8"]),
         (["skypilot", *FOUR, "--nodes", "1", "--accelerators", "H100:8"], ["4 processes on each of 1"]),
         (["kubernetes", *FOUR, "train.iters=-1", *KUBERNETES[3:]], ["train.iters"]),
