@@ -23,8 +23,8 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 a user error, 2 wrong usage, 3 `hang` blames a
-    rank, 16 and 17 a loss that cannot be trusted (`train.rerun`), 18 a run that hung, 130 interrupted,
-    141 nobody reads the output.
+    rank, 16 and 17 a loss that cannot be trusted (`train.rerun`), 18 a run that hung, 75 of `launch requeue` a job
+    to start again, 130 interrupted, 141 nobody reads the output.
 
     A user error is printed as `error: ` and one line per fault. Anything unexpected keeps its traceback.
     """
@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command_modules() -> tuple[ModuleType, ...]:
     """Modules that add commands, in the order of the help."""
     # Not at the top: they import `data`, which may be another package until `require_own_packages` has looked.
-    from mimo_train.commands import check, checkpoint, config, export, generate, hang, shards, train
+    from mimo_train.commands import check, checkpoint, config, export, generate, hang, launch, shards, train
 
-    return train, check, config, generate, export, checkpoint, shards, hang
+    return train, check, config, launch, generate, export, checkpoint, shards, hang
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from mimo_train.check import arithmetic, promises, ranks, resuming, samples
+from mimo_train.check import arithmetic, launching, promises, ranks, resuming, samples
 from mimo_train.check.findings import Report, show
 from mimo_train.check.tokenizer import build_tokenizer
 from mimo_train.config import compose
@@ -43,6 +43,7 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
         show(Report(faults=error.faults), "", sys.stdout, sys.stderr)
         return 1
     report = check(cfg, without_data=without_data)
+    launching.add_layouts(report, config, overrides, cfg)
     script = "train_vlm.sh" if cfg.encoders else "train_gpt.sh"
     command = shlex.join([f"scripts/{script}", config, *overrides])
     last = (

@@ -18,6 +18,7 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
 from mimo_train.config.places import local_faults
 from mimo_train.config.schema_checkpoint import CheckpointConfig
+from mimo_train.config.schema_launch import LaunchConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_media import BoundsConfig, VideoConfig
 from mimo_train.config.schema_mix import (
@@ -276,6 +277,8 @@ class ConfigContainer:
     """What is written, and where to."""
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     """Recordings of a few steps."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """What the launcher decides when it knows its nodes."""
 
     @property
     def encoders(self) -> dict[str, ModuleConfig]:
@@ -312,6 +315,7 @@ class ConfigContainer:
                     "the weights of one of them; remove the other",
                 )
         yield from self.placement.faults()
+        yield from self.launch.faults()
         yield from self._nothing_to_train()
         yield from self.data.faults()
         yield from self.train.faults()

@@ -3,6 +3,7 @@ Imports no torch."""
 
 import dataclasses
 import functools
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -118,6 +119,10 @@ def _mapping(inner: tuple[Any, ...], value: Any, key: str) -> tuple[dict[Any, An
     for name, one in value.items():
         if of_key is str and not isinstance(name, str):
             raise _Misfit(key, "a mapping whose keys are texts", value)
+        if of_key is int:  # an override with dots has a text: it comes behind the file's number, and takes its place
+            if not re.fullmatch(r"-?\d{1,9}", str(name)):
+                raise _Misfit(key, "a mapping whose keys are whole numbers", value)
+            name = int(name)
         found[name], wrong = _value(of_value, one, f"{key}.{name}")
         faults += wrong
     return found, faults

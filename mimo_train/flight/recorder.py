@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from mimo_train.flight.job import scheduled_job
 from mimo_train.flight.layout import (
     DEPTH_AT,
     ENTER,
@@ -316,7 +317,7 @@ def _remove_left(folder: Path, world_size: int) -> None:
 def _start_name() -> str:
     """The same on every rank of this start of the run: where the processes meet, and the attempt; of a process without
     a launcher its number. Another at the next start, but on several nodes that torchrun alone has started, and for
-    processes that something else has: nothing that all of these know is new then."""
+    processes that something else than a scheduler has: nothing that all of these know is new then."""
     parts = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
     parts += [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "MIMO_RESTART")]
     # Torchrun makes a folder of a random name, with one for each attempt and in it one for each rank.
@@ -327,4 +328,5 @@ def _start_name() -> str:
         parts.append(own.parts[-4])
     if not parts[1] or os.environ.get("WORLD_SIZE", "1") == "1":
         parts = [socket.gethostname(), str(os.getpid())]
+    parts += [job] if (job := scheduled_job()) else []
     return re.sub(r"[^A-Za-z0-9.-]+", "_", "-".join(parts))[-120:]

@@ -14,6 +14,7 @@ from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.output import show
+from mimo_train.launch.tasks import adopt_tasks
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.placement import node_faults
 from mimo_train.plan.run import Run, config_faults, on_nodes, resolve
@@ -24,11 +25,14 @@ class VariablesError(ConfigError):
 
 
 def started_run(cfg: ConfigContainer) -> Run:
-    """The run of a config on the processes that were started.
+    """The run of a config on the processes that were started. Where SLURM, mpirun or mpiexec has started them,
+    torchrun's variables are set from theirs.
 
     Raises:
         ConfigError: the config has faults, the layout needs other processes, or variables of the launcher cannot be.
+        UserError: variables of those that have started this task cannot be.
     """
+    adopt_tasks()
     found = list(_variable_faults())
     if found:
         raise VariablesError(found)

@@ -2,10 +2,11 @@
 torch."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.flight.read import read_ranks
 from mimo_train.launch.grace import seconds_of
 from mimo_train.launch.scratch import FLIGHT
@@ -16,9 +17,13 @@ RESTART = "MIMO_RESTART"
 RESTARTS = "MIMO_RESTARTS"
 """Environment variable of the ranks: how often this launcher starts them again; not set where it never does. (What a
 user sets for scripts/launch.sh is MIMO_MAX_RESTARTS.)"""
+STOPPED_CODE = "MIMO_STOPPED_CODE"
+"""Environment variable of the ranks, set where whoever has started them starts an unfinished run again: the exit code
+of one that was stopped and has saved. Kubernetes counts a pod that exits with 0 as done."""
 LONGEST_WAIT = 300.0
 ANOTHER_MACHINE = 16
 """Exit code of `train.rerun` that wants another machine."""
+LARGEST_CODE = 255
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,15 @@ def failure_of(code: int, scratch: Path) -> Failure:
         scratch: the launcher's folder, in which ranks have left where their files are.
     """
     folder = _flight_folder(scratch)
-    if folder is None:
-        return Failure(code, -1)
+    return Failure(code, -1) if folder is None else failure_in(folder, code)
+
+
+def failure_in(folder: Path, code: int) -> Failure:
+    """What the ranks' files of one start say about a failure.
+
+    Args:
+        folder: as of `newest_start`.
+    """
     ranks = read_ranks(folder)
     errors = sorted((rank.seen_at, rank.error) for rank in ranks.values() if rank.error)
     step = max((rank.step for rank in ranks.values()), default=-1)
@@ -90,6 +102,8 @@ class Restarts:
             return None, "not started again: the run had not begun"
         if failure.code == ANOTHER_MACHINE:
             return None, "not started again here"
+        if failure.code == stopped_code():
+            return None, f"not started again here: exit code {failure.code} ({STOPPED_CODE}) is that of a stop"
         if failure == before:
             return None, f"not started again: the same failure twice, {failure}"
         if self.made >= self.number:
@@ -114,9 +128,22 @@ def require_resume(resume: str) -> None:
         resume: `checkpoint.resume`.
 
     Raises:
-        ConfigError: the launcher may start the run again, which would not continue from its newest checkpoint.
+        ConfigError: the run may be started again, which would not continue from its newest checkpoint.
     """
     number = os.environ.get(RESTARTS)
-    if number and resume != "auto":
-        text = f"must be auto with {OPTION} {number}, is {resume!r}: a run that starts again continues from its newest"
-        raise ConfigError([Fault("checkpoint.resume", f"{text} checkpoint")])
+    why = f"{OPTION} {number}" if number else f"{STOPPED_CODE} {stopped_code()}" if STOPPED_CODE in os.environ else ""
+    if why and resume != "auto":
+        text = f"must be auto with {why}, is {resume!r}: a run that starts again continues from its newest checkpoint"
+        raise ConfigError([Fault("checkpoint.resume", text)])
+
+
+def stopped_code() -> int:
+    """Exit code of a run that has saved before its last step; 0 where STOPPED_CODE is not set.
+
+    Raises:
+        UserError: it is no exit code.
+    """
+    text = os.environ.get(STOPPED_CODE, "0")
+    if not re.fullmatch(r"\d{1,3}", text) or int(text) > LARGEST_CODE:
+        raise UserError(f"{STOPPED_CODE} is {text!r}: give an exit code, 0 to {LARGEST_CODE}")
+    return int(text)

@@ -36,7 +36,16 @@ from mimo_train.flight.watch import HANG_CODE, hand_down, say
 from mimo_train.launch.grace import grace_seconds
 from mimo_train.launch.meeting import meet, require_free
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
-from mimo_train.launch.restarts import RESTART, RESTARTS, Restarts, failure_of, first_wait, run_dir_of
+from mimo_train.launch.restarts import (
+    RESTART,
+    RESTARTS,
+    STOPPED_CODE,
+    Restarts,
+    failure_of,
+    first_wait,
+    run_dir_of,
+    stopped_code,
+)
 from mimo_train.launch.scratch import FLIGHT, scratch_folder
 from mimo_train.launch.supervisor import Supervisor
 
@@ -254,6 +263,9 @@ def _report(failures: dict[int, Any], stop_asked: bool, folder: Path) -> int:
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     if failure.exitcode in ASKED_FOR:
         say(f"exit code {failure.exitcode}: {ASKED_FOR[failure.exitcode]}. All ranks of this node have ended.")
+        return failure.exitcode
+    if failure.exitcode == stopped_code():
+        say(f"exit code {failure.exitcode} ({STOPPED_CODE}): the run was stopped before its last step, and has saved.")
         return failure.exitcode
     if stop_asked and failure.exitcode == -signal.SIGTERM:
         how = "was stopped before training began: nothing was saved"

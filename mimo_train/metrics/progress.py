@@ -11,14 +11,20 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from data.storage.url import Place
 from mimo_train.config.fault import UserError
+from mimo_train.flight.job import scheduled_job
 
 PROGRESS_FILE = "progress.txt"
+START, EXIT, ENDED = "start", "exit", "ended"
+"""Events that begin and end a job; the last is written by who decides whether it starts again."""
+FINISHED = "finished"
+"""Reason of EXIT at the last step of a run."""
 
 _logger = logging.getLogger(__name__)
 _unwritable: set[Path] = set()
@@ -54,8 +60,9 @@ def _append(run_dir: Path, text: str) -> None:
 
 def job_started(run_dir: Path, *, world_size: int, step: int, flops: float = 0.0) -> None:
     """Note the start of a job on `world_size` processes, going on after `step`, when the run had taken `flops` model
-    FLOPs."""
-    append_to_progress_log(run_dir, f"start\tworld_size={world_size}\tstep={step}\tflops={flops:.17g}")
+    FLOPs; with the scheduler's job, if it is in one."""
+    facts = f"{START}\tworld_size={world_size}\tstep={step}\tflops={flops:.17g}"
+    append_to_progress_log(run_dir, f"{facts}\tjob={job}" if (job := scheduled_job()) else facts)
 
 
 def checkpoint_saved(run_dir: Path, *, step: int, path: str | Place, reason: str) -> None:
@@ -76,7 +83,19 @@ def evaluated(run_dir: Path, *, step: int, values: dict[str, float]) -> None:
 
 def job_exited(run_dir: Path, *, step: int, reason: str) -> None:
     """Note why a job ended, after `step` steps."""
-    append_to_progress_log(run_dir, f"exit\tstep={step}\treason={reason}")
+    append_to_progress_log(run_dir, f"{EXIT}\tstep={step}\treason={reason}")
+
+
+def job_ended(run_dir: Path, *, job: str, began: int, outcome: str, failed: bool) -> None:
+    """Note how a scheduler's job ended, for the decision whether to start it again.
+
+    Args:
+        began: the step that it went on from.
+        outcome: in words, the same for the same failure.
+        failed: whether it was no stop that was asked for.
+    """
+    text = " ".join(outcome.split())
+    append_to_progress_log(run_dir, f"{ENDED}\tjob={job}\tbegan={began}\tfailed={int(failed)}\toutcome={text}")
 
 
 def start_of_jobs(run_dir: Path, world_size: int) -> tuple[datetime, float]:
@@ -90,14 +109,13 @@ def start_of_jobs(run_dir: Path, world_size: int) -> tuple[datetime, float]:
         OSError: there is no progress.txt.
         UserError: the last job in it had another number of processes.
     """
-    path = run_dir / PROGRESS_FILE
     first: _Job | None = None
-    for job in _jobs(path):
+    for job in _jobs(run_dir):
         if first is None or job.world_size != first.world_size or job.step == 0:
             first = job
     if first is None or first.world_size != world_size:
         last = f"its last job had {first.world_size}" if first else "it has no job"
-        raise UserError(f"run.dir: {path} is not of a run on {world_size} processes: {last}")
+        raise UserError(f"run.dir: {run_dir / PROGRESS_FILE} is not of a run on {world_size} processes: {last}")
     return first.start, first.flops
 
 
@@ -117,7 +135,7 @@ def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops:
     facts = {"step": step, "flops": f"{flops:.3g}", "tokens": tokens}
     try:
         began, flops_before = start_of_jobs(run_dir, world_size)
-        *_, job = _jobs(run_dir / PROGRESS_FILE)
+        *_, job = _jobs(run_dir)
     except (UserError, OSError):
         pass
     else:
@@ -129,6 +147,28 @@ def throughput(run_dir: Path, *, world_size: int, step: int, tokens: int, flops:
     append_to_progress_log(run_dir, "\t".join(["throughput", *(f"{key}={value}" for key, value in facts.items())]))
 
 
+class Event(NamedTuple):
+    """A line of a progress.txt."""
+
+    when: datetime
+    kind: str
+    facts: dict[str, str]
+
+
+def events(run_dir: Path) -> Iterator[Event]:
+    """What progress.txt says, in order. What is no whole line of ours, torn or edited, is left out.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    for line in (run_dir / PROGRESS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+        when, *rest = line.split("\t")
+        try:
+            yield Event(datetime.fromisoformat(when), rest[0], dict(fact.partition("=")[::2] for fact in rest[1:]))
+        except (IndexError, ValueError):
+            continue
+
+
 class _Job(NamedTuple):
     start: datetime
     world_size: int
@@ -136,16 +176,9 @@ class _Job(NamedTuple):
     flops: float
 
 
-def _jobs(path: Path) -> Iterator[_Job]:
-    """The jobs in a progress.txt, in order. What is no whole line of ours, torn or edited, is left out."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        when, *rest = line.split("\t")
-        if rest[:1] != ["start"]:
-            continue
-        values = dict(fact.partition("=")[::2] for fact in rest[1:])
-        try:
-            yield _Job(
-                datetime.fromisoformat(when), int(values["world_size"]), int(values["step"]), float(values["flops"])
-            )
-        except (KeyError, ValueError):
-            continue
+def _jobs(run_dir: Path) -> Iterator[_Job]:
+    """The jobs of a run, in order."""
+    for when, kind, facts in events(run_dir):
+        if kind == START:
+            with suppress(KeyError, ValueError):
+                yield _Job(when, int(facts["world_size"]), int(facts["step"]), float(facts["flops"]))

@@ -4,6 +4,7 @@ from functools import partial
 
 from mimo_train.diagnose.nan_policy import NanPolicy
 from mimo_train.flight.recorder import RECORDER
+from mimo_train.launch.restarts import stopped_code
 from mimo_train.metrics import progress as progress_log
 from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_step_func
 from mimo_train.step.result import StepResult
@@ -81,16 +82,22 @@ def train(
             if saver.save_and_decide_exit(data, agreed_votes(session.optimizer)):
                 break
     saver.finish()
-    finish(session)
+    unfinished = finish(session)
+    exit_code = exit_code or unfinished
     callbacks.fire("on_train_end", state, exit_code)
     return exit_code
 
 
-def finish(session: Session) -> None:
-    """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt."""
+def finish(session: Session) -> int:
+    """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt.
+
+    Returns:
+        The exit code, of a run that may not be finished.
+    """
     state = session.state
     session.parts.profiler.close()
     state.console.close()
+    reason = exit_reason(state, agreed_votes(session.optimizer)) or "asked by the step"
     if state.is_logging_rank:
-        reason = exit_reason(state, agreed_votes(session.optimizer)) or "asked by the step"
         progress_log.job_exited(state.run_dir, step=state.train_state.step, reason=reason)
+    return 0 if reason == progress_log.FINISHED else stopped_code()

@@ -15,9 +15,6 @@ from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.exit import AgreedVotes
 from mimo_train.training.setup import Session
 
-FINISHED = "finished"
-"""Reason of an exit after the last step."""
-
 _WORTH_TELLING = 1.0
 """Seconds of waiting for the save before that the console tells of."""
 
@@ -34,7 +31,7 @@ def exit_reason(state: GlobalState, votes: AgreedVotes) -> str | None:
     The same on every rank."""
     train, step = state.cfg.train, state.train_state.step
     if step >= state.last_step:
-        return FINISHED
+        return progress.FINISHED
     if votes.signalled:
         return "signal"
     if votes.out_of_time:

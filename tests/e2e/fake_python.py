@@ -22,10 +22,8 @@ case "$*" in
   "-P -m pip install "*) [ -z "$FAKE_INSTALL_FAILS" ] ;;
   "-P -m pip --version") ;;
   "-P -W ignore -c import torch"*) ;;
-  "-P -m mimo_train.cli world "*) [ -n "$FAKE_WORLD" ] && echo "$FAKE_WORLD" ;;
+  "-P -m mimo_train.cli launch "*) echo "$@"; exit "${FAKE_EXIT:-0}" ;;
   "-P -m benchmarks.gpu_check"*) echo "PYTHONPATH=$PYTHONPATH" "$@" ;;
-  "-P -m mimo_train.launch.torchrun "*) echo "OMP=$OMP_NUM_THREADS" "$@" \
-    ${CUDA_DEVICE_MAX_CONNECTIONS:+"CONNECTIONS=$CUDA_DEVICE_MAX_CONNECTIONS ALLOC=$PYTORCH_ALLOC_CONF"} ;;
   *) exec REAL_PYTHON "$@" ;;
 esac
 """

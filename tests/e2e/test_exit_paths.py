@@ -32,7 +32,7 @@ def events(run_dir: Path, name: str) -> list[dict[str, str]]:
     return [dict(fact.split("=", 1) for fact in row[2:]) for row in rows if row[1] == name]
 
 
-def _rank(cfg, callback: At | None, late_rank: int | None, gone: bool) -> int:
+def _rank(cfg, callback: At | None, late_rank: int | None, gone: bool, stopped_code: int) -> int:
     """One rank as `mimo-train train` runs it; `late_rank` alone finds that its time is over. What it prints is for a
     reader that has gone, or a full disk."""
     if gone:
@@ -43,6 +43,7 @@ def _rank(cfg, callback: At | None, late_rank: int | None, gone: bool) -> int:
     from mimo_train.commands.train import main
     from mimo_train.training import pretrain
 
+    os.environ["MIMO_STOPPED_CODE"] = str(stopped_code)
     if late_rank is not None:
         cfg.train.exit_duration_minutes = 60
     if int(os.environ["RANK"]) == late_rank:
@@ -65,8 +66,9 @@ def test_a_run_ends_for_every_reason_in_turn_and_goes_on(digits, tmp_path):  # n
     for number, (reason, step, what) in enumerate(jobs):
         overrides = ("train.iters=9", "layout=two_processes", "checkpoint.keep=0", *what.get("overrides", ()))
         cfg = config("vlm_digits", tmp_path, digits, *overrides)
-        codes = run_ranks(_rank, 2, cfg, what.get("callback"), what.get("late_rank"), number % 2 == 0)
-        assert codes == [0, 0], reason
+        stopped_code = 75 * (number % 2)
+        codes = run_ranks(_rank, 2, cfg, what.get("callback"), what.get("late_rank"), number % 2 == 0, stopped_code)
+        assert codes == [0 if reason == "finished" else stopped_code] * 2, reason
         assert events(tmp_path, "exit")[-1] == {"step": str(step), "reason": reason}
         assert folders.newest(tmp_path).name == f"step_{step:08d}"
     assert [(int(save["step"]), save["reason"]) for save in events(tmp_path, "checkpoint")] == [

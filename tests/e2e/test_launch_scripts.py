@@ -1,131 +1,111 @@
-"""scripts/train_vlm.sh and train_gpt.sh: what they start, with which processes on which nodes, and what they refuse."""
+"""scripts/train_vlm.sh, train_gpt.sh and the SLURM script: what they start, with which arguments, and what they refuse.
+Nodes and processes are in tests/unit/launch/test_start.py."""
 
 import pytest
 
 from tests.e2e.fake_python import Checkout
 
-SLURM = {"SLURM_JOB_ID": "1234567", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}
+SRUN = """#!/bin/sh
+# Notes each call; the second says whether the job starts again.
+echo "srun $*" >> "$FAKE_CALLS"
+case "$*" in *requeue.sh*) exit "$FAKE_VERDICT" ;; *) exit "${FAKE_CODE:-0}" ;; esac
+"""
+SCONTROL = """#!/bin/sh
+echo "scontrol $*" >> "$FAKE_CALLS"
+"""
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A checkout whose environment notes how it is called; its layouts need as many processes as FAKE_WORLD says."""
+    """A checkout whose environment notes how it is called, on a cluster with a SLURM of one job."""
     checkout = Checkout(tmp_path_factory.mktemp("launch"), "flock")
     checkout.program("python3.12")
+    checkout.program("srun", SRUN)
+    checkout.program("scontrol", SCONTROL)
     assert checkout.run(". scripts/env.sh").returncode == 0
     return checkout
 
 
 def started(checkout: Checkout, command: str, **variables: str) -> str:
-    result = checkout.run(command, FAKE_WORLD="4", **variables)
+    result = checkout.run(command, **variables)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
-def refused(checkout: Checkout, command: str, **variables: str) -> str:
-    result = checkout.run(command, FAKE_WORLD="4", **variables)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert checkout.calls("mimo_train.launch.torchrun") == 0
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    return result.stderr
-
-
 @pytest.mark.parametrize(("script", "config"), [("train_vlm.sh", "vlm_digits"), ("train_gpt.sh", "gpt_tiny")])
-def test_one_node_starts_what_the_layout_needs(checkout, script, config):
-    assert started(checkout, f"scripts/{script}") == (
-        "OMP=1 -P -m mimo_train.launch.torchrun --standalone --nproc-per-node=4 --no-python "
-        f"{checkout.venv}/bin/python -P -u -m mimo_train.cli train {config}"
-    )
+def test_a_script_starts_the_launcher_of_this_node(checkout, script, config):
+    assert started(checkout, f"scripts/{script}") == f"-P -m mimo_train.cli launch here {config}"
 
 
 def test_the_config_and_the_overrides_are_handed_on(checkout):
     out = started(checkout, "scripts/train_vlm.sh train.iters=1 'my configs/a.yaml' '~log.wandb'")
-    assert out.endswith("train my configs/a.yaml train.iters=1 ~log.wandb")
-    assert checkout.calls("world my configs/a.yaml train.iters=1 ~log.wandb") == 1
+    assert out.endswith("launch here my configs/a.yaml train.iters=1 ~log.wandb")
 
 
-def test_several_nodes_share_the_ranks(checkout):
-    out = started(checkout, "scripts/train_vlm.sh", NNODES="2", NODE_RANK="1", MASTER_ADDR="node1")
-    assert "--nnodes=2 --node-rank=1 --master-addr=node1 --master-port=29500 --nproc-per-node=2 " in out
-
-
-def test_more_processes_than_the_layout_needs_are_left_to_the_program(checkout):
-    out = started(checkout, "scripts/train_vlm.sh", NNODES="3", NODE_RANK="0", MASTER_ADDR="a", NPROC_PER_NODE="2")
-    assert "--nnodes=3 " in out and "--nproc-per-node=2 " in out
-
-
-def test_slurm_says_which_node_this_is(checkout):
-    out = started(checkout, "scripts/train_vlm.sh", SLURM_JOB_NODELIST="gpu[003-004]", **SLURM)
-    assert "--nnodes=2 --node-rank=1 --master-addr=gpu003 --master-port=24567 --nproc-per-node=2 " in out
-
-
-def test_variables_of_the_user_come_before_those_of_slurm(checkout):
-    assert "--standalone" in started(checkout, "scripts/train_vlm.sh", NNODES="1", **SLURM)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("a1,b[2-3]", "a1"),
-        ("gpu[003-005,9],x", "gpu003"),
-        ("r[7,9]-ib,c", "r7-ib"),
-        ("r[1-2]n[3-4],x", "r1n3"),
-        ("g[5],x", "g5"),
-    ],
-)
-def test_the_first_host_of_a_node_list(checkout, nodes, first):
-    assert checkout.run(f". scripts/launch.sh; mimo_first_host '{nodes}'").stdout == first + "\n"
-
-
-def test_a_gpu_run_chooses_its_threads_itself(checkout):
-    assert started(checkout, "scripts/train_vlm.sh run.device=cuda").startswith("OMP= ")
-    assert started(checkout, "scripts/train_vlm.sh run.device=cpu", OMP_NUM_THREADS="3").startswith("OMP=3 ")
-
-
-def test_a_gpu_run_gets_what_cuda_needs_and_keeps_what_is_set(checkout):
-    line = started(checkout, "scripts/train_vlm.sh run.device=cuda")
-    assert line.endswith("CONNECTIONS=1 ALLOC=expandable_segments:True")
-    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
-    line = started(checkout, "scripts/train_vlm.sh run.device=cuda", **given)
-    assert line.endswith("CONNECTIONS=8 ALLOC=max_split_size_mb:128")
-    assert "CONNECTIONS" not in started(checkout, "scripts/train_vlm.sh run.device=cpu")
-
-
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"NPROC_PER_NODE": "3"}, ["needs 4 processes", "1 * 3 = 3", "modules.*.layout", "NPROC_PER_NODE"]),
-        (
-            {"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"},
-            ["needs 4 processes", "3 nodes", "modules.*.layout", "placement.allow_idle=true and NPROC_PER_NODE=2"],
-        ),
-        ({"NNODES": "2", "NODE_RANK": "0"}, ["NNODES is 2", "MASTER_ADDR"]),
-        ({"NNODES": "2", "MASTER_ADDR": "a"}, ["NNODES is 2", "NODE_RANK"]),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, ["NODE_RANK is 2", "0 to 1"]),
-        ({"NNODES": "two"}, ["NNODES is 'two'"]),
-        (SLURM | {"SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}, ["--ntasks-per-node=1"]),
-    ],
-)
-def test_nodes_and_processes_that_do_not_fit_are_told(checkout, variables, words):
-    error = refused(checkout, "scripts/train_vlm.sh", **variables)
-    assert all(word in error for word in words), error
+def test_the_exit_code_of_the_launcher_is_that_of_the_script(checkout):
+    assert checkout.run("scripts/train_vlm.sh", FAKE_EXIT="16").returncode == 16
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"), [("a b", "two configs, a and b"), ("--iters 3", "unknown option --iters")]
 )
 def test_arguments_that_mean_nothing_are_told(checkout, arguments, words):
-    assert words in refused(checkout, f"scripts/train_vlm.sh {arguments}")
-
-
-def test_a_wrong_config_starts_nothing(checkout):
-    result = checkout.run("scripts/train_vlm.sh nothing")  # no FAKE_WORLD: the config is refused
-    assert result.returncode == 1
-    assert checkout.calls("mimo_train.launch.torchrun") == 0
+    result = checkout.run(f"scripts/train_vlm.sh {arguments}")
+    assert (result.returncode, result.stdout) == (1, "") and words in result.stderr
+    assert checkout.calls("mimo_train.cli launch") == 0
 
 
 def test_help_needs_no_environment(tmp_path):
     result = Checkout(tmp_path).run("scripts/train_gpt.sh --help")
     assert (result.returncode, result.stderr) == (0, "")
     assert "usage: scripts/train_gpt.sh [CONFIG] [key=value ...]" in result.stdout and "MASTER_ADDR" in result.stdout
+
+
+def submitted(checkout: Checkout, arguments: str = "", verdict: int = 75, **variables: str) -> tuple[int, list[str]]:
+    """The exit code of the batch script, and what it has called."""
+    job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "FAKE_VERDICT": str(verdict)} | variables
+    code = checkout.run(f"bash scripts/slurm/train_vlm.sbatch {arguments}", **job).returncode
+    return code, checkout.calls_file.read_text().splitlines()
+
+
+def test_a_job_goes_back_into_the_queue(checkout):
+    code, (run, ask, again) = submitted(checkout, "my.yaml train.iters=9", FAKE_CODE="1")
+    assert run.endswith("--kill-on-bad-exit=1 scripts/train_vlm.sh my.yaml train.iters=9")
+    assert "--nodelist=n1 " in ask and ask.endswith(" scripts/slurm/requeue.sh 1 my.yaml train.iters=9")
+    assert (code, again) == (0, "scontrol requeue 7")
+
+
+@pytest.mark.parametrize("verdict", [0, 1, 16])
+def test_a_finished_job_and_one_without_hope_end(checkout, verdict):
+    code, calls = submitted(checkout, verdict=verdict)
+    assert code == verdict and len(calls) == 2
+
+
+def test_of_an_array_one_task_goes_back(checkout):
+    """By the number of the array, or of its last task, which is the same, all would."""
+    _, calls = submitted(checkout, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert calls[-1] == "scontrol requeue 7_3"
+
+
+def test_options_of_containers_go_to_each_step(checkout):
+    options = "--container-image=/images/a b.sqsh --no-container-mount-home --container-mounts=/data"
+    _, (run, ask, _) = submitted(checkout, "'--container-image=/images/a b.sqsh' " + options.partition("sqsh ")[2])
+    assert f"{options} scripts/train_vlm.sh" in run and f"{options} scripts/slurm/requeue.sh 0" in ask
+
+
+def test_a_task_for_each_rank_is_handed_on(checkout):
+    _, (run, ask, _) = submitted(checkout, SLURM_NTASKS_PER_NODE="8")
+    assert "--ntasks-per-node=8 " in run and "--ntasks-per-node=1 " in ask
+
+
+def test_each_node_stages_before_the_run(checkout):
+    _, (stage, run, *_) = submitted(checkout, SLURM_NNODES="2", MIMO_STAGE="cp -r /a /b")
+    assert stage == "srun --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c cp -r /a /b"
+    assert run.endswith("scripts/train_vlm.sh")
+
+
+def test_whether_to_start_again_is_asked_in_the_environment_of_the_run(checkout):
+    assert started(checkout, "scripts/slurm/requeue.sh 137 my.yaml a=1") == (
+        "-P -m mimo_train.cli launch requeue 137 my.yaml a=1"
+    )
+    assert checkout.run("scripts/slurm/requeue.sh 1", FAKE_EXIT="75").returncode == 75

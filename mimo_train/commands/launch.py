@@ -1,0 +1,149 @@
+"""`mimo-train launch`: starts the ranks of this node, renders manifests of clusters, decides about another start."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mimo_train.commands.arguments import add_command, add_config_command, positive, whole
+from mimo_train.config.fault import UserError
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    command = add_command(
+        commands,
+        "launch",
+        lambda _: command.print_help(),
+        "start the ranks of a node, or write manifests for a cluster",
+        "Starts the ranks of this node, and writes what a cluster needs to do so on each of its nodes.\n"
+        "See docs/launch.md.",
+    )
+    kinds = command.add_subparsers(title="commands", metavar="COMMAND")
+    add_config_command(
+        kinds,
+        "here",
+        _here,
+        "start the ranks of this node, as scripts/train_vlm.sh does",
+        "Starts as many processes as the layout needs on this node. On several nodes give the same command on each,\n"
+        "with NNODES, NODE_RANK and MASTER_ADDR; they are also read from the variables of SLURM, mpirun, torchrun\n"
+        "(PET_*), Kubeflow and SkyPilot.\n\n"
+        "examples:\n"
+        "  mimo-train launch here vlm_digits run.device=cpu\n"
+        "  srun --ntasks-per-node=1 mimo-train launch here my.yaml",
+    )
+    _add_kubernetes(kinds)
+    _add_skypilot(kinds)
+    requeue = add_command(
+        kinds,
+        "requeue",
+        _requeue,
+        "say whether a SLURM job that has ended should start again",
+        "Reads how the last job of a run ended. Exit code 0: the run is finished; 75: start the job again;\n"
+        "else: the end. scripts/slurm/train_vlm.sbatch calls it.",
+    )
+    requeue.add_argument("code", metavar="CODE", type=int, help="exit code of the job")
+    requeue.add_argument("config", metavar="CONFIG", help="as of the job")
+    requeue.add_argument("overrides", metavar="key=value", nargs="*", help="as of the job")
+
+
+def _add_kubernetes(kinds: Any) -> None:
+    command = add_config_command(
+        kinds,
+        "kubernetes",
+        _kubernetes,
+        "write the manifest of a run on Kubernetes",
+        "Writes a Job with a pod on each node and a Service, or a TrainJob of Kubeflow, as YAML to standard output.\n\n"
+        "examples:\n"
+        "  mimo-train launch kubernetes recipes/llava_1_5_finetune run.dir=/runs/llava --nodes 2 --gpus-per-node 8 \\\n"
+        "    --image registry.example/mimo-train:1 --volume runs:/runs | kubectl apply -f -",
+    )
+    command.add_argument("--nodes", required=True, type=positive, help="nodes, each with one pod")
+    command.add_argument("--gpus-per-node", required=True, type=whole, metavar="G", help="GPUs of a pod; 0: on the CPU")
+    command.add_argument("--image", required=True, help="container image with mimo-train and CONFIG in it")
+    command.add_argument("--as", dest="form", choices=("job", "trainjob"), default="job", help="what to write")
+    command.add_argument("--name", default="mimo-train", help="of the job (default: mimo-train)")
+    command.add_argument(
+        "--volume",
+        action="append",
+        default=[],
+        metavar="CLAIM:FOLDER",
+        help="mount a persistent volume claim; run.dir must be on one that all nodes share",
+    )
+    command.add_argument("--folder", help="working directory (default: the image's); of a job")
+    command.add_argument("--restarts", type=whole, help="of a node that fails (default: 3); of a job")
+    command.add_argument("--runtime", help="ClusterTrainingRuntime (default: torch-distributed); of a trainjob")
+
+
+def _add_skypilot(kinds: Any) -> None:
+    command = add_config_command(
+        kinds,
+        "skypilot",
+        _skypilot,
+        "write the task of a run for SkyPilot",
+        "Writes a task as YAML to standard output; start it from the checkout.\n\n"
+        "example:\n"
+        "  mimo-train launch skypilot recipes/llava_1_5_finetune --nodes 2 --accelerators H100:8 > task.yaml\n"
+        "  sky jobs launch task.yaml",
+    )
+    command.add_argument("--nodes", required=True, type=positive, help="number of nodes")
+    command.add_argument("--accelerators", required=True, metavar="KIND:NUMBER", help="of each node, such as H100:8")
+    command.add_argument("--name", default="mimo-train", help="of the task (default: mimo-train)")
+
+
+def _kubernetes(args: argparse.Namespace) -> None:
+    from mimo_train.launch.manifests import RESTARTS, RUNTIME, Pods, as_yaml, indexed_job, require_fit, train_job
+    from mimo_train.launch.start import launch_of
+
+    of_others = ("runtime",) if args.form == "job" else ("folder", "restarts")
+    for option in of_others:
+        if getattr(args, option) is not None:
+            raise UserError(f"--{option} is {getattr(args, option)}, which a {args.form} does not have: leave it away")
+    launch = launch_of(args.config, args.overrides, args.nodes, {})
+    claims = tuple((claim, folder) for claim, _, folder in (volume.partition(":") for volume in args.volume))
+    pods = Pods(args.name, args.image, args.nodes, args.gpus_per_node, claims)
+    require_fit(launch, pods.nodes, pods.gpus)
+    if args.form == "job":
+        restarts = RESTARTS if args.restarts is None else args.restarts
+        manifests = indexed_job(launch, pods, args.folder or "", restarts)
+    else:
+        manifests = train_job(launch, pods, args.runtime or RUNTIME)
+    print(as_yaml(manifests), end="")
+
+
+def _skypilot(args: argparse.Namespace) -> None:
+    from mimo_train.launch.manifests import as_yaml, sky_task
+    from mimo_train.launch.start import launch_of
+
+    launch = launch_of(args.config, args.overrides, args.nodes, {})
+    script = "train_vlm.sh" if launch.cfg.encoders else "train_gpt.sh"
+    print(as_yaml(sky_task(launch, args.name, args.nodes, args.accelerators, script)), end="")
+
+
+def _here(args: argparse.Namespace) -> int:
+    from mimo_train.launch.start import become
+
+    return become(args.config, args.overrides)
+
+
+def _requeue(args: argparse.Namespace) -> int:
+    from mimo_train.flight.job import scheduled_job
+    from mimo_train.launch.requeue import AGAIN, decide
+    from mimo_train.launch.start import launch_of
+    from mimo_train.metrics import job_end, progress
+
+    run_dir = Path(launch_of(args.config, args.overrides, None, os.environ).cfg.run.dir)
+    lines, job = job_end.events_of(run_dir), scheduled_job()
+    if not job:
+        raise UserError("SLURM_JOB_ID is not set: which job has ended?")
+    if job_end.is_finished(lines, job):
+        return 0
+    ended = job_end.end_of(run_dir, lines, job, args.code)
+    if ended is None:
+        print("mimo-train: not started again: the run had not begun", file=sys.stderr)
+        return args.code or 1
+    again, why = decide(args.code, ended, job_end.ends_before(lines))
+    progress.job_ended(run_dir, job=job, began=ended.began, outcome=ended.outcome, failed=ended.failed)
+    print(f"mimo-train: {why}", file=sys.stderr)
+    return AGAIN if again else args.code or 1

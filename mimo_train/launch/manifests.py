@@ -1,0 +1,238 @@
+"""Manifests of clusters for a run, as plain dicts: a Job of Kubernetes, a TrainJob of Kubeflow, a task of SkyPilot.
+Imports no torch."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from mimo_train.config.fault import UserError
+from mimo_train.launch.requeue import AGAIN
+from mimo_train.launch.restarts import ANOTHER_MACHINE, STOPPED_CODE
+from mimo_train.launch.start import Launch, processes_per_node
+from mimo_train.launch.tasks import PORT
+
+type Manifest = dict[str, Any]
+
+GRACE, MARGIN = 240, 60
+"""Seconds in which a run that is stopped must have saved, and how much longer its container stays."""
+RESTARTS, RUNTIME = 3, "torch-distributed"
+"""What a job and a TrainJob have where nothing else is asked for."""
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+CONTAINER = "trainer"
+TRAINER = "node"
+"""Name of Kubeflow's job and container of a training node, in its runtimes."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What the pods of a run are like."""
+
+    name: str
+    """Of the job: a DNS label, since pods are found by it."""
+    image: str
+    """With mimo-train in it."""
+    nodes: int
+    gpus: int
+    """Of each node; 0: on the CPU."""
+    claims: tuple[tuple[str, str], ...] = ()
+    """Persistent volume claims, each with the folder that it is mounted at."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", self.name):
+            raise UserError(f"--name is {self.name!r}: give small letters, digits and -, a letter first, at most 52")
+        for claim, folder in self.claims:
+            if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,60}[a-z0-9])?", claim) or not folder.startswith("/"):
+                raise UserError(f"--volume is {claim}:{folder}: give the name of a claim, a colon and a folder from /")
+
+
+def require_fit(launch: Launch, nodes: int, gpus: int) -> int:
+    """Processes on each node.
+
+    Raises:
+        UserError: the layout does not fill the nodes.
+    """
+    per_node = processes_per_node(launch.cfg, nodes)
+    if gpus and per_node != gpus:
+        raise UserError(
+            f"--gpus-per-node is {gpus}, and the layout has {per_node} processes on each of {nodes} nodes: change "
+            "modules.*.layout (or layout=...), --nodes or --gpus-per-node"
+        )
+    if not gpus and launch.cfg.run.device == "cuda":
+        raise UserError("--gpus-per-node is 0, and run.device is cuda")
+    return per_node
+
+
+def indexed_job(launch: Launch, pods: Pods, folder: str, restarts: int) -> list[Manifest]:
+    """A headless Service, which gives the pods names, and an Indexed Job with one pod on each node.
+
+    A pod that fails is started again, and meets the others again. What was stopped and has saved (AGAIN), and pods that
+    the cluster itself has removed, do not count as failures. For Kubernetes 1.33 and later.
+
+    Args:
+        folder: working directory; empty: the image's.
+        restarts: how often a node that fails is started again.
+    """
+    labels = {"app.kubernetes.io/name": "mimo-train", "app.kubernetes.io/instance": pods.name}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": pods.name, "labels": labels},
+        "spec": {
+            "clusterIP": "None",
+            "selector": {"batch.kubernetes.io/job-name": pods.name},
+            # Launchers look for node 0 before any pod is ready.
+            "publishNotReadyAddresses": True,
+            "ports": [{"name": "meeting", "port": PORT, "protocol": "TCP"}],
+        },
+    }
+    nodes = {"NNODES": str(pods.nodes), "MASTER_ADDR": f"{pods.name}-0.{pods.name}", "MASTER_PORT": str(PORT)}
+    container = {
+        "name": CONTAINER,
+        "image": pods.image,
+        "command": _command(launch),
+        "env": [
+            *_env(nodes),
+            {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}},
+            *_env(_stops()),
+        ],
+        "resources": _resources(pods),
+        "volumeMounts": _mounts(pods),
+    }
+    if folder:
+        container["workingDir"] = folder
+    pod = {
+        "subdomain": pods.name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE + MARGIN,
+        "containers": [container],
+        "volumes": _volumes(pods),
+    }
+    rules = [
+        {"action": "FailJob", "onExitCodes": _codes(ANOTHER_MACHINE)},
+        {"action": "Ignore", "onExitCodes": _codes(AGAIN)},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": pods.name, "labels": labels},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": pods.nodes,
+            "parallelism": pods.nodes,
+            "backoffLimitPerIndex": restarts,
+            "maxFailedIndexes": 0,
+            "podFailurePolicy": {"rules": rules},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    return [service, job]
+
+
+def train_job(launch: Launch, pods: Pods, runtime: str) -> list[Manifest]:
+    """A TrainJob of Kubeflow Trainer 2, whose runtime gives the pods torchrun's PET_* variables.
+
+    Args:
+        runtime: name of a ClusterTrainingRuntime of torch.
+    """
+    trainer = {
+        "image": pods.image,
+        "command": _command(launch),
+        "numNodes": pods.nodes,
+        "numProcPerNode": processes_per_node(launch.cfg, pods.nodes),
+        "resourcesPerNode": _resources(pods),
+        "env": _env(_stops()),
+    }
+    pod = {
+        "terminationGracePeriodSeconds": GRACE + MARGIN,
+        "volumes": _volumes(pods),
+        "containers": [{"name": TRAINER, "volumeMounts": _mounts(pods)}],
+    }
+    in_job = {"name": TRAINER, "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {
+        "manager": "mimo-train.dev/launch",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [in_job]}}},
+    }
+    job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": pods.name},
+        "spec": {"runtimeRef": {"name": runtime}, "trainer": trainer, "runtimePatches": [patch]},
+    }
+    return [job]
+
+
+def sky_task(launch: Launch, name: str, nodes: int, accelerators: str, script: str) -> list[Manifest]:
+    """A task of SkyPilot: the checkout is copied to each node, which sets up its environment and starts its ranks.
+
+    Args:
+        accelerators: as H100:8.
+        script: of scripts/.
+    """
+    kind, _, gpus = accelerators.partition(":")
+    if not re.fullmatch(r"[A-Za-z][\w.-]*", kind) or not re.fullmatch(r"[1-9]\d*", gpus):
+        raise UserError(f"--accelerators is {accelerators!r}: give a kind and a number, such as H100:8")
+    require_fit(launch, nodes, int(gpus))
+    task = {
+        "name": name,
+        "num_nodes": nodes,
+        "workdir": ".",
+        "resources": {
+            "accelerators": accelerators,
+            "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [AGAIN]},
+        },
+        "envs": {"MIMO_EXTRAS": "demo,dev,gpu"} | _stops(),
+        "setup": "bash -c '. scripts/env.sh'",
+        "run": shlex.join([f"scripts/{script}", launch.config, *launch.overrides]),
+    }
+    return [task]
+
+
+def as_yaml(manifests: Sequence[Manifest]) -> str:
+    """One document for each manifest."""
+    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Values that are used twice are written twice: readers of manifests know no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _command(launch: Launch) -> list[str]:
+    return ["mimo-train", "launch", "here", launch.config, *launch.overrides]
+
+
+def _stops() -> dict[str, str]:
+    return {STOPPED_CODE: str(AGAIN), "MIMO_GRACE_SECONDS": str(GRACE)}
+
+
+def _env(variables: dict[str, str]) -> list[Manifest]:
+    return [{"name": name, "value": value} for name, value in variables.items()]
+
+
+def _codes(code: int) -> Manifest:
+    return {"containerName": CONTAINER, "operator": "In", "values": [code]}
+
+
+def _resources(pods: Pods) -> Manifest:
+    return {"limits": {"nvidia.com/gpu": str(pods.gpus)}} if pods.gpus else {}
+
+
+def _volumes(pods: Pods) -> list[Manifest]:
+    """Claims, and shared memory for NCCL and for what the workers read: a container has 64 MB."""
+    claims = [
+        {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
+        for number, (claim, _) in enumerate(pods.claims)
+    ]
+    return [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *claims]
+
+
+def _mounts(pods: Pods) -> list[Manifest]:
+    claims = [{"name": f"claim-{number}", "mountPath": folder} for number, (_, folder) in enumerate(pods.claims)]
+    return [{"name": "shared-memory", "mountPath": "/dev/shm"}, *claims]

@@ -1,0 +1,187 @@
+"""What scripts/launch.sh starts: finds the nodes of a run, picks its layout, and becomes torchrun's launcher of this
+node, or, where every task of the cluster is a rank, that rank. Imports no torch."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mimo_train.config import compose
+from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.launch.nodes import Nodes, nodes_of, without_torchruns
+from mimo_train.launch.restarts import OPTION
+from mimo_train.launch.tasks import number
+from mimo_train.plan.run import resolve
+
+ARRAY_FILE = "MIMO_ARRAY_FILE"
+"""A file of overrides: the task N of a job array takes line N, counted from 1."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A config with the changes that nodes and job array make to it."""
+
+    config: str
+    overrides: list[str]
+    cfg: ConfigContainer
+
+
+def launch_of(config: str, overrides: Sequence[str], nodes: int | None, environment: Mapping[str, str]) -> Launch:
+    """The config of a run on a number of nodes: the changes of `launch.layouts` come before `overrides`, those of a
+    task of a job array behind them.
+
+    Args:
+        nodes: None leaves out what depends on it.
+
+    Raises:
+        UserError: the config has faults, or nothing for this number of nodes or this task.
+    """
+    changed = [*overrides, *_line_of_task(environment)]
+    cfg = compose.load(config, changed)
+    if found := list(cfg.launch.faults()):
+        raise ConfigError(found)
+    if nodes is not None and (layouts := cfg.launch.layouts):
+        if nodes not in layouts:
+            there = ", ".join(map(str, sorted(layouts)))
+            text = f"has layouts for {there} nodes, and this run has {nodes}: add one"
+            raise ConfigError([Fault("launch.layouts", text)])
+        changed = [*cfg.launch.overrides(nodes), *changed]
+        _require_same_run(nodes, cfg, compose.load(config, changed))
+    if task := environment.get("SLURM_ARRAY_TASK_ID"):
+        changed.append(f"run.dir={Path(cfg.run.dir) / f'task_{task}'}")
+    return Launch(config, changed, compose.load(config, changed))
+
+
+def _require_same_run(nodes: int, cfg: ConfigContainer, changed: ConfigContainer) -> None:
+    """Raises ConfigError where a layout of `launch.layouts` changes more than where and how the same numbers are
+    computed: a run that goes on with it would not be the same run."""
+    before, after = (dict(_flat(compose.to_dict(one))) for one in (cfg, changed))
+    others = [key for key in {**before, **after} if before.get(key) != after.get(key) and not _OF_LAYOUT.match(key)]
+    if others:
+        text = f"changes {', '.join(sorted(others))}, and with it the run: give layouts and microbatches only"
+        raise ConfigError([Fault(f"launch.layouts.{nodes}", text)])
+
+
+_OF_LAYOUT = re.compile(
+    r"modules\.\w+\.(layout|recompute)\b|placement\.|train\.(micro_batch_size|recompute)$|data\.workers$"
+)
+"""Keys that do not change a run's numbers, but for the order in which they are summed."""
+
+
+def _flat(plain: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by their full keys."""
+    for key, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _line_of_task(environment: Mapping[str, str]) -> list[str]:
+    file = environment.get(ARRAY_FILE)
+    if not file:
+        return []
+    task = number("SLURM_ARRAY_TASK_ID", environment.get("SLURM_ARRAY_TASK_ID", ""), 1)
+    try:
+        lines = [shlex.split(line) for line in Path(file).read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{ARRAY_FILE} is {file}: {error}") from error
+    if task > len(lines):
+        raise UserError(f"{ARRAY_FILE} is {file}, which has {len(lines)} lines, and this is task {task}")
+    return lines[task - 1]
+
+
+def command(config: str, overrides: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The command that starts this node's ranks, or is one, and its environment.
+
+    Raises:
+        UserError: the nodes cannot be, the config has faults, or the layout does not fit the nodes.
+    """
+    nodes = nodes_of(environment)
+    launch = launch_of(config, overrides, nodes.number, environment)
+    per_node = _per_node(launch.cfg, nodes)
+    # -P: a data.py or encoders/ in the working directory must not be found in the place of ours.
+    rank = [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", launch.config, *launch.overrides]
+    variables = without_torchruns(environment) | _speed(launch.cfg, environment)
+    if nodes.ranks is not None:
+        return rank, variables
+    options = ["--standalone"]
+    if nodes.number > 1:
+        options = [f"--nnodes={nodes.number}", f"--node-rank={nodes.node}"]
+        options += [f"--master-addr={nodes.address}", f"--master-port={nodes.port}"]
+    if nodes.max_restarts:
+        options.append(f"{OPTION}={nodes.max_restarts}")
+    options += [f"--nproc-per-node={per_node}", "--no-python"]
+    return [sys.executable, "-P", "-m", "mimo_train.launch.torchrun", *options, *rank], variables
+
+
+def processes_per_node(cfg: ConfigContainer, nodes: int) -> int:
+    """Processes of the layout on each node.
+
+    Raises:
+        UserError: the config has faults, or nodes cannot share the processes evenly.
+    """
+    world = _world(cfg)
+    if world % nodes:
+        raise UserError(
+            f"the layout needs {world} processes, which {nodes} nodes cannot share evenly: change modules.*.layout (or "
+            "layout=...) or NNODES, or let some be idle with placement.allow_idle=true and "
+            f"NPROC_PER_NODE={-(-world // nodes)}"
+        )
+    return world // nodes
+
+
+def _world(cfg: ConfigContainer) -> int:
+    """Processes that the layout needs."""
+    return resolve(cfg).layout.processes[-1] + 1
+
+
+def _per_node(cfg: ConfigContainer, nodes: Nodes) -> int:
+    """Processes to start on each node."""
+    if not nodes.per_node:
+        return processes_per_node(cfg, nodes.number)
+    world, started = _world(cfg), nodes.number * nodes.per_node
+    if started < world:  # more may be idle: the program knows
+        given = nodes.ranks.variables[2] if nodes.ranks else "NPROC_PER_NODE"
+        raise UserError(
+            f"the layout needs {world} processes, but NNODES * {given} = {nodes.number} * {nodes.per_node} = "
+            f"{started}: change modules.*.layout (or layout=...), NNODES or {given}"
+        )
+    return nodes.per_node
+
+
+def _speed(cfg: ConfigContainer, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that a run is slow without, where they are not set: threads on the CPU, queues and memory on GPUs."""
+    if _on_cpu(cfg.run.device, environment):
+        return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or "1"}
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "1"}
+    if not environment.get("PYTORCH_CUDA_ALLOC_CONF"):
+        found["PYTORCH_ALLOC_CONF"] = environment.get("PYTORCH_ALLOC_CONF") or "expandable_segments:True"
+    return found
+
+
+def _on_cpu(device: str, environment: Mapping[str, str]) -> bool:
+    if device != "auto":
+        return device == "cpu"
+    if environment.get("CUDA_VISIBLE_DEVICES", "all") == "":
+        return True
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode != 0
+    except OSError:
+        return True
+
+
+def become(config: str, overrides: Sequence[str]) -> NoReturn:
+    """Replace this process by what `command` says, so that a signal to it is one to the launcher, which hands it on.
+
+    Raises:
+        UserError: as of `command`.
+    """
+    line, variables = command(config, overrides, os.environ)
+    os.execve(line[0], line, variables)

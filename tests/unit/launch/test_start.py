@@ -1,0 +1,186 @@
+"""What is started on a node: by which variables, with which layout, and what is refused."""
+
+import sys
+
+import pytest
+
+from mimo_train.config.fault import UserError
+from mimo_train.launch.start import command, launch_of
+from tests.unit.launch.test_tasks import OPEN_MPI, SKY, SLURM
+
+FOUR = ("run.device=cpu", "layout=images_dp2_language_dp2")
+RANK = [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", "vlm_digits", *FOUR]
+ON_NODE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node1"}
+TORCHRUN = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node1", "PET_NPROC_PER_NODE": "auto"}
+ON_NODE_1 = ["--nnodes=2", "--node-rank=1", "--master-addr=node1", "--master-port=29500"]
+
+
+def options(variables: dict[str, str], *overrides: str) -> list[str]:
+    """Of the launcher."""
+    line, _ = command("vlm_digits", [*FOUR, *overrides], variables)
+    head = [sys.executable, "-P", "-m", "mimo_train.launch.torchrun"]
+    assert line[:4] == head and line[-len(RANK) - len(overrides) :] == [*RANK, *overrides]
+    return line[4 : -len(RANK) - len(overrides)]
+
+
+def test_one_node_starts_what_the_layout_needs():
+    assert options({}) == ["--standalone", "--nproc-per-node=4", "--no-python"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "node"),
+    [
+        (TWO, ON_NODE_1),
+        (TWO | {"MASTER_PORT": "7"}, [*ON_NODE_1[:3], "--master-port=7"]),
+        (TORCHRUN, ON_NODE_1),
+        (TORCHRUN | {"PET_NNODES": "2:2", "PET_MASTER_PORT": "29500", "NODE_RANK": "1"}, ON_NODE_1),
+        (SLURM | ON_NODE | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, ON_NODE_1),
+        (SLURM | ON_NODE, [*ON_NODE_1[:2], "--master-addr=gpu003", "--master-port=24567"]),
+        (SKY | {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "node1\nnode2"}, ON_NODE_1),
+        (
+            {f"OMPI_COMM_WORLD_{name}": one for name, one in zip(("SIZE", "RANK"), "21", strict=True)}
+            | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "node1"},
+            ON_NODE_1,
+        ),
+    ],
+)
+def test_the_nodes_share_the_ranks_whoever_names_them(variables, node):
+    assert options(variables) == [*node, "--nproc-per-node=2", "--no-python"]
+
+
+def test_variables_of_the_user_come_before_those_of_slurm():
+    assert options(SLURM | ON_NODE | {"NNODES": "1"})[0] == "--standalone"
+
+
+def test_restarts_are_handed_on_and_torchrun_reads_nothing_twice():
+    assert "--max-restarts=3" in options({"MIMO_MAX_RESTARTS": "3"})
+    line, variables = command("vlm_digits", FOUR, TORCHRUN | {"PET_MAX_RESTARTS": "2", "PET_LOG_DIR": "x"})
+    assert "--max-restarts=2" in line
+    assert [name for name in variables if name.startswith("PET_")] == ["PET_LOG_DIR"]
+
+
+@pytest.mark.parametrize("tasks", [SLURM, OPEN_MPI], ids=["slurm", "open mpi"])
+def test_where_every_task_is_a_rank_it_becomes_one(tasks):
+    six = ["run.device=cpu", "layout=images_dp2_language_dp2", "modules.language.layout.dp=4"]
+    six.append("train.micro_batch_size=4")
+    line, _ = command("vlm_digits", six, tasks)
+    assert line == [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", "vlm_digits", *six]
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"NPROC_PER_NODE": "3"}, ["needs 4 processes", "1 * 3 = 3", "modules.*.layout", "NPROC_PER_NODE"]),
+        (
+            {"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"},
+            ["needs 4 processes", "3 nodes", "modules.*.layout", "placement.allow_idle=true and NPROC_PER_NODE=2"],
+        ),
+        ({"NNODES": "2", "NODE_RANK": "0"}, ["NNODES is 2", "MASTER_ADDR"]),
+        ({"NNODES": "2", "MASTER_ADDR": "a"}, ["NNODES is 2", "NODE_RANK"]),
+        (TWO | {"NODE_RANK": "2"}, ["NODE_RANK is 2", "0 to 1"]),
+        ({"NNODES": "two"}, ["NNODES is 'two'"]),
+        (TWO | {"PET_NNODES": "3"}, ["NNODES is 2", "PET_NNODES is 3"]),
+        (TORCHRUN | {"PET_NNODES": "1:3"}, ["PET_NNODES is 1:3", "layout"]),
+        (TORCHRUN | {"PET_RDZV_BACKEND": "c10d"}, ["PET_RDZV_BACKEND is c10d", "MASTER_ADDR"]),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE is 2", "NNODES"]),
+        (SLURM | ON_NODE | {"NODE_RANK": "0"}, ["NODE_RANK is 0", "SLURM_PROCID says 1"]),
+        (
+            SLURM
+            | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+            | {"SLURM_PROCID": "1"},
+            ["needs 4 processes", "SLURM_STEP_TASKS_PER_NODE", "1 * 2 = 2"],
+        ),
+        (SLURM | {"MIMO_MAX_RESTARTS": "2"}, ["MIMO_MAX_RESTARTS is 2", "SLURM_STEP_TASKS_PER_NODE"]),
+        (SLURM | {"NPROC_PER_NODE": "4"}, ["NPROC_PER_NODE is 4", "SLURM_STEP_TASKS_PER_NODE says 2"]),
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1"}, ["SLURM_NNODES is 2", "srun"]),
+    ],
+)
+def test_nodes_and_processes_that_do_not_fit_are_told(variables, words):
+    with pytest.raises(UserError) as raised:
+        command("vlm_digits", FOUR, variables)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_run_has_what_its_device_needs_and_keeps_what_is_set():
+    def variables(device: str, **given: str) -> dict[str, str]:
+        return command("vlm_digits", [f"run.device={device}"], given)[1]
+
+    assert variables("cpu") == {"OMP_NUM_THREADS": "1"}
+    assert variables("cpu", OMP_NUM_THREADS="3") == {"OMP_NUM_THREADS": "3"}
+    assert variables("auto", CUDA_VISIBLE_DEVICES="")["OMP_NUM_THREADS"] == "1"
+    on_gpus = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert variables("cuda") == on_gpus
+    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
+    assert variables("cuda", **given) == given
+
+
+LAYOUTS = "launch.layouts={2: images_dp2_language_dp2, 1: 'images_dp2_language_dp2 train.micro_batch_size=4'}"
+
+
+@pytest.mark.parametrize(("nodes", "micro_batch_size"), [(1, 4), (2, 8)])
+def test_the_layout_is_that_of_the_number_of_nodes(nodes, micro_batch_size):
+    launch = launch_of("vlm_digits", [LAYOUTS], nodes, {})
+    assert launch.overrides[0] == "layout=images_dp2_language_dp2" and launch.overrides[-1] == LAYOUTS
+    assert launch.cfg.train.micro_batch_size == micro_batch_size and launch.cfg.modules["images"].layout.dp == 2
+
+
+def test_the_command_line_comes_behind_the_layouts():
+    assert launch_of("vlm_digits", [LAYOUTS, "train.micro_batch_size=2"], 1, {}).cfg.train.micro_batch_size == 2
+
+
+@pytest.mark.parametrize("change", ["train.global_batch_size=8", "optim.lr=1", "data=text", "run.seed=3"])
+def test_a_layout_changes_nothing_else(change):
+    with pytest.raises(UserError, match=r"launch.layouts.2: changes (\w+\.)+\w+.*, and with it the run"):
+        launch_of("vlm_digits", [f"launch.layouts={{2: two_processes {change}}}"], 2, {})
+
+
+def test_an_override_with_dots_takes_the_place_of_a_layout():
+    launch = launch_of("vlm_digits", ["launch.layouts={2: two_processes}", "launch.layouts.2=one_process"], 2, {})
+    assert launch.cfg.launch.layouts == {2: "one_process"} and launch.overrides[0] == "layout=one_process"
+
+
+@pytest.mark.parametrize(
+    ("layouts", "words"),
+    [
+        ("{a: one_process}", "launch.layouts: must be a mapping whose keys are whole numbers"),
+        ("{0: one_process}", "launch.layouts.0: the number of nodes must be at least 1"),
+        ("""{2: "a 'b"}""", 'launch.layouts.2: is "a \'b": No closing quotation'),
+        ("{2: 'launch.layouts={}'}", "launch.layouts.2: changes launch.layouts, which has been read"),
+        ("{2: nowhere}", "layout: no layout named 'nowhere'"),
+    ],
+)
+def test_layouts_that_cannot_be_are_named(layouts, words):
+    with pytest.raises(UserError) as raised:
+        launch_of("vlm_digits", [f"launch.layouts={layouts}"], 2, {})
+    assert words in str(raised.value)
+
+
+def test_another_number_of_nodes_is_an_error():
+    with pytest.raises(UserError, match="launch.layouts: has layouts for 1, 2 nodes, and this run has 3"):
+        launch_of("vlm_digits", [LAYOUTS], 3, {})
+
+
+def test_tasks_of_an_array_have_folders_and_lines_of_their_own(tmp_path):
+    file = tmp_path / "sweep.txt"
+    file.write_text("optim.lr=1e-3\noptim.lr=2e-3 'data.chat_template=a b'\n")
+    variables = {"SLURM_ARRAY_TASK_ID": "2", "MIMO_ARRAY_FILE": str(file)}
+    cfg = launch_of("vlm_digits", ["run.dir=runs/sweep"], 1, variables).cfg
+    assert (cfg.run.dir, cfg.optim.lr, cfg.data.chat_template) == ("runs/sweep/task_2", 2e-3, "a b")
+    assert launch_of("vlm_digits", [], 1, {"SLURM_ARRAY_TASK_ID": "7"}).cfg.run.dir == "runs/vlm_digits/task_7"
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"SLURM_ARRAY_TASK_ID": "3"}, ["has 2 lines", "task 3"]),
+        ({"SLURM_ARRAY_TASK_ID": "0"}, ["SLURM_ARRAY_TASK_ID is '0'", "at least 1"]),
+        ({}, ["SLURM_ARRAY_TASK_ID is ''"]),
+        ({"SLURM_ARRAY_TASK_ID": "1", "MIMO_ARRAY_FILE": "nowhere.txt"}, ["nowhere.txt", "No such file"]),
+    ],
+)
+def test_a_task_without_a_line_is_an_error(tmp_path, variables, words):
+    (tmp_path / "sweep.txt").write_text("a=1\nb=2\n")
+    with pytest.raises(UserError) as raised:
+        launch_of("vlm_digits", [], 1, {"MIMO_ARRAY_FILE": str(tmp_path / "sweep.txt")} | variables)
+    assert all(word in str(raised.value) for word in words), raised.value
