@@ -141,12 +141,12 @@ _TURNS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Heads [S, B, N, D] turned by their positions; of wider heads the first channels."""
-    rest = heads.shape[-1] - cos.shape[-1]
-    if rest:
-        heads, unturned = heads.split([cos.shape[-1], rest], dim=-1)
+    width = cos.shape[-1]
+    if width < heads.shape[-1]:
+        turned = _turned(heads[..., :width], cos, sin)
+        return torch.cat((turned, heads[..., width:]), dim=-1)
     first, second = heads.chunk(2, dim=-1)
-    turned = heads * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, unturned), dim=-1) if rest else turned
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _is_dense(layer: TransformerLayer) -> bool:
