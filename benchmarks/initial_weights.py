@@ -83,12 +83,10 @@ def main() -> None:
         print(json.dumps(build(args)))
         return
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    bare, drawn = (
-        json.loads(subprocess.check_output([sys.executable, *sys.argv, f"--draw={draw}"], env=environment).splitlines()[-1])
-        for draw in (0, 1)
-    )
+    commands = ([sys.executable, *sys.argv, f"--draw={draw}"] for draw in (0, 1))
+    bare, drawn = (json.loads(subprocess.check_output(each, env=environment).splitlines()[-1]) for each in commands)
     print(f"{drawn['parameters']:,} parameters, {drawn['held']:.0f} MiB, the largest {drawn['largest']:.0f} MiB")
-    print(f"without drawing {bare['CPU seconds']:.2f} s CPU, drawn {drawn['CPU seconds']:.2f} s CPU, {drawn['seconds']:.2f} s")
+    print(f"{drawn['seconds'] - bare['seconds']:.2f} s, {drawn['CPU seconds'] - bare['CPU seconds']:.2f} s CPU")
     print(f"extra memory {drawn['peak'] - bare['peak'] - drawn['held']:.0f} MiB")
 
 

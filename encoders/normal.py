@@ -1,11 +1,11 @@
 """Normal numbers of initial weights: a function of (seed, row, column) alone, the same on every machine.
 
 A rank draws the part of a weight that it holds, in the time that this part takes, and gets the numbers that it would
-have cut out of the whole weight. Columns are in strips; the numbers of a strip are a stream of Philox4x64 (Salmon et al.
-2011, doi 10.1145/2063384.2063405), which begins anywhere, one row after the other.
+have cut out of the whole weight. Columns are in strips; the numbers of a strip are a stream of Philox4x64 (Salmon et
+al. 2011, doi 10.1145/2063384.2063405), row by row, which can begin anywhere.
 
 A number is the normal distribution's inverse at 31 random bits, interpolated linearly in a table with 256 places for
-each halving of the probability: it is off by less than 3e-6, and at most 6.23 from 0. Only look-ups and single additions
+each halving of the probability: it is off by less than 3e-6, and at most 6.23 from 0. Only look-ups, single additions
 and multiplications are made, which IEEE 754 rounds in one way; what torch draws depends on the CPU's instructions, and
 what libraries make of logarithms on their version.
 """

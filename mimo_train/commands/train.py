@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +42,14 @@ def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
     from mimo_train.config import compose
     from mimo_train.config.fault import ConfigError
+    from mimo_train.launch.handed_on import config_of_node
     from mimo_train.launch.processes import VariablesError, is_idle, say_idle, started_run
     from mimo_train.launch.restarts import require_resume
     from mimo_train.launch.torchrun import end_with_launcher
 
     end_with_launcher()
     try:
-        run = started_run(compose.load(args.config, args.overrides))
+        run = started_run(config_of_node(partial(compose.load, args.config, args.overrides)))
         require_resume(run.cfg.checkpoint.resume)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0" or isinstance(error, VariablesError):
