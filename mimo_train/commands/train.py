@@ -78,12 +78,13 @@ def main(run: "Run") -> int:
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     from mimo_train.launch.library_log import adopt_torch, divert
     from mimo_train.launch.output import show
+    from mimo_train.launch.rank_log import log_of
     from mimo_train.launch.watched import is_lost_peer, note_error
 
     rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
+    divert(log_of(run.dir, rank)).copy_console()
     if rank == 0:
         show(_first_line(run))
-    divert(run.dir / "logs" / f"rank_{rank}.log")
     if run.cfg.run.inprocess_restarts:
         # Its threads poll the other ranks every second, and torch would print a warning each time.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
