@@ -103,6 +103,7 @@ def test_two_modules_on_two_processes_leave_every_file(digits, tmp_path):
     assert any(line.text.startswith("held-out exact match") and line.rank == rank for line in logged)
     first = f"{run_dir}: images (one rank), language (one rank) on 2 processes; 4 steps of 8 samples of 72 tokens"
     assert printed.startswith(first), printed
+    assert "  busiest: images (" in printed or "  busiest: language (" in printed
     assert "held-out exact match" in printed and "report.html" in printed and "mimo-train generate" in printed
 
     picture = tmp_path / "picture.png"
