@@ -13,6 +13,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.drawing import drawn
+
 
 class PerceiverResampler(MegatronModule):
     """Features of media -> `latents` rows of each.
@@ -26,8 +28,7 @@ class PerceiverResampler(MegatronModule):
 
     def __init__(self, config: TransformerConfig, latents: int, norm: type, tp_group: torch.distributed.ProcessGroup):
         super().__init__(config=config)
-        drawn = torch.randn(latents, config.hidden_size) * config.init_method_std
-        self.latents = torch.nn.Parameter(drawn.to(config.params_dtype))
+        self.latents = drawn((latents, config.hidden_size), config.init_method_std, config)
         self.layers = MegatronModule(config=config)
         for number in range(config.num_layers):
             self.layers.add_module(str(number), _Layer(config, norm, tp_group))

@@ -74,8 +74,8 @@ class StateMerger(torch.nn.Module):
         super().__init__()
         dtype = config.params_dtype
         self.norm = torch.nn.LayerNorm(width, eps=eps, dtype=dtype)
-        self.linear_fc1 = bare_layer(torch.nn.Linear, width, width, dtype=dtype, config=config)
-        self.linear_fc2 = bare_layer(torch.nn.Linear, width, language_width, dtype=dtype, config=config)
+        self.linear_fc1 = bare_layer(torch.nn.Linear, width, width, dtype=dtype)
+        self.linear_fc2 = bare_layer(torch.nn.Linear, width, language_width, dtype=dtype)
         for linear in (self.linear_fc1, self.linear_fc2):
             draw_weights(linear, init_std, config)
 

@@ -78,7 +78,7 @@ class VisionTransformer(StagedEncoder):
         spec, config = self.spec, self.config
         torch.manual_seed(config.init_seed)
         positions = math.prod(spec.position_grid) + spec.class_position
-        options = {"bias": spec.patch_bias, "dtype": config.params_dtype, "config": config}
+        options = {"bias": spec.patch_bias, "dtype": config.params_dtype}
         self.patch_embedding = bare_layer(torch.nn.Linear, spec.patch_width, spec.hidden_size, **options)
         rows, dims = (1,) * (spec.embedding_dims - 2), spec.class_token_dims
         hidden, registers = spec.hidden_size, spec.register_tokens

@@ -55,7 +55,7 @@ class WhisperEncoder(StagedEncoder):
     def _build_embeddings(self) -> None:
         spec, config = self.spec, self.config
         torch.manual_seed(config.init_seed)
-        options = {"kernel_size": 3, "padding": 1, "dtype": config.params_dtype, "config": config}
+        options = {"kernel_size": 3, "padding": 1, "dtype": config.params_dtype}
         self.conv1 = bare_layer(torch.nn.Conv1d, spec.num_mels, spec.hidden_size, **options)
         self.conv2 = bare_layer(torch.nn.Conv1d, spec.hidden_size, spec.hidden_size, stride=2, **options)
         for convolution in (self.conv1, self.conv2):

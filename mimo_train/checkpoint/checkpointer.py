@@ -29,7 +29,7 @@ from mimo_train.checkpoint.store import (
     record_of,
     save_parts,
 )
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.model.param_gather import gathered
 from mimo_train.model.start_weights import load_start_weights
 from mimo_train.optim.module_optimizer import ModuleOptimizer
@@ -103,6 +103,8 @@ class Checkpointer:
         read_pretrained: Callable[[], bool] = lambda: False,
         read_adapters: Callable[[], bool] = lambda: False,
         mixing: Mixing | None = None,
+        *,
+        drawn: bool = True,
     ):
         """
         Args:
@@ -111,7 +113,9 @@ class Checkpointer:
             mixing: the weights of the sources, which go on from those of the checkpoint.
             read_adapters: fills the adapters of a new run from those that its modules start with; returns whether there
                 are any. Collective.
+            drawn: whether the model has initial weights, as it must unless `every_weight.loads_every_weight`.
         """
+        self._drawn = drawn
         self._read_pretrained, self._read_adapters = read_pretrained, read_adapters
         self._mixing = mixing
         self._run, self._model, self._optimizer, self._schedulers = run, model, optimizer, schedulers
@@ -266,6 +270,7 @@ class Checkpointer:
                 self._continue_from(folder)
         if folder is not None:
             return folder
+        self._require_drawn()
         self._require_none(lambda: left_behind(cfg))
         if cfg.checkpoint.weights:
             key = "checkpoint.weights"
@@ -295,6 +300,7 @@ class Checkpointer:
         with agreed():
             partly = LEFT_OUT in folders.read_record(folder)
         if partly:
+            self._require_drawn()
             self._read_initial_weights()
         load_base(folder, layout, self._model, cfg.checkpoint.weights)
         if partly:
@@ -313,6 +319,17 @@ class Checkpointer:
         read = self._read_pretrained()
         with agreed():
             return load_start_weights(self._model) or read
+
+    def _require_drawn(self) -> None:
+        """
+        Raises:
+            UserError: a checkpoint that was to bring all weights is gone; on every rank.
+        """
+        if not self._drawn:
+            raise UserError(
+                f"checkpoint.resume: the checkpoints in {self._run.checkpoints} were changed while this run started: "
+                "start it again"
+            )
 
     def _require_none(self, faults: Callable[[], list[Fault]]) -> None:
         """Raise ConfigError on every rank if there are faults on any. Collective."""

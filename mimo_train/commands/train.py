@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +42,14 @@ def _train(args: argparse.Namespace) -> int:
     """Faults found before the start are the same on every rank: rank 0 prints them, the others exit 1 silently."""
     from mimo_train.config import compose
     from mimo_train.config.fault import ConfigError
+    from mimo_train.launch.handed_on import config_of_node
     from mimo_train.launch.processes import VariablesError, is_idle, say_idle, started_run
     from mimo_train.launch.restarts import require_resume
     from mimo_train.launch.torchrun import end_with_launcher
 
     end_with_launcher()
     try:
-        run = started_run(compose.load(args.config, args.overrides))
+        run = started_run(config_of_node(partial(compose.load, args.config, args.overrides)))
         require_resume(run.cfg.checkpoint.resume)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0" or isinstance(error, VariablesError):
@@ -76,12 +78,13 @@ def main(run: "Run") -> int:
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     from mimo_train.launch.library_log import adopt_torch, divert
     from mimo_train.launch.output import show
+    from mimo_train.launch.rank_log import log_of
     from mimo_train.launch.watched import is_lost_peer, note_error
 
     rank = run.layout.processes.index(int(os.environ.get("RANK", "0")))
+    divert(log_of(run.dir, rank)).copy_console()
     if rank == 0:
         show(_first_line(run))
-    divert(run.dir / "logs" / f"rank_{rank}.log")
     if run.cfg.run.inprocess_restarts:
         # Its threads poll the other ranks every second, and torch would print a warning each time.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -58,6 +58,10 @@ class RunConfig:
     timeout_minutes: float = key(10.0, at_least=0.001, below=YEAR)
     """Minutes that a rank waits for its peers in a collective before it gives up, less than a year. With
     `inprocess_restarts` above 0.25."""
+    step_timeout_minutes: float = key(0.0, at_least=0, below=YEAR, zero_means="as `timeout_minutes`")
+    """As `timeout_minutes`, from the second step of a start on: the first one, and what comes before it, may wait for
+    compilers, for communicators of NCCL and for cold storage. Saves and evaluations in the loop count as steps. On the
+    CPU it holds for collectives, not for messages between two ranks. 0: as `timeout_minutes`."""
     hang_report_seconds: float = key(300.0, at_least=0, below=60 * YEAR, zero_means="never")
     """Seconds without progress, in set-up too, after which a run says which rank is to blame and ends with exit code
     18; 0: never. See docs/reliability.md#hangs."""

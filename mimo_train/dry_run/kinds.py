@@ -26,7 +26,7 @@ def kinds_of(layout: RunLayout) -> list[Kind]:
     first: dict[str, int] = {}
     number: dict[str, int] = {}
     for rank in range(layout.world_size):
-        name = _title(layout, rank)
+        name = layout.kind_of(rank)
         first.setdefault(name, rank)
         number[name] = number.get(name, 0) + 1
     return [Kind(rank, name, number[name]) for name, rank in first.items()]
@@ -47,14 +47,5 @@ def chosen(layout: RunLayout, ranks: str) -> list[Kind]:
         if not text.strip().isdecimal() or int(text) >= layout.world_size:
             raise UserError(f"--ranks: {text!r} is not one of the ranks 0 to {layout.world_size - 1}, nor {ALL_KINDS}")
         rank = int(text)
-        found.append(Kind(rank, _title(layout, rank), numbers[_title(layout, rank)]))
+        found.append(Kind(rank, layout.kind_of(rank), numbers[layout.kind_of(rank)]))
     return found
-
-
-def _title(layout: RunLayout, rank: int) -> str:
-    stages = []
-    for name in layout.on_rank(rank):
-        module = layout.modules[name]
-        stage = next(stage for stage in range(module.pp) if rank in module.stage_ranks(stage))
-        stages.append(f"{name}, stage {stage + 1} of {module.pp}" if module.pp > 1 else name)
-    return " + ".join(stages)

@@ -6,14 +6,13 @@ run. What mimo-train or the user's own modules warn of stays on the console, and
 
 import logging
 import os
-import sys
 import sysconfig
-import time
 import warnings
 from pathlib import Path
 from typing import TextIO
 
 from mimo_train.launch.own_packages import HOME, NAMES
+from mimo_train.launch.rank_log import RankLog
 
 OWN = tuple(f"{HOME / name}{os.sep}" for name in (*NAMES, "mimo_train"))
 LIBRARIES = tuple(
@@ -31,13 +30,16 @@ def is_library(file: str) -> bool:
     return file == STAND_IN or (file.startswith(LIBRARIES) and not file.startswith(OWN))
 
 
-def divert(path: Path) -> None:
+def divert(path: Path) -> RankLog:
     """Send warnings and log records of libraries, below errors, to the end of a file from now on; the file is made when
     there is one. They stay on the console if it cannot be written, and where TORCH_LOGS asks torch for its own.
 
     Called before the libraries are imported, and `adopt_torch` after torch was.
+
+    Returns:
+        The file's log.
     """
-    writer = _Writer(path)
+    log = RankLog(path)
     console = warnings.showwarning
 
     def show(
@@ -51,10 +53,11 @@ def divert(path: Path) -> None:
         if file is not None or not is_library(filename):
             console(message, category, filename, lineno, file, line)
         else:
-            writer.write(warnings.formatwarning(message, category, filename, lineno, line).rstrip())
+            log.write(warnings.formatwarning(message, category, filename, lineno, line).rstrip())
 
     warnings.showwarning = show
-    logging.getLogger().addHandler(_Handler(writer))
+    logging.getLogger().addHandler(_Handler(log))
+    return log
 
 
 def adopt_torch() -> None:
@@ -68,46 +71,23 @@ def adopt_torch() -> None:
         logger.propagate = True
 
 
-class _Writer:
-    """Appends lines to a file, opened with the first of them; to stderr if that fails."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file: TextIO | None = None
-
-    def write(self, text: str) -> None:
-        self._file = self._file or self._open()
-        try:
-            print(text, file=self._file, flush=True)
-        except OSError:  # the disk is full, or was taken away
-            self._file = sys.stderr
-            print(text, file=self._file, flush=True)
-
-    def _open(self) -> TextIO:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._path.open("a", encoding="utf-8")
-        except OSError:
-            return sys.stderr
-        print(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}", file=file)
-        return file
-
-
 class _Handler(logging.Handler):
     """Records of libraries into the file; errors of theirs, and everything of others, on the console, as Python's
     handler of last resort prints them."""
 
-    def __init__(self, writer: _Writer):
+    def __init__(self, log: RankLog):
         super().__init__()
-        self._writer = writer
+        self._log = log
         self._format = logging.Formatter("%(levelname)s %(name)s: %(message)s")
 
     def emit(self, record: logging.LogRecord) -> None:
         last = logging.lastResort
         try:
             if is_library(record.pathname):
-                self._writer.write(self._format.format(record))
-                if record.levelno < logging.ERROR:
+                is_error = record.levelno >= logging.ERROR
+                if not (is_error and self._log.has_console):
+                    self._log.write(self._format.format(record))
+                if not is_error:
                     return
             if last is not None and record.levelno >= last.level:
                 last.handle(record)

@@ -51,9 +51,9 @@ class Console:
         """A console that shows nothing, for ranks that do not log."""
         return cls(0, 0, view=_Nothing())
 
-    def step(self, step: int, values: dict[str, float]) -> None:
+    def step(self, step: int, values: dict[str, float], remark: str = "") -> None:
         """Show `values` of a step: `lm loss`, `grad_norm`, `learning_rate/<module>`, `tokens_per_second`,
-        `step_seconds`; those that are missing are left out."""
+        `step_seconds`; those that are missing are left out. `remark` is the end of the line."""
         seconds = values.get("step_seconds", math.nan)
         if math.isfinite(seconds):
             self._step_seconds.append(seconds)
@@ -61,6 +61,8 @@ class Console:
         if self._step_seconds and step < self._total:
             left = (self._total - step) * statistics.median(self._step_seconds)
             parts["left"] = f"{duration(left)} left"
+        if remark:
+            parts["remark"] = remark
         self._show(lambda: self._view.step(step, self._total, parts))
 
     def message(self, text: str) -> None:
@@ -162,7 +164,7 @@ class _Bar:
 
     def step(self, step: int, total: int, parts: dict[str, str]) -> None:
         # A bar has one line: what is read at a glance, the rest is in the files.
-        shown = [parts[name] for name in ("loss", "tokens", "seconds", "left") if name in parts]
+        shown = [parts[name] for name in ("loss", "tokens", "seconds", "left", "remark") if name in parts]
         self._progress.update(self._task, completed=step, numbers="  ".join(shown))
 
     def print(self, text: str) -> None:

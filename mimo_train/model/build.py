@@ -24,6 +24,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
 from mimo_train.model.freeze import freeze, let_recomputed_layers_learn
 from mimo_train.model.heads import ModelHook
+from mimo_train.model.initial_weights import own_parts
 from mimo_train.model.layers import layer_spec, norm_class, projector_submodules
 from mimo_train.model.llm.gpt import SeededGPTModel
 from mimo_train.model.llm.layers import language_layers
@@ -68,7 +69,7 @@ def build_model(
         wrapped GPT models.
     """
     language_specs = _language_specs(cfg, layout, groups, vocab_size, te, (LANGUAGE, "llm") not in undrawn)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), own_parts():
         warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
         if not cfg.encoders:
             chunks = [spec.module(**spec.params).to(device) for spec in language_specs]

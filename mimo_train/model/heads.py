@@ -10,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import unwrap_model
 
+from encoders.normal import fill
 from mimo_train.model.marks import mark
 
 ModelList = list[MegatronModule]
@@ -129,8 +130,7 @@ def _freeze_parameter_if_present(module: object, name: str) -> None:
 def _new_head(language: GPTModel, hidden_size: int, output_size: int, sequence_parallel: bool) -> LinearForLastLayer:
     config, norm = language.config, language.decoder.final_layernorm.weight
     head = LinearForLastLayer(hidden_size, output_size, sequence_parallel)
-    generator = torch.Generator().manual_seed(config.init_seed)
-    torch.nn.init.normal_(head.weight, std=config.init_method_std, generator=generator)
+    fill(head.weight.detach(), config.init_method_std, config.init_seed)
     head.tp_group = language.pg_collection.tp
     return head.to(device=norm.device, dtype=norm.dtype)
 

@@ -4,7 +4,7 @@ Two kinds, chosen by what is installed: `te` (Transformer Engine, on CUDA) and `
 linear layers around `SdpaAttention`; runs everywhere).
 
 Initial weights are a function of (seed, module, layer) alone, never of the layout: every layer seeds the CPU generator
-before it builds itself, and Megatron-Core's CPU initialisation draws the whole weight and keeps this rank's part.
+before it builds itself, and every weight takes a seed from it, from which a rank draws its part (`initial_weights`).
 Experts (`moe`) are seeded one by one.
 """
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -73,8 +72,8 @@ def _seeded_experts(
         if not config.perform_initialization:
             continue
         # With a gate each rank holds a part of both halves.
-        _draw(up, 0, 2 if config.gated_linear_unit else 1, config.init_method, etp)
-        _draw(down, 1, 1, config.output_layer_init_method, etp)
+        config.init_method.draw_part(up, 0, etp.rank(), etp.size(), 2 if config.gated_linear_unit else 1)
+        config.output_layer_init_method.draw_part(down, 1, etp.rank(), etp.size())
     torch.manual_seed(seed_for(layer_seed, "behind the experts"))
     return experts
 
@@ -85,24 +84,6 @@ def _weights(experts: MegatronModule, index: int) -> tuple[torch.Tensor, torch.T
         expert = experts.local_experts[index]
         return expert.linear_fc1.weight, expert.linear_fc2.weight
     return getattr(experts.linear_fc1, f"weight{index}"), getattr(experts.linear_fc2, f"weight{index}")
-
-
-@torch.no_grad()
-def _draw(
-    weight: torch.Tensor, dim: int, pieces: int, init_method: Callable[[torch.Tensor], object], etp: dist.ProcessGroup
-) -> None:
-    """Draw the whole weight on the CPU and keep this rank's part.
-
-    Args:
-        dim: what expert tensor parallel cuts.
-        pieces: equal parts of the whole weight along `dim`, each of which is cut.
-    """
-    shape = list(weight.shape)
-    shape[dim] *= etp.size()
-    whole = torch.empty(shape, dtype=torch.float32)
-    init_method(whole)
-    parts = whole.split(weight.size(dim) // pieces, dim)
-    weight.copy_(torch.cat(parts[etp.rank() :: etp.size()], dim))
 
 
 TRACKED = {

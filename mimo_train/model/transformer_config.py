@@ -14,6 +14,7 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.model.initial_weights import draw_by
 from mimo_train.model.seeds import seed_for
 from mimo_train.plan.adapters import adapted_linears, layers_name
 from mimo_train.plan.layout import ModuleLayout, RunLayout, layers_of_stage
@@ -231,7 +232,7 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
         batch_p2p_sync=False,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
-        # Weights are drawn whole on the CPU and cut: the same model at every layout.
+        # Weights are drawn on the CPU, each rank's part (`initial_weights`): the same model at every layout.
         use_cpu_initialization=True,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
@@ -241,6 +242,7 @@ def _config(cfg: ConfigContainer, layout: ModuleLayout, **sizes: Any) -> Transfo
         persist_layer_norm=False,
         apply_rope_fusion=False,
     )
+    draw_by(config)
     config.init_seed = seed_for(cfg.run.seed, layout.name)
     config.lora = cfg.modules[layout.name].lora
     config.adapters = adapted_linears(layout.name, cfg.modules[layout.name], cfg.llm.hidden_size)

@@ -83,6 +83,13 @@ class OwnGroups:
         return self._groups[key]
 
 
+def limit_waits(minutes: float) -> None:
+    """Let collectives of every group of this process wait for so long from now on. With gloo (torch 2.11) a message
+    between two ranks waits for as long as when its group was made."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
+
+
 @contextmanager
 def _named(name: str) -> Iterator[None]:
     """Names the group that is made in the block: members meet under its name. torch 2.11 takes the number of groups

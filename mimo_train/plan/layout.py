@@ -114,6 +114,15 @@ class RunLayout:
         """Names of the modules on `rank`, in the order of the config."""
         return [name for name, module in self.modules.items() if rank in module.ranks]
 
+    def kind_of(self, rank: int) -> str:
+        """The modules on `rank` and their stages: ranks of one kind run the same code."""
+        kinds = []
+        for name in self.on_rank(rank):
+            module = self.modules[name]
+            stage = (rank - module.first_rank) // (module.size // module.pp)
+            kinds.append(f"{name}, stage {stage + 1} of {module.pp}" if module.pp > 1 else name)
+        return " + ".join(kinds)
+
     def _givers_first(self) -> list[str]:
         """Every module after all that give to it; else in the order of the config."""
         ordered: list[str] = []

@@ -15,7 +15,7 @@ from mimo_train.checkpoint.hf.peft import write_adapters
 from mimo_train.checkpoint.integrity import opened
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.fill_in import parts_there
+from mimo_train.config.pretrained.fill_in import all_parts, parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.generation.source import load_model, on_one_process
 from mimo_train.plan.parameters import embedding_rows
@@ -59,7 +59,7 @@ def export(
     alone = on_one_process(cfg)
     # Without the distributed optimizer's copy of the weights: here a model only lends names and shapes.
     run = resolve(replace(alone, optim=replace(alone.optim, distributed_optimizer=False)))
-    undrawn = {(name, part) for name in run.cfg.modules for part in ("llm", "encoder", "projector")}
+    undrawn = all_parts(run.cfg)
     if LEFT_OUT in record:
         undrawn = parts_there(run.cfg)
     built = build_parts(run, *start_processes(run.cfg), undrawn=undrawn)

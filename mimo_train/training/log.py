@@ -7,6 +7,7 @@ from typing import Any
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.straggler import StragglerTimer
+from mimo_train.metrics.busiest import Busiest
 from mimo_train.metrics.imbalance import imbalance
 from mimo_train.metrics.runtime import report_runtime, report_throughput
 from mimo_train.metrics.stopwatch import INTERVALS, time_split
@@ -84,6 +85,7 @@ class StepLog:
         self._started, self._last = 0.0, StepResult()
         self._rates: dict[str, float] = {}
         self._imbalance: dict[str, float] = {}
+        self._busiest = Busiest(self._state.layout)
         straggler = self._state.cfg.log.straggler
         self.stragglers = StragglerTimer(self._state.layout, self._state.console) if straggler else None
         session.checkpointer.note_sums(self)
@@ -212,7 +214,7 @@ class StepLog:
         values |= layer_norms | numbers.memory | self._drawn()
         step = state.train_state.step
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
-        state.console.step(step, values)
+        state.console.step(step, values, self._busiest.name(numbers.times))
         if show_memory and numbers.memory:
             state.console.message(
                 "memory: " + "  ".join(f"{name} {value:.3g}" for name, value in numbers.memory.items())

@@ -17,9 +17,10 @@ from megatron.core.transformer.module import MegatronModule
 from data.storage.url import Url
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
+from mimo_train.checkpoint.every_weight import loads_every_weight
 from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
 from mimo_train.config.fault import ConfigError, UserError
-from mimo_train.config.pretrained.fill_in import parts_there
+from mimo_train.config.pretrained.fill_in import all_parts, parts_there
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
 from mimo_train.diagnose.profiling import StepProfiler
@@ -185,7 +186,8 @@ def _build(
     make_demo_shards(run)
     given, (run, dataset) = run, with_steps(run)
     cfg, train_state = run.cfg, TrainState()
-    parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg))
+    drawn = not loads_every_weight(run)
+    parts = build_parts(run, kind, device, pre_wrap_hook, undrawn=parts_there(cfg) if drawn else all_parts(cfg))
     pipeline, step_sum, groups = parts.pipeline, parts.step_sum, parts.pipeline.groups
     RECORDER.to("optimizer build")
     optimizer = build_optimizer(cfg, pipeline.model, groups)
@@ -212,7 +214,7 @@ def _build(
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
     fingerprints = Fingerprints(dataset.fingerprint, dataset.text_fingerprint, parts.tokenizer.vocabulary_fingerprint)
     read_adapters = partial(load_start_adapters, cfg, pipeline.model, rows)
-    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters, mixing)
+    checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters, mixing, drawn=drawn)
     RECORDER.to("load")
     resumed_from = checkpointer.resume()
     if not train_state.consumed_train_tokens:  # a checkpoint of a time when they were not counted

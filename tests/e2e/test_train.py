@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from data.demo.make import make_demo
+from mimo_train.launch.rank_log import Logs
 from tests.hang import HANG_SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -95,9 +96,14 @@ def test_two_modules_on_two_processes_leave_every_file(digits, tmp_path):
     samples = json.loads((run_dir / "samples.json").read_text())
     assert len(samples) == 4 and all({"question", "answer", "truth", "correct"} <= set(sample) for sample in samples)
     assert "Warning" not in printed, "those of libraries are in the log of each rank"
-    assert all("Warning" in (run_dir / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1))
+    logged = list(Logs(run_dir))
+    assert {line.rank for line in logged if "Warning" in line.text} == {0, 1}
+    assert [line.stamp for line in logged] == sorted(line.stamp for line in logged)
+    (rank,) = {line.rank for line in logged if line.text.startswith("step ")}
+    assert any(line.text.startswith("held-out exact match") and line.rank == rank for line in logged)
     first = f"{run_dir}: images (one rank), language (one rank) on 2 processes; 4 steps of 8 samples of 72 tokens"
     assert printed.startswith(first), printed
+    assert "  busiest: images (" in printed or "  busiest: language (" in printed
     assert "held-out exact match" in printed and "report.html" in printed and "mimo-train generate" in printed
 
     picture = tmp_path / "picture.png"

@@ -84,6 +84,17 @@ REASONS = [
         "packed_seq_params=packed_seq_params, )",
     ),
     (
+        "model/initial_weights.py",
+        "tensor_parallel.layers:_initialize_affine_weight_cpu",
+        "master_weight = torch.empty(output_size, input_size, dtype=torch.float, requires_grad=False) "
+        "init_method(master_weight)",
+    ),
+    (
+        "model/initial_weights.py",
+        "extensions.transformer_engine:condition_init_method",
+        "return init_method if config.perform_initialization else (lambda w: None)",
+    ),
+    (
         "model/moe.py",
         "tensor_parallel.layers:ColumnParallelLinear.__init__",
         "self.expert_parallel or self.config.expert_tensor_parallel_size != self.config.tensor_model_parallel_size",

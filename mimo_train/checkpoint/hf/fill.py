@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from data.listed import listed
+from encoders.normal import fill
 from encoders.weight_map import Rows, Rule, Spelling, WeightMap, spelt
 from encoders.whisper.positions import sinusoids
 from mimo_train.checkpoint.hf.tensors import TensorFolder
@@ -140,9 +141,10 @@ class Reader:
         """Rows that the directory does not have: the same at every layout."""
         if not rows.std or rows.name:
             return torch.zeros(rows.count, 1)
-        generator = torch.Generator().manual_seed(seed_for(self._seed, "new rows", rule.ours))
-        drawn = torch.randn(rows.first + rows.count, width, generator=generator)[rows.first :] * rows.std
-        return drawn if (columns := cut.columns(width)) is None else drawn[:, columns[0] : columns[1]]
+        first, last = cut.columns(width) or (0, width)
+        drawn = torch.empty(rows.count, last - first)
+        fill(drawn, rows.std, seed_for(self._seed, "new rows", rule.ours), rows.first, first)
+        return drawn
 
     def _mismatch(self, name: str, parameter: torch.Tensor, cut: Cut) -> str:
         """What is wrong with the shape of a parameter; empty if nothing is."""

@@ -94,6 +94,11 @@ def parts_there(cfg: ConfigContainer) -> set[tuple[str, str]]:
     return found
 
 
+def all_parts(cfg: ConfigContainer) -> set[tuple[str, str]]:
+    """(module, part) of everything that has weights, named as in `parts_there`."""
+    return {(name, part) for name in cfg.modules for part in ("llm", "encoder", "projector")}
+
+
 def has_projector(directory: Directory) -> bool:
     """Whether a directory holds a projector between its encoder and its language model."""
     return directory.model_type in COMPOSITES and COMPOSITES[directory.model_type].projector is not None

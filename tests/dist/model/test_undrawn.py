@@ -15,7 +15,8 @@ FOLDERS = {"images": "tower", "language": "llama"}
 
 
 class Draws(TorchDispatchMode):
-    """Counts the random numbers that are drawn inside it.
+    """Counts the random numbers that are drawn inside it, by torch and by `encoders.normal`, whose
+    seeds do not count.
 
     Attributes:
         numbers: so many.
@@ -23,9 +24,26 @@ class Draws(TorchDispatchMode):
 
     numbers = 0
 
+    def __enter__(self):
+        from encoders import normal
+
+        self._fill = normal.fill
+        normal.fill = self._counted
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        from encoders import normal
+
+        normal.fill = self._fill
+        return super().__exit__(*error)
+
+    def _counted(self, block, *place, **begin):
+        self.numbers += block.numel()
+        self._fill(block, *place, **begin)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and out.device.type != "meta":
+        if torch.Tag.nondeterministic_seeded in func.tags and out.device.type != "meta" and out.dim():
             self.numbers += out.numel()
         return out
 

@@ -1,0 +1,78 @@
+"""Parallel layers of Megatron-Core draw the part of their weight that this rank holds.
+
+With `use_cpu_initialization` Megatron-Core 0.19.2 draws every weight whole on every rank and cuts it
+(tensor_parallel/layers.py:184): time and memory of the whole model. The numbers are the same here, see
+`encoders.normal`; a layer that is built elsewhere draws them the other way.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from encoders.normal import Normal
+
+_TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
+_whole = layers._initialize_affine_weight_cpu
+
+
+def draw_by(config: TransformerConfig) -> None:
+    """Let the layers of a config draw their weights from `Normal`, with the deviations that Megatron-Core has."""
+    config.init_method = config.embedding_init_method = Normal(config.init_method_std)
+    config.output_layer_init_method = Normal(config.init_method_std / (2 * config.num_layers) ** 0.5)
+
+
+@contextmanager
+def own_parts() -> Iterator[None]:
+    """Layers that are built inside draw their own parts alone, or nothing without `config.perform_initialization`."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(layers, _whole.__name__, _draw_part))
+        if engine := sys.modules.get(_TRANSFORMER_ENGINE):
+            stack.enter_context(patch.object(engine, _whole.__name__, _draw_part))
+            stack.enter_context(patch.object(engine, "condition_init_method", _if_drawn))
+        yield
+
+
+def _draw_part(
+    weight: torch.Tensor,
+    output_size: int,
+    input_size: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: Callable[[torch.Tensor], Any],
+    stride: int = 1,
+    return_master_weight: bool = False,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    skip_set_tensor_parallel_attributes: bool = False,
+    **others: Any,
+) -> torch.Tensor | None:
+    """`_initialize_affine_weight_cpu`; its `stride` is a number of pieces that are each cut."""
+    own = isinstance(init_method, Normal) and not return_master_weight
+    if init_method is not _nothing and not (own and rank is not None):
+        options = {"rank": rank, "world_size": world_size, **others}
+        options["skip_set_tensor_parallel_attributes"] = skip_set_tensor_parallel_attributes
+        sizes = (output_size, input_size, per_partition_size)
+        return _whole(weight, *sizes, partition_dim, init_method, stride, return_master_weight, **options)
+    if not skip_set_tensor_parallel_attributes:
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
+    if isinstance(init_method, Normal):
+        assert rank is not None and world_size is not None
+        init_method.draw_part(weight, partition_dim, rank, world_size, stride)
+    return None
+
+
+def _if_drawn(config: TransformerConfig, init_method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """`condition_init_method` of the layers of Transformer Engine."""
+    return init_method if config.perform_initialization else _nothing
+
+
+def _nothing(weight: torch.Tensor) -> None:
+    """Leave a weight as it is."""

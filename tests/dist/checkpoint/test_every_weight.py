@@ -1,0 +1,60 @@
+"""A run that continues from a checkpoint draws no weights that it reads."""
+
+import shutil
+from pathlib import Path
+
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, train_rank
+
+FROZEN = ("modules.images.freeze=[encoder]", "checkpoint.trained_only=true")
+
+
+def _started(cfg, vanish: bool) -> tuple[int, str]:
+    """Numbers that are drawn while a run is set up, and what it fails with."""
+    from encoders import normal
+    from mimo_train.config.fault import UserError
+    from mimo_train.launch.exit_signal import ExitSignal
+    from mimo_train.plan.run import resolve
+    from mimo_train.training import setup
+    from mimo_train.training.exit import ExitVotes
+
+    numbers, fill, looks = 0, normal.fill, setup.loads_every_weight
+
+    def counted(block, *place, **begin):
+        nonlocal numbers
+        numbers += block.numel()
+        fill(block, *place, **begin)
+
+    def looked(run):
+        found = looks(run)
+        if vanish:
+            shutil.rmtree(run.checkpoints / "checkpoints")
+        return found
+
+    normal.fill, setup.loads_every_weight = counted, looked
+    try:
+        session = setup.setup(resolve(cfg), ExitVotes(ExitSignal(), 0, 0), start_time=0.0)
+    except UserError as error:
+        return numbers, str(error)
+    assert all(parameter.isfinite().all() for chunk in session.model for parameter in chunk.parameters())
+    session.close()
+    return numbers, ""
+
+
+def test_a_checkpoint_of_all_weights_leaves_none_to_draw(digits, tmp_path):
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "train.iters=1", "checkpoint.save_interval=1")
+    ((first, _),) = run_ranks(_started, 1, cfg, False)
+    assert first > 10_000
+    run_ranks(train_rank, 1, cfg)
+    assert run_ranks(_started, 1, cfg, False) == [(0, "")]
+    ((drawn, error),) = run_ranks(_started, 1, cfg, True)
+    assert drawn == 0 and error.startswith("checkpoint.resume: ")
+
+
+def test_weights_that_a_checkpoint_leaves_out_are_drawn(digits, tmp_path):
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "train.iters=1", "checkpoint.save_interval=1",
+                 *FROZEN)  # fmt: skip
+    run_ranks(train_rank, 1, cfg)
+    ((drawn, error),) = run_ranks(_started, 1, cfg, False)
+    assert drawn > 10_000 and not error
+    assert Path(tmp_path, "checkpoints").is_dir()
