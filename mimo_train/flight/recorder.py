@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from mimo_train.flight.layout import (
+    CALLER,
     DEPTH_AT,
     ENTER,
     EVENT,
@@ -216,6 +217,12 @@ class Recorder:
     def spins(self) -> bool:
         """Whether this rank waits for messages of a device, which takes processor time; the first step may compile."""
         return bool(self._map[QUEUED_AT]) and self.step > 1
+
+    @property
+    def rests(self) -> bool:
+        """Whether the program that makes the steps is between two calls, and waits for no message of its own."""
+        kind, what = self._map[FRAMES_AT + 16 : FRAMES_AT + 18]
+        return self._depth == 1 and (kind, what) == (ENTER, NUMBER_OF[CALLER])
 
     # -- messages
 
