@@ -184,6 +184,15 @@ def test_a_part_of_a_large_file_is_compared_when_it_is_used(folder, monkeypatch)
         with pytest.raises(DataError, match=r"index is damaged where it has .*s-3\.tar.*start again"):
             use()
     assert open_catalogue(shards).index(3).key(1) == keys
+    path.write_bytes(content)
+    catalogue = open_catalogue(shards)
+
+    def denied(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.unlink", denied)
+    with pytest.raises(DataError, match=r"s-3\.tar.*cannot be removed.*data\.cache_dir"):
+        catalogue.index(3)
 
 
 def test_ten_thousand_shards_take_little_memory_of_their_own(tmp_path):
