@@ -83,8 +83,8 @@ class Catalogue:
                 remedy = "It was removed: start again, and it is built anew"
             except OSError as error:
                 remedy = (
-                    f"It cannot be removed ({error.strerror}): remove it, or set data.cache_dir to a folder that can be "
-                    "written, and it is built anew"
+                    f"It cannot be removed ({error.strerror}): remove it, or set data.cache_dir to a folder that can "
+                    "be written, and it is built anew"
                 )
             raise DataError(f"{file.path}: the index is damaged where it has {self._shards[shard]}. {remedy}")
         self._checked[shard] = True
