@@ -81,8 +81,10 @@ KNOWN = {
 }
 """By the `model_type` of their config."""
 
-SIZES = ("hidden_size", "d_model", "num_hidden_layers", "encoder_layers", "intermediate_size", "encoder_ffn_dim")
-SIZES += ("num_mel_bins", "max_source_positions", "num_register_tokens")
+SIZES = (
+    *("hidden_size", "d_model", "num_hidden_layers", "encoder_layers", "intermediate_size", "encoder_ffn_dim"),
+    *("num_mel_bins", "max_source_positions", "num_register_tokens"),
+)
 SIDES = ("image_size", "patch_size")
 CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")
 MOST_SIZE = 2**24

@@ -154,7 +154,7 @@ class Recorder:
 
     def to(self, name: str) -> None:
         """Begin a phase of the run; the one before has ended."""
-        self._depth = 0
+        self._depth, self._place, self._direction, self._microbatch = 0, 0, 0, -1
         self.enter(name)
 
     def enter(self, name: str) -> None:
