@@ -78,11 +78,15 @@ class Catalogue:
     def _check(self, shard: int) -> None:
         file = self._files[self._file[shard]]
         if not file.is_whole(int(self._row[shard])):
-            file.path.unlink(missing_ok=True)
-            raise DataError(
-                f"{file.path}: the index is damaged where it has {self._shards[shard]}. It was removed: start again, "
-                "and it is built anew"
-            )
+            try:
+                file.path.unlink(missing_ok=True)
+                remedy = "It was removed: start again, and it is built anew"
+            except OSError as error:
+                remedy = (
+                    f"It cannot be removed ({error.strerror}): remove it, or set data.cache_dir to a folder that can "
+                    "be written, and it is built anew"
+                )
+            raise DataError(f"{file.path}: the index is damaged where it has {self._shards[shard]}. {remedy}")
         self._checked[shard] = True
 
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from data.errors import DataError
 from data.storage.url import Place, Url, place_of
 
 _SUFFIX = ".mimo-catalogue"
@@ -46,14 +47,20 @@ def path_about(
 
 def _kept_in(shard: Place, cache_dir: str | os.PathLike[str] | None, writable: bool) -> Path | None:
     if cache_dir is not None:
-        return Path(cache_dir).expanduser()
+        return cache_folder(cache_dir)
     if isinstance(shard, Url) or (writable and not os.access(shard.parent, os.W_OK)):
         return cache_folder(None) / "index"
     return None
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
-    """`cache_dir`, or that of the user."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train"
+    """`cache_dir`, or that of the user. Raises DataError where there is no home folder to find it in."""
+    try:
+        if cache_dir is not None:
+            return Path(cache_dir).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-train"
+    except RuntimeError as error:
+        raise DataError(
+            f"data.cache_dir: {cache_dir or 'is empty'}, and this user has no home folder (HOME): set it to a folder "
+            "that can be written"
+        ) from error

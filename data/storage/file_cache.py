@@ -16,6 +16,8 @@ from pathlib import Path
 _CHECKSUM_BYTES = 16
 _LEAST, _SLACK = 0.8, 0.2
 """Share of the bound that is kept when files are removed, and share that may be written until the next removal."""
+_FULL = 1 << 62
+"""Bytes written since the last removal, while files are removed."""
 
 
 class FileCache:
@@ -43,7 +45,10 @@ class FileCache:
         self._gives_up = False
         self._lock = threading.Lock()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._make_room()
+        try:
+            self._make_room()
+        except OSError as error:
+            self._give_up(error)
 
     def read(self, key: str) -> bytes | None:
         """The content of this key, or None."""
@@ -72,46 +77,69 @@ class FileCache:
 
     def has(self, key: str) -> bool:
         """Whether there is a file for this key, by now."""
-        return self._path(key).exists()
+        return os.path.exists(self._path(key))  # False for what this user may not look at
 
     def write(self, key: str, content: bytes) -> None:
-        """Store a content under this key. An error of the disk disables further writing with a warning; the run
-        continues."""
+        """Store a content under this key, unless another thread makes room just now. An error of the disk disables
+        further writing with a warning; the run continues."""
         size = len(content) + _CHECKSUM_BYTES
         if self._gives_up or size > self._slack:
             return
         path = self._path(key)
         partial = path.with_suffix(f".{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}")
-        with self._lock:
-            if self._written + size > self._slack:
-                self._make_room()
-            self._written += size
         try:
+            if not self._take(size):
+                return
             path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(_checksum(content) + content)
             partial.replace(path)
         except OSError as error:
-            self._gives_up = True
-            partial.unlink(missing_ok=True)
-            warnings.warn(f"{self._folder}: no more {self._what} are kept in this run: {error}", stacklevel=2)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._gives_up = True
+        warnings.warn(f"{self._folder}: no more {self._what} are kept in this run: {error}", stacklevel=3)
+
+    def _take(self, size: int) -> bool:
+        """Count what is about to be written, after making room where it is more than may be. False while another thread
+        does so: a folder of millions of files takes long to look at, and nobody has to wait for a cache."""
+        with self._lock:
+            fits, is_full = self._written + size <= self._slack, self._written == _FULL
+            self._written = self._written + size if fits else _FULL
+        if fits or is_full:
+            return fits
+        self._make_room()
+        with self._lock:
+            self._written = size
+        return True
 
     def _make_room(self) -> None:
         """Remove the least recently used files, down to a share of the bound. Several processes may do so at once: they
-        find the same files to be the oldest."""
+        find the same files to be the oldest.
+
+        Raises:
+            OSError: there is more than the bound, and it cannot be removed.
+        """
         found = []
         for path in self._folder.glob("??/*"):
-            try:
+            with suppress(OSError):  # just removed by another process, or of a disk that fails
                 stat = path.stat()
-            except FileNotFoundError:
-                continue
-            found.append((stat.st_mtime_ns, stat.st_size, path))
+                found.append((stat.st_mtime_ns, stat.st_size, path))
         size = sum(entry[1] for entry in found)
+        stays: OSError | None = None
         for _, of_file, path in sorted(found):
             if size <= self._least:
                 break
-            path.unlink(missing_ok=True)
-            size -= of_file
-        self._written = 0
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                stays = error
+            else:
+                size -= of_file
+        if stays is not None and size > self._least:
+            raise stays
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode()).hexdigest()

@@ -81,6 +81,14 @@ KNOWN = {
 }
 """By the `model_type` of their config."""
 
+SIZES = (
+    *("hidden_size", "d_model", "num_hidden_layers", "encoder_layers", "intermediate_size", "encoder_ffn_dim"),
+    *("num_mel_bins", "max_source_positions", "num_register_tokens"),
+)
+SIDES = ("image_size", "patch_size")
+CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")
+MOST_SIZE = 2**24
+
 DROPPED = ("dropout", "layerdrop", "drop_path_rate", "mask_time_prob", "mask_feature_prob")
 """What names of keys end with, or contain, by which a model drops or masks something while it is trained."""
 
@@ -131,6 +139,47 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
     return known.defaults.get(key) if found is None and known else found
 
 
+def require_sizes(config: Mapping[str, Any]) -> None:
+    """Look at the numbers of a known type of model that its tokens and parameters are counted from.
+
+    Raises:
+        EncoderError: one of them is no such number, or lists of its convolutions differ in length.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in KNOWN:
+        return
+    for name in (*SIZES, "mlp_ratio"):
+        value, least = value_of(config, name), 0 if name == "num_register_tokens" else 1
+        if value is not None and not (_is_whole(value, least) or name == "mlp_ratio" and 0 < number_of(config, name)):
+            raise EncoderError(f"{name} of a {kind} must be a number from {least} to {MOST_SIZE}, is {value!r}")
+    for name in SIDES:
+        if value_of(config, name) is not None and not square(value_of(config, name)):
+            raise EncoderError(f"{name} of a {kind} must be pixels, a whole number, is {value_of(config, name)!r}")
+    lists = {name: value_of(config, name) for name in CONVOLUTIONS}
+    for name, values in lists.items():
+        if values is not None and not (isinstance(values, list) and values and all(map(_is_whole, values))):
+            raise EncoderError(f"{name} of a {kind} must be a list of whole numbers above 0, is {values!r}")
+    lengths = {name: len(values or ()) for name, values in lists.items()}
+    if len(set(lengths.values())) > 1:
+        raise EncoderError(f"the convolutions of a {kind} have lists of different lengths: {lengths}")
+
+
+def number_of(config: Mapping[str, Any], *keys: str) -> float:
+    """The first of these keys that has a value; 0 if there is none, or it is no number, or out of reason."""
+    value = next((found for key in keys if (found := value_of(config, key)) is not None), 0)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and 0 < value <= MOST_SIZE else 0
+
+
+def size_of(config: Mapping[str, Any], *keys: str) -> int:
+    """As `number_of`, a whole number."""
+    return int(number_of(config, *keys))
+
+
+def _is_whole(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST_SIZE
+
+
 def largest_dropout(config: Mapping[str, Any]) -> float:
     """Largest probability by which the model drops or masks something while it is trained."""
     known = KNOWN.get(str(config.get("model_type")))
@@ -147,14 +196,17 @@ def drops(key: str) -> bool:
 
 
 def square(size: Any) -> int:
-    """Side in pixels of a processor's `size` or `crop_size`; 0 if it is not square or not one size."""
-    if isinstance(size, int):
-        return size
+    """Side in pixels of a processor's `size` or `crop_size`, or of a model's pictures or patches; 0 if it is not square
+    or not one size."""
+    if _is_whole(size):
+        return int(size)
+    if isinstance(size, list) and len(size) == 2 and size[0] == size[1]:
+        return square(size[0])
     if not isinstance(size, Mapping):
         return 0
     if size.get("height") and size.get("height") == size.get("width"):
-        return int(size["height"])
-    return int(size.get("shortest_edge") or 0) if set(size) <= {"shortest_edge"} else 0
+        return square(size["height"])
+    return square(size.get("shortest_edge")) if set(size) <= {"shortest_edge"} else 0
 
 
 def _read(file: Path) -> dict[str, Any]:

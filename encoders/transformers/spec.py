@@ -10,7 +10,10 @@ from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
 from encoders.transformers.directory import (
     KNOWN,
     largest_dropout,
+    number_of,
     preprocessing,
+    require_sizes,
+    size_of,
     square,
     tower_config,
     value_of,
@@ -41,16 +44,14 @@ class FromDirectory:
 
     def layers(self) -> int:
         """Layers of the encoder; 0 if not known."""
-        return int(
-            value_of(self.model_config, "num_hidden_layers") or value_of(self.model_config, "encoder_layers") or 0
-        )
+        return size_of(self.model_config, "num_hidden_layers", "encoder_layers")
 
     def own_faults(self) -> list[tuple[str, str]]:
         """(field, sentence) of what is wrong with the directory and the keys about it."""
         try:
             self._filled()
         except EncoderError as error:
-            return [("path", str(error))]
+            return [("path" if self.path or not self.model_config else "model_config", str(error))]
         model_type = str(self.model_config.get("model_type"))
         known = KNOWN.get(model_type)
         if known and known.kind != self.KIND:
@@ -80,7 +81,7 @@ class FromDirectory:
     def activations(self) -> int:
         """Numbers that the backward pass of the largest medium keeps, about: in each layer inputs and outputs of norms,
         the attention's, and two of the feed-forward width for every token."""
-        ffn = int(value_of(self.model_config, "intermediate_size") or 4 * self.hidden_size)
+        ffn = size_of(self.model_config, "intermediate_size") or 4 * self.hidden_size
         return self.layers() * self._most_inside() * (9 * self.hidden_size + 2 * ffn)
 
     def attention_width(self) -> int:
@@ -120,7 +121,8 @@ class FromDirectory:
         if not self.model_config.get("model_type"):
             raise EncoderError("give the directory of a model as transformers saves it")
         config = self.model_config
-        self.hidden_size = self.hidden_size or int(value_of(config, "hidden_size") or value_of(config, "d_model") or 0)
+        require_sizes(config)
+        self.hidden_size = self.hidden_size or size_of(config, "hidden_size", "d_model")
         if self.dropout < 0:
             self.dropout = largest_dropout(config)
 
@@ -186,10 +188,8 @@ class TransformersSpec(FromDirectory, PictureSpec):
     def num_parameters(self) -> int:
         """Number of parameters, about: that of a vision transformer of these sizes."""
         config, width = self.model_config, self.hidden_size
-        ffn = int(value_of(config, "intermediate_size") or 4 * width)
-        if value_of(config, "mlp_ratio"):
-            ffn = int(width * value_of(config, "mlp_ratio"))
-        own_size, patch = int(value_of(config, "image_size") or 0), int(value_of(config, "patch_size") or 0)
+        ffn = int(width * number_of(config, "mlp_ratio")) or size_of(config, "intermediate_size") or 4 * width
+        own_size, patch = square(value_of(config, "image_size")), square(value_of(config, "patch_size"))
         embeddings = 3 * patch**2 * width + (own_size // patch) ** 2 * width if patch else 0
         return self.transformer_parameters(width, ffn) + embeddings + 4 * width
 
@@ -251,9 +251,9 @@ class TransformersSpec(FromDirectory, PictureSpec):
         known = KNOWN.get(config["model_type"])
         if known and known.kind == self.KIND:
             if not self.tokens:
-                self.patch_size = self.patch_size or int(value_of(config, "patch_size"))
+                self.patch_size = self.patch_size or square(value_of(config, "patch_size"))
             if self.prefix_tokens < 0:
-                self.prefix_tokens = known.prefix + int(value_of(config, "num_register_tokens") or 0)
+                self.prefix_tokens = known.prefix + size_of(config, "num_register_tokens")
         given = preprocessing(self.path, self.KIND) if self.path else {}
         size = given.get("crop_size") if given.get("do_center_crop") else given.get("size")
         self.image_size = self.image_size or square(size) or square(value_of(config, "image_size"))
@@ -334,13 +334,13 @@ class TransformersAudioSpec(FromDirectory, ClipSpec):
         """Number of parameters, about: convolutions, positions and layers."""
         config, width = self.model_config, self.hidden_size
         if self.is_whisper:
-            mels = int(value_of(config, "num_mel_bins"))
+            mels = size_of(config, "num_mel_bins")
             front = 3 * mels * width + 3 * width**2 + self._whisper_tokens * width
-            return front + self.transformer_parameters(width, int(value_of(config, "encoder_ffn_dim")))
+            return front + self.transformer_parameters(width, size_of(config, "encoder_ffn_dim"))
         widths = [1, *value_of(config, "conv_dim")]
         front = sum(a * b * kernel for a, b, (kernel, _) in zip(widths, widths[1:], self._convolutions(), strict=False))
         positions = width * (width // 16) * 128
-        ffn = int(value_of(config, "intermediate_size"))
+        ffn = size_of(config, "intermediate_size")
         return front + widths[-1] * width + positions + self.transformer_parameters(width, ffn)
 
     def faults(self) -> list[tuple[str, str]]:
@@ -370,7 +370,7 @@ class TransformersAudioSpec(FromDirectory, ClipSpec):
 
     @property
     def _whisper_tokens(self) -> int:
-        return int(value_of(self.model_config, "max_source_positions"))
+        return size_of(self.model_config, "max_source_positions")
 
     def _convolutions(self) -> list[tuple[int, int]]:
         kernels, strides = (value_of(self.model_config, f"conv_{name}") or [] for name in ("kernel", "stride"))

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import numbered
+from mimo_train.launch.watched import watched
 from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.step.state import GlobalState
 from mimo_train.training.callbacks import Callbacks, load_callbacks
@@ -31,5 +32,5 @@ def _pretrain(
         The exit code.
     """
     callbacks = Callbacks(load_callbacks(state.cfg.train.callbacks))
-    with ExitSignal() as signal, numbered(state.layout):
+    with ExitSignal() as signal, numbered(state.layout), watched(state.run):
         return one_life(state.run, forward_step_func, callbacks, signal, state.start_time, store=store)

@@ -13,6 +13,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import require_none_idle, started_run
+from mimo_train.launch.watched import Driven
 from mimo_train.model.heads import ModelHook
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
@@ -34,10 +35,14 @@ class SetupOutput:
     train_data_iterator: StepIterator
     valid_data_iterator: HeldOut | None
     checkpointing_context: dict[str, Any] = field(default_factory=dict)
+    watch: Driven = field(default_factory=Driven, repr=False)
 
     def close(self) -> None:
-        """End threads, profilers and writers."""
-        self.state.session.close()
+        """End threads, profilers and writers, and the watch of this rank."""
+        try:
+            self.state.session.close()
+        finally:
+            self.watch.close()
 
 
 def setup(
@@ -48,7 +53,8 @@ def setup(
     pre_wrap_hook: ModelHook | None = None,
     store: dist.Store | None = None,
 ) -> SetupOutput:
-    """Build a run, or continue it from its newest checkpoint. Collective over all ranks.
+    """Build a run, or continue it from its newest checkpoint. Collective over all ranks. It is recorded and watched as
+    one of `pretrain`, but that nothing is a hang between the calls of this package.
 
     Args:
         exit_signal: records signals, if they should end the run.
@@ -64,7 +70,9 @@ def setup(
     require_none_idle(run)
     listeners = Callbacks([*load_callbacks(run.cfg.train.callbacks), *callbacks])
     votes = ExitVotes(exit_signal or ExitSignal(), run.cfg.train.exit_duration_minutes, start_time)
-    session = native.setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
+    watch = Driven()
+    with watch.starts(run):
+        session = native.setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
     return SetupOutput(
         state=SessionState.of(session, listeners),
         model=session.model,
@@ -72,4 +80,5 @@ def setup(
         scheduler=session.schedulers,
         train_data_iterator=session.data,
         valid_data_iterator=session.held_out,
+        watch=watch,
     )

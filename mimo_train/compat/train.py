@@ -19,6 +19,8 @@ from mimo_train.diagnose.profiling import NsysCapture, folder_of_rank, records, 
 from mimo_train.diagnose.replicas import require_equal_replicas
 from mimo_train.diagnose.straggler import StragglerTimer
 from mimo_train.evaluation.held_out import HeldOut
+from mimo_train.flight.recorder import RECORDER
+from mimo_train.launch.watched import Driven
 from mimo_train.metrics import progress
 from mimo_train.model.param_gather import overlapping_chunks
 from mimo_train.plan.run import resolve
@@ -65,7 +67,8 @@ def train(
     hooks = None
     if process_non_loss_data_func is not None or non_loss_data_func is not None:
         hooks = EvaluationHooks(process_non_loss_data_func, non_loss_data_func)
-    return loop.train(session, forward_step_func, global_state.callbacks, hooks)
+    with Driven.calls():
+        return loop.train(session, forward_step_func, global_state.callbacks, hooks)
 
 
 def train_step(
@@ -92,13 +95,15 @@ def train_step(
     """
     session = session_of(global_state, "train_step")
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=data_iterator)
-    if not data_iterator.is_fresh and data_iterator.advance() is None:
-        raise UserError(
-            f"train_step: the {session.state.last_step} steps of {decided_by(session.state)} have been made, and the "
-            "data ends with them"
-        )
-    session.freeze_stages.apply(session.state.train_state.step)
-    result = TrainStep(session, forward_step_func)()
+    with Driven.calls():
+        RECORDER.begin_step(session.state.train_state.step + 1)
+        if not data_iterator.is_fresh and data_iterator.advance() is None:
+            raise UserError(
+                f"train_step: the {session.state.last_step} steps of {decided_by(session.state)} have been made, and "
+                "the data ends with them"
+            )
+        session.freeze_stages.apply(session.state.train_state.step)
+        result = TrainStep(session, forward_step_func)()
     asked = (result.should_checkpoint, result.should_exit, result.exit_code)
     return result.losses, result.skipped_iter, *asked, result.grad_norm, result.num_zeros_in_grad
 

@@ -34,6 +34,7 @@ from mimo_train.dry_run.fake_tensors import FakeCounts
 from mimo_train.dry_run.kinds import Kind
 from mimo_train.dry_run.memory import GRADIENTS, OPTIMIZER, WEIGHTS
 from mimo_train.dry_run.report import Found
+from mimo_train.plan.batch import Batch
 from mimo_train.plan.run import Run
 
 STEPS = 2
@@ -52,10 +53,18 @@ def device_kind(cfg: ConfigContainer) -> str:
 
 
 def prepared(run: Run, folder: Path) -> Run:
-    """The run as it is tried: some steps from fresh weights, into another folder, without what only writes."""
-    cfg = copy.deepcopy(run.cfg)
+    """The run as it is tried: some steps from fresh weights, into another folder, without what only writes. They are
+    like those at its end, which take most: of full size, and with all that is trained by then."""
+    cfg, iters = copy.deepcopy(run.cfg), run.cfg.train.iters
     cfg.run.dir, cfg.run.device = str(folder), device_kind(cfg)
     cfg.train.iters, cfg.train.epochs, cfg.data.workers = STEPS, 0, 0
+    cfg.train.rampup_batch_size = []
+    for module in cfg.modules.values():
+        later = {name: step for name, step in module.freeze_until.items() if step}
+        # What is released at all is so behind a first step without it; else it stays as it is.
+        module.freeze_until = {name: 1 if step < iters or not iters else step for name, step in later.items()}
+        if 1 in module.freeze_until.values():
+            cfg.train.iters = STEPS + 1
     # One step of an evaluation is like the next.
     cfg.train.eval_samples, cfg.train.report_samples = cfg.train.global_batch_size, min(cfg.train.report_samples, 1)
     cfg.train.skip_iters, cfg.train.exit_interval, cfg.train.callbacks = [], 0, []
@@ -65,7 +74,7 @@ def prepared(run: Run, folder: Path) -> Run:
     for module in cfg.modules.values():
         module.feature_cache = FeatureCacheConfig()
     cfg.checkpoint.load_modules, cfg.profiling = {}, ProfilingConfig()
-    return replace(run, cfg=cfg)
+    return replace(run, cfg=cfg, batch=Batch.of(cfg))
 
 
 def run_rank(run: Run, kind: Kind) -> Found:

@@ -4,6 +4,10 @@ import traceback
 from dataclasses import dataclass
 from types import TracebackType
 
+from data.errors import DataError
+from data.shown import shown_lines
+from encoders.errors import EncoderError
+from mimo_train.config.fault import UserError
 from mimo_train.dry_run.kinds import Kind
 from mimo_train.dry_run.places import short
 
@@ -54,7 +58,9 @@ class Failed:
 
     @classmethod
     def of(cls, kind: Kind, error: BaseException) -> "Failed":
-        """From what was raised."""
+        """From what was raised; an error that a user can cause says by itself what to change."""
+        if isinstance(error, (UserError, DataError, EncoderError)):
+            return cls(kind, str(error), "", "")
         text = str(error).strip() or type(error).__name__
         if "found two different devices" in text:
             text = f"a tensor on the CPU meets one on the device: {text}".replace("meta", "cuda:0")
@@ -80,8 +86,8 @@ def text_of(found: Found | Failed, estimate: int) -> str:
     kind = found.kind
     head = f"rank {kind.rank}: {kind.name}" + (f" (one of {kind.number:,} such ranks)" if kind.number > 1 else "")
     if isinstance(found, Failed):
-        at = f"\n  at {found.line}" if found.line else ""
-        return f"{head}\n  FAILS: {found.what}{at}\n{_indented(found.trace)}"
+        at = [f"  at {found.line}"] if found.line else []
+        return "\n".join([head, f"  FAILS: {shown_lines(found.what)}", *at, *_indented(found.trace)])
     ratio = f"; {found.peak / estimate:.2f} of the estimate of {size(estimate)}" if estimate else ""
     lines = [
         head,
@@ -110,8 +116,8 @@ def _counted(waits: dict[str, int]) -> str:
     return "; ".join(f"{number} x {what}" for what, number in waits.items())
 
 
-def _indented(text: str) -> str:
-    return "".join(f"    {line}\n" for line in text.splitlines()).rstrip("\n")
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.splitlines()]
 
 
 def size(nbytes: float) -> str:

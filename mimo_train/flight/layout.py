@@ -6,7 +6,7 @@ them into the time of day. A *channel* is one direction between two ranks of a g
 
 import struct
 
-MAGIC = b"MIMOFLY1"
+MAGIC = b"MIMOFLY2"
 
 HEAD = struct.Struct("<8sIIQQQd64s")
 """magic, rank, ranks of the run, process, its start time (clock ticks since boot), its launcher's process, time of day
@@ -47,6 +47,8 @@ DIRECTIONS = {0: "", FORWARD: "forward", BACKWARD: "backward"}
 SEND, RECEIVE = 1, 2
 """Directions of a channel."""
 
+CALLER = "caller"
+"""The phase between the calls of a program that makes the steps itself."""
 PHASES = (
     "start",  # interpreter and imports
     "join",  # the processes meet
@@ -58,6 +60,7 @@ PHASES = (
     "index",
     "load",
     "loop",
+    CALLER,
     "step",
     "data_wait",
     "forward_backward",

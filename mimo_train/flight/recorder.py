@@ -18,6 +18,7 @@ from typing import IO
 
 from mimo_train.flight.job import scheduled_job
 from mimo_train.flight.layout import (
+    CALLER,
     DEPTH_AT,
     ENTER,
     EVENT,
@@ -154,7 +155,7 @@ class Recorder:
 
     def to(self, name: str) -> None:
         """Begin a phase of the run; the one before has ended."""
-        self._depth = 0
+        self._depth, self._place, self._direction, self._microbatch = 0, 0, 0, -1
         self.enter(name)
 
     def enter(self, name: str) -> None:
@@ -217,6 +218,12 @@ class Recorder:
     def spins(self) -> bool:
         """Whether this rank waits for messages of a device, which takes processor time; the first step may compile."""
         return bool(self._map[QUEUED_AT]) and self.step > 1
+
+    @property
+    def rests(self) -> bool:
+        """Whether the program that makes the steps is between two calls, and waits for no message of its own."""
+        kind, what = self._map[FRAMES_AT + 16 : FRAMES_AT + 18]
+        return self._depth == 1 and (kind, what) == (ENTER, NUMBER_OF[CALLER])
 
     # -- messages
 

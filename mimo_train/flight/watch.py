@@ -123,6 +123,8 @@ class Watch:
         if events != self._events:
             self._events, self._last_event, self._progress = events, now, now
             self._signs.begin()
+        elif recorder.rests:
+            self._progress = now  # nobody can say how long it may
         elif self._signs.work() and now - self._last_event < UNSEEN * self._seconds:
             self._progress = now
         recorder.note(READING, READS.longest())

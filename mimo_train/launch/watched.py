@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mimo_train.config.fault import PeersError
-from mimo_train.flight.layout import ERROR
+from mimo_train.flight.layout import CALLER, ERROR
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.flight.watch import Watch, handed_down
 from mimo_train.launch.grace import grace_seconds
@@ -42,6 +42,40 @@ def watched(run: Run) -> Iterator[None]:
     finally:
         watch.close()
         RECORDER.close()
+
+
+class Driven:
+    """The recording and the watch of a run whose steps a program of the user's makes. Between its calls of the run,
+    which are `calls`, it may rest as long as it likes."""
+
+    def __init__(self) -> None:
+        self._ends = ExitStack()
+
+    @contextmanager
+    def starts(self, run: Run) -> Iterator[None]:
+        """The block that sets the run up; it is `watched` from its begin to `close`, or to an error in the block."""
+        with ExitStack() as ends:
+            ends.enter_context(watched(run))
+            yield
+            RECORDER.to(CALLER)
+            self._ends = ends.pop_all()
+
+    @staticmethod
+    @contextmanager
+    def calls() -> Iterator[None]:
+        """A block in which the run works; an error that leaves it is noted."""
+        RECORDER.to("loop")
+        try:
+            yield
+        except BaseException as error:
+            note_error(error)
+            raise
+        finally:
+            RECORDER.to(CALLER)
+
+    def close(self) -> None:
+        """The run is over."""
+        self._ends.close()
 
 
 def note_error(error: BaseException) -> None:

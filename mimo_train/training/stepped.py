@@ -8,6 +8,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import require_none_idle, started_run
+from mimo_train.launch.watched import Driven
 from mimo_train.model.heads import ModelHook
 from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_step_func
 from mimo_train.step.result import StepResult
@@ -42,7 +43,9 @@ class SteppedRun:
         votes = ExitVotes(ExitSignal(), 0, 0)
         run = started_run(config)
         require_none_idle(run)
-        self.session = setup(run, votes, start_time=time.time(), pre_wrap_hook=pre_wrap_hook)
+        self._watch = Driven()
+        with self._watch.starts(run):
+            self.session = setup(run, votes, start_time=time.time(), pre_wrap_hook=pre_wrap_hook)
         self.step_func = prepare_forward_step_func(
             forward_step_func or default_forward_step(config), self.session.state
         )
@@ -56,11 +59,12 @@ class SteppedRun:
     def step(self) -> StepResult:
         """Make the next step."""
         session, progress = self.session, self.session.state.train_state
-        RECORDER.begin_step(progress.step + 1)
-        session.freeze_stages.apply(progress.step)
-        with session.parts.stopwatch("step"):
-            session.data.advance()
-            result = self._train_step()
+        with Driven.calls():
+            RECORDER.begin_step(progress.step + 1)
+            session.freeze_stages.apply(progress.step)
+            with session.parts.stopwatch("step"):
+                session.data.advance()
+                result = self._train_step()
         progress.count(session.data.current.size, session.data.current.plan.tokens, result)
         session.bad_samples.note(session.data)
         session.empty_steps.note()
@@ -68,4 +72,7 @@ class SteppedRun:
 
     def close(self) -> None:
         """End threads and writers; nothing is saved."""
-        self.session.close()
+        try:
+            self.session.close()
+        finally:
+            self._watch.close()

@@ -72,9 +72,13 @@ class SeededGPTModel(GPTModel):
             UserError: with context parallelism, more tokens than this rank's part of a sequence; with `data.pack`, rows
                 without their documents.
         """
+        added, self.deepstack_LSBH = self.deepstack_LSBH, None
+        learned, self.learned_N = self.learned_N, None
         self._require_own_part(input_ids, packed_seq_params)
         kwargs["packed_seq_params"] = packed_seq_params
-        added, self.deepstack_LSBH = self.deepstack_LSBH, None
+        # Another head has outputs of another kind.
+        if learned is not None and self.post_process and isinstance(self.output_layer, ColumnParallelLinear):
+            kwargs["output_processor"] = partial(_of_some, learned, self.pg_collection.tp)
         if added is not None:
             # An argument of the layers: they run again in the backward pass, when other microbatches have gone through.
             kwargs["extra_block_kwargs"] = {"context": added}
@@ -129,11 +133,6 @@ class SeededGPTModel(GPTModel):
         return super().compute_language_model_loss(labels, logits)
 
     def _postprocess(self, *arguments: Any, labels: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-        learned, self.learned_N = self.learned_N, None
-        # Another head has outputs of another kind.
-        has_logits = self.post_process and isinstance(self.output_layer, ColumnParallelLinear)
-        if learned is not None and has_logits:
-            options["output_processor"] = partial(_of_some, learned, self.pg_collection.tp)
         output = super()._postprocess(*arguments, labels=labels, **options)
         if labels is None and self.post_process and (padding_V := self._padding(output)) is not None:
             output[..., padding_V] = torch.finfo(output.dtype).min

@@ -196,6 +196,23 @@ def test_the_command_says_what_a_rank_does(prose, tmp_path):
         assert words in said, words
 
 
+def test_the_steps_are_those_at_the_end_of_a_run(tmp_path):
+    from mimo_train.config.compose import load
+    from mimo_train.dry_run.one_rank import prepared
+
+    until = "modules.images.freeze_until={encoder: 1000, projector: 99999}"
+    keys = ("train.iters=2000", "train.rampup_batch_size=[8,8,6400]", until)
+    tried = prepared(resolve(load("vlm_digits", keys)), tmp_path)
+    assert tried.cfg.modules["images"].freeze_until == {"encoder": 1, "projector": 99999}
+    assert tried.cfg.train.iters == 3 and tried.batch.size_at(0) == tried.cfg.train.global_batch_size > 8
+
+
+def test_an_error_of_the_user_is_said_without_a_trace(tmp_path):
+    keys = ("data.demo=", f"data.shards={tmp_path}/nowhere", "data.validation_shards=", f"run.dir={tmp_path}/run")
+    ((code, said),) = run_ranks(_command, 1, "gpt_tiny", list(keys), "0")
+    assert code == 1 and "FAILS: data.shards: no such file or folder: " in said and "Traceback" not in said
+
+
 def test_what_cannot_be_tried_is_refused_by_name():
     from mimo_train.config.compose import load
     from mimo_train.dry_run.one_rank import refused

@@ -12,8 +12,8 @@ import pytest
 
 from mimo_train.flight.layout import BACKWARD
 from mimo_train.flight.recorder import RECORDER
-from mimo_train.flight.report import report
-from mimo_train.flight.watch import HANG_CODE
+from mimo_train.flight.report import PAUSE, report
+from mimo_train.flight.watch import FOR_STACKS, HANG_CODE
 from tests.dist.flight.hangs import REPORT_AFTER, HangingRun, endless, hangs_now
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_rank
@@ -175,6 +175,37 @@ def test_a_hang_is_reported_with_rank_phase_and_edge(tmp_path, digits, function,
     assert "to blame: rank" in blamed and "rank 1" in blamed.splitlines()[1], text
     for word in words:
         assert word in text, (word, text)
+
+
+def makes_its_own_steps(cfg) -> None:
+    """A program that rests on rank 1 behind its first step, while rank 0 waits for it in the next one, and hangs there
+    inside of its third."""
+    from mimo_train.compat.setup import setup
+    from mimo_train.compat.train import train_step
+    from mimo_train.step.forward_step import prepare_forward_step_func
+    from mimo_train.step.mimo_step import forward_step
+
+    run = setup(cfg)
+    step = prepare_forward_step_func(forward_step, run.state)
+    is_last = os.environ["RANK"] == "1"
+    while True:
+        done = run.state.train_state.step
+        if is_last and done == 1:
+            time.sleep(2 * REPORT_AFTER + FOR_STACKS + PAUSE)
+        if is_last and done == 2:
+            step = lambda *_: for_ever(cfg)  # noqa: E731
+        train_step(step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
+        run.state.train_state.step += 1
+
+
+def test_a_program_that_makes_its_own_steps_may_rest_between_them_and_is_watched_inside(tmp_path, digits):
+    with start(tmp_path, digits, makes_its_own_steps, TWO) as run:
+        run.until(lambda ranks: 1 in ranks and ranks[1].step == 1 and ranks[1].phases == ("caller",))
+        text = run.report()
+        run.processes[0].join(HANG_SECONDS)
+        assert run.processes[0].exitcode == HANG_CODE
+    blamed = text.partition("ranks:\n")[0]
+    assert "to blame: rank 1" in blamed and "step 3, loop" in blamed and "for_ever" in blamed, text
 
 
 @on_demand

@@ -8,7 +8,7 @@ import pytest
 from mimo_train.checkpoint import folders
 from mimo_train.plan.flops import StepFlops
 from mimo_train.plan.parameters import embedding_rows
-from tests.dist.layout_tables import ONE, WHOLE_ROWS, apart, same
+from tests.dist.layout_tables import ALL_LOGITS, ONE, WHOLE_ROWS, apart, same
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config, train_on_ranks
 from tests.dist.steps import Steps
@@ -47,6 +47,32 @@ def test_the_output_layer_gets_the_positions_with_a_loss(row, ranks, last, digit
     assert all(found[rank][0] == found[rank][1] > 0 for rank in last), found
     texts = sum(found[rank][1] for rank in last) // cfg.language.layout.tp
     assert {counted for _, _, counted, _ in found} == {texts}
+
+
+def _a_step_behind_a_pass_that_failed(cfg) -> tuple[str, set[int]]:
+    """What the pass failed with, and rows that the output layer got in the step behind it."""
+    import torch
+    from megatron.core.utils import unwrap_model
+
+    from mimo_train.model.llm.gpt import choose_logits
+
+    run, rows = Steps(cfg), []
+    language = unwrap_model(unwrap_model(run.model[0]).language_model)
+    language.output_layer.register_forward_pre_hook(lambda _head, given: rows.append(given[0].shape[0]))
+    choose_logits(language, torch.zeros(1, dtype=torch.int64))
+    said = ""
+    try:
+        language(torch.full((1, 8), -1), torch.zeros(1, 8, dtype=torch.int64), None)
+    except IndexError as error:
+        said = str(error)
+    run.train()
+    return said, set(rows)
+
+
+def test_places_of_a_pass_that_failed_are_not_those_of_the_next(digits, tmp_path):
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", WHOLE_ROWS, ALL_LOGITS)
+    ((said, rows),) = run_ranks(_a_step_behind_a_pass_that_failed, 1, cfg)
+    assert "out of range" in said and rows == {cfg.data.sequence_length}
 
 
 def test_flops_are_those_of_the_logits_that_were_computed(digits, tmp_path):

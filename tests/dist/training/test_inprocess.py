@@ -4,6 +4,7 @@ import os
 import threading
 import weakref
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,37 @@ def test_a_failed_run_goes_on_in_its_processes_to_the_same_numbers(failing_rank,
     starts = [line for line in (tmp_path / "run" / "progress.txt").read_text().splitlines() if "\tstart\t" in line]
     first, second = (line.split("\tstep=")[1].split("\t")[0] for line in starts)
     assert first == "0" and second in ("2", "4")
+
+
+def _fails_inside_of_a_layer(cfg) -> int:
+    """The last rank fails in step 3, in a layer whose sum the rank beside it waits for; that wait has two seconds
+    instead of `run.timeout_minutes`."""
+    import torch.distributed as dist
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from mimo_train.flight.recorder import RECORDER
+    from mimo_train.training.pretrain import pretrain
+
+    forward, failed = TransformerLayer.forward, []
+
+    def fails_once(layer, *arguments, **options):
+        group = layer.pg_collection.tp
+        if RECORDER.step == 3 and not failed and group.size() > 1:
+            failed.append(True)
+            if group.rank() == 1:
+                raise RuntimeError("a fault of this test")
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+        return forward(layer, *arguments, **options)
+
+    TransformerLayer.forward = fails_once
+    return pretrain(cfg)
+
+
+def test_a_rank_that_waits_inside_of_a_layer_is_freed_by_the_time_limit_of_its_group(cfg, tmp_path):
+    cfg = cfg("images_dp1_language_tp2")
+    assert run_ranks(_fails_inside_of_a_layer, 3, cfg) == [0, 0, 0]
+    whole = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "whole"), inprocess_restarts=0))
+    assert curve(read_metrics(Path(cfg.run.dir) / "metrics.jsonl")) == curve(train_on_ranks(whole))
 
 
 def test_after_the_last_restart_the_run_fails(cfg):

@@ -184,6 +184,28 @@ def test_a_part_of_a_large_file_is_compared_when_it_is_used(folder, monkeypatch)
         with pytest.raises(DataError, match=r"index is damaged where it has .*s-3\.tar.*start again"):
             use()
     assert open_catalogue(shards).index(3).key(1) == keys
+    path.write_bytes(content)
+    catalogue = open_catalogue(shards)
+
+    def denied(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.unlink", denied)
+    with pytest.raises(DataError, match=r"s-3\.tar.*cannot be removed.*data\.cache_dir"):
+        catalogue.index(3)
+
+
+def test_a_user_without_a_home_folder_is_told_the_key(folder, monkeypatch):
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for cache_dir in (None, "~/index"):
+        with pytest.raises(DataError, match=r"data\.cache_dir: .* no home folder"):
+            open_catalogue(find_shards(folder), cache_dir)
 
 
 def test_ten_thousand_shards_take_little_memory_of_their_own(tmp_path):

@@ -1,5 +1,6 @@
 """What is kept of remote shards: read once, never of another content, bounded, and never in the way."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from data.storage.url import Url
 from data.storage.version import ShardVersion
 from mimo_train.config.compose import load
 from mimo_train.plan.inputs import members_cache
+from tests.hang import HANG_SECONDS
 from tests.unit.data.test_remote_shards import CONTENT, server  # noqa: F401
 
 ONE = ShardVersion(len(CONTENT), 0, 0, "", '"one"')
@@ -94,6 +96,62 @@ def test_a_disk_that_fails_only_ends_the_keeping(server, tmp_path, monkeypatch):
         read_all(full, url)
     read_all(full, url)
     assert not [*tmp_path.glob("??/*")]
+
+
+def test_files_that_cannot_be_removed_or_looked_at_only_end_the_keeping(tmp_path, monkeypatch):
+    """A folder of another user."""
+    for number in range(10):
+        kept(tmp_path).write(f"{number}", bytes(900))
+    unlink, stat = Path.unlink, os.stat
+
+    def denied(path, *arguments, **options):
+        if path.suffix == ".member":
+            raise PermissionError(13, "Permission denied")
+        return unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "unlink", denied)
+    with pytest.warns(UserWarning, match="no more members are kept in this run"):
+        smaller = kept(tmp_path, 5000)
+    smaller.write("more", bytes(100))
+    assert smaller.read("3") == bytes(900) and not smaller.has("more")
+    full = kept(tmp_path, 10**5)
+    with pytest.warns(UserWarning, match="no more members are kept in this run"):
+        for number in range(10, 200):
+            full.write(f"{number}", bytes(900))
+    assert full.read("3") == bytes(900) and full.read("150") is None
+    monkeypatch.setattr(Path, "unlink", unlink)
+
+    def unseen(path, **options):
+        if Path(path).suffix == ".member":
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", unseen)
+    monkeypatch.setattr(os, "stat", unseen)
+    assert not kept(tmp_path, 5000).has("3")
+
+
+def test_nobody_waits_for_a_thread_that_makes_room(tmp_path, monkeypatch):
+    most, begun, ends = 100_000, threading.Event(), threading.Event()
+    cache, made = kept(tmp_path, most), FileCache._make_room
+
+    def slowly(own):
+        begun.set()
+        assert ends.wait(HANG_SECONDS)
+        made(own)
+
+    for number in range(21):  # of 916 bytes with their checksums, and 20,000 are written before room is made
+        cache.write(f"{number}", bytes(900))
+    monkeypatch.setattr(FileCache, "_make_room", slowly)
+    thread = threading.Thread(target=cache.write, args=("first above", bytes(900)))
+    thread.start()
+    assert begun.wait(HANG_SECONDS)
+    cache.write("meanwhile", bytes(900))
+    assert cache.read("3") == bytes(900) and not cache.has("meanwhile")
+    ends.set()
+    thread.join()
+    cache.write("afterwards", bytes(900))
+    assert cache.has("first above") and cache.has("afterwards")
 
 
 def test_the_keys_of_a_config(tmp_path, monkeypatch):

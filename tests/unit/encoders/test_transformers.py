@@ -1,6 +1,7 @@
 """Models of transformers as they are: what is read of a directory, and features equal to the model's own."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,11 +173,21 @@ def test_wrong_weights_are_named_with_both_shapes(tmp_path):
         ({"image_size": 33}, ["image_size"]),
         ({"tokens": 4, "patch_size": 16}, ["tokens"]),
         ({"model_config": {"model_type": "dinov2", "hidden_size": 7}}, ["path"]),
+        ({"path": "", "model_config": {"model_type": "dinov2", "num_hidden_layers": "two"}}, ["model_config"]),
+        ({"path": "", "model_config": {"model_type": "dinov2", "patch_size": -14}}, ["model_config"]),
+        ({"path": "", "model_config": {"model_type": "dinov2", "mlp_ratio": math.inf}}, ["model_config"]),
     ],
 )
 def test_wrong_keys_are_faults(tmp_path, keys, fields):
     spec = TransformersSpec(**{"path": dinov2(tmp_path)} | keys)
     assert [field for field, _ in spec.faults()] == fields
+
+
+def test_convolutions_that_do_not_fit_are_faults():
+    for lists in ({"conv_kernel": [10]}, {"conv_stride": None}, {"conv_stride": [5, 0]}, {"conv_dim": 16}):
+        config = {"conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5, 2]} | lists
+        spec = TransformersAudioSpec(model_config={"model_type": "wav2vec2", **config}, weights="random")
+        assert [field for field, _ in spec.faults()] == ["model_config"], lists
 
 
 def test_what_is_not_known_by_formula_is_asked_for_by_key(tmp_path):

@@ -184,7 +184,7 @@ def test_a_folder_without_files_is_told(tmp_path):
 def test_a_file_that_is_cut_short_is_left_out(tmp_path):
     ranks = Ranks(tmp_path, 2)
     folder = newest_start(tmp_path)
-    (folder / "rank_00001.bin").write_bytes(b"MIMOFLY1")
+    (folder / "rank_00001.bin").write_bytes(b"MIMOFLY2")
     assert list(read_ranks(folder)) == [0]
     assert ranks.all  # they map their files until here
 
