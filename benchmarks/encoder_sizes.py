@@ -1,7 +1,7 @@
 """Processor time of an encoder's step, forward and backward, on 16 pictures of 16 sizes: all in one pass, and one pass
 for each size; beside 16 pictures of one size with about as many patches. The ways alternate on one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/encoder_sizes.py [--rounds 40] [--sides 2 9] [key=value ...]
+    OMP_NUM_THREADS=1 python -P benchmarks/encoder_sizes.py [--rounds 40] [--sides 2 9] [key=value ...]
 
 `--sides`: the sides of pictures are from so many to so many tokens of the sequence. Keys are those of the config
 `vlm_digits` with the encoder `vit_tiny_native`.

@@ -11,8 +11,7 @@ and B of the layers: T and N of media of one size, R and 1 of a packed row.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,34 +115,38 @@ class StagedEncoder(MegatronModule, ABC):
             inside the encoder, [R, H].
         """
         groups = by_size(sizes)
-        order = [member for members in groups.values() for member in members]
         ordered = [size for size, members in groups.items() for _ in members]
         if self.is_first_stage:
             assert media is not None, "the first stage makes its output of media"
-            is_batch = isinstance(media, torch.Tensor)  # of one size
-            rows_RH = self._embed(media if is_batch else [media[member] for member in order], ordered)
+            if not isinstance(media, torch.Tensor):  # of one size
+                media = [media[member] for members in groups.values() for member in members]
+            rows_RH = self._embed(media, ordered)
         else:
             assert hidden_states is not None, "a later stage makes its output of what the stage before gave"
             rows_RH = hidden_states
         rows_RH = self._run_layers(rows_RH, ordered)
-        return self._features(self._picked(rows_RH, ordered, order)) if self.is_last_stage else rows_RH
+        return self._features(self._picked(rows_RH, groups)) if self.is_last_stage else rows_RH
 
-    def _picked(self, rows_RH: torch.Tensor, ordered: Sequence[Size], order: Sequence[int]) -> torch.Tensor:
+    def _picked(self, rows_RH: torch.Tensor, groups: Mapping[Size, Sequence[int]]) -> torch.Tensor:
         """The rows that become features, of one medium after the other.
 
         Args:
-            ordered: sizes of the media as they stand in the rows.
-            order: their numbers.
+            groups: numbers of the media of each size, as they stand in the rows.
         """
-        kept = [self._kept(size) for size in ordered]
-        if all(one is None for one in kept) and list(order) == sorted(order):
+        order = [member for members in groups.values() for member in members]
+        kept = {size: self._kept(size) for size in groups}
+        if all(one is None for one in kept.values()) and order == sorted(order):
             return rows_RH
-        counts = [self._last_tokens(size) for size in ordered]
-        places: list[torch.Tensor] = [torch.empty(0)] * len(order)
-        for member, own, count, end in zip(order, kept, counts, accumulate(counts), strict=True):
-            places[member] = (torch.arange(count) if own is None else own) + (end - count)
+        first = 0
+        places: dict[int, torch.Tensor] = {}
+        for size, members in groups.items():
+            own, count = kept[size], self._last_tokens(size)
+            starts = first + count * torch.arange(len(members))[:, None]
+            places |= zip(members, starts + (torch.arange(count) if own is None else own), strict=True)
+            first += count * len(members)
         # Every row once at most, so that no sum of gradients depends on the order of a device's threads.
-        return rows_RH.index_select(0, to_device(torch.cat(places), rows_RH.device))
+        picked = torch.cat([places[member] for member in range(len(order))])
+        return rows_RH.index_select(0, to_device(picked, rows_RH.device))
 
     def _is_batch(self, sizes: Sequence[Size]) -> bool:
         """Whether the layers get media of these sizes as a batch; else as a packed row."""

@@ -7,6 +7,7 @@ register tokens, patches), H hidden size, R rows: tokens of all pictures.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,8 +76,8 @@ class VisionTransformer(StagedEncoder):
     def _layer_inputs(self, sizes: Sequence[Size]) -> dict[str, Any]:
         if not self.spec.rotary_positions:
             return {}
-        angles = torch.cat([self._angles(size) for size in sizes])[:, None, None]
-        return {"rotary_pos_emb": to_device(angles, next(self.parameters()).device)}
+        angles = [self._angles(size).repeat(count, 1) for size, count in Counter(sizes).items()]
+        return {"rotary_pos_emb": to_device(torch.cat(angles)[:, None, None], next(self.parameters()).device)}
 
     def _angles(self, size: Size) -> torch.Tensor:
         """Angles of rotary positions of a picture's tokens inside the encoder, [T, size of a head]."""
@@ -110,9 +111,10 @@ class VisionTransformer(StagedEncoder):
 
     def _embed(self, media: torch.Tensor | Sequence[torch.Tensor], sizes: Sequence[Size]) -> torch.Tensor:
         """Pictures, those of one size neighbours -> the input of the first layer, [R, H]."""
-        grids = [self._grid(size) for size in sizes]
+        grids = Counter(map(self._grid, sizes))
+        assert len(grids) == len(set(sizes)), "pictures of one grid are neighbours"
         hidden_PH = self.patch_embedding(self._patches(media, grids))
-        class_H = self.class_token
+        class_H: torch.Tensor | None = self.class_token
         if self.position_embedding is not None:
             learned_H = self.position_embedding.view(-1, self.spec.hidden_size)
             if self.spec.class_position:
@@ -123,28 +125,31 @@ class VisionTransformer(StagedEncoder):
             tokens.view(-1, self.spec.hidden_size) for tokens in (class_H, self.register_tokens) if tokens is not None
         ]
         if leading:
-            each = torch.cat(leading).expand(len(grids), -1, -1)
-            patches = hidden_PH.split([math.prod(grid) for grid in grids])
+            each = torch.cat(leading).expand(len(sizes), -1, -1)
+            patches = hidden_PH.split([math.prod(grid) for grid in grids.elements()])
             hidden_PH = torch.cat([part for picture in zip(each.unbind(), patches, strict=True) for part in picture])
         return hidden_PH if self.pre_norm is None else self.pre_norm(hidden_PH)
 
-    def _positions(self, learned_H: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Positions of the patches of all pictures, [P, H], from those of the grid that is learned."""
+    def _positions(self, learned_H: torch.Tensor, grids: Counter[Grid]) -> torch.Tensor:
+        """Positions of the patches of all pictures, so many of each grid, [P, H], from those of the grid that is
+        learned."""
         spec = self.spec
         options = (spec.position_grid, spec.position_resize, spec.position_antialias, spec.position_corners)
-        taps = [position_taps(*grid, *options) for grid in grids]
-        orders = [self._order(grid) for grid in grids]
-        places = torch.cat([one.places[order].flatten() for one, order in zip(taps, orders, strict=True)])
-        weights = torch.cat([one.weights[order].flatten() for one, order in zip(taps, orders, strict=True)])
-        counts = torch.cat([torch.full((len(one.places),), one.places.size(1)) for one in taps])
+        places, weights, counts = [], [], []
+        for grid, count in grids.items():
+            taps, order = position_taps(*grid, *options), self._order(grid)
+            places.append(taps.places[order].flatten().repeat(count))
+            weights.append(taps.weights[order].flatten().repeat(count))
+            counts.append(torch.full((len(order) * count,), taps.places.size(1)))
+        ends = torch.cat(counts).cumsum(0)
         device = learned_H.device
         # Its gradient is the same at every run, which that of torch's interpolation is not on CUDA.
         positions_PH = F.embedding_bag(
-            to_device(places, device),
+            to_device(torch.cat(places), device),
             learned_H.float(),
-            to_device(counts.cumsum(0) - counts, device),
+            to_device(ends - torch.cat(counts), device),
             mode="sum",
-            per_sample_weights=to_device(weights, device),
+            per_sample_weights=to_device(torch.cat(weights), device),
         )
         return positions_PH.to(learned_H.dtype)
 
@@ -152,11 +157,11 @@ class VisionTransformer(StagedEncoder):
         """(rows, columns) of patches of a picture of `size` pixels, (height, width)."""
         return size[0] // self.spec.patch_size, size[1] // self.spec.patch_size
 
-    def _patches(self, media: torch.Tensor | Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+    def _patches(self, media: torch.Tensor | Sequence[torch.Tensor], grids: Counter[Grid]) -> torch.Tensor:
         """Normalised pixels of each patch, [P, values of a patch], in the order in which patches stand inside the
         encoder."""
         spec = self.spec
-        values_PCAA = gather_patches(media, grids, [self._order(grid) for grid in grids], spec.patch_size)
+        values_PCAA = gather_patches(media, grids, {grid: self._order(grid) for grid in grids}, spec.patch_size)
         values_PCAA = (values_PCAA.float() - self.pixel_mean) / self.pixel_std
         if spec.channels_last:
             values_PCAA = values_PCAA.permute(0, 2, 3, 1)

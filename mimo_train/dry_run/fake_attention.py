@@ -24,8 +24,8 @@ def install(device: str) -> None:
     attention.causal_lower_right = lower_right  # type: ignore[assignment]
     original = Documents.cumulative
 
-    def cumulative(self: Documents, rank: int, on: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        found = original(self, rank, on)
+    def cumulative(self: Documents, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found = original(self, rank, device)
         meetings = self.meetings(rank)
         pairs = sum((one.last_query - one.first_query) * (one.last_key - one.first_key) for one in meetings)
         setattr(found[1], _PAIRS, pairs)

@@ -179,11 +179,11 @@ class SdpaAttention(MegatronModule):
         parts = [part.split(rows) for part in (query_SBND, key_SBND, value_SBND)]
         attended = []
         for (count, length), *run in zip(documents.runs, *parts, strict=True):
-            batch = [part.view(count, length, *part.shape[2:]).transpose(0, 1) for part in run]
+            query, key, value = (part.view(count, length, *part.shape[2:]).transpose(0, 1) for part in run)
             if self.window or self.softcap:
-                context = self._attend_in_blocks(*batch)
+                context = self._attend_in_blocks(query, key, value)
             else:
-                context = self._attend(*batch, None, self.is_causal)
+                context = self._attend(query, key, value, None, self.is_causal)
             attended.append(context.transpose(0, 1).flatten(0, 1))
         return torch.cat(attended).unsqueeze(1)
 

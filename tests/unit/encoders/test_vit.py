@@ -109,15 +109,15 @@ def test_positions_are_those_of_interpolation(grid, method, antialias, corners):
 
 
 def test_patches_of_pictures_of_several_sizes_by_their_order():
-    pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in ((8, 12), (9, 4), (8, 12))]
-    grids = [(2, 3), (2, 1), (2, 3)]  # of patches of 4 x 4; a line of the second is left over
-    orders = [torch.tensor([5, 0, 3, 1, 4, 2]), torch.tensor([0, 1]), torch.arange(6)]
-    found = gather_patches(pictures, grids, orders, 4).split([6, 2, 6])
-    for picture, (rows, columns), order, patches in zip(pictures, grids, orders, found, strict=True):
+    pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in ((8, 12), (8, 12), (9, 4))]
+    grids = {(2, 3): 2, (2, 1): 1}  # of patches of 4 x 4; a line of the last picture is left over
+    orders = {(2, 3): torch.tensor([5, 0, 3, 1, 4, 2]), (2, 1): torch.tensor([1, 0])}
+    found = gather_patches(pictures, grids, orders, 4).split([6, 6, 2])
+    for picture, (rows, columns), patches in zip(pictures, ((2, 3), (2, 3), (2, 1)), found, strict=True):
         expected = picture[:, : rows * 4].unflatten(1, (rows, 4)).unflatten(3, (columns, 4)).permute(1, 3, 0, 2, 4)
-        assert torch.equal(patches, expected.flatten(0, 1)[order])
-    alike = torch.stack([pictures[0], pictures[2]])
-    assert torch.equal(gather_patches(alike, grids[::2], orders[::2], 4), torch.cat([found[0], found[2]]))
+        assert torch.equal(patches, expected.flatten(0, 1)[orders[rows, columns]])
+    alike = torch.stack(pictures[:2])
+    assert torch.equal(gather_patches(alike, {(2, 3): 2}, orders, 4), torch.cat(found[:2]))
 
 
 def test_patches_stand_token_by_token():
