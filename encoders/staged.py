@@ -1,15 +1,21 @@
-"""Base of encoders in pipeline stages: media of equal size go through the layers together.
+"""Base of encoders in pipeline stages: all media of a microbatch go through the layers together.
 
-Embeddings are on the first stage and the final norm is on the last. Between stages a packed tensor is sent: the
-tokens of all media (pictures or clips), one after the other.
+Media of one size are a batch. Of several sizes they stand one behind the other in one packed row, in which attention
+stays inside each of them, and those of one size are neighbours: all but attention is computed for the whole row.
 
-Shape suffixes: N media of one size, T tokens inside the encoder, H hidden size, R rows: tokens of all media.
+Embeddings are on the first stage and the final norm is on the last. Between stages the tokens of all media (pictures or
+clips) are sent, in the order in which they stand in the row.
+
+Shape suffixes: N media of one size, T tokens of one inside the encoder, H hidden size, R rows: tokens of all media; S
+and B of the layers: T and N of media of one size, R and 1 of a packed row.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -21,6 +27,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.copies import to_device
 from encoders.spec import EncoderSpec, has_final_norm
 
 Size = tuple[int, int]
@@ -33,6 +40,8 @@ class StagedEncoder(MegatronModule, ABC):
 
     Args:
         config: sizes and parallelism of the layers; `config.init_seed` seeds the weights outside of the layers.
+            `config.documents` makes of the tokens of each medium what tells the layers where media are in a packed row;
+            with `windows`, the tokens of each window, also in which windows some layers attend.
         spec: sizes of media and layers.
         layer_spec: spec of one transformer layer.
         norm: builder of the final norm.
@@ -73,16 +82,25 @@ class StagedEncoder(MegatronModule, ABC):
         """Make what is in front of the layers."""
 
     @abstractmethod
-    def _embed(self, media: torch.Tensor) -> torch.Tensor:
-        """Media of one size, [N, ...] -> the input of the first layer, [N, T, H]."""
+    def _embed(self, media: torch.Tensor | Sequence[torch.Tensor], sizes: Sequence[Size]) -> torch.Tensor:
+        """Media, those of one size neighbours -> the input of the first layer, [R, H]."""
 
     @abstractmethod
-    def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
-        """The output of the last layer for media of `size` -> features, [N, output tokens, width]."""
+    def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """Rows of the last layer, those that make one token neighbours -> features, [output tokens, width]."""
 
     @abstractmethod
     def _tokens(self, size: Size) -> int:
         """Tokens inside the encoder of a medium of `size`."""
+
+    def _last_tokens(self, size: Size) -> int:
+        """Tokens that the layers make of a medium of `size`."""
+        return self._tokens(size)
+
+    def _kept(self, size: Size) -> torch.Tensor | None:
+        """Places, among the rows that the layers make of a medium, of those that become features, in their order; None:
+        all, as they are."""
+        return None
 
     def _run(
         self,
@@ -93,53 +111,79 @@ class StagedEncoder(MegatronModule, ABC):
         """What this stage makes of media of these sizes: `media` on the first stage, else `hidden_states` [R, H].
 
         Returns:
-            Rows of one medium after the other: features on the last stage, [output tokens, width]; before it the tokens
+            On the last stage features, of one medium after the other, [output tokens, width]; before it the tokens
             inside the encoder, [R, H].
         """
         groups = by_size(sizes)
-        parts: torch.Tensor | Sequence[torch.Tensor]
+        ordered = [size for size, members in groups.items() for _ in members]
         if self.is_first_stage:
             assert media is not None, "the first stage makes its output of media"
-            parts = media
+            if not isinstance(media, torch.Tensor):  # of one size
+                media = [media[member] for members in groups.values() for member in members]
+            rows_RH = self._embed(media, ordered)
         else:
             assert hidden_states is not None, "a later stage makes its output of what the stage before gave"
-            # Of one size they are cut without a copy.
-            parts = (
-                hidden_states.unflatten(0, (len(sizes), -1))
-                if len(groups) == 1
-                else hidden_states.split([self._tokens(size) for size in sizes])
-            )
-        if len(groups) == 1:
-            (size,) = groups
-            return self._stage(stacked(parts), size).flatten(0, 1)
-        outputs: dict[int, torch.Tensor] = {}
+            rows_RH = hidden_states
+        rows_RH = self._run_layers(rows_RH, ordered)
+        return self._features(self._picked(rows_RH, groups)) if self.is_last_stage else rows_RH
+
+    def _picked(self, rows_RH: torch.Tensor, groups: Mapping[Size, Sequence[int]]) -> torch.Tensor:
+        """The rows that become features, of one medium after the other.
+
+        Args:
+            groups: numbers of the media of each size, as they stand in the rows.
+        """
+        order = [member for members in groups.values() for member in members]
+        kept = {size: self._kept(size) for size in groups}
+        if all(one is None for one in kept.values()) and order == sorted(order):
+            return rows_RH
+        first = 0
+        places: dict[int, torch.Tensor] = {}
         for size, members in groups.items():
-            together = stacked([parts[member] for member in members])
-            outputs |= zip(members, self._stage(together, size), strict=True)
-        return torch.cat([outputs[member] for member in range(len(sizes))])
+            own, count = kept[size], self._last_tokens(size)
+            starts = first + count * torch.arange(len(members))[:, None]
+            places |= zip(members, starts + (torch.arange(count) if own is None else own), strict=True)
+            first += count * len(members)
+        # Every row once at most, so that no sum of gradients depends on the order of a device's threads.
+        picked = torch.cat([places[member] for member in range(len(order))])
+        return rows_RH.index_select(0, to_device(picked, rows_RH.device))
 
-    def _stage(self, inputs: torch.Tensor, size: Size) -> torch.Tensor:
-        """Media of one size through this stage: [N, ...] or hidden states [N, T, H] -> what they hand on, [N, rows,
-        width]."""
-        hidden_NTH = self._embed(inputs) if self.is_first_stage else inputs
-        hidden_NTH = self._run_layers(hidden_NTH.transpose(0, 1).contiguous(), size).transpose(0, 1)
-        return self._features(hidden_NTH, size) if self.is_last_stage else hidden_NTH
+    def _is_batch(self, sizes: Sequence[Size]) -> bool:
+        """Whether the layers get media of these sizes as a batch; else as a packed row."""
+        return len(set(sizes)) == 1
 
-    def _layer_inputs(self, size: Size) -> dict[str, torch.Tensor | None]:
-        """What every layer gets beside hidden states of media of `size`, by the names that a layer gives it."""
-        return {"attention_mask": None}
+    def _documents(self, sizes: Sequence[Size]) -> PackedSeqParams:
+        """Where media of these sizes are in a packed row."""
+        return self.config.documents([self._tokens(size) for size in sizes])
 
-    def _run_layers(self, hidden_TNH: torch.Tensor, size: Size) -> torch.Tensor:
-        """The layers of this stage. With sequence parallelism they see T / tp tokens of every medium on each rank; all
+    def _layer_inputs(self, sizes: Sequence[Size]) -> dict[str, Any]:
+        """What every layer gets beside hidden states of media of `sizes`, one behind the other, by the names that a
+        layer gives it."""
+        return {}
+
+    def _run_layers(self, rows_RH: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:
+        """The layers of this stage. With sequence parallelism each rank has S / tp tokens of the sequence in them; all
         else, here and between stages, is whole on every rank."""
-        inputs = self._layer_inputs(size)
-        if not self.config.sequence_parallel:
-            return self.layers(hidden_TNH, **inputs)
-        own = scatter_to_sequence_parallel_region(hidden_TNH, group=self.tp_group)
-        # The gradient of what follows is whole on every rank too: each takes its part of it, nothing is summed.
-        return gather_from_sequence_parallel_region(
-            self.layers(own, **inputs), tensor_parallel_output_grad=False, group=self.tp_group
-        )
+        inputs: dict[str, Any] = {"attention_mask": None}
+        if self._is_batch(sizes):
+            hidden_SBH = rows_RH.unflatten(0, (len(sizes), -1)).transpose(0, 1).contiguous()
+            inputs |= self._layer_inputs(sizes[:1])
+        else:
+            hidden_SBH = rows_RH.unsqueeze(1)
+            inputs |= self._layer_inputs(sizes) | {"packed_seq_params": self._documents(sizes)}
+        if self.config.sequence_parallel:
+            own = scatter_to_sequence_parallel_region(hidden_SBH, group=self.tp_group)
+            # The gradient of what follows is whole on every rank too: each takes its part of it, nothing is summed.
+            hidden_SBH = gather_from_sequence_parallel_region(
+                self._states(own, inputs), tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        else:
+            hidden_SBH = self._states(hidden_SBH, inputs)
+        return hidden_SBH.transpose(0, 1).flatten(0, 1)
+
+    def _states(self, hidden_SBH: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """What the layers of this stage make of it."""
+        return self.layers(hidden_SBH, **inputs)
 
 
 def _keep_key_bias_zero(bias_of_qkv: torch.nn.Parameter, head: int) -> None:

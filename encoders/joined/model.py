@@ -5,7 +5,7 @@ Between stages the tokens of the two go side by side, the fewer filled up by zer
 Shape suffixes as in `encoders.staged`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -52,14 +52,25 @@ class JoinedEncoder(VisionTransformer):
     def _tokens(self, size: Size) -> int:
         return max(part._tokens(size) for part in self._parts)
 
-    def _stage(self, inputs: torch.Tensor, size: Size) -> torch.Tensor:
-        widths = [part.spec.hidden_size for part in self._parts]
-        own = [inputs] * len(widths) if self.is_first_stage else inputs.split(widths, dim=-1)
-        outputs = []
-        for part, states in zip(self._parts, own, strict=True):
-            hidden = states if self.is_first_stage else states[:, : part._tokens(size)]
-            outputs.append(part._stage(hidden, size))
+    def _run(
+        self,
+        media: torch.Tensor | Sequence[torch.Tensor] | None,
+        sizes: Sequence[Size],
+        hidden_states: torch.Tensor | None,
+    ) -> torch.Tensor:
+        parts, (size, *_) = self._parts, sizes  # all have one size
+        received: Sequence[torch.Tensor | None] = [None] * len(parts)
+        if not self.is_first_stage:
+            assert hidden_states is not None, "a later stage makes its output of what the stage before gave"
+            states_NTH = hidden_states.unflatten(0, (len(sizes), -1))
+            widths = [part.spec.hidden_size for part in parts]
+            received = [
+                states[:, : part._tokens(size)].flatten(0, 1)
+                for part, states in zip(parts, states_NTH.split(widths, dim=-1), strict=True)
+            ]
+        outputs = [part._run(media, sizes, states) for part, states in zip(parts, received, strict=True)]
         if not self.is_last_stage:
             tokens = self._tokens(size)
-            outputs = [F.pad(one, (0, 0, 0, tokens - one.size(1))) for one in outputs]
+            pictures = [one.unflatten(0, (len(sizes), -1)) for one in outputs]
+            outputs = [F.pad(one, (0, 0, 0, tokens - one.size(1))).flatten(0, 1) for one in pictures]
         return torch.cat(outputs, dim=-1)

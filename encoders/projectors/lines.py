@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from encoders.vit.positions import interpolate_positions
+from encoders.vit.positions import interpolate
 from encoders.vit.tiles import Tiling
 
 
@@ -37,6 +37,6 @@ def _one(rows: torch.Tensor, tiling: Tiling, newline: torch.Tensor) -> torch.Ten
     lines_RCH = canvas_RCH[tiling.top : tiling.top + inner[0], tiling.left : tiling.left + inner[1]]
     if tiling.pooled:
         # By a matrix for each axis: torch's own has a gradient that differs from run to run on CUDA.
-        lines_RCH = interpolate_positions(lines_RCH, *tiling.pooled, "bilinear")
+        lines_RCH = interpolate(lines_RCH, *tiling.pooled, "bilinear")
     ends = newline.expand(len(lines_RCH), 1, -1)
     return torch.cat([whole, torch.cat([lines_RCH, ends], dim=1).flatten(0, 1)])

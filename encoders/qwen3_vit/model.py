@@ -9,11 +9,9 @@ Shape suffixes as in `encoders.vit.model`; W width of a merger's output.
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from encoders.drawing import bare_layer, draw_weights
-from encoders.projectors.merge import merge_patches
 from encoders.qwen3_vit.spec import Qwen3VitSpec
 from encoders.staged import Size
 from encoders.vit.model import VisionTransformer
@@ -36,35 +34,22 @@ class Qwen3VisionTransformer(VisionTransformer):
             for _ in spec.deepstack
         )
 
-    def _layer_inputs(self, size: Size) -> dict[str, Any]:
-        spec = self.spec
-        angles = axial_angles(spec.hidden_size // spec.num_attention_heads, spec.rotary_base, *self._grid(size))
-        device = next(self.parameters()).device
-        return {
-            "attention_mask": None,
-            "rotary_pos_emb": angles[:, None, None].to(device, non_blocking=True),
-            "extract_layer_indices": set(spec.deepstack),
-        }
+    def _angles(self, size: Size) -> torch.Tensor:
+        spec, grid = self.spec, self._grid(size)
+        angles = axial_angles(spec.hidden_size // spec.num_attention_heads, spec.rotary_base, *grid)
+        return angles[self._order(grid)]
 
-    def _run_layers(self, hidden_TNH: torch.Tensor, size: Size) -> torch.Tensor:
-        """[T, N, H * (1 + layers of deepstack)]: the last states, behind the final norm, and those of deepstack."""
-        split = self.config.sequence_parallel
-        if split:
-            hidden_TNH = scatter_to_sequence_parallel_region(hidden_TNH, group=self.tp_group)
-        found = self.layers(hidden_TNH, **self._layer_inputs(size))
-        states = torch.cat([found[0], *found[1]], dim=-1) if self.spec.deepstack else found
-        if split:
-            # See `StagedEncoder._run_layers`.
-            states = gather_from_sequence_parallel_region(
-                states, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        return states
+    def _states(self, hidden_SBH: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """[S, B, H * (1 + layers of deepstack)]: the last states, behind the final norm, and those of deepstack."""
+        found = self.layers(hidden_SBH, **inputs, extract_layer_indices=set(self.spec.deepstack))
+        return torch.cat([found[0], *found[1]], dim=-1) if self.spec.deepstack else found
 
-    def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
-        last, *others = hidden_NTH.split(self.spec.hidden_size, dim=-1)
-        grid, pairs = self._grid(size), zip(self.deepstack, others, strict=True)
-        merged = [merger(merge_patches(state, *grid, self.merge)) for merger, state in pairs]
-        return torch.cat([merge_patches(last, *grid, self.merge), *merged], dim=-1)
+    def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        last, *others = (
+            super(Qwen3VisionTransformer, self)._features(one) for one in rows_RH.split(self.spec.hidden_size, dim=-1)
+        )
+        merged = [merger(state) for merger, state in zip(self.deepstack, others, strict=True)]
+        return torch.cat([last, *merged], dim=-1)
 
 
 class StateMerger(torch.nn.Module):

@@ -3,7 +3,8 @@
 Shape suffixes as in `encoders.whisper.model`.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,26 +19,36 @@ class QwenAudioEncoder(WhisperEncoder):
 
     spec: QwenAudioSpec
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.is_last_stage:
-            self.layers.final_layernorm.register_forward_pre_hook(_mean_of_pairs)
-
-    def _embed(self, media: torch.Tensor) -> torch.Tensor:
+    def _embed_alike(self, waves_NW: torch.Tensor) -> torch.Tensor:
         """Clips of one length, [N, W] -> the input of the first layer, [N, T, H]."""
-        spec, length = self.spec, media.size(1)
+        spec, length = self.spec, waves_NW.size(1)
         # As far as the convolutions and the window of the last frame reach, and the spectrogram mirrors silence alone.
         reach = 2 * spec.frame
         silence = max(0, min(round(spec.padded_seconds * spec.sample_rate) - length, reach))
-        return super()._embed(F.pad(media, (0, silence)))[:, : self._tokens((length, spec.sample_rate))]
+        return super()._embed_alike(F.pad(waves_NW, (0, silence)))[:, : self._tokens((length, spec.sample_rate))]
 
-    def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
-        """Each `merge` neighbouring features, of pairs of frames already, side by side."""
-        return hidden_NTH.unflatten(1, (-1, self.merge)).flatten(2)
+    def _last_tokens(self, size: Size) -> int:
+        return self._tokens(size) // POOLED
+
+    def _run_layers(self, rows_RH: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:
+        if not self.is_last_stage:
+            return super()._run_layers(rows_RH, sizes)
+        frames = [self._tokens(size) for size in (sizes[:1] if self._is_batch(sizes) else sizes)]
+        norm = self.layers.final_layernorm
+        pooling = norm.register_forward_pre_hook(partial(_mean_of_pairs, frames))
+        try:
+            return super()._run_layers(rows_RH, sizes)
+        finally:
+            pooling.remove()
 
 
-def _mean_of_pairs(_norm: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """The input of the final norm, [T, N, H] -> [T / 2, N, H]."""
-    hidden_TNH = inputs[0]
-    pairs = len(hidden_TNH) // POOLED
-    return (hidden_TNH[: POOLED * pairs].unflatten(0, (pairs, POOLED)).mean(1),)
+def _mean_of_pairs(frames: Sequence[int], _norm: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """The input of the final norm, [S, B, H] -> [S / 2, B, H].
+
+    Args:
+        frames: of each clip in the sequence. Where each rank has a part of the sequence, all are even.
+    """
+    hidden_SBH = inputs[0]
+    if any(count % POOLED for count in frames):
+        hidden_SBH = torch.cat([clip[: len(clip) // POOLED * POOLED] for clip in hidden_SBH.split(list(frames))])
+    return (hidden_SBH.unflatten(0, (-1, POOLED)).mean(1),)

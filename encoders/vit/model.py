@@ -2,23 +2,27 @@
 
 One class for all families that differ in nothing but what `PictureSpec` names.
 
-Shape suffixes: N pictures, C channels, P patches, T tokens inside the encoder (class token, register tokens, patches),
-H hidden size, R rows: tokens of all pictures.
+Shape suffixes: N pictures, C channels, P patches of all pictures, T tokens of one inside the encoder (class token,
+register tokens, patches), H hidden size, R rows: tokens of all pictures.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from encoders.copies import to_device
 from encoders.drawing import bare_layer, draw_weights, drawn
-from encoders.projectors.merge import merge_patches
 from encoders.spec import is_tiled
 from encoders.staged import Size, StagedEncoder
+from encoders.vit.patches import Grid, gather_patches, token_by_token
 from encoders.vit.picture import PictureSpec
-from encoders.vit.positions import interpolate_positions
-from encoders.vit.rotary import rotary_angles
+from encoders.vit.positions import position_taps
+from encoders.vit.rotary import relative_angles
 from encoders.vit.tower import TowerSpec
 
 
@@ -56,23 +60,35 @@ class VisionTransformer(StagedEncoder):
             sizes = [(picture.shape[-2], picture.shape[-1]) for picture in pixels]
         return self._run(pixels, sizes, hidden_states)
 
-    def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
-        """Patches, merged, behind the class token where it is kept."""
-        rows, columns = self._grid(size)
-        features_NPH = merge_patches(hidden_NTH[:, -rows * columns :], rows, columns, self.merge)
-        if self.spec.keep_class_token:
-            features_NPH = torch.cat([hidden_NTH[:, :1], features_NPH], dim=1)
-        return features_NPH
+    def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """The patches of each token side by side, behind the class token where it is kept: then a patch is a token."""
+        return rows_RH.unflatten(0, (-1, self.merge**2)).flatten(1)
 
     def _tokens(self, size: Size) -> int:
         return math.prod(self._grid(size)) + self.spec.leading_tokens
 
-    def _layer_inputs(self, size: Size) -> dict[str, torch.Tensor | None]:
-        inputs = super()._layer_inputs(size)
-        if self.spec.rotary_positions:
-            place = torch.empty(0, device=next(self.parameters()).device)
-            inputs["rotary_pos_emb"] = rotary_angles(self.spec, *self._grid(size)).to(place, non_blocking=True)
-        return inputs
+    def _kept(self, size: Size) -> torch.Tensor | None:
+        leading, kept = self.spec.leading_tokens, self.spec.kept_tokens
+        if leading == kept:
+            return None
+        return torch.cat([torch.arange(kept), torch.arange(leading, self._tokens(size))])
+
+    def _layer_inputs(self, sizes: Sequence[Size]) -> dict[str, Any]:
+        if not self.spec.rotary_positions:
+            return {}
+        angles = [self._angles(size).repeat(count, 1) for size, count in Counter(sizes).items()]
+        return {"rotary_pos_emb": to_device(torch.cat(angles)[:, None, None], next(self.parameters()).device)}
+
+    def _angles(self, size: Size) -> torch.Tensor:
+        """Angles of rotary positions of a picture's tokens inside the encoder, [T, size of a head]."""
+        spec, grid = self.spec, self._grid(size)
+        patches = relative_angles(spec.hidden_size // spec.num_attention_heads, spec.rotary_base, *grid)
+        return F.pad(patches[self._order(grid)], (0, 0, spec.leading_tokens, 0))
+
+    def _order(self, grid: Grid) -> torch.Tensor:
+        """Places in the picture, row by row, of the patches of a grid as they stand inside the encoder: those of a
+        token are neighbours, tokens are row by row."""
+        return token_by_token(*grid, self.merge)
 
     def _build_embeddings(self) -> None:
         spec, config = self.spec, self.config
@@ -93,46 +109,65 @@ class VisionTransformer(StagedEncoder):
         self.register_buffer("pixel_mean", 255 * _channels(spec.pixel_mean), persistent=False)
         self.register_buffer("pixel_std", 255 * _channels(spec.pixel_std), persistent=False)
 
-    def _embed(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Pictures of one size, [N, 3, height, width] -> the input of the first layer, [N, T, H]."""
-        hidden_NTH = self.patch_embedding(self._patches(pixels))
-        first_NTH = [] if self.class_token is None else [self.class_token.expand(len(pixels), 1, -1)]
+    def _embed(self, media: torch.Tensor | Sequence[torch.Tensor], sizes: Sequence[Size]) -> torch.Tensor:
+        """Pictures, those of one size neighbours -> the input of the first layer, [R, H]."""
+        grids = Counter(map(self._grid, sizes))
+        assert len(grids) == len(set(sizes)), "pictures of one grid are neighbours"
+        hidden_PH = self.patch_embedding(self._patches(media, grids))
+        class_H: torch.Tensor | None = self.class_token
         if self.position_embedding is not None:
-            rows_H = self.position_embedding.view(-1, self.spec.hidden_size)
-            class_position, positions_PH = self._positions(rows_H, self._grid(pixels.shape[-2:]))
-            hidden_NTH = hidden_NTH + positions_PH
-            first_NTH = [token + class_position for token in first_NTH] if self.spec.class_position else first_NTH
-        if self.register_tokens is not None:
-            first_NTH.append(self.register_tokens.expand(len(pixels), -1, -1))
-        if first_NTH:
-            hidden_NTH = torch.cat([*first_NTH, hidden_NTH], dim=1)
-        return hidden_NTH if self.pre_norm is None else self.pre_norm(hidden_NTH)
+            learned_H = self.position_embedding.view(-1, self.spec.hidden_size)
+            if self.spec.class_position:
+                assert class_H is not None, "the first position is that of a class token"
+                class_H, learned_H = class_H + learned_H[0], learned_H[1:]
+            hidden_PH = hidden_PH + self._positions(learned_H, grids)
+        leading = [
+            tokens.view(-1, self.spec.hidden_size) for tokens in (class_H, self.register_tokens) if tokens is not None
+        ]
+        if leading:
+            each = torch.cat(leading).expand(len(sizes), -1, -1)
+            patches = hidden_PH.split([math.prod(grid) for grid in grids.elements()])
+            hidden_PH = torch.cat([part for picture in zip(each.unbind(), patches, strict=True) for part in picture])
+        return hidden_PH if self.pre_norm is None else self.pre_norm(hidden_PH)
 
-    def _positions(self, rows_H: torch.Tensor, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(position of the class token, of no rows if it has none; positions of a grid of patches, [P, H]) from all
-        that are learned."""
+    def _positions(self, learned_H: torch.Tensor, grids: Counter[Grid]) -> torch.Tensor:
+        """Positions of the patches of all pictures, so many of each grid, [P, H], from those of the grid that is
+        learned."""
         spec = self.spec
-        class_position, positions_PH = rows_H[: spec.class_position], rows_H[spec.class_position :]
-        if grid != spec.position_grid:
-            positions_RCH = positions_PH.unflatten(0, spec.position_grid)
-            positions_PH = interpolate_positions(
-                positions_RCH, *grid, spec.position_resize, spec.position_antialias, spec.position_corners
-            ).flatten(0, 1)
-        return class_position, positions_PH
+        options = (spec.position_grid, spec.position_resize, spec.position_antialias, spec.position_corners)
+        places, weights, counts = [], [], []
+        for grid, count in grids.items():
+            taps, order = position_taps(*grid, *options), self._order(grid)
+            places.append(taps.places[order].flatten().repeat(count))
+            weights.append(taps.weights[order].flatten().repeat(count))
+            counts.append(torch.full((len(order) * count,), taps.places.size(1)))
+        ends = torch.cat(counts).cumsum(0)
+        device = learned_H.device
+        # Its gradient is the same at every run, which that of torch's interpolation is not on CUDA.
+        positions_PH = F.embedding_bag(
+            to_device(torch.cat(places), device),
+            learned_H.float(),
+            to_device(ends - torch.cat(counts), device),
+            mode="sum",
+            per_sample_weights=to_device(torch.cat(weights), device),
+        )
+        return positions_PH.to(learned_H.dtype)
 
-    def _grid(self, size: Sequence[int]) -> tuple[int, int]:
+    def _grid(self, size: Sequence[int]) -> Grid:
         """(rows, columns) of patches of a picture of `size` pixels, (height, width)."""
         return size[0] // self.spec.patch_size, size[1] // self.spec.patch_size
 
-    def _patches(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Normalised pixels of each patch, row by row: [N, P, values of a patch]."""
-        size, spec = self.spec.patch_size, self.spec
-        values = (pixels.float() - self.pixel_mean) / self.pixel_std
-        patches = values.unfold(2, size, size).unfold(3, size, size)  # N, C, rows, columns, size, size
-        patches = patches.permute(0, 2, 3, *((4, 5, 1) if spec.channels_last else (1, 4, 5))).flatten(1, 2)
-        if spec.patch_frames > 1:  # a still picture: N, P, C, frames, size, size
-            patches = patches.unsqueeze(3).expand(-1, -1, -1, spec.patch_frames, -1, -1)
-        return patches.flatten(2).to(self.patch_embedding.weight.dtype)
+    def _patches(self, media: torch.Tensor | Sequence[torch.Tensor], grids: Counter[Grid]) -> torch.Tensor:
+        """Normalised pixels of each patch, [P, values of a patch], in the order in which patches stand inside the
+        encoder."""
+        spec = self.spec
+        values_PCAA = gather_patches(media, grids, {grid: self._order(grid) for grid in grids}, spec.patch_size)
+        values_PCAA = (values_PCAA.float() - self.pixel_mean) / self.pixel_std
+        if spec.channels_last:
+            values_PCAA = values_PCAA.permute(0, 2, 3, 1)
+        if spec.patch_frames > 1:  # a still picture: P, C, frames, side, side
+            values_PCAA = values_PCAA.unsqueeze(2).expand(-1, -1, spec.patch_frames, -1, -1)
+        return values_PCAA.flatten(1).to(self.patch_embedding.weight.dtype)
 
 
 def _normal(shape: tuple[int, ...], config: TransformerConfig) -> torch.nn.Parameter:

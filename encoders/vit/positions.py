@@ -1,38 +1,94 @@
-"""Learned positions of one grid of patches, read at the places of another."""
+"""Values on one grid, read at the places of another: of learned positions a few for each patch."""
 
+import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
+from encoders.vit.patches import Grid
 
-def interpolate_positions(
-    positions_RCH: torch.Tensor,
+_REACH = {"bilinear": 1, "bicubic": 2}
+"""Values on either side that count at a place."""
+
+
+class Taps(NamedTuple):
+    """What makes the position of each patch of a picture, row by row: a weighted sum of some of those learned."""
+
+    places: torch.Tensor
+    """Of the learned ones in their grid, row by row: int64 [patches, taps]."""
+    weights: torch.Tensor
+    """float32 [patches, taps]."""
+
+
+@lru_cache(maxsize=256)
+def position_taps(
+    rows: int,
+    columns: int,
+    learned: Grid,
+    method: str = "bicubic",
+    antialias: bool = False,
+    corners: bool = False,
+) -> Taps:
+    """Positions of a picture of `rows` x `columns` patches, each at its place in the grid that was learned.
+
+    Bicubic interpolation over the grid, as Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2) do to read
+    larger pictures. Of the same grid each is the learned one.
+
+    Args:
+        learned: rows and columns of the grid that was learned.
+        method: `bicubic` or `bilinear`.
+        antialias: whether positions of a finer grid are averaged.
+        corners: whether the corners of both grids are at the same places.
+    """
+    (down, down_weights), (across, across_weights) = (
+        _taps_on(before, after, method, antialias, corners)
+        for before, after in zip(learned, (rows, columns), strict=True)
+    )
+    places = down[:, None, :, None] * learned[1] + across[None, :, None, :]
+    weights = down_weights[:, None, :, None] * across_weights[None, :, None, :]
+    return Taps(places.flatten(0, 1).flatten(1), weights.flatten(0, 1).flatten(1).float())
+
+
+def _taps_on(before: int, after: int, method: str, antialias: bool, corners: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """On one axis: places on a line of `before` values, and their weights, for each place of a line of `after`; as many
+    for each, of which some may have no weight."""
+    if before == after:
+        return torch.arange(before)[:, None], torch.ones(before, 1, dtype=torch.float64)
+    weights = _weights(before, after, method, antialias, corners)
+    reach = _REACH[method] * (max(1.0, before / after) if antialias else 1.0)
+    most = min(before, 2 * math.ceil(reach) + antialias)
+    places = weights.abs().argsort(dim=1, descending=True, stable=True)[:, :most]
+    return places, weights.gather(1, places)
+
+
+def interpolate(
+    values_RCH: torch.Tensor,
     rows: int,
     columns: int,
     method: str = "bicubic",
     antialias: bool = False,
     corners: bool = False,
 ) -> torch.Tensor:
-    """Positions of a picture of `rows` x `columns` patches, each at its place in the grid that was learned.
+    """Values on a grid at the places of another of `rows` x `columns`.
 
-    Bicubic interpolation over the grid, as Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929, section 3.2) do to read
-    larger pictures. It is written as one matrix per axis: the gradient of a matrix product is the same at every run,
-    that of torch's own bicubic interpolation is not on CUDA.
+    It is written as one matrix per axis: the gradient of a matrix product is the same at every run, that of torch's own
+    interpolation is not on CUDA.
 
     Args:
-        positions_RCH: learned positions, R x C of them.
+        values_RCH: R x C of them.
         method: `bicubic` or `bilinear`.
-        antialias: whether positions of a finer grid are averaged.
+        antialias: whether values of a finer grid are averaged.
         corners: whether the corners of both grids are at the same places.
 
     Returns:
         [rows, columns, H]; the same values, to rounding, if the grid is the same.
     """
     down, across = (
-        _weights_on(before, after, method, antialias, corners, positions_RCH.device, positions_RCH.dtype)
-        for before, after in zip(positions_RCH.shape[:2], (rows, columns), strict=True)
+        _weights_on(before, after, method, antialias, corners, values_RCH.device, values_RCH.dtype)
+        for before, after in zip(values_RCH.shape[:2], (rows, columns), strict=True)
     )
-    return torch.einsum("rR,cC,RCH->rcH", down, across, positions_RCH)
+    return torch.einsum("rR,cC,RCH->rcH", down, across, values_RCH)
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
 """An audio transformer of Megatron-Core layers: log-mel spectrogram -> two convolutions + positions -> layers -> norm.
 
 The shape is that of Whisper (Radford et al. 2022, arXiv 2212.04356; github.com/openai/whisper, audio.py and model.py),
-but clips keep their length: those of equal length go together, and none sees another's padding.
+but clips keep their length: those of equal length are embedded together, and none sees another's padding.
 
 Shape suffixes: N clips, W samples, B frequency or mel bands, F windows, T frames inside the encoder, H hidden size, R
 rows: frames of all clips.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torchaudio.functional import melscale_fbanks
 
 from encoders.drawing import bare_layer, draw_weights
-from encoders.staged import Size, StagedEncoder
+from encoders.staged import Size, StagedEncoder, by_size, stacked
 from encoders.whisper.positions import sinusoids
 from encoders.whisper.spec import WhisperSpec
 
@@ -63,17 +63,24 @@ class WhisperEncoder(StagedEncoder):
         self.register_buffer("window", torch.hann_window(spec.window), persistent=False)
         self.register_buffer("mel_filters", mel_filters(spec), persistent=False)
 
-    def _embed(self, media: torch.Tensor) -> torch.Tensor:
+    def _embed(self, media: torch.Tensor | Sequence[torch.Tensor], sizes: Sequence[Size]) -> torch.Tensor:
+        """Clips, those of one length neighbours -> the input of the first layer, [R, H]."""
+        if isinstance(media, torch.Tensor):
+            return self._embed_alike(media).flatten(0, 1)
+        alike = [stacked([media[member] for member in members]) for members in by_size(sizes).values()]
+        return torch.cat([self._embed_alike(waves_NW).flatten(0, 1) for waves_NW in alike])
+
+    def _embed_alike(self, waves_NW: torch.Tensor) -> torch.Tensor:
         """Clips of one length, [N, W] -> the input of the first layer, [N, T, H]."""
-        mels_NBF = log_mel_spectrogram(media, self.window, self.mel_filters, self.spec.hop)
+        mels_NBF = log_mel_spectrogram(waves_NW, self.window, self.mel_filters, self.spec.hop)
         hidden_NHT = F.gelu(self.conv2(F.gelu(self.conv1(mels_NBF.to(self.conv1.weight.dtype)))))
         hidden_NTH = hidden_NHT.transpose(1, 2)
         positions_TH = sinusoids(hidden_NTH.size(1), hidden_NTH.size(2), hidden_NTH.device)
         return hidden_NTH + positions_TH.to(hidden_NTH.dtype)
 
-    def _features(self, hidden_NTH: torch.Tensor, size: Size) -> torch.Tensor:
+    def _features(self, rows_RH: torch.Tensor) -> torch.Tensor:
         """Each `merge` neighbouring frames side by side."""
-        return hidden_NTH.unflatten(1, (-1, self.merge)).flatten(2)
+        return rows_RH.unflatten(0, (-1, self.merge)).flatten(1)
 
     def _tokens(self, size: Size) -> int:
         return size[0] // self.spec.frame

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import varlen  # noqa: F401  # registers its operations
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import bmm_flop, flop_registry
 
 from mimo_train.dry_run import places
+from mimo_train.dry_run.fake_attention import pairs_of
 from mimo_train.dry_run.memory import Memory
 
 aten = torch.ops.aten
@@ -148,6 +150,18 @@ def _backward_attention(args: Any, kwargs: Any, out: Any) -> int:
     return 2 * _attention_flops(query, key, value) + scores
 
 
+def _forward_documents(args: Any, kwargs: Any, out: Any) -> int:
+    """Of [T, heads, D], each query with the keys of its document alone."""
+    query, key_ends = args[0], args[4]
+    return 2 * 2 * pairs_of(key_ends) * query.size(1) * query.size(2)
+
+
+def _backward_documents(args: Any, kwargs: Any, out: Any) -> int:
+    """As `_backward_attention`."""
+    query, key_ends = args[1], args[7]
+    return 5 * 2 * pairs_of(key_ends) * query.size(1) * query.size(2)
+
+
 def _registered(formula: Callable) -> Callable[[Any, Any, Any], int]:
     return lambda args, kwargs, out: formula(*args, **kwargs, out_val=out)
 
@@ -158,4 +172,6 @@ _FORMULAS: dict[Any, Callable[[Any, Any, Any], int]] = {
     aten._scaled_dot_product_flash_attention_backward: _backward_attention,
     aten._scaled_dot_product_flash_attention_for_cpu: _forward_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_attention,
+    torch.ops.torch_attn._varlen_attn: _forward_documents,
+    torch.ops.torch_attn._varlen_attn_backward: _backward_documents,
 }

@@ -5,7 +5,7 @@ attention on a GPU, a fused one on a CPU. A window cuts long sequences into bloc
 soft-capped scores are computed as a matrix, for which torch has no kernel.
 
 In a packed row attention stays inside its documents: on a GPU one kernel computes all of them, elsewhere each is a
-call of its own, which on a CPU is faster than any mask.
+call of its own, and neighbours of one length are one together, which on a CPU is faster than any mask.
 
 Shape suffixes: S sequence, B batch, N heads, D head dimension, C positions of one context-parallel rank, Q queries, K
 keys.
@@ -120,7 +120,7 @@ class SdpaAttention(MegatronModule):
         if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.no_mask):
             raise UserError(f"SdpaAttention masks causally or not at all, the pass asks for {attn_mask_type}")
         if packed_seq_params is not None:
-            assert isinstance(packed_seq_params, Documents) and self.is_causal, packed_seq_params
+            assert isinstance(packed_seq_params, Documents), packed_seq_params
             return self._attend_inside_documents(query_SBND, key_SBND, value_SBND, packed_seq_params)
         if self.cp_group:
             return self._attend_to_all_parts(query_SBND, key_SBND, value_SBND, self.cp_group)
@@ -156,17 +156,36 @@ class SdpaAttention(MegatronModule):
         if self.cp_group:
             rank = self.cp_group.rank()
             key_SBND, value_SBND = _gathered(key_CBND, value_CBND, self.cp_group)
-        meetings = documents.meetings(rank)
-        assert meetings[-1].last_query == len(query_CBND), (meetings[-1], query_CBND.shape)
         assert documents.tokens == len(key_SBND), (documents.tokens, key_SBND.shape)
         if self._has_kernel(query_CBND):
             return self._attend_at_once(query_CBND, key_SBND, value_SBND, documents, rank)
+        if not self.cp_group:
+            return self._attend_run_by_run(query_CBND, key_SBND, value_SBND, documents)
+        meetings = documents.meetings(rank)
+        assert meetings[-1].last_query == len(query_CBND), (meetings[-1], query_CBND.shape)
         attended = []
         for first_query, last_query, first_key, last_key in meetings:
             parts = (query_CBND[first_query:last_query], key_SBND[first_key:last_key], value_SBND[first_key:last_key])
             whole = last_query - first_query == last_key - first_key and not self.window and not self.softcap
             attended.append(self._attend(*parts, None, True) if whole else self._attend_in_blocks(*parts))
         return torch.cat(attended)
+
+    def _attend_run_by_run(
+        self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor, documents: Documents
+    ) -> torch.Tensor:
+        """`_attend_inside_documents` of a whole row, neighbours of one length as a batch."""
+        # One gradient is made of those of all parts; slices would each have one as long as the row.
+        rows = [count * length for count, length in documents.runs]
+        parts = [part.split(rows) for part in (query_SBND, key_SBND, value_SBND)]
+        attended = []
+        for (count, length), *run in zip(documents.runs, *parts, strict=True):
+            query, key, value = (part.view(count, length, *part.shape[2:]).transpose(0, 1) for part in run)
+            if self.window or self.softcap:
+                context = self._attend_in_blocks(query, key, value)
+            else:
+                context = self._attend(query, key, value, None, self.is_causal)
+            attended.append(context.transpose(0, 1).flatten(0, 1))
+        return torch.cat(attended).unsqueeze(1)
 
     def _has_kernel(self, query: torch.Tensor) -> bool:
         """Whether torch has a kernel for documents of any lengths that does what this layer does."""
@@ -190,7 +209,7 @@ class SdpaAttention(MegatronModule):
         group = query.size(1) // key.size(1)
         key, value = (part.repeat_interleave(group, 1) if group > 1 else part.contiguous() for part in (key, value))
         longest = documents.longest
-        window = (self.window - 1 if self.window else -1, 0)
+        window = (self.window - 1 if self.window else -1, 0 if self.is_causal else -1)
         ends = (query_ends, key_ends, longest, longest)
         attended_CND = varlen_attn(query.contiguous(), key, value, *ends, scale=self.softmax_scale, window_size=window)
         assert isinstance(attended_CND, torch.Tensor), "nothing else was asked for"

@@ -1,5 +1,5 @@
-"""Documents of a packed row: samples that stand one behind the other in one row of tokens, and know nothing of each
-other.
+"""Documents of a packed row: samples of a language model, or media of an encoder, that stand one behind the other in
+one row of tokens, and know nothing of each other.
 
 Shape suffixes: B batch, S sequence, N heads, D head dimension, T tokens of a row.
 """
@@ -7,7 +7,7 @@ Shape suffixes: B batch, S sequence, N heads, D head dimension, T tokens of a ro
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +41,12 @@ class Documents(PackedSeqParams):
     Args:
         ends: behind the last token of each document, ascending; the last is T.
         ranks: context-parallel ranks that hold the row, each two chunks of it (`mimo_train.parallel.context`).
+        windows: smaller documents of the same row, inside of which some layers of an encoder attend.
     """
 
-    def __init__(self, ends: Sequence[int], ranks: int = 1):
+    def __init__(self, ends: Sequence[int], ranks: int = 1, windows: "Documents | None" = None):
         assert ends and ends[0] > 0 and all(one < other for one, other in pairwise(ends)), ends
-        self.ends, self.ranks = tuple(ends), ranks
+        self.ends, self.ranks, self.windows = tuple(ends), ranks, windows
         assert ranks == 1 or not self.tokens % (2 * ranks), (self.tokens, ranks)
         # Rows of a table of angles that Megatron-Core makes and cuts for each microbatch, and nothing reads.
         unused = 2 * ranks
@@ -62,6 +63,12 @@ class Documents(PackedSeqParams):
     def longest(self) -> int:
         """Tokens of the longest document."""
         return max(end - start for start, end in pairwise((0, *self.ends)))
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """(documents, tokens of each) of neighbours of one length, in their order: together they are the row."""
+        lengths = (end - start for start, end in pairwise((0, *self.ends)))
+        return [(len(list(alike)), length) for length, alike in groupby(lengths)]
 
     def meetings(self, rank: int) -> list[Meeting]:
         """What the queries of a context-parallel rank attend to, in the order in which it holds them.
@@ -113,6 +120,16 @@ def documents_of(batch: dict[str, Any], ranks: int) -> Documents | None:
     """
     ends = batch.get("documents")
     return None if ends is None else Documents(ends, ranks)
+
+
+def documents_of_media(tokens: Sequence[int], windows: Sequence[int] = ()) -> Documents:
+    """The media of a packed row of an encoder.
+
+    Args:
+        tokens: of each medium, in their order.
+        windows: tokens of each window in which some layers attend, of all media.
+    """
+    return Documents(tuple(accumulate(tokens)), windows=documents_of_media(windows) if windows else None)
 
 
 def attention_inside_documents(attention: type) -> type:

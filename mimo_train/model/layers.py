@@ -32,6 +32,7 @@ from megatron.core.utils import get_pg_rank
 
 from mimo_train.model.attention import SdpaAttention
 from mimo_train.model.dense_layer import DenseLayer
+from mimo_train.model.documents import attention_inside_documents
 from mimo_train.model.layer_scale import ScaledAdd
 from mimo_train.model.llm.norms import ZeroCenteredRMSNorm
 from mimo_train.model.lora import add_adapters, linear_classes
@@ -124,6 +125,8 @@ def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense
     kind = _te_submodules if te and not config.lora.rank and not windows else _torch_submodules
     submodules = kind(config, experts)
     attention = replace(submodules.self_attention, params={"attn_mask_type": mask})
+    if getattr(config, "packed", False):
+        attention = replace(attention, submodules=_inside_documents(attention.submodules, config))
     if windows:
         inside = replace(attention.submodules, core_attention=WindowAttention)
         attention = replace(attention, submodules=inside)
@@ -131,6 +134,15 @@ def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense
     if getattr(config, "layer_scale", 0):
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), ModuleSpec(ScaledAdd, params={"config": config}))
     return ModuleSpec(module=SeededTransformerLayer, submodules=replace(submodules, **changes))
+
+
+def _inside_documents(parts: SelfAttentionSubmodules, config: TransformerConfig) -> SelfAttentionSubmodules:
+    """The parts with a core attention that stays inside documents: Transformer Engine's does so in a format of its own,
+    and wants documents cut one by one over context-parallel ranks, where ours takes the cut of the whole row."""
+    if parts.core_attention is SdpaAttention:
+        return parts
+    cut = config.context_parallel_size > 1
+    return replace(parts, core_attention=SdpaAttention if cut else attention_inside_documents(parts.core_attention))
 
 
 def mlp_submodules(te: bool, adapted: bool = False) -> MLPSubmodules:

@@ -14,6 +14,7 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, layer_options
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.model.documents import documents_of_media
 from mimo_train.model.initial_weights import draw_by
 from mimo_train.model.seeds import seed_for
 from mimo_train.plan.adapters import adapted_linears, layers_name
@@ -151,6 +152,7 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -
     )
     for name, value in layer_options(encoder).items():
         setattr(config, name, value)
+    config.packed, config.documents = True, documents_of_media  # media of several sizes are one row
     if part:
         config.init_seed = seed_for(cfg.run.seed, layout.name, part)
     return config

@@ -149,7 +149,7 @@ picture."""
 ANY_SIZE = (
     apart("pp2", "dp2"),
     apart("pp2 dp2", ONE, *PACKED),
-    apart("tp2 sp dp2", ONE, "modules.images.balance=patches"),
+    apart("tp2 sp dp2", ONE, "modules.images.balance=patches", "train.recompute=full"),
     same("dp2", "tp2"),
 )
 """Pictures of other sizes in every microbatch."""

@@ -6,14 +6,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.model.attention import SdpaAttention
-from mimo_train.model.documents import attention_inside_documents
 from mimo_train.model.layers import SeededTransformerLayer, layer_spec, norm_class
 from mimo_train.model.llm.attention import RotaryAttention
 from mimo_train.model.llm.norms import NormedAdd
@@ -31,8 +28,6 @@ def language_layers(llm: LlmSpec, config: TransformerConfig, te: bool) -> list[M
     def spec(experts: bool, takes_features: bool) -> ModuleSpec:
         layer = layer_spec(config, AttnMaskType.causal, te, dense=not experts)
         attention = replace(layer.submodules.self_attention, module=RotaryAttention)
-        if config.packed:
-            attention = replace(attention, submodules=_inside_documents(attention.submodules, config))
         if llm.proj_bias:
             parts = attention.submodules
             attention = replace(attention, submodules=replace(parts, linear_proj=_with_bias(parts.linear_proj)))
@@ -60,15 +55,6 @@ def _transformer_engine_can(llm: LlmSpec, config: TransformerConfig) -> bool:
     """Whether Transformer Engine's attention does what the model needs: it caps no scores, and a window with context
     parallelism only by exchanges that Megatron-Core does not ask it for by default."""
     return not llm.attention_softcap and not (llm.window and config.context_parallel_size > 1)
-
-
-def _inside_documents(parts: SelfAttentionSubmodules, config: TransformerConfig) -> SelfAttentionSubmodules:
-    """The parts with a core attention that stays inside documents: Transformer Engine's does so in a format of its own,
-    and wants documents cut one by one over context-parallel ranks, where ours takes the cut of the whole row."""
-    if parts.core_attention is SdpaAttention:
-        return parts
-    cut = config.context_parallel_size > 1
-    return replace(parts, core_attention=SdpaAttention if cut else attention_inside_documents(parts.core_attention))
 
 
 def _with_bias(linear: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:

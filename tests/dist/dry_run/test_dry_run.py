@@ -10,6 +10,7 @@ from mimo_train.config.fault import UserError
 from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
+from tests.dist.stretched import stretch_pictures
 
 LANGUAGE, IMAGES = "modules.language.layout.", "modules.images.layout."
 HALF, FEW = "train.precision=bf16", "train.global_batch_size=32"
@@ -83,6 +84,18 @@ def test_a_rank_trains_evaluates_and_saves_as_on_a_gpu(name, request, tmp_path):
     # `train.rerun` looks at every loss.
     assert name == "rerun" or not found.waits_inside, found.waits_inside
     assert not list(tmp_path.iterdir()), "nothing is left where the run would write"
+
+
+def test_attention_inside_documents_and_pictures_is_counted_by_kernel_as_one_by_one(digits, tmp_path):
+    """Two types of numbers of the same run: a kernel takes all documents at once, or each is a call."""
+    native = ("encoder@modules.images.encoder=vit_tiny_native", "layout=one_process", "data.pack=true")
+    pictures, flops = stretch_pictures(digits, tmp_path / "pictures"), []
+    for precision in ("bf16", "fp32"):
+        run = resolve(config("vlm_digits", tmp_path / "run", pictures, *native, f"train.precision={precision}"))
+        (found,) = run_ranks(_dry, 1, run, 0)
+        assert not hasattr(found, "what"), found.what + found.trace
+        flops.append(found.flops)
+    assert flops[0] == flops[1] > 0
 
 
 def _mixed_devices() -> None:

@@ -9,7 +9,7 @@ from encoders.clip.spec import ClipSpec
 from encoders.dino.spec import Dinov2Spec, Dinov3Spec
 from encoders.errors import EncoderError
 from encoders.projectors.spec import ProjectorSpec
-from encoders.qwen_vit.model import _patch_order
+from encoders.qwen_vit.model import _patch_order, _window_lengths
 from encoders.qwen_vit.spec import QwenVitSpec
 from encoders.registry import FAMILIES
 from encoders.siglip.spec import Siglip2Spec, SiglipSpec
@@ -121,24 +121,30 @@ def test_windows_of_a_picture():
     order = _patch_order(10, 6, 2, 2)
     assert sorted(order.tolist()) == list(range(60))
     assert order[:8].tolist() == [0, 1, 6, 7, 2, 3, 8, 9]  # two tokens of the first window
-    assert order[16:20].tolist() == [4, 5, 10, 11]  # the second window
+    assert order[16:20].tolist() == [24, 25, 30, 31]  # the next window of four tokens, behind which smaller ones are
+    assert order[32:36].tolist() == [4, 5, 10, 11]
+    assert _window_lengths(5, 3, 2) == (4, 4, 2, 2, 2, 1)
     assert attention_pairs(ClipSpec(), ONE, 9, 9) == 197**2
 
 
 def test_window_attention_is_attention_under_a_mask():
+    from mimo_train.model.documents import documents_of_media
     from mimo_train.model.window_attention import WindowAttention
 
-    lengths = torch.tensor([3, 2, 3, 4])
-    query, key, value = torch.randn(3, 12, 2, 4, 5)
+    pictures, windows = torch.tensor([7, 5]), torch.tensor([3, 2, 2, 4, 1])
+    query, key, value = torch.randn(3, 12, 1, 4, 5)
     layer = WindowAttention.__new__(WindowAttention)
     torch.nn.Module.__init__(layer)
-    layer.everywhere, layer.is_causal, layer.softmax_scale, layer.dropout = False, False, None, 0.0
-    number = torch.arange(4).repeat_interleave(lengths)
-    mask = number[:, None] == number
-    parts = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
-    expected = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask)
-    found = layer(query, key, value, attention_mask=lengths)
-    torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
+    layer.is_causal, layer.softmax_scale, layer.dropout = False, None, 0.0
+    layer.window, layer.softcap, layer.cp_group = 0, 0.0, None
+    packed = documents_of_media(pictures.tolist(), windows.tolist())
+    for layer.everywhere, lengths in ((False, windows), (True, pictures)):
+        number = torch.arange(len(lengths)).repeat_interleave(lengths)
+        mask = number[:, None] == number
+        parts = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
+        expected = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask)
+        found = layer(query, key, value, packed_seq_params=packed)
+        torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
 
 
 def test_clips_may_be_filled_up():

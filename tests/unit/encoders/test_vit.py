@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import inner_tokens, input_size, joint_faults, num_tokens
-from encoders.vit.positions import interpolate_positions
+from encoders.vit.patches import gather_patches, token_by_token
+from encoders.vit.positions import interpolate, position_taps
 from encoders.vit.spec import VisionSpec
 
 NATIVE = VisionSpec(resize="native", image_size=64, patch_size=8, min_pixels=1024, max_pixels=16384, class_token=True)
@@ -77,27 +78,60 @@ def test_a_largest_picture_has_room_for_one_token():
     assert not joint_faults(NATIVE, ProjectorSpec(merge=5)), "the grid of positions need not be whole tokens"
 
 
+def resized(positions: torch.Tensor, rows: int, columns: int, **options) -> torch.Tensor:
+    """[rows, columns, H] of a learned grid [R, C, H]."""
+    taps = position_taps(rows, columns, tuple(positions.shape[:2]), **options)
+    values = positions.flatten(0, 1)[taps.places] * taps.weights.to(positions)[..., None]
+    return values.sum(1).unflatten(0, (rows, columns))
+
+
 def test_positions_keep_their_place():
     """On a plane that rises by 1 a column and by 10 a row, values are places."""
     plane = (torch.arange(6.0)[:, None] * 10 + torch.arange(5.0)).unsqueeze(-1)
-    torch.testing.assert_close(interpolate_positions(plane, 6, 5), plane)
-    middle_row = interpolate_positions(plane, 3, 5)[1, :, 0]
+    assert torch.equal(resized(plane, 6, 5), plane)
+    middle_row = resized(plane, 3, 5)[1, :, 0]
     torch.testing.assert_close(middle_row, 25 + torch.arange(5.0))
 
 
-def test_positions_are_those_of_bicubic_interpolation():
+@pytest.mark.parametrize("grid", [(9, 5), (4, 5), (2, 7), (1, 30), (3, 2), (4, 7)])
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("method", ["bicubic", "bilinear"])
+def test_positions_are_those_of_interpolation(grid, method, antialias, corners):
+    """Whatever is left out has no weight."""
     positions = torch.randn(4, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.interpolate(
-        positions.permute(2, 0, 1)[None], size=(9, 5), mode="bicubic", align_corners=False
+        positions.permute(2, 0, 1)[None], size=grid, mode=method, align_corners=corners, antialias=antialias
     )
-    torch.testing.assert_close(interpolate_positions(positions, 9, 5), expected[0].permute(1, 2, 0))
+    for way in (resized, interpolate):
+        found = way(positions, *grid, method=method, antialias=antialias, corners=corners)
+        torch.testing.assert_close(found, expected[0].permute(1, 2, 0), rtol=0, atol=1e-6)
+
+
+def test_patches_of_pictures_of_several_sizes_by_their_order():
+    pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in ((8, 12), (8, 12), (9, 4))]
+    grids = {(2, 3): 2, (2, 1): 1}  # of patches of 4 x 4; a line of the last picture is left over
+    orders = {(2, 3): torch.tensor([5, 0, 3, 1, 4, 2]), (2, 1): torch.tensor([1, 0])}
+    found = gather_patches(pictures, grids, orders, 4).split([6, 6, 2])
+    for picture, (rows, columns), patches in zip(pictures, ((2, 3), (2, 3), (2, 1)), found, strict=True):
+        expected = picture[:, : rows * 4].unflatten(1, (rows, 4)).unflatten(3, (columns, 4)).permute(1, 3, 0, 2, 4)
+        assert torch.equal(patches, expected.flatten(0, 1)[orders[rows, columns]])
+    alike = torch.stack(pictures[:2])
+    assert torch.equal(gather_patches(alike, {(2, 3): 2}, orders, 4), torch.cat(found[:2]))
+
+
+def test_patches_stand_token_by_token():
+    assert token_by_token(4, 4, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    assert token_by_token(2, 3, 1).tolist() == list(range(6))
 
 
 class Doubled(torch.nn.Module):
     """Stands for the layers: every token twice, plus the first of its picture, so that mixing pictures would show."""
 
-    def forward(self, hidden_TNH, attention_mask=None):
-        return 2 * hidden_TNH + hidden_TNH[:1]
+    def forward(self, hidden_SBH, attention_mask=None, packed_seq_params=None):
+        if packed_seq_params is None:
+            return 2 * hidden_SBH + hidden_SBH[:1]
+        return torch.cat([2 * part + part[:1] for part in hidden_SBH.split(packed_seq_params)])
 
 
 def test_pictures_keep_their_order_and_do_not_mix():
@@ -113,6 +147,7 @@ def test_pictures_keep_their_order_and_do_not_mix():
                 init_method_std=0.02,
                 sequence_parallel=False,
                 perform_initialization=True,
+                documents=lambda tokens: tokens,
             )
             self.is_first_stage, self.is_last_stage = first, last
             self.layers = Doubled()

@@ -115,8 +115,10 @@ def test_positions_are_sines_and_cosines():
 class Doubled(torch.nn.Module):
     """Stands for the layers: every frame twice, plus the first of its clip, so that mixing clips would show."""
 
-    def forward(self, hidden_TNH, attention_mask=None):
-        return 2 * hidden_TNH + hidden_TNH[:1]
+    def forward(self, hidden_SBH, attention_mask=None, packed_seq_params=None):
+        if packed_seq_params is None:
+            return 2 * hidden_SBH + hidden_SBH[:1]
+        return torch.cat([2 * part + part[:1] for part in hidden_SBH.split(packed_seq_params)])
 
 
 class Stage(WhisperEncoder):
@@ -126,7 +128,11 @@ class Stage(WhisperEncoder):
         torch.nn.Module.__init__(self)
         self.spec, self.merge = SPEC, 2
         self.config = SimpleNamespace(
-            init_seed=1, params_dtype=torch.float32, sequence_parallel=False, perform_initialization=True
+            init_seed=1,
+            params_dtype=torch.float32,
+            sequence_parallel=False,
+            perform_initialization=True,
+            documents=lambda tokens: tokens,
         )
         self.is_first_stage, self.is_last_stage = first, last
         self.layers = Doubled()

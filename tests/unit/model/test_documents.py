@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo_train.config.fault import UserError
 from mimo_train.model import attention
 from mimo_train.model.attention import SdpaAttention
-from mimo_train.model.documents import Documents, attention_inside_documents, documents_of
+from mimo_train.model.documents import Documents, attention_inside_documents, documents_of, documents_of_media
 from mimo_train.parallel.context import chunks_of
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -45,11 +45,17 @@ def test_documents_of_a_microbatch():
     assert (found.ends, found.ranks, found.tokens, found.longest) == (ENDS, 2, 32, 13)
 
 
-def layer(window: int = 0, softcap: float = 0.0) -> SdpaAttention:
+def test_neighbours_of_one_length_are_a_run():
+    assert Documents(ENDS).runs == [(1, 5), (1, 1), (2, 13)]
+    media = documents_of_media([4, 2, 2, 3], windows=[2, 2, 2, 2, 3])
+    assert media.ends == (4, 6, 8, 11) and media.windows is not None and media.windows.runs == [(4, 2), (1, 3)]
+
+
+def layer(window: int = 0, softcap: float = 0.0, mask: AttnMaskType = AttnMaskType.causal) -> SdpaAttention:
     sizes = {"num_layers": 1, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS}
     config = TransformerConfig(**sizes, attention_dropout=0.0, window_size=(window - 1, 0) if window else None)
     config.attention_softcap = softcap
-    return SdpaAttention(config, 1, AttnMaskType.causal, "self", pg_collection=ProcessGroupCollection())
+    return SdpaAttention(config, 1, mask, "self", pg_collection=ProcessGroupCollection())
 
 
 def parts() -> list[torch.Tensor]:
@@ -66,11 +72,11 @@ def kernel(query, key, value, query_ends, key_ends, most_queries, most_keys, *, 
     assert most_queries >= query_ends.diff().max() and most_keys >= key_ends.diff().max()
     assert query_ends.dtype == key_ends.dtype == torch.int32 and query.shape[1:] == key.shape[1:]
     before, behind = window_size
-    assert behind == 0
+    assert behind == 0 or window_size == (-1, -1)
     out = []
     for (a, b), (s, e) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
         at, other = torch.arange(e - s - (b - a), e - s)[:, None], torch.arange(e - s)
-        mask = (other <= at) & ((at - other <= before) if before >= 0 else True)
+        mask = ((other <= at) | (behind < 0)) & ((at - other <= before) if before >= 0 else True)
         heads_first = (part.transpose(0, 1) for part in (query[a:b], key[s:e], value[s:e]))
         attended = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale)
         out.append(attended.transpose(0, 1))
@@ -86,6 +92,8 @@ def kernel(query, key, value, query_ends, key_ends, most_queries, most_keys, *, 
         ({"window": 4}, True),
         ({"softcap": 2.0}, False),
         ({"window": 4, "softcap": 2.0}, False),
+        ({"mask": AttnMaskType.no_mask}, False),
+        ({"mask": AttnMaskType.no_mask}, True),
     ],
 )
 def test_attention_of_a_row_is_that_of_its_documents(options, by_kernel, monkeypatch):

@@ -1,0 +1,63 @@
+"""Patches of pictures of any sizes: their order, and their pixels.
+
+Shape suffixes: P patches of all pictures, C channels, A side of a patch in pixels.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+
+from encoders.copies import to_device
+
+Grid = tuple[int, int]
+"""(rows, columns) of the patches of a picture."""
+
+
+@lru_cache(maxsize=1024)
+def token_by_token(rows: int, columns: int, merge: int) -> torch.Tensor:
+    """Places in a picture, row by row, of its patches in the order of tokens: squares of `merge` x `merge` patches row
+    by row, and inside of each its patches row by row."""
+    places = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
+    return places.transpose(1, 2).flatten()
+
+
+def gather_patches(
+    pictures: torch.Tensor | Sequence[torch.Tensor],
+    grids: Mapping[Grid, int],
+    orders: Mapping[Grid, torch.Tensor],
+    side: int,
+) -> torch.Tensor:
+    """Pixels of the patches of all pictures, [P, C, A, A], by operations whose number does not depend on the sizes.
+
+    Args:
+        pictures: [N, C, height, width], or [C, height, width] of each, those of one grid neighbours. Pixels at the
+            right and lower edge that make no whole patch are not read.
+        grids: how many pictures have each grid, in their order.
+        orders: places in a picture of each grid, row by row, of its patches in the order in which they are wanted.
+        side: of a patch, in pixels.
+    """
+    channels = pictures[0].size(0)
+    if isinstance(pictures, torch.Tensor):
+        ((rows, columns),) = grids
+        lines = pictures[..., : rows * side, : columns * side].reshape(-1, side)
+    else:
+        of_each = (grid for grid, count in grids.items() for _ in range(count))
+        cut = [one[:, : rows * side, : columns * side] for one, (rows, columns) in zip(pictures, of_each, strict=True)]
+        lines = torch.cat([one.reshape(-1, side) for one in cut])
+    # A line is `side` pixels of a row of a picture that are in one patch. Of each patch: number of its first one among
+    # all lines, and how many lines there are from channel to channel and from row to row.
+    first, plans = 0, []
+    for (rows, columns), count in grids.items():
+        order, lines_of_channel = orders[rows, columns], rows * side * columns
+        starts = first + channels * lines_of_channel * torch.arange(count)[:, None]
+        starts = (starts + order // columns * (side * columns) + order % columns).flatten()
+        plans.append(
+            torch.stack([starts, *torch.tensor([lines_of_channel, columns])[:, None].expand(2, len(starts))], 1)
+        )
+        first += channels * lines_of_channel * count
+    plan_P3 = to_device(torch.cat(plans), lines.device)
+    start, channel_step, row_step = plan_P3[:, :, None, None].unbind(1)
+    within = torch.arange(max(channels, side), device=lines.device)
+    numbers_PCA = start + channel_step * within[:channels, None] + row_step * within[:side]
+    return lines.index_select(0, numbers_PCA.flatten()).view(-1, channels, side, side)
