@@ -15,8 +15,8 @@ from encoders.registry import FAMILIES
 from encoders.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.spec import attention_pairs, built_layers, layer_parameters, patches_of
 from encoders.whisper.spec import WhisperSpec
+from mimo_train.plan.activations import layer_activations
 from mimo_train.plan.flops import Media, encoder_products
-from mimo_train.plan.memory import layer_activations
 from mimo_train.plan.parameters import encoder_parameters
 
 ONE, TWO = ProjectorSpec(kind="linear"), ProjectorSpec(merge=2)
