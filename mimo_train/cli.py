@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command_modules() -> tuple[ModuleType, ...]:
     """Modules that add commands, in the order of the help."""
     # Not at the top: they import `data`, which may be another package until `require_own_packages` has looked.
-    from mimo_train.commands import check, checkpoint, config, export, generate, hang, shards, train
+    from mimo_train.commands import check, checkpoint, config, export, generate, hang, plan, shards, train
 
-    return train, check, config, generate, export, checkpoint, shards, hang
+    return train, check, plan, config, generate, export, checkpoint, shards, hang
 
 
 def _parser() -> argparse.ArgumentParser:

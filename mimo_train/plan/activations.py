@@ -5,9 +5,9 @@ activations, logits, what is gathered from other ranks, and the gradient of one 
 
 Symbols: s tokens of one sample, b samples of one microbatch on one rank, h hidden size, f feed-forward width, k width
 of all key heads, t tensor parallel size, v vocabulary, e bytes of one activation (4 in fp32, 2 in half precision).
-Formulas follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), for
-attention that never stores the s x s scores; `mimo-train check --dry-run` counts the tensors themselves
-(`tests/dist/dry_run/test_estimates.py` holds both against each other).
+Formulas follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
+2205.05198), for attention that never stores the s x s scores; `mimo-train check --dry-run` counts the tensors
+themselves (`tests/dist/dry_run/test_estimates.py` holds both against each other).
 """
 
 import math
@@ -141,8 +141,8 @@ def output_work(
     frozen: bool = False,
 ) -> int:
     """Bytes of work at the end of the language model, for one microbatch: the inputs of the final norm and of the
-    output layer (2 h), with sequence parallel this input gathered twice (2 h), the positions that get logits (h, where they
-    are chosen: all, at most), and logits (v / t) with their softmax in fp32 (4 v / t), or with the gradient of the
+    output layer (2 h), with sequence parallel this input gathered twice (2 h), the positions that get logits (h, where
+    they are chosen: all, at most), and logits (v / t) with their softmax in fp32 (4 v / t), or with the gradient of the
     weight (v h / t)."""
     size, share = BYTES[precision], math.ceil(vocab / tp)
     rows = 2 * tokens * hidden * size // (tp if sp else 1)

@@ -181,15 +181,45 @@ def count(
         recompute: none, selective (core attention is computed again in backward) or full (whole layers).
         adapted: names of products with trained adapters, which are too small to count; gradients go back to the first.
     """
-    reached, model, again = upstream, 0.0, 0.0
+    model = again = 0.0
+    for passes in passes_of(products, frozen, upstream=upstream, recompute=recompute, adapted=adapted):
+        product = passes.product
+        model += product.forward * passes.matrix + product.attention * passes.attention
+        again += product.forward * passes.matrix_again + product.attention * passes.attention_again
+    return Flops(model, model + again)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often the FLOPs of a product are computed in forward and backward; the forward pass is one of them."""
+
+    product: Product
+    matrix: int
+    """With its weight."""
+    attention: int
+    """Of the core attention behind it."""
+    matrix_again: int
+    """By recomputation."""
+    attention_again: int
+
+
+def passes_of(
+    products: Sequence[Product],
+    frozen: Sequence[str] = (),
+    *,
+    upstream: bool,
+    recompute: str = "none",
+    adapted: Collection[str] = (),
+) -> Iterator[Passes]:
+    """The passes of each product; arguments as those of `count`."""
+    reached = upstream
     for product in products:
         trained = not any(fnmatchcase(product.name, pattern) for pattern in frozen)
         input_gradient = reached or (trained and product.input_gradient)
         reached = reached or trained or product.name in adapted
-        model += product.forward * (1 + trained + input_gradient) + product.attention * (3 if reached else 1)
-        if reached and product.in_layer and recompute != "none":
-            again += product.attention + (product.forward if recompute == "full" else 0)
-    return Flops(model, model + again)
+        again = reached and product.in_layer and recompute != "none"
+        full = again and recompute == "full"
+        yield Passes(product, 1 + trained + input_gradient, 3 if reached else 1, int(full), int(again))
 
 
 def frozen_patterns(module: ModuleConfig, step: int) -> tuple[str, ...]:
@@ -276,6 +306,20 @@ class StepFlops:
         frozen = self._frozen(step)
         reached, _ = self._units(frozen)
         return self._count(LANGUAGE, self._of_text(0, logits=1), dict(frozen)[LANGUAGE], LANGUAGE in reached)
+
+    def passes(self, name: str, products: Sequence[Product], step: int) -> list[Passes]:
+        """Passes of products of module `name` in a step."""
+        frozen = self._frozen(step)
+        reached, _ = self._units(frozen)
+        return [
+            *passes_of(
+                products,
+                dict(frozen)[name],
+                upstream=name in reached,
+                recompute=self._recompute[name],
+                adapted=self._adapted[name],
+            )
+        ]
 
     def _frozen(self, step: int) -> _Frozen:
         return tuple(

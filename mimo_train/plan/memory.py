@@ -104,21 +104,28 @@ def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0)
         vocab: rows of the embedding (see `padded_vocab_size`).
         media_per_sample: pictures of this module in one sample, on average.
     """
-    cfg, module, stages = run.cfg, run.layout.modules[name], []
-    for stage in range(module.pp):
-        sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "vpp": module.vpp}
-        sizes |= {"stage": stage, "stages": module.pp}
-        counts = module_parameters(cfg, name, vocab, **sizes)
-        experts = counts.pop("experts", ParameterCount(0, 0))
-        dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
-        memory = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1)
-        memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
-        if name == LANGUAGE:
-            memory += _language_activations(run, stage, vocab)
-        else:
-            memory += _encoder_activations(run, name, stage, media_per_sample)
-        stages.append(StageMemory(name, stage, tuple(module.stage_ranks(stage)), memory))
-    return stages
+    module = run.layout.modules[name]
+    return [
+        StageMemory(
+            name, stage, tuple(module.stage_ranks(stage)), memory_of_stage(run, name, stage, vocab, media_per_sample)
+        )
+        for stage in range(module.pp)
+    ]
+
+
+def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sample: float = 1.0) -> Memory:
+    """Memory of a rank of one pipeline stage of one module; arguments as those of `stage_memory`."""
+    cfg, module = run.cfg, run.layout.modules[name]
+    sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "vpp": module.vpp}
+    sizes |= {"stage": stage, "stages": module.pp}
+    counts = module_parameters(cfg, name, vocab, **sizes)
+    experts = counts.pop("experts", ParameterCount(0, 0))
+    dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
+    memory = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1)
+    memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
+    if name == LANGUAGE:
+        return memory + _language_activations(run, stage, vocab)
+    return memory + _encoder_activations(run, name, stage, media_per_sample)
 
 
 def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:

@@ -24,7 +24,7 @@ LEVELS = (
     {"step"},
     {"evaluation", "generation", "diagnose", "check", "report"},
     {"training"},
-    {"compat", "dry_run"},
+    {"compat", "dry_run", "planner"},
     {"commands"},
     {"cli"},
 )
