@@ -13,7 +13,7 @@ from mimo_train.plan.parameters import embedding_rows
 from mimo_train.planner.devices import DEVICES, Device
 from mimo_train.planner.profile import read_profile
 from mimo_train.planner.report import data_of, lines_of
-from mimo_train.planner.search import Plan, Request, plan
+from mimo_train.planner.search import Plan, Request, plan, require_sound
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
         UserError: a config with faults, options that do not fit, a file that cannot be written, no layout that fits.
     """
     cfg = load(config, overrides)
+    require_sound(cfg)
     if options.write is not None and options.write.exists():
         raise UserError(f"--write: {options.write} is there already: remove it, or give another name")
     if options.measure:

@@ -117,7 +117,7 @@ _Call = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 """Hidden states, and what takes them through the layers."""
 
 
-def _language_calls(cfg: ConfigContainer, gpt: torch.nn.Module) -> list[_Call]:
+def _language_calls(cfg: ConfigContainer, gpt: Any) -> list[_Call]:
     """The decoder, with the arguments that the model itself gives it."""
     seen: dict[str, Any] = {}
 

@@ -150,8 +150,8 @@ class Predictor:
                 beside = shared if stage == 0 else ()
                 costs = [*(of_encoders[name][0] for name in beside), cost]
                 own = RankWork.of((*beside, LANGUAGE), stage, language, costs, overlapped=overlapped)
-            taker = len(stages) + 1 if stage < language.pp - 1 else None
-            stages.append(Stage(own.forward, own.backward, taker, send))
+            following = len(stages) + 1 if stage < language.pp - 1 else None
+            stages.append(Stage(own.forward, own.backward, following, send))
             work.append(own)
         number = self.microbatches(candidate.micro_batch_size, language.dp)
         return Pipeline(tuple(stages), tuple(work), number, language.vpp)

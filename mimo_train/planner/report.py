@@ -22,8 +22,8 @@ def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> list[str]:
     lines = [
         f"{request.gpus:,} x {_described(request.device)}{nodes}; {cfg.train.precision}, global batch of "
         f"{cfg.train.global_batch_size:,} samples of {cfg.data.sequence_length:,} tokens"
-        + "".join(f", {media:g} {cfg.modules[name].encoder.medium}s of {name} a sample" for name, media in
-                  request.media.items()),
+        + "".join(f", {media:g} {cfg.modules[name].encoder.medium}{'s' * (media != 1)} of {name} a sample"
+                  for name, media in request.media.items()),
         f"layouts of {LANGUAGE}: {plan.legal:,}; of all modules {plan.bounded:,} bounded, {plan.fitting:,} fit, "
         f"{plan.simulated:,} simulated",
         "",

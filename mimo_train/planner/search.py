@@ -76,13 +76,10 @@ def faults_of(cfg: ConfigContainer) -> list[Fault]:
     return [fault for fault in config_faults(cfg) if fault.key not in INPUT_KEYS]
 
 
-def plan(cfg: ConfigContainer, request: Request) -> Plan:
-    """The best layouts of a run.
-
-    Raises:
-        ConfigError: faults of the config that no layout removes.
-        UserError: no layout fits.
-    """
+def require_sound(cfg: ConfigContainer) -> None:
+    """Raises ConfigError for faults of the config that are there on one GPU too."""
+    if LANGUAGE not in cfg.modules:
+        raise ConfigError(config_faults(cfg))
     alone = Candidate(
         {name: LayoutConfig() for name in cfg.modules},
         frozenset(cfg.encoders),
@@ -93,10 +90,16 @@ def plan(cfg: ConfigContainer, request: Request) -> Plan:
         0,
         1,
     )
-    if LANGUAGE not in cfg.modules:
-        raise ConfigError(config_faults(cfg))
     if found := faults_of(alone.config(cfg)):
         raise ConfigError(found)
+
+
+def plan(cfg: ConfigContainer, request: Request) -> Plan:
+    """The best layouts of a run that `require_sound` accepts.
+
+    Raises:
+        UserError: no layout fits, or a check refuses the best.
+    """
     return _Search(cfg, request).run()
 
 
@@ -162,7 +165,9 @@ class _Search:
             if other is None or _is_better(proposal, other):
                 found[candidate.kind] = proposal
         if not found:
-            raise ConfigError(refused)
+            raise UserError(
+                f"--gpus: the {simulated} layouts that would be the best are refused, the last one since {refused[0]}"
+            )
         return sorted(found.values(), key=lambda one: one.prediction.seconds)[:top], simulated
 
     def _options(self) -> Iterator[LanguageOption]:

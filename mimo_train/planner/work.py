@@ -9,7 +9,8 @@ from encoders.spec import attention_pairs, most_tokens
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.plan.flops import Media, Passes, StepFlops, encoder_products, language_products
+from mimo_train.plan.flops import Passes, StepFlops
+from mimo_train.plan.products import Media, encoder_products, language_products
 
 _LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
 _LATE = 2**62

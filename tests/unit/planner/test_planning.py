@@ -20,7 +20,7 @@ from mimo_train.planner.costs import Costs
 from mimo_train.planner.devices import DEVICES, Links
 from mimo_train.planner.predict import Predictor
 from mimo_train.planner.profile import LayerCost, Profile
-from mimo_train.planner.search import Request, plan
+from mimo_train.planner.search import Request, plan, require_sound
 from tests.unit.configs import changed, load
 
 FOLDER = shipped_configs() / RECIPES
@@ -112,11 +112,10 @@ def test_what_is_proposed_has_no_fault(layers, heads, groups, encoder_heads, bat
             cfg.placement.first_rank["details"] = 2
     asked = request(cfg, gpus, node=node, top=3)
     try:
-        found = plan(cfg, asked)
-    except UserError as error:
-        # Not every run has a layout on whatever GPUs; why is said by key.
-        assert isinstance(error, ConfigError) or "--gpus" in str(error)
-        return
+        require_sound(cfg)
+    except ConfigError:
+        return  # not a run at all
+    found = plan(cfg, asked)  # on one GPU there is one
     for one in found.proposals:
         chosen = one.candidate.config(cfg)
         assert not check(chosen, without_data=True).faults
@@ -128,8 +127,10 @@ def test_what_is_proposed_has_no_fault(layers, heads, groups, encoder_heads, bat
 
 
 def test_a_config_with_faults_is_not_planned():
-    with pytest.raises(ConfigError, match="optim.lr"):
-        plan(changed({"optim.lr": -1.0}), request(load("vlm_digits"), 4))
+    for values, key in (({"optim.lr": -1.0}, "optim.lr"), ({"modules.language.llm": None}, "modules.language.llm")):
+        with pytest.raises(ConfigError, match=key):
+            require_sound(changed(values))
+    require_sound(load("vlm_digits"))
 
 
 def test_what_fits_nowhere_says_how_much_is_missing():
@@ -155,7 +156,9 @@ def test_a_better_device_is_never_slower(rate):
     asked = request(cfg, 16, top=3)
     faster = replace(asked, device=replace(asked.device, **{rate: 2 * getattr(asked.device, rate)}))
     found = plan(cfg, asked).proposals
-    assert plan(cfg, faster).proposals[0].prediction.seconds < found[0].prediction.seconds or rate == "across"
+    best = plan(cfg, faster).proposals[0].prediction.seconds
+    # Of those that are within 1 % the one with fewer ranks is shown.
+    assert best <= 1.01 * found[0].prediction.seconds
     for one in found:
         assert seconds_of(cfg, faster, one.candidate) <= one.prediction.seconds
 
