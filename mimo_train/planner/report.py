@@ -82,16 +82,17 @@ def _proposal(number: int, proposal: Proposal, cfg: ConfigContainer, request: Re
 
 
 def _layouts(candidate: Candidate, cfg: ConfigContainer) -> str:
-    layout = lay_out(candidate.config(cfg))
-    said = []
-    for name, module in layout.modules.items():
-        where = " shared" if name in candidate.shared else " together" if name in candidate.apart and (
-            candidate.together
-        ) else ""  # fmt: skip
-        said.append(f"{name}{where} {module}")
-    batch = f"micro batch {candidate.micro_batch_size}"
+    modules = lay_out(candidate.config(cfg)).modules
+    said = "; ".join(f"{name}{_place(candidate, name)} {module}" for name, module in modules.items())
     again = f", recompute {candidate.recompute}" if candidate.recompute != "none" else ""
-    return f"{'; '.join(said)}; {batch}{again}"
+    return f"{said}; micro batch {candidate.micro_batch_size}{again}"
+
+
+def _place(candidate: Candidate, name: str) -> str:
+    """Where an encoder is, if not on ranks of its own."""
+    if name in candidate.shared:
+        return " shared"
+    return " together" if candidate.together and name != LANGUAGE else ""
 
 
 def _samples(proposal: Proposal, cfg: ConfigContainer, request: Request) -> float:
