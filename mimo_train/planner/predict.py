@@ -169,7 +169,7 @@ class Predictor:
         seconds = max(*after, self._on_cores(pipeline)) + pipeline.update
         busy = [number * (stage.forward + stage.backward) for stage in pipeline.stages]
         of_language = [at for at, work in enumerate(pipeline.work) if LANGUAGE in work.modules]
-        bubble = 1 - sum(busy[at] for at in of_language) / (len(of_language) * max(done))
+        bubble = max(0.0, 1 - sum(busy[at] for at in of_language) / (len(of_language) * max(done)))
         at = max(range(len(busy)), key=busy.__getitem__)
         one = pipeline.work[at]
         parts = {
