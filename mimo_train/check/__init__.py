@@ -18,17 +18,13 @@ from mimo_train.plan.batch import Batch
 from mimo_train.plan.layout import lay_out
 from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
-from mimo_train.plan.run import Run, config_faults, with_iters
+from mimo_train.plan.run import INPUT_KEYS, Run, config_faults, with_iters
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
 """With faults below these keys there is no layout."""
 
 BATCH_KEYS = ("train", "data.sequence_length")
 """With faults below these keys, batch and memory cannot be computed."""
-
-
-INPUT_KEYS = ("data.tokenizer", "data.chat_template", "data.shards", "data.validation_shards")
-"""Keys of files that a check without data does not look for."""
 
 
 def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = False) -> int:

@@ -59,7 +59,7 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
         rows.append(("the fullest rank", f"{layout.processes[fullest]}", *_gib(ranks[fullest])))
     own = [f"{module.recompute} of {name}" for name, module in cfg.modules.items() if module.recompute]
     notes = [
-        f"an estimate, without workspaces, buffers of communication and the CUDA context; {cfg.train.precision}, "
+        f"an estimate, without workspaces, buffers of NCCL and the CUDA context; {cfg.train.precision}, "
         f"recompute {', '.join([cfg.train.recompute, *own])}"
     ]
     for name in cfg.encoders:
@@ -69,7 +69,7 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
         encoder = cfg.modules[name].encoder
         if isinstance(encoder, PlainSpec) and not encoder.activations():
             notes.append(f"activations of {name}: without those inside its encoder, of which its spec says nothing")
-    header = ("module", "ranks", "weights", "gradients", "optimizer", "activations", "GiB a rank")
+    header = ("module", "ranks", "weights", "gradients", "optimizer", "activations", "work", "GiB a rank")
     report.tables.append(Table("Memory of a rank (GiB)", header, rows, notes, left=2))
     most, least = ranks[fullest].total, ranks[emptiest].total
     if most > IMBALANCE * least and most - least > GIB:
@@ -189,7 +189,7 @@ def _stage_name(stage: StageMemory, layout: RunLayout) -> str:
 
 
 def _gib(memory: Memory) -> tuple[str, ...]:
-    parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.work, memory.total)
     return tuple(f"{part / GIB:.3f}" for part in parts)
 
 

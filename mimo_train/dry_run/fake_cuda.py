@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from mimo_train.dry_run.counts import Counts
 from mimo_train.dry_run.fake_attention import is_lower_right
+from mimo_train.dry_run.fake_norms import RmsNorm
 from mimo_train.dry_run.fake_tensors import become
 from mimo_train.parallel.cuda_stand_in import Event, Stream
 
@@ -37,6 +38,7 @@ _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA, _IS_CPU = torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ATTEND = torch.nn.functional.scaled_dot_product_attention
+_RMS_NORM = torch.nn.functional.rms_norm
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -126,6 +128,14 @@ class CudaNames(TorchFunctionMode):
             )[0]
         return _ATTEND(*args, **kwargs)
 
+    def _rms_norm(self, args: Any, kwargs: Any) -> Any:
+        inputs, _, *rest = args
+        weight = kwargs.get("weight", rest[0] if rest else None)
+        # Where their types differ, a GPU has no kernel either.
+        if is_on_device(inputs) and weight is not None and weight.dtype == inputs.dtype:
+            return RmsNorm.apply(inputs, weight)
+        return _RMS_NORM(*args, **kwargs)
+
     def _wait(self, what: str) -> None:
         self._counts.note_wait(what)
 
@@ -142,6 +152,7 @@ _SPECIAL: dict[Any, Callable[[CudaNames, Any, Any], Any]] = {
     torch.Tensor.type: CudaNames._type,
     torch.tensor: CudaNames._tensor,
     _ATTEND: CudaNames._attend,
+    _RMS_NORM: CudaNames._rms_norm,
 }
 
 

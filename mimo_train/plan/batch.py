@@ -135,7 +135,7 @@ def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
             f"use a multiple of {microbatch}",
         )
-    yield from _sequence_faults(cfg.data.sequence_length, language)
+    yield from sequence_faults(cfg.data.sequence_length, language)
     microbatches, rest = divmod(train.global_batch_size, microbatch)
     if language.vpp > 1 and not rest and microbatches % language.pp:
         yield Fault(
@@ -156,7 +156,8 @@ def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             )
 
 
-def _sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
+def sequence_faults(length: int, language: LayoutConfig) -> Iterator[Fault]:
+    """What is wrong with sequences of `length` tokens over the ranks that share them."""
     key = f"modules.{LANGUAGE}.layout"
     chunks, tp = 2 * language.cp if language.cp > 1 else 1, language.tp if language.sp else 1
     if length % chunks:

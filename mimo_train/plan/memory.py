@@ -1,14 +1,9 @@
 """Estimates of memory per rank, from sizes alone. Imports no torch.
 
-Counted: weights, gradients, optimizer states, and the activations that the backward pass needs. Not counted: the CUDA
-context, communication buffers, temporary workspaces, fragmentation, and pictures as they are read.
-
-Symbols in the formulas: s tokens of one sample, b samples of one microbatch on one rank, h hidden size, f feed-forward
-width, k width of all key heads, t tensor parallel size, v vocabulary, e bytes of one activation (4 in fp32, 2 in bf16).
-Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv 2205.05198), for attention that never stores the s x s scores. What autograd saves on a CPU in fp32, where norms
-are not fused, was counted once: 6 % more than the estimate for gpt_tiny and for gpt_tiny_moe, 11 % more for vit_tiny
-with its projector.
+Counted: weights, gradients, optimizer states, the activations that the backward pass needs, and the work at the fullest
+moment (`mimo_train.plan.activations` has the formulas). Not counted: the CUDA context, buffers of NCCL, workspaces of
+kernels, fragmentation. Every position of a text counts as learned, and every row as full. Norms are those of a GPU,
+unless the run is on the CPU.
 """
 
 import math
@@ -25,9 +20,19 @@ from encoders.spec import (
     layer_options,
     most_features,
 )
-from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.plan.activations import (
+    BYTES,
+    expert_activations,
+    expert_work,
+    layer_activations,
+    layer_work,
+    output_work,
+    score_activations,
+    stack_activations,
+)
 from mimo_train.plan.layout import layers_of_stage, stage_layers
 from mimo_train.plan.padding import pack_length
 from mimo_train.plan.parameters import ParameterCount, module_parameters
@@ -35,9 +40,6 @@ from mimo_train.plan.run import Run
 from mimo_train.plan.stages import in_flight
 
 GIB = 1024**3
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one weight or activation, by `train.precision`."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,23 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    """What is kept for the backward pass."""
+    work: int = 0
+    """What is there besides at the fullest moment."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.work
 
     def __add__(self, other: "Memory") -> "Memory":
+        """Of two modules on one rank, which work one after the other."""
         return Memory(
             self.weights + other.weights,
             self.gradients + other.gradients,
             self.optimizer + other.optimizer,
             self.activations + other.activations,
+            max(self.work, other.work),
         )
 
 
@@ -90,77 +97,6 @@ def parameter_memory(count: ParameterCount, precision: str, dp: int) -> Memory:
     )
 
 
-def layer_activations(
-    tokens: int,
-    hidden: int,
-    ffn: int,
-    precision: str,
-    *,
-    key_width: int = 0,
-    gated: bool = False,
-    rope: bool = False,
-    scaled: bool = False,
-    dropout: bool = False,
-    query_width: int = 0,
-    post_norms: bool = False,
-    tp: int = 1,
-    sp: bool = False,
-) -> int:
-    """Bytes that one transformer layer keeps for its backward pass, for `tokens` = s * b tokens on one rank.
-
-    Kept in full on each tensor-parallel rank: the inputs of the two norms and of the two linear layers behind them
-    (4 h), what the learned scales of the two branches multiply (2 h where there are some), and the dropout masks of the
-    two branches (1 byte each per h). Divided by t: queries, keys, values, the
-    output of attention (2 h + 2 k), queries and keys once more when rotated (h + k, since the values keep the unrotated
-    ones alive), and the feed-forward activations before and after its function (2 f; 5 f when gated without a fused
-    kernel). Sequence parallel divides the first part too. With f = 4 h, k = h, dropout, bf16, no gate and no rotation
-    this is the paper's s b h (10 + 24 / t), without its 5 a s / (h t) of stored attention scores, and 34 s b h / t with
-    sequence parallel. Where queries have another width q than the hidden states, it takes the place of h in the second
-    part. Norms behind attention and the feed-forward block keep their inputs: 2 h more in full.
-    """
-    size, keys, query = BYTES[precision], key_width or hidden, query_width or hidden
-    whole = (6 if post_norms or scaled else 4) * hidden * size + (2 * hidden if dropout else 0)
-    split = (2 * query + 2 * keys + (query + keys if rope else 0) + (5 if gated else 2) * ffn) * size
-    return tokens * (whole + split) // tp if sp else tokens * whole + tokens * split // tp
-
-
-def stack_activations(layers: int, layer: int, boundary: int, in_flight: int, recompute: str) -> int:
-    """Bytes of `layers` layers with `in_flight` microbatches between their forward and their backward pass.
-
-    `layer`: `layer_activations`. `boundary`: the input of one layer (e s b h; 2 s b h in the paper's half precision),
-    which is all that full recompute keeps per layer; the layer that is being computed again is there in full once.
-    Selective recompute saves the attention scores, which our attention does not store: it counts as none.
-    """
-    if recompute == "full":
-        return layers * boundary * in_flight + (layer if layers else 0)
-    return layers * layer * in_flight
-
-
-def expert_activations(
-    tokens: int, llm: LlmSpec, precision: str, *, tp: int = 1, etp: int = 1, sp: bool = False
-) -> int:
-    """Bytes that the experts of one layer keep for the backward pass, in the place of its feed-forward activations.
-
-    With k experts a token of width f, E experts and balanced routing, a rank's experts see k rows for each token of
-    each of the etp ranks that share an expert. A row keeps its input h and 6 f / etp (3 f without a gate): one f more
-    than in a dense layer, the product with the router's probability. The router keeps 3 E numbers in fp32, the shared
-    expert what a dense block does.
-    """
-    size, gated, width = BYTES[precision], llm.is_gated, llm.expert_width
-    own = tokens // (tp if sp else 1)
-    rows = own * llm.experts_per_token * etp
-    routed = rows * (llm.hidden_size + (6 if gated else 3) * width // etp) * size
-    shared = tokens * (5 if gated else 2) * llm.shared_expert_ffn_hidden_size * size // tp
-    return routed + shared + own * 3 * llm.num_experts * 4
-
-
-def output_activations(tokens: int, hidden: int, vocab: int, precision: str, tp: int = 1, sp: bool = False) -> int:
-    """Bytes of the end of the language model, for one microbatch: the inputs of the final norm and of the output layer
-    (2 h), the logits (v / t), and their softmax in fp32 that the cross entropy keeps (4 v / t)."""
-    size = BYTES[precision]
-    return tokens * 2 * hidden * size // (tp if sp else 1) + tokens * math.ceil(vocab / tp) * (size + 4)
-
-
 def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0) -> list[StageMemory]:
     """Memory of each pipeline stage of one module.
 
@@ -168,23 +104,28 @@ def stage_memory(run: Run, name: str, vocab: int, media_per_sample: float = 1.0)
         vocab: rows of the embedding (see `padded_vocab_size`).
         media_per_sample: pictures of this module in one sample, on average.
     """
-    cfg, module, stages = run.cfg, run.layout.modules[name], []
-    for stage in range(module.pp):
-        sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "vpp": module.vpp}
-        sizes |= {"stage": stage, "stages": module.pp}
-        counts = module_parameters(cfg, name, vocab, **sizes)
-        experts = counts.pop("experts", ParameterCount(0, 0))
-        dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
-        memory = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1)
-        memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
-        if name == LANGUAGE:
-            activations = _language_activations(run, stage, vocab)
-        else:
-            activations = _encoder_activations(run, name, stage, media_per_sample)
-        stages.append(
-            StageMemory(name, stage, tuple(module.stage_ranks(stage)), memory + Memory(activations=activations))
+    module = run.layout.modules[name]
+    return [
+        StageMemory(
+            name, stage, tuple(module.stage_ranks(stage)), memory_of_stage(run, name, stage, vocab, media_per_sample)
         )
-    return stages
+        for stage in range(module.pp)
+    ]
+
+
+def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sample: float = 1.0) -> Memory:
+    """Memory of a rank of one pipeline stage of one module; arguments as those of `stage_memory`."""
+    cfg, module = run.cfg, run.layout.modules[name]
+    sizes = {"tp": module.tp, "ep": module.ep, "etp": module.etp, "vpp": module.vpp}
+    sizes |= {"stage": stage, "stages": module.pp}
+    counts = module_parameters(cfg, name, vocab, **sizes)
+    experts = counts.pop("experts", ParameterCount(0, 0))
+    dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
+    memory = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1)
+    memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
+    if name == LANGUAGE:
+        return memory + _language_activations(run, stage, vocab)
+    return memory + _encoder_activations(run, name, stage, media_per_sample)
 
 
 def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
@@ -196,15 +137,9 @@ def rank_memory(stages: list[StageMemory]) -> dict[int, Memory]:
     return dict(sorted(total.items()))
 
 
-def score_activations(sequence: int, samples: int, heads: int, tp: int = 1, cp: int = 1) -> int:
-    """Bytes that soft-capped scores of one layer keep for the backward pass: their tanh and their softmax, 4 + 4 bytes
-    in fp32, 2 + 4 + 2 in half precision with the rounded weights."""
-    return samples * heads // tp * sequence * sequence // cp * 8
-
-
-def _language_activations(run: Run, stage: int, vocab: int) -> int:
+def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     cfg, sizes, recompute = run.cfg, run.layout.language, run.cfg.recompute_of(LANGUAGE)
-    llm, train = cfg.llm, cfg.train
+    llm, train, frozen = cfg.llm, cfg.train, "llm" in cfg.language.freeze
     size, length = BYTES[train.precision], cfg.data.sequence_length
     row = pack_length(cfg) if cfg.data.pack else length * train.micro_batch_size
     samples, tokens = math.ceil(row / length), row // sizes.cp
@@ -213,20 +148,37 @@ def _language_activations(run: Run, stage: int, vocab: int) -> int:
         scores = score_activations(length, samples, llm.num_attention_heads, sizes.tp, sizes.cp)
     own = stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)
     kinds = [llm.has_experts(layer) for layer in own]
-    each = {kind: _layer_activations(run, tokens, experts=kind) for kind in set(kinds)}
+    each = {kind: _layer_activations(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds)}
     layer = -(-sum(each[kind] for kind in kinds) // len(kinds)) + (scores if recompute != "selective" else 0)
     boundary = tokens * llm.hidden_size * size // (sizes.tp if sizes.sp else 1)
-    kept = stack_activations(len(own) // sizes.vpp, layer, boundary, in_flight(run, LANGUAGE, stage), recompute)
-    kept += scores if recompute == "selective" else 0  # of the layer that is computed again
-    if stage == sizes.pp - 1:
-        kept += output_activations(tokens, llm.hidden_size, vocab, train.precision, sizes.tp, sizes.sp)
-        kept += tokens * math.ceil(vocab / sizes.tp) * size if llm.logit_softcap else 0  # their tanh
-    return kept
+    flying, last = in_flight(run, LANGUAGE, stage), stage == sizes.pp - 1
+    kept = stack_activations(len(own) // sizes.vpp, layer, boundary, flying, recompute)
+    # The outputs that were sent stay until their gradients have come; interleaved, those of all chunks but the last.
+    kept += boundary * (flying if not last else flying * (sizes.vpp - 1) // sizes.vpp)
+    work = max(_layer_work(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds))
+    work += scores if recompute == "selective" else 0
+    work += layer if recompute == "full" else 0
+    if last:
+        end = output_work(
+            tokens,
+            llm.hidden_size,
+            vocab,
+            train.precision,
+            tp=sizes.tp,
+            sp=sizes.sp,
+            chosen=train.logits == "learned",
+            frozen=frozen,
+        )
+        end += tokens * math.ceil(vocab / sizes.tp) * size if llm.logit_softcap else 0  # their tanh
+        work = max(work, end)
+    # What comes from the stage before, ahead of its use, and what goes back to it.
+    kept += 2 * boundary if sizes.pp > 1 and last else 0
+    return Memory(activations=kept, work=work)
 
 
-def _layer_activations(run: Run, tokens: int, *, experts: bool) -> int:
+def _layer_activations(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
     """Of one layer of the language model, scores left out."""
-    llm, train, sizes = run.cfg.llm, run.cfg.train, run.layout.language
+    cfg, llm, train, sizes = run.cfg, run.cfg.llm, run.cfg.train, run.layout.language
     kept = layer_activations(
         tokens,
         llm.hidden_size,
@@ -239,15 +191,34 @@ def _layer_activations(run: Run, tokens: int, *, experts: bool) -> int:
         rope=llm.position == "rope",
         dropout=llm.dropout > 0,
         post_norms=llm.post_norms,
+        head_norms=llm.qk_norm,
+        fused_norms=_has_fused_norms(cfg, llm.normalization),
+        frozen=frozen,
         tp=sizes.tp,
         sp=sizes.sp,
+        cp=sizes.cp,
     )
     if experts:
         kept += expert_activations(tokens, llm, train.precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
     return kept
 
 
-def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> int:
+def _layer_work(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
+    llm, precision, sizes = run.cfg.llm, run.cfg.train.precision, run.layout.language
+    if experts:
+        return expert_work(tokens, llm, precision, tp=sizes.tp, etp=sizes.etp, sp=sizes.sp)
+    frozen, gated = frozen or run.cfg.language.lora.rank > 0, llm.is_gated
+    return layer_work(
+        tokens, llm.hidden_size, llm.ffn_hidden_size, precision, gated=gated, frozen=frozen, tp=sizes.tp, sp=sizes.sp
+    )
+
+
+def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
+    """Torch has a kernel for RMSNorm on CUDA alone."""
+    return normalization == "LayerNorm" or cfg.run.device != "cpu"
+
+
+def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> Memory:
     """A frozen encoder keeps nothing for a backward pass; one layer is there while it computes. Media of different
     sizes count as the largest."""
     cfg, sizes = run.cfg, run.layout.modules[name]
@@ -258,34 +229,53 @@ def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: floa
     if isinstance(encoder, PlainSpec):
         module_kept = media * encoder.activations() * size
         kept = 0 if "encoder" in module.freeze else module_kept * (1 if cfg.recompute_of(name) == "full" else flying)
-        return kept + _projector_activations(cfg, name, media, sizes.tp) * flying
-    kept = sum(
-        _layers_activations(run, name, stage, part, media * part.most_inner_tokens(projector.merge))
-        for part in encoders_in(encoder).values()
-    )
-    return kept if stage < sizes.pp - 1 else kept + _projector_activations(cfg, name, media, sizes.tp) * flying
+        return Memory(activations=kept + _projector_activations(cfg, name, media, sizes.tp) * flying)
+    memory = Memory()
+    for part in encoders_in(encoder).values():
+        memory += _layers_activations(run, name, stage, part, media * part.most_inner_tokens(projector.merge))
+    if stage < sizes.pp - 1:
+        return memory
+    return memory + Memory(activations=_projector_activations(cfg, name, media, sizes.tp) * flying)
 
 
-def _layers_activations(run: Run, name: str, stage: int, encoder: EncoderSpec, tokens: int) -> int:
-    """Bytes that the layers of an encoder on one rank of a stage keep of `tokens` in each microbatch."""
-    module, train, sizes = run.cfg.modules[name], run.cfg.train, run.layout.modules[name]
+def _layers_activations(run: Run, name: str, stage: int, encoder: EncoderSpec, tokens: int) -> Memory:
+    """Bytes that the layers of an encoder on one rank of a stage keep of `tokens` in each microbatch, and work with."""
+    cfg, sizes = run.cfg, run.layout.modules[name]
+    module, precision = cfg.modules[name], cfg.train.precision
+    size, hidden, gated = BYTES[precision], encoder.hidden_size, encoder.activation == GATED
+    frozen, flying, recompute = _keeps_nothing(module), in_flight(run, name, stage), cfg.recompute_of(name)
     layer = layer_activations(
         tokens,
-        encoder.hidden_size,
+        hidden,
         encoder.ffn_hidden_size,
-        train.precision,
-        gated=encoder.activation == GATED,
+        precision,
+        gated=gated,
         rope=getattr(encoder, "rotary_positions", False),
         scaled=layer_options(encoder)["layer_scale"] > 0,
         dropout=encoder.dropout > 0,
+        fused_norms=_has_fused_norms(cfg, encoder.normalization),
         tp=sizes.tp,
         sp=sizes.sp,
     )
     layers = layers_of_stage(built_layers(encoder), stage, sizes.pp)
-    if "encoder" in module.freeze:
-        return layer if layers else 0
-    boundary = tokens * encoder.hidden_size * BYTES[train.precision] // (sizes.tp if sizes.sp else 1)
-    return stack_activations(layers, layer, boundary, in_flight(run, name, stage), run.cfg.recompute_of(name))
+    # What the patches are cut from comes in fp32, and is copied when it is cut and rounded.
+    inputs = tokens * sum(encoder.embedding_products().values()) // hidden if stage == 0 else 0
+    if frozen:
+        return Memory(work=max(layer if layers else 0, inputs * (2 * 4 + size)))
+    boundary = tokens * hidden * size // (sizes.tp if sizes.sp else 1)
+    kept = stack_activations(layers, layer, boundary, flying, recompute) + inputs * size * flying
+    kept += boundary * flying if stage < sizes.pp - 1 else 0  # outputs, until their gradients have come
+    adapted = module.lora.rank > 0
+    work = layer_work(
+        tokens, hidden, encoder.ffn_hidden_size, precision, gated=gated, frozen=adapted, tp=sizes.tp, sp=sizes.sp
+    )
+    work += layer if recompute == "full" else 0
+    return Memory(activations=kept, work=max(work, inputs * 2 * 4))
+
+
+def _keeps_nothing(module: ModuleConfig) -> bool:
+    """Whether no gradient passes the encoder of a module."""
+    return "encoder" in module.freeze and module.lora.rank == 0
 
 
 def _projector_activations(cfg: ConfigContainer, name: str, media: int, tp: int) -> int:

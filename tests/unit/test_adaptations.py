@@ -220,6 +220,15 @@ def test_jinja_s_sandbox_does_not_end_loops_inside_of_loops():
         template.render(reached=reached)
 
 
+def test_torch_has_no_kernel_of_rms_norm_for_meta_tensors():
+    """`mimo_train/dry_run/fake_norms.py`: on CUDA it has one."""
+    import torch
+
+    name = "aten::_fused_rms_norm"
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert not has(name, "Meta") and (has(name, "CUDA") or not torch.version.cuda)
+
+
 def test_every_adaptation_on_the_page_has_its_reason():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Adaptations", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| `(?:mimo_train/)?(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)

@@ -24,7 +24,7 @@ LEVELS = (
     {"step"},
     {"evaluation", "generation", "diagnose", "check", "report"},
     {"training"},
-    {"compat", "dry_run"},
+    {"compat", "dry_run", "planner"},
     {"commands"},
     {"cli"},
 )
@@ -181,7 +181,14 @@ def test_light_modules_import_no_torch():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["world", "vlm_digits"], ["world", "vlm_digits", "x=1"]]
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["world", "vlm_digits"],
+        ["world", "vlm_digits", "x=1"],
+        ["plan", "recipes/llava_1_5_finetune", "--gpus", "8"],
+    ],
 )
 def test_quick_commands_import_no_torch(arguments):
     result = python(

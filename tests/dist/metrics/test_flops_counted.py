@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
-from mimo_train.plan.flops import Media, count, encoder_products, frozen_patterns, language_products
+from mimo_train.plan.flops import count, frozen_patterns
+from mimo_train.plan.products import Media, encoder_products, language_products
 from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config

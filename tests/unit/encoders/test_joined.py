@@ -9,9 +9,9 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import joined_width, num_tokens
 from mimo_train.config.compose import from_dict, load, to_dict
 from mimo_train.config.fault import ConfigError
-from mimo_train.plan.flops import Media, encoder_products
 from mimo_train.plan.memory import stage_memory
 from mimo_train.plan.parameters import encoder_parameters
+from mimo_train.plan.products import Media, encoder_products
 from mimo_train.plan.run import resolve
 
 ENCODER = "modules.images.encoder"

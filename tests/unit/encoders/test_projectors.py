@@ -8,7 +8,7 @@ from encoders.spec import joined_width, most_tokens, num_tokens
 from encoders.vit.spec import VisionSpec
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError
-from mimo_train.plan.flops import Media, encoder_products
+from mimo_train.plan.products import Media, encoder_products
 from mimo_train.plan.run import resolve
 
 SEVEN = ResamplerSpec(

@@ -15,9 +15,9 @@ from encoders.registry import FAMILIES
 from encoders.siglip.spec import Siglip2Spec, SiglipSpec
 from encoders.spec import attention_pairs, built_layers, layer_parameters, patches_of
 from encoders.whisper.spec import WhisperSpec
-from mimo_train.plan.flops import Media, encoder_products
-from mimo_train.plan.memory import layer_activations
+from mimo_train.plan.activations import layer_activations
 from mimo_train.plan.parameters import encoder_parameters
+from mimo_train.plan.products import Media, encoder_products
 
 ONE, TWO = ProjectorSpec(kind="linear"), ProjectorSpec(merge=2)
 QWEN = QwenVitSpec(patch_size=7, window_size=28, min_pixels=100, max_pixels=20000, num_layers=4, full_attention=[1])

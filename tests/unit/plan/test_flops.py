@@ -6,8 +6,9 @@ from encoders.projectors.spec import ProjectorSpec
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.plan.flops import Flops, Media, Product, StepFlops, count, encoder_products, language_products
+from mimo_train.plan.flops import Flops, StepFlops, count
 from mimo_train.plan.parameters import language_parameters
+from mimo_train.plan.products import Media, Product, encoder_products, language_products
 from tests.unit.configs import changed, load
 
 DENSE = LlmSpec(

@@ -10,7 +10,7 @@ from encoders.spec import joined_width
 from encoders.vit.spec import VisionSpec
 from encoders.whisper.spec import WhisperSpec
 from mimo_train.config.llm_spec import LlmSpec
-from mimo_train.plan import memory, parameters
+from mimo_train.plan import activations, memory, parameters
 from mimo_train.plan.inputs import tokenizer_of
 from mimo_train.plan.memory import Memory
 from mimo_train.plan.parameters import ParameterCount
@@ -49,55 +49,90 @@ def test_frozen_parameters_are_weights_and_nothing_else():
 )
 def test_a_layer_keeps_what_the_paper_says(sizes, bytes_per_sbh):
     """Korthikanti et al. 2022 in half precision, without the attention scores: s b h (10 + 24 / t), 34 s b h / t."""
-    kept = memory.layer_activations(2048, hidden=1024, ffn=4096, precision="bf16", dropout=True, **sizes)
+    kept = activations.layer_activations(2048, hidden=1024, ffn=4096, precision="bf16", dropout=True, **sizes)
     assert kept == 2048 * 1024 * bytes_per_sbh
 
 
 def test_a_gated_layer_with_few_key_heads_keeps_less_attention_and_more_feed_forward():
     sizes = {"hidden": 8, "ffn": 16, "precision": "fp32", "key_width": 4, "gated": True}
     # Per token: 4 h in full = 128 bytes; (2 h + 2 k + 5 f) = 104 numbers = 416 bytes over tp.
-    assert memory.layer_activations(10, **sizes) == 10 * (128 + 416)
-    assert memory.layer_activations(10, **sizes, tp=2) == 10 * (128 + 208)
-    assert memory.layer_activations(10, **sizes, tp=2, sp=True) == 10 * (64 + 208)
+    assert activations.layer_activations(10, **sizes) == 10 * (128 + 416)
+    assert activations.layer_activations(10, **sizes, tp=2) == 10 * (128 + 208)
+    assert activations.layer_activations(10, **sizes, tp=2, sp=True) == 10 * (64 + 208)
     # Rotated queries and keys: h + k = 12 numbers = 48 bytes more.
-    assert memory.layer_activations(10, **sizes, rope=True) == 10 * (128 + 416 + 48)
+    assert activations.layer_activations(10, **sizes, rope=True) == 10 * (128 + 416 + 48)
 
 
 def test_what_families_keep_besides_by_hand():
     sizes = {"hidden": 8, "ffn": 16, "precision": "fp32", "key_width": 6, "query_width": 12}
     # Per token: 4 h in full = 128 bytes; 2 q + 2 k + 2 f = 68 numbers = 272 bytes; norms behind the parts 2 h = 64.
-    assert memory.layer_activations(10, **sizes) == 10 * (128 + 272)
-    assert memory.layer_activations(10, **sizes, post_norms=True) == 10 * (192 + 272)
+    assert activations.layer_activations(10, **sizes) == 10 * (128 + 272)
+    assert activations.layer_activations(10, **sizes, post_norms=True) == 10 * (192 + 272)
     # 4 heads of 2 samples, 6 x 6 scores, 8 bytes each; over two ranks of each kind.
-    assert memory.score_activations(6, 2, heads=4) == 2 * 4 * 36 * 8
-    assert memory.score_activations(6, 2, heads=4, tp=2, cp=2) == 2 * 2 * 18 * 8
+    assert activations.score_activations(6, 2, heads=4) == 2 * 4 * 36 * 8
+    assert activations.score_activations(6, 2, heads=4, tp=2, cp=2) == 2 * 2 * 18 * 8
 
 
-@pytest.mark.parametrize(("recompute", "scores"), [("none", 4), ("selective", 1)])
-def test_capped_scores_are_kept_unless_they_are_computed_again(recompute, scores):
-    plain = resolved("layout=language_one", f"train.recompute={recompute}", config="gpt_tiny")
-    capped = resolved(
-        "layout=language_one",
-        f"train.recompute={recompute}",
-        "modules.language.llm.attention_softcap=5",
-        config="gpt_tiny",
-    )
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_capped_scores_are_kept_unless_they_are_computed_again(recompute):
+    overrides = ("layout=language_one", f"train.recompute={recompute}")
+    plain = resolved(*overrides, config="gpt_tiny")
+    capped = resolved(*overrides, "modules.language.llm.attention_softcap=5", config="gpt_tiny")
     (without,), (kept,) = (memory.stage_memory(run, "language", 384) for run in (plain, capped))
     sizes = plain.cfg.data.sequence_length, plain.cfg.train.micro_batch_size, plain.cfg.llm.num_attention_heads
-    difference = kept.memory.activations - without.memory.activations
-    assert difference == scores * memory.score_activations(*sizes) and plain.cfg.llm.num_layers == 4
+    scores = activations.score_activations(*sizes)
+    more, work = (getattr(kept.memory, part) - getattr(without.memory, part) for part in ("activations", "work"))
+    if recompute == "none":
+        assert more == plain.cfg.llm.num_layers * scores and work == 0
+    else:
+        assert more == 0 < work <= scores  # of the layer that is computed again
 
 
-def test_full_recompute_keeps_inputs_and_one_layer():
-    assert memory.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="none") == 12000
-    assert memory.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="selective") == 12000
-    assert memory.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="full") == 4 * 50 * 3 + 1000
+def test_full_recompute_keeps_inputs_and_works_on_one_layer():
+    assert activations.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="none") == 12000
+    assert activations.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="selective") == 12000
+    assert activations.stack_activations(4, layer=1000, boundary=50, in_flight=3, recompute="full") == 4 * 50 * 3
+    kept = resolved("layout=language_one", config="gpt_tiny")
+    (none,) = memory.stage_memory(kept, "language", 384)
+    kept.cfg.train.recompute = "full"
+    (full,) = memory.stage_memory(kept, "language", 384)
+    # Of four layers; what they work with is there besides.
+    assert full.memory.work - none.memory.work <= none.memory.activations // 4 < full.memory.work
+
+
+def test_work_of_a_layer_by_hand():
+    sizes = {"hidden": 8, "precision": "bf16", "frozen": False}
+    # 100 tokens: gradients at both ends 2 x 8, and of both halves 2 x 16 numbers.
+    assert activations.layer_work(100, ffn=16, gated=True, **sizes) == 100 * (16 + 32) * 2
+    assert activations.layer_work(100, ffn=16, gated=False, **sizes) == 100 * (16 + 16) * 2
+    assert activations.layer_work(100, ffn=16, gated=True, tp=2, sp=True, **sizes) == 100 * (8 + 8 + 16) * 2
+    # One token: the gradient of 8 x 32 weights, where three times 16 numbers are gone.
+    assert activations.layer_work(1, ffn=16, gated=True, **sizes) == (16 + 8 * 32 - 3 * 16) * 2
+    assert activations.layer_work(1, ffn=16, gated=True, **sizes | {"frozen": True}) == (16 + 32) * 2
+
+
+def test_a_frozen_layer_keeps_no_inputs_of_its_products():
+    sizes = {"hidden": 8, "ffn": 16, "precision": "bf16"}
+    whole, frozen = (activations.layer_activations(10, **sizes, frozen=one) for one in (False, True))
+    assert whole - frozen == 10 * (2 * 8 + 16) * 2
+
+
+def test_norms_without_a_kernel_keep_copies_in_fp32():
+    for precision, each in (("fp32", 4), ("bf16", 4 + 4)):
+        sizes = {"hidden": 8, "ffn": 16, "precision": precision}
+        fused, composed = (activations.layer_activations(10, **sizes, fused_norms=one) for one in (True, False))
+        assert composed - fused == 10 * 2 * 8 * each
 
 
 def test_logits_count_in_their_precision_and_as_fp32_softmax():
     # Two inputs of 8 numbers, and 100 logits, for 10 tokens.
-    assert memory.output_activations(10, hidden=8, vocab=100, precision="bf16") == 10 * (2 * 8 * 2 + 100 * (2 + 4))
-    assert memory.output_activations(10, hidden=8, vocab=100, precision="fp32", tp=4) == 10 * (2 * 8 * 4 + 25 * 8)
+    assert activations.output_work(10, hidden=8, vocab=100, precision="bf16") == 10 * (2 * 8 * 2 + 100 * (2 + 4))
+    assert activations.output_work(10, hidden=8, vocab=100, precision="fp32", tp=4) == 10 * (2 * 8 * 4 + 25 * 8)
+    # Chosen positions are a copy; gathered ones are there in full, twice.
+    assert activations.output_work(10, 8, 100, "bf16", chosen=True) == 10 * (3 * 8 * 2 + 100 * (2 + 4))
+    assert activations.output_work(10, 8, 100, "bf16", tp=2, sp=True) == 10 * (3 * 8 * 2 + 50 * (2 + 4))
+    # For one token the gradient of 8 x 100 weights is more than its softmax.
+    assert activations.output_work(1, 8, 100, "bf16") == 2 * 8 * 2 + 100 * 2 + 8 * 100 * 2
 
 
 def test_parameters_of_a_language_model_by_hand():
@@ -145,10 +180,11 @@ def test_activations_of_experts_by_hand():
     # 10 tokens pass 2 experts each: rows of the input and six times the width; three numbers of 4 bytes an expert for
     # the router; the shared expert as a dense block.
     routed, router, shared = 20 * (8 + 6 * 12) * 2, 10 * 3 * 4 * 4, 10 * 5 * 6 * 2
-    assert memory.expert_activations(10, EXPERTS, "bf16") == routed + router + shared
-    # Two ranks that share tokens and experts: half the tokens of their own, all rows of half the width.
-    halves = memory.expert_activations(10, EXPERTS, "bf16", tp=2, etp=2, sp=True)
-    assert halves == 20 * (8 + 6 * 6) * 2 + router // 2 + shared // 2
+    assert activations.expert_activations(10, EXPERTS, "bf16") == routed + router + shared
+    # Two ranks that share tokens and experts: half the tokens of their own, which are there before they are gathered
+    # too, and all rows of half the width.
+    halves = activations.expert_activations(10, EXPERTS, "bf16", tp=2, etp=2, sp=True)
+    assert halves == 20 * (8 + 6 * 6) * 2 + 10 * 8 * 2 + router // 2 + shared // 2
 
 
 def test_states_of_experts_are_sharded_over_their_replicas():
@@ -185,7 +221,7 @@ def test_context_parallel_ranks_share_states_and_activations():
     (whole,), (part,) = (memory.stage_memory(run, "language", 384) for run in (one, two))
     assert part.memory.weights == whole.memory.weights and part.memory.gradients == whole.memory.gradients
     assert part.memory.optimizer * 2 == whole.memory.optimizer
-    assert part.memory.activations * 2 == whole.memory.activations
+    assert whole.memory.activations / 2 < part.memory.activations < whole.memory.activations  # all keys and values
 
 
 def test_a_frozen_model_trains_no_experts():
@@ -325,9 +361,10 @@ def test_memory_of_a_language_rank_by_hand(tmp_path):
     parameters = 2 * SMALL_LAYER + 8 + 80
     tokens = 12
     layer = tokens * 4 * (4 * 8 + 4 * 8 + 2 * 8 + 5 * 16)
-    end = tokens * (2 * 8 * 4 + 10 * 8)
+    end = tokens * (3 * 8 * 4 + 10 * 4) + tokens * 10 * 4
+    work = max(end, 4 * (tokens * 2 * 8 + max(tokens * 32, 8 * 32 - tokens * 3 * 16)))
     assert stage.ranks == (0,)
-    assert stage.memory == Memory(4 * parameters, 4 * parameters, 8 * parameters, 2 * layer + end)
+    assert stage.memory == Memory(4 * parameters, 4 * parameters, 8 * parameters, 2 * layer, work)
 
 
 def test_memory_of_an_encoder_grows_with_pictures_and_shrinks_when_frozen():
@@ -349,8 +386,10 @@ def test_ranks_add_up_the_modules_that_share_them():
         stages = [stage for name in run.cfg.modules for stage in memory.stage_memory(run, name, 384)]
         by_rank = memory.rank_memory(stages)
         assert list(by_rank) == list(range(ranks))
-        total = sum(stage.memory.total * len(stage.ranks) for stage in stages)
-        assert sum(rank.total for rank in by_rank.values()) == total
+        kept = sum((stage.memory.total - stage.memory.work) * len(stage.ranks) for stage in stages)
+        assert sum(rank.total - rank.work for rank in by_rank.values()) == kept
+        # They work one after the other.
+        assert max(rank.work for rank in by_rank.values()) == max(stage.memory.work for stage in stages)
 
 
 def test_vocabularies_are_padded():

@@ -1,0 +1,81 @@
+"""`mimo-train plan`: layouts that fit, the fastest first."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mimo_train.commands.arguments import above_zero, add_config_command, positive
+from mimo_train.planner.devices import DEVICES, MARGIN
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    command = add_config_command(
+        commands,
+        "plan",
+        _plan,
+        "layouts that fit on so many GPUs, the fastest first",
+        "Tries every legal layout of the modules, drops what does not fit into memory, predicts the time of a\n"
+        "step of the others, and prints the best, with the overrides that choose them. Needs no GPU, no data and\n"
+        "no torch. See docs/planner.md for what is assumed.\n\n"
+        "examples:\n"
+        "  mimo-train plan recipes/llava_1_5_finetune --gpus 64\n"
+        "  mimo-train plan recipes/llava_1_5_finetune --gpus 64 --gpu a100 --write llava_64.yaml\n"
+        "  mimo-train plan vlm_digits --gpus 4 --measure --profile costs.json",
+    )
+    command.add_argument("--gpus", type=positive, required=True, help="GPUs that there are")
+    command.add_argument("--gpu", choices=DEVICES, default="h100", help="their kind (default: h100)")
+    command.add_argument("--memory", type=above_zero, metavar="GB", help="memory of one, instead of that of its kind")
+    command.add_argument(
+        "--tflops", type=above_zero, metavar="T", help="its peak rate in train.precision, in TFLOP/s, likewise"
+    )
+    command.add_argument(
+        "--bandwidth", type=above_zero, metavar="GB/S", help="to other GPUs of its node, in one direction, likewise"
+    )
+    command.add_argument("--network", type=above_zero, metavar="GB/S", help="to other nodes, for each GPU, likewise")
+    command.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="(default: 8)")
+    command.add_argument("--top", type=positive, default=5, metavar="N", help="proposals (default: 5)")
+    command.add_argument(
+        "--margin", type=_share, default=MARGIN, metavar="SHARE", help=f"of the memory kept free (default: {MARGIN})"
+    )
+    command.add_argument(
+        "--media", type=above_zero, default=1.0, metavar="N", help="pictures or clips a sample has (default: 1)"
+    )
+    command.add_argument(
+        "--profile", type=Path, metavar="FILE", help="measured costs of layers, instead of assumed efficiencies"
+    )
+    command.add_argument("--measure", action="store_true", help="measure them here first, and write FILE")
+    command.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the config with the first proposal, such as layout.yaml"
+    )
+    command.add_argument("--json", action="store_true", help="print data instead of text")
+
+
+def _share(text: str) -> float:
+    """The type of an argument that is a share."""
+    share = above_zero(text) if text not in ("0", "0.0") else 0.0
+    if share >= 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, is {text!r}")
+    return share
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from mimo_train.planner.command import Options, main
+
+    options = Options(
+        gpus=args.gpus,
+        gpu=args.gpu,
+        node=args.gpus_per_node,
+        top=args.top,
+        margin=args.margin,
+        media=args.media,
+        memory=args.memory,
+        tflops=args.tflops,
+        bandwidth=args.bandwidth,
+        network=args.network,
+        profile=args.profile,
+        measure=args.measure,
+        write=args.write,
+        as_json=args.json,
+    )
+    return main(args.config, args.overrides, options)

@@ -1,0 +1,112 @@
+"""`mimo-train plan`: what it reads, asks for and writes. Imports no torch, unless it measures."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mimo_train.config.compose import load, to_yaml
+from mimo_train.config.fault import UserError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.inputs import tokenizer_of
+from mimo_train.plan.parameters import embedding_rows
+from mimo_train.planner.devices import DEVICES, Device
+from mimo_train.planner.profile import read_profile
+from mimo_train.planner.report import data_of, lines_of
+from mimo_train.planner.search import Plan, Request, plan, require_sound
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command line; None where nothing was given."""
+
+    gpus: int
+    gpu: str
+    node: int
+    top: int
+    margin: float
+    media: float
+    memory: float | None = None
+    """GB."""
+    tflops: float | None = None
+    bandwidth: float | None = None
+    """GB/s."""
+    network: float | None = None
+    """GB/s."""
+    profile: Path | None = None
+    measure: bool = False
+    write: Path | None = None
+    as_json: bool = False
+
+
+def main(config: str, overrides: Sequence[str], options: Options) -> int:
+    """Plan, print and write; returns 0.
+
+    Raises:
+        UserError: a config with faults, options that do not fit, a file that cannot be written, no layout that fits.
+    """
+    cfg = load(config, overrides)
+    require_sound(cfg)
+    if options.write is not None and options.write.exists():
+        raise UserError(f"--write: {options.write} is there already: remove it, or give another name")
+    if options.measure:
+        if options.profile is None:
+            raise UserError("--measure needs --profile FILE, which it writes")
+        from mimo_train.planner.measure import measure
+
+        measure(cfg, _rows(cfg)).write(options.profile)
+    request = _request(cfg, options)
+    found = plan(cfg, request)
+    if options.as_json:
+        print(json.dumps(data_of(found, cfg, request), indent=1))
+    else:
+        print("\n".join(lines_of(found, cfg, request)))
+    if options.write is not None:
+        _write(options.write, found, cfg, config)
+    return 0
+
+
+def device_of(options: Options) -> Device:
+    """A device of the table, with what is given instead."""
+    device = DEVICES[options.gpu]
+    given = {
+        "memory": (options.memory, 1e9),
+        "half": (options.tflops, 1e12),
+        "single": (options.tflops, 1e12),
+        "inside": (options.bandwidth, 1e9),
+        "across": (options.network, 1e9),
+    }
+    changes = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+    return replace(device, **changes, name=f"{device.name}, changed" if changes else device.name)
+
+
+def _request(cfg: ConfigContainer, options: Options) -> Request:
+    profile = None
+    if options.profile is not None:
+        profile = read_profile(options.profile, [*cfg.modules], cfg.train.precision)
+    return Request(
+        gpus=options.gpus,
+        node=options.node,
+        device=device_of(options),
+        vocab=_rows(cfg),
+        media=dict.fromkeys(cfg.encoders, options.media),
+        margin=options.margin,
+        top=options.top,
+        profile=profile,
+    )
+
+
+def _rows(cfg: ConfigContainer) -> int:
+    """Rows of the embedding. The tokenizer is looked at only where the config does not say how many."""
+    tokens = cfg.llm.vocab_size or tokenizer_of(cfg).vocab_size
+    return embedding_rows(cfg.llm, tokens)
+
+
+def _write(path: Path, found: Plan, cfg: ConfigContainer, config: str) -> None:
+    """The whole config with the first proposal."""
+    chosen = found.proposals[0].candidate
+    text = f"# {config} with the layout that `mimo-train plan` proposes for {chosen.gpus} GPUs.\n"
+    try:
+        path.write_text(text + to_yaml(chosen.config(cfg)))
+    except OSError as error:
+        raise UserError(f"--write: cannot write {path} ({error.strerror}): give another name") from error

@@ -1,0 +1,131 @@
+"""Times of a step under the schedules of a run: 1F1B over a tree of stages, and interleaved chunks. Imports no torch.
+
+A stage does one thing at a time, in the order that Megatron-Core's schedule fixes (Narayanan et al. 2021, arXiv
+2104.04473, section 2.2; warm-up as in 0.19.2, schedules.py:902); it waits for what it needs from others. Messages go
+beside the computation.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+_Operation = tuple[bool, int, int]
+"""(is backward, model chunk, microbatch)."""
+
+
+class Stage(NamedTuple):
+    """A pipeline stage."""
+
+    forward: float
+    """Seconds of one microbatch, of all chunks of the stage."""
+    backward: float
+    taker: int | None
+    """The stage that gets its output, a later one of all; None: it is the last."""
+    send: float = 0.0
+    """Seconds of a message to the taker, and of its gradient back."""
+
+
+def least_seconds(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> float:
+    """A lower bound of the largest of `ends`: of each stage what it computes, and the way of the first microbatch to it
+    and of the last gradient back. With equal stages and no messages it is that largest."""
+    before = [0.0] * len(stages)
+    for at, stage in enumerate(stages):
+        if stage.taker is not None:
+            way = before[at] + (stage.forward + stage.backward) / chunks + 2 * stage.send
+            before[stage.taker] = max(before[stage.taker], way)
+    return max(way + microbatches * (stage.forward + stage.backward) for way, stage in zip(before, stages, strict=True))
+
+
+def ends(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> list[float]:
+    """Seconds after the begin of a step at which each stage has done its last microbatch.
+
+    Args:
+        stages: givers before takers.
+        chunks: of each stage; above 1 the stages are one line.
+    """
+    orders = [list(_order(stages, at, microbatches, chunks)) for at in range(len(stages))]
+    forward_from, backward_from = _needs(stages, chunks)
+    done: dict[tuple[int, _Operation], float] = {}
+    at, clock = [0] * len(stages), [0.0] * len(stages)
+    waiting = True
+    while waiting:
+        waiting, moved = False, False
+        for number, (stage, order) in enumerate(zip(stages, orders, strict=True)):
+            seconds = stage.forward / chunks, stage.backward / chunks
+            position = at[number]
+            while position < len(order):
+                operation = is_backward, chunk, microbatch = order[position]
+                begin = clock[number]
+                for other, other_chunk, late, same in (backward_from if is_backward else forward_from)[number, chunk]:
+                    # The last stage has what its gradient needs from its own forward pass.
+                    ready = done.get((other, (is_backward and not same, other_chunk, microbatch)))
+                    if ready is None:
+                        break
+                    begin = max(begin, ready + late)
+                else:
+                    clock[number] = done[number, operation] = begin + seconds[is_backward]
+                    position, moved = position + 1, True
+                    continue
+                break
+            at[number] = position
+            waiting = waiting or position < len(order)
+        assert moved or not waiting, "stages wait for each other"
+    return clock
+
+
+_Need = tuple[int, int, float, bool]
+"""(stage, its chunk, seconds of the message, whether its forward pass is meant where this is a backward one)."""
+
+
+def _needs(
+    stages: Sequence[Stage], chunks: int
+) -> tuple[dict[tuple[int, int], list[_Need]], dict[tuple[int, int], list[_Need]]]:
+    """What the forward and the backward pass of each (stage, chunk) wait for."""
+    forward: dict[tuple[int, int], list[_Need]] = {}
+    backward: dict[tuple[int, int], list[_Need]] = {}
+    last = len(stages) - 1
+    for at, stage in enumerate(stages):
+        givers = [(giver, one.send) for giver, one in enumerate(stages) if one.taker == at]
+        for chunk in range(chunks):
+            forward[at, chunk] = [(giver, chunk, send, False) for giver, send in givers]
+            if at == 0 and chunk:
+                forward[at, chunk] = [(last, chunk - 1, stages[0].send, False)]
+            if stage.taker is not None:
+                backward[at, chunk] = [(stage.taker, chunk, stage.send, False)]
+            elif chunk < chunks - 1:
+                backward[at, chunk] = [(0, chunk + 1, stages[0].send, False)]
+            else:
+                backward[at, chunk] = [(at, chunk, 0.0, True)]
+    return forward, backward
+
+
+def _stages_to_end(stages: Sequence[Stage], at: int) -> int:
+    taker = stages[at].taker
+    return 1 if taker is None else 1 + _stages_to_end(stages, taker)
+
+
+def _order(stages: Sequence[Stage], at: int, microbatches: int, chunks: int) -> Iterator[_Operation]:
+    """What a stage does, in order."""
+    left, number = _stages_to_end(stages, at), microbatches * chunks
+    warm_up = left - 1 if chunks == 1 else 2 * (left - 1) + (chunks - 1) * len(stages)
+    warm_up, group = min(warm_up, number), len(stages) * chunks
+
+    def chunk_and_microbatch(step: int) -> tuple[int, int]:
+        if chunks == 1:
+            return 0, step
+        # Groups of as many microbatches as there are stages, one chunk after the other.
+        return step % group // len(stages), step // group * len(stages) + step % len(stages)
+
+    def forward(step: int) -> _Operation:
+        return (False, *chunk_and_microbatch(step))
+
+    def backward(step: int) -> _Operation:
+        chunk, microbatch = chunk_and_microbatch(step)
+        return True, chunks - 1 - chunk, microbatch
+
+    for step in range(warm_up):
+        yield forward(step)
+    for step in range(number - warm_up):
+        yield forward(warm_up + step)
+        yield backward(step)
+    for step in range(number - warm_up, number):
+        yield backward(step)

@@ -1,0 +1,334 @@
+"""The best layouts: all that are legal are bounded, those with the best bounds simulated. Imports no torch."""
+
+import heapq
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import LayoutConfig
+from mimo_train.plan.batch import Batch
+from mimo_train.plan.memory import GIB, Memory, memory_of_stage
+from mimo_train.plan.run import INPUT_KEYS, Run, config_faults
+from mimo_train.planner.candidate import Candidate, ranks_of
+from mimo_train.planner.costs import Costs
+from mimo_train.planner.devices import MARGIN, Device, Links
+from mimo_train.planner.predict import Prediction, Predictor
+from mimo_train.planner.profile import Profile
+from mimo_train.planner.space import LanguageOption, Space
+
+SIMULATED = 200
+"""Candidates with the best bounds that are simulated."""
+_OF_A_KIND = 8
+"""Layouts of the encoders that are looked at further, for each layout of the language model and place of encoders."""
+_ALIKE = 0.01
+"""Relative difference of two predictions that means nothing."""
+_WAYS = 8
+"""Layouts of each encoder, on ranks of its own, that are combined with those of others."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is for."""
+
+    gpus: int
+    node: int
+    """GPUs of a node."""
+    device: Device
+    vocab: int
+    """Rows of the embedding."""
+    media: Mapping[str, float]
+    """Pictures or clips of each encoder in a sample."""
+    margin: float = MARGIN
+    top: int = 5
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A layout that a run can have, and what is expected of it."""
+
+    candidate: Candidate
+    prediction: Prediction
+    memory: int
+    """Bytes of the fullest rank."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The proposals, the fastest first, and what was looked at."""
+
+    proposals: tuple[Proposal, ...]
+    legal: int
+    """Layouts of the language model."""
+    bounded: int
+    """Layouts of all modules that were bounded."""
+    fitting: int
+    """Those of them that fit."""
+    simulated: int
+
+
+def faults_of(cfg: ConfigContainer) -> list[Fault]:
+    """What `mimo-train check --without-data` refuses of a config."""
+    return [fault for fault in config_faults(cfg) if fault.key not in INPUT_KEYS]
+
+
+def require_sound(cfg: ConfigContainer) -> None:
+    """Raises ConfigError for faults of the config that are there on one GPU too."""
+    if LANGUAGE not in cfg.modules:
+        raise ConfigError(config_faults(cfg))
+    alone = Candidate(
+        {name: LayoutConfig() for name in cfg.modules},
+        frozenset(cfg.encoders),
+        False,
+        1,
+        cfg.train.recompute,
+        cfg.optim.distributed_optimizer,
+        0,
+        1,
+    )
+    if found := faults_of(alone.config(cfg)):
+        raise ConfigError(found)
+
+
+def plan(cfg: ConfigContainer, request: Request) -> Plan:
+    """The best layouts of a run that `require_sound` accepts.
+
+    Raises:
+        UserError: no layout fits, or a check refuses the best.
+    """
+    return _Search(cfg, request).run()
+
+
+class _Search:
+    def __init__(self, cfg: ConfigContainer, request: Request):
+        self._cfg, self._request = cfg, request
+        self._space = Space(cfg, request.gpus, request.node)
+        links = Links(request.device, request.node)
+        cfgs = {
+            recompute: replace(cfg, train=replace(cfg.train, recompute=recompute))
+            for recompute in self._space.recomputes()
+        }
+        costs = Costs(cfgs, request.vocab, dict(request.media), links, request.profile)
+        self._predictor = Predictor(cfg, costs, links)
+        self._room = request.device.memory * (1 - request.margin)
+        self._memory = cache(self._memory_of)
+        self._least_memory = float("inf")
+
+    def run(self) -> Plan:
+        """Bound, simulate, look at the best once more."""
+        options = [(self._bound(self._alone(option)), number, option) for number, option in enumerate(self._options())]
+        options.sort(key=lambda one: one[:2])
+        best: list[tuple[float, int, Candidate, int]] = []
+        bounded = fitting = 0
+        for bound, _, option in options:
+            # What comes now is no better, whatever its encoders are.
+            if len(best) == SIMULATED and bound >= -best[0][0]:
+                break
+            if self._of_language(option) > self._room:
+                continue
+            found = [(self._bound(candidate), candidate) for candidate in self._candidates(option)]
+            bounded += len(found)
+            for least, candidate in _few(found):
+                if len(best) == SIMULATED and least >= -best[0][0]:
+                    continue
+                memory = self._fullest(candidate, option)
+                if memory > self._room:
+                    continue
+                fitting += 1
+                entry = (-least, -fitting, candidate, memory)
+                (heapq.heappush if len(best) < SIMULATED else heapq.heappushpop)(best, entry)
+        if not best:
+            raise UserError(self._nothing_fits(len(options)))
+        proposals, simulated = self._chosen(sorted(best, key=lambda one: (-one[0], -one[1])))
+        return Plan(tuple(proposals), len(options), bounded, fitting, simulated)
+
+    def _chosen(self, best: list[tuple[float, int, Candidate, int]]) -> tuple[list[Proposal], int]:
+        """The fastest of those that a check accepts, one of each kind."""
+        found: dict[Hashable, Proposal] = {}
+        refused: list[Fault] = []
+        simulated, top = 0, self._request.top
+        for least, _, candidate, memory in best:
+            slowest = sorted(one.prediction.seconds for one in found.values())[top - 1 : top]
+            if slowest and -least >= slowest[0]:
+                break
+            simulated += 1
+            prediction = self._predictor.predict(self._predictor.pipeline(candidate))
+            if faults := faults_of(candidate.config(self._cfg)):
+                refused = faults
+                continue
+            proposal = Proposal(candidate, prediction, memory)
+            other = found.get(candidate.kind)
+            if other is None or _is_better(proposal, other):
+                found[candidate.kind] = proposal
+        if not found:
+            raise UserError(
+                f"--gpus: the {simulated} layouts that would be the best are refused, the last one since {refused[0]}"
+            )
+        return sorted(found.values(), key=lambda one: one.prediction.seconds)[:top], simulated
+
+    def _options(self) -> Iterator[LanguageOption]:
+        return self._space.language()
+
+    def _alone(self, option: LanguageOption) -> Candidate:
+        """The language model without its encoders."""
+        return self._candidate(option, {}, frozenset(), together=False)
+
+    def _candidate(
+        self, option: LanguageOption, encoders: Mapping[str, LayoutConfig], shared: frozenset[str], *, together: bool
+    ) -> Candidate:
+        several = self._request.gpus > self._request.node
+        layouts = {
+            name: option.layout if name == LANGUAGE else encoders[name]
+            for name in self._cfg.modules
+            if name == LANGUAGE or name in encoders
+        }
+        return Candidate(
+            layouts,
+            shared,
+            together,
+            option.micro_batch_size,
+            option.recompute,
+            option.divided,
+            self._request.node if several else 0,
+            self._request.gpus,
+        )
+
+    def _bound(self, candidate: Candidate) -> float:
+        return self._predictor.least_seconds(self._predictor.pipeline(candidate))
+
+    def _candidates(self, option: LanguageOption) -> Iterator[Candidate]:
+        """All places and layouts of the encoders beside a language model."""
+        encoders = list(self._cfg.encoders)
+        free = self._request.gpus - ranks_of(option.layout)
+        inside = {name: [*self._space.shared(name, option)] for name in encoders}
+        beside = {name: self._best_apart(name, option, free) for name in encoders}
+        for placed in product((True, False), repeat=len(encoders)):
+            where = dict(zip(encoders, placed, strict=True))
+            shared = frozenset(name for name in encoders if where[name])
+            choices = [inside[name] if where[name] else beside[name] for name in encoders]
+            for layouts in product(*choices):
+                chosen = dict(zip(encoders, layouts, strict=True))
+                apart = [chosen[name] for name in encoders if not where[name]]
+                if sum(map(ranks_of, apart)) <= free and self._fits_nodes(option, apart):
+                    yield self._candidate(option, chosen, shared, together=False)
+                if (
+                    len(apart) > 1
+                    and len({(ranks_of(one), one.pp) for one in apart}) == 1
+                    and ranks_of(apart[0]) <= free
+                ):
+                    yield self._candidate(option, chosen, shared, together=True)
+
+    def _best_apart(self, name: str, option: LanguageOption, free: int) -> list[LayoutConfig]:
+        """Layouts of an encoder on its own ranks; where several encoders are combined, those of each number of ranks
+        that are fastest."""
+        every = [*self._space.apart(name, option, free)]
+        if len(self._cfg.encoders) == 1:
+            return every
+        seconds = {}
+        for layout in every:
+            candidate = self._candidate(option, {name: layout}, frozenset(), together=False)
+            seconds[id(layout)] = self._bound(candidate)
+        chosen: list[LayoutConfig] = []
+        for layout in sorted(every, key=lambda one: (seconds[id(one)], ranks_of(one))):
+            if all(ranks_of(layout) < ranks_of(other) for other in chosen):
+                chosen.append(layout)
+        return chosen[:_WAYS]
+
+    def _fits_nodes(self, option: LanguageOption, apart: list[LayoutConfig]) -> bool:
+        """Whether tensor-parallel groups can start at multiples of their size: a first look, before that of a check."""
+        if self._request.gpus <= self._request.node or self._cfg.placement.tp_across_nodes or len(apart) != 1:
+            return True
+        (encoder,) = apart
+        return ranks_of(encoder) % option.tp == 0 or ranks_of(option.layout) % encoder.tp == 0
+
+    def _of_language(self, option: LanguageOption) -> int:
+        """Bytes of the fullest rank of the language model alone."""
+        most = max(self._memory_of_language(option, stage).total for stage in _stages(option.pp))
+        self._least_memory = min(self._least_memory, most)
+        return most
+
+    def _fullest(self, candidate: Candidate, option: LanguageOption) -> int:
+        """Bytes of the fullest rank."""
+        of_encoders = {
+            name: [self._of_encoder(candidate, name, stage) for stage in {0, layout.pp - 1}]
+            for name, layout in candidate.layouts.items()
+            if name != LANGUAGE
+        }
+        first = sum((of_encoders[name][0] for name in candidate.shared), self._memory_of_language(option, 0))
+        found = [first.total, *(self._memory_of_language(option, stage).total for stage in _stages(option.pp))]
+        if candidate.together:
+            pairs = zip(*(of_encoders[name] for name in candidate.apart), strict=True)
+            found += [sum(each, Memory()).total for each in pairs]
+        else:
+            found += [one.total for name in candidate.apart for one in of_encoders[name]]
+        most = max(found)
+        self._least_memory = min(self._least_memory, most)
+        return most
+
+    def _memory_of_language(self, option: LanguageOption, stage: int) -> Memory:
+        return self._memory(LANGUAGE, option, None, True, stage)
+
+    def _of_encoder(self, candidate: Candidate, name: str, stage: int) -> Memory:
+        layout = candidate.layouts[name]
+        sizes = layout.tp, layout.pp, layout.dp
+        language, samples = candidate.language, candidate.micro_batch_size
+        # What of the language model the memory of an encoder depends on.
+        option = LanguageOption(
+            1, language.pp, 1, language.dp, 1, 1, 1, False, samples, candidate.recompute,
+            candidate.distributed_optimizer,
+        )  # fmt: skip
+        return self._memory(name, option, sizes, name in candidate.shared, stage)
+
+    def _memory_of(
+        self, name: str, option: LanguageOption, sizes: tuple[int, int, int] | None, shared: bool, stage: int
+    ) -> Memory:
+        others = {one: LayoutConfig() for one in self._cfg.encoders}
+        if sizes is not None:
+            others[name] = LayoutConfig(tp=sizes[0], pp=sizes[1], dp=sizes[2])
+        inside = frozenset(others) if shared else frozenset(others) - {name}
+        candidate = self._candidate(option, others, inside, together=False)
+        cfg = candidate.config(self._cfg)
+        run = Run(cfg, candidate.run_layout(cfg), Batch.of(cfg))
+        media = self._request.media.get(name, 0.0)
+        return memory_of_stage(run, name, stage, self._request.vocab, media)
+
+    def _nothing_fits(self, legal: int) -> str:
+        least, room = self._least_memory / GIB, self._room / GIB
+        if not legal:
+            return (
+                f"--gpus: no layout of the language model has at most {self._request.gpus} ranks and divides "
+                f"train.global_batch_size {self._cfg.train.global_batch_size}: change one of them"
+            )
+        return (
+            f"--gpus: no layout fits on {self._request.gpus} x {self._request.device.name}: the one that needs least "
+            f"has ranks of {least:.1f} GiB, and {room:.1f} GiB are there ({self._request.margin:.0%} kept free): use "
+            "more or larger GPUs"
+        )
+
+
+def _few(found: list[tuple[float, Candidate]]) -> Iterator[tuple[float, Candidate]]:
+    """Of the candidates of one language model those with the best bounds, of each way to place the encoders."""
+    taken: dict[Hashable, int] = {}
+    for least, candidate in sorted(found, key=lambda one: (one[0], one[1].world_size)):
+        kind = candidate.kind
+        taken[kind] = taken.get(kind, 0) + 1
+        if taken[kind] <= _OF_A_KIND:
+            yield least, candidate
+
+
+def _is_better(one: Proposal, other: Proposal) -> bool:
+    """Whether a proposal is faster than another of its kind; of two that are nearly as fast the one with fewer ranks is
+    better, then that with more room."""
+    seconds, others = one.prediction.seconds, other.prediction.seconds
+    if abs(seconds / others - 1) > _ALIKE:
+        return seconds < others
+    return (one.candidate.world_size, one.memory) < (other.candidate.world_size, other.memory)
+
+
+def _stages(stages: int) -> set[int]:
+    """The stages that differ in memory: the first, one behind it, the last."""
+    return {0, min(1, stages - 1), stages - 1}

@@ -1,0 +1,104 @@
+"""Floating point operations of the layers of each module, forward and backward, for one sample. Imports no torch."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from encoders.spec import attention_pairs, most_tokens
+from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.plan.flops import Passes, StepFlops
+from mimo_train.plan.products import Media, encoder_products, language_products
+
+_LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
+_LATE = 2**62
+"""A step after all of `freeze_until`."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs: of products with weights, and of core attention."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    products_back: float = 0.0
+    """In backward, with what is computed again."""
+    attention_back: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.products_back + other.products_back,
+            self.attention_back + other.attention_back,
+        )
+
+
+@dataclass(frozen=True)
+class ModuleWork:
+    """Of one sample through a module."""
+
+    start: Work
+    """In front of the layers, on the first stage."""
+    layers: tuple[Work, ...]
+    end: Work
+    """Behind them, on the last one: projector, output layer."""
+
+    def of_stage(self, layers: Iterable[int], *, first: bool, last: bool) -> Work:
+        """Of one pipeline stage with these layers, counted from 0."""
+        own = sum((self.layers[layer] for layer in layers), Work())
+        return own + (self.start if first else Work()) + (self.end if last else Work())
+
+
+def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: float) -> ModuleWork:
+    """Work of one sample, every part trained that is at the end of the run.
+
+    Args:
+        vocab: rows of the embedding.
+        media_per_sample: pictures or clips of this module in a sample, each as large as any.
+    """
+    if name == LANGUAGE:
+        length = cfg.data.sequence_length
+        products = language_products(cfg.llm, length, vocab)
+    else:
+        module = cfg.modules[name]
+        media = _largest(module, media_per_sample)
+        products = encoder_products(name, module.encoder, module.projector, cfg.llm.hidden_size, media)
+    return _by_layer(StepFlops(cfg, vocab).passes(name, products, _LATE))
+
+
+def _largest(module: ModuleConfig, number: float) -> Media:
+    encoder, projector = module.encoder, module.projector
+    merge = projector.merge
+    tokens, kept = encoder.most_inner_tokens(merge), getattr(encoder, "kept_tokens", 0)
+    pairs = tokens**2
+    area = getattr(encoder, "largest_area", 0)
+    if area and encoder.sizes_vary:  # windows, where layers have them, of a square
+        side = math.isqrt(area)
+        pairs = attention_pairs(encoder, projector, side, side)
+    patches = encoder.joined(merge) * (encoder.most_tokens(merge) - kept)
+    latents = most_tokens(encoder, projector) if projector.latents else 0
+    return Media(*(number * each for each in (patches, tokens, pairs, kept, latents)))
+
+
+def _by_layer(passes: Sequence[Passes]) -> ModuleWork:
+    start, end, layers = Work(), Work(), dict[int, Work]()
+    for one in passes:
+        product = one.product
+        work = Work(
+            product.forward,
+            product.attention,
+            product.forward * (one.matrix - 1 + one.matrix_again),
+            product.attention * (one.attention - 1 + one.attention_again),
+        )
+        found = _LAYER.search(product.name)
+        if found and not product.name.startswith("input_projections"):
+            number = int(found[1])
+            layers[number] = layers.get(number, Work()) + work
+        elif layers or product.name.startswith("input_projections"):
+            end += work
+        else:
+            start += work
+    return ModuleWork(start, tuple(layers[number] for number in sorted(layers)), end)

@@ -1,0 +1,56 @@
+"""Costs of layers, measured on the program's own modules."""
+
+from encoders.plain.spec import PictureSpec
+from mimo_train.config.fault import UserError
+from mimo_train.planner.profile import read_profile
+from tests.dist.ranks import run_ranks
+from tests.unit.configs import load
+
+
+class Plain(PictureSpec):
+    """An encoder of a user, without layers of Megatron-Core."""
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        return height // 8, width // 8
+
+    def num_parameters(self) -> int:
+        return 1
+
+
+def _measured(cfg):
+    import warnings
+
+    from mimo_train.planner.measure import measure
+
+    warnings.filterwarnings("ignore")
+    try:
+        return measure(cfg, 384)
+    except UserError as error:
+        return str(error)
+
+
+def test_one_layer_of_each_module_is_measured(tmp_path):
+    # What a run may have and a measurement must not mind: frozen parts, stages, shards that are not there.
+    cfg = load("vlm_digits", "modules.images.freeze=[encoder]", "modules.language.layout.pp=2", "run.device=cpu",
+               "modules.images.encoder.num_layers=3", "train.micro_batch_size=2", "data.demo=")  # fmt: skip
+    (profile,) = run_ranks(_measured, 1, cfg)
+    profile.write(tmp_path / "costs.json")
+    assert read_profile(tmp_path / "costs.json", ["images", "language"], "fp32") == profile
+    costs = {cost.module: cost for cost in profile.layers}
+    assert set(costs) == {"images", "language"} and profile.device == "the CPU"
+    images, language = costs["images"], costs["language"]
+    assert language.tokens == 2 * cfg.data.sequence_length
+    assert images.tokens == 2 * cfg.modules["images"].encoder.most_inner_tokens(1)
+    llm, length = cfg.llm, cfg.data.sequence_length
+    weights = 4 * llm.hidden_size**2 + 3 * llm.hidden_size * llm.ffn_hidden_size
+    assert language.forward_flops == 2 * (2 * weights * length + 2 * llm.hidden_size * length * (length + 1))
+    for cost in costs.values():
+        assert cost.backward_flops == 2 * cost.forward_flops
+        assert cost.tp == 1 and 0 < cost.forward_seconds and 0 < cost.backward_seconds
+
+
+def test_an_encoder_without_layers_is_refused():
+    cfg = load("vlm_digits")
+    cfg.modules["images"].encoder = Plain(family="own:Plain")
+    (said,) = run_ranks(_measured, 1, cfg)
+    assert said.startswith("--measure: modules.images.encoder.family own:Plain") and "plain torch module" in said

@@ -1,0 +1,28 @@
+"""The benchmark's own arithmetic; its runs need a quiet machine."""
+
+import pytest
+
+from benchmarks import planner
+from mimo_train.planner.profile import LayerCost, Profile
+
+PROFILE = Profile(
+    "the CPU", "fp32", tuple(LayerCost(name, 1, 1, 5e9, 5e9, 1.0, 1.0) for name in ("images", "language"))
+)
+
+
+def test_ranks_are_compared():
+    assert planner.rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]) == 1
+    assert planner.rank_correlation([1.0, 2.0, 3.0], [30.0, 20.0, 10.0]) == -1
+    assert planner.rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 3.0, 2.0, 4.0]) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("shape", planner.SHAPES)
+def test_every_layout_is_predicted_and_cores_are_shared(shape):
+    for layout in planner.LAYOUTS[shape]:
+        cfg = planner.config(shape, layout)
+        few, many = (planner.predicted(cfg, PROFILE, cores) for cores in (1.0, 8.0))
+        assert 0.1 < many <= few < 30, layout
+    one, two = (planner.config(shape, layout) for layout in list(planner.LAYOUTS[shape])[:2])
+    # Two replicas on one core take no less than one, on two cores about half.
+    assert planner.predicted(two, PROFILE, 1.0) >= 0.99 * planner.predicted(one, PROFILE, 1.0)
+    assert planner.predicted(two, PROFILE, 2.0) < 0.6 * planner.predicted(one, PROFILE, 2.0)
