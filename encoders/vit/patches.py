@@ -1,6 +1,7 @@
 """Patches of pictures of any sizes: their order, and their pixels.
 
-Shape suffixes: P patches of all pictures, C channels, A side of a patch in pixels.
+Shape suffixes: N pictures, P patches of all pictures, C channels, R rows and L columns of patches, A side of a patch in
+pixels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,14 +38,16 @@ def gather_patches(
         orders: places in a picture of each grid, row by row, of its patches in the order in which they are wanted.
         side: of a patch, in pixels.
     """
-    channels = pictures[0].size(0)
     if isinstance(pictures, torch.Tensor):
         ((rows, columns),) = grids
-        lines = pictures[..., : rows * side, : columns * side].reshape(-1, side)
-    else:
-        of_each = (grid for grid, count in grids.items() for _ in range(count))
-        cut = [one[:, : rows * side, : columns * side] for one, (rows, columns) in zip(pictures, of_each, strict=True)]
-        lines = torch.cat([one.reshape(-1, side) for one in cut])
+        whole = pictures[..., : rows * side, : columns * side]
+        lines_NCRALA = whole.unflatten(-1, (columns, side)).unflatten(-3, (rows, side))
+        patches_NPCAA = lines_NCRALA.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+        return patches_NPCAA[:, to_device(orders[rows, columns], pictures.device)].flatten(0, 1)
+    channels = pictures[0].size(0)
+    of_each = (grid for grid, count in grids.items() for _ in range(count))
+    cut = [one[:, : rows * side, : columns * side] for one, (rows, columns) in zip(pictures, of_each, strict=True)]
+    lines = torch.cat([one.reshape(-1, side) for one in cut])
     # A line is `side` pixels of a row of a picture that are in one patch. Of each patch: number of its first one among
     # all lines, and how many lines there are from channel to channel and from row to row.
     first, plans = 0, []
