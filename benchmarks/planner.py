@@ -33,6 +33,7 @@ from mimo_train.planner.devices import DEVICES, Device, Links
 from mimo_train.planner.predict import Predictor
 from mimo_train.planner.profile import Profile, read_profile
 
+ROOT = Path(__file__).resolve().parents[1]
 LLM = ("hidden_size=256", "num_layers=8", "num_attention_heads=8", "ffn_hidden_size=704")
 ENCODER = ("hidden_size=192", "num_layers=8", "num_attention_heads=8", "ffn_hidden_size=768")
 SHAPES = {
@@ -121,11 +122,19 @@ def measured(shape: str, layout: str, folder: Path, steps: int) -> float:
     name, processes = SHAPES[shape][0], lay_out(config(shape, layout)).world_size
     command = [sys.executable, "-m", "mimo_train.launch.torchrun", "--standalone", "--nproc-per-node", str(processes)]
     command += ["-m", "mimo_train.cli", "train", name, *_sizes(shape), *LAYOUTS[shape][layout]]
-    command += [f"run.dir={run}", f"train.iters={3 + steps}", "checkpoint.resume=none"]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    command += [f"run.dir={run}", f"train.iters={3 + steps}", "checkpoint.resume=never"]
+    _run(command, folder.parent)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["step_seconds"] for line in lines if line.get("step", 0) > 3 and "step_seconds" in line]
     return statistics.median(seconds[-steps:])
+
+
+def _run(command: list[str], folder: Path) -> None:
+    """Run a command there; ends this program with what it said if it fails."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -153,7 +162,7 @@ def main() -> None:
 def _compare(shape: str, folder: Path, rounds: int, steps: int, cores: float) -> None:
     costs, name = folder / f"{shape}.json", SHAPES[shape][0]
     command = [sys.executable, "-m", "mimo_train.cli", "plan", name, *_sizes(shape), "--gpus", "1", "--measure"]
-    subprocess.run([*command, "--profile", str(costs)], check=True, capture_output=True, timeout=600)
+    _run([*command, "--profile", str(costs)], folder)
     names = list(LAYOUTS[shape])
     cfgs = {layout: config(shape, layout) for layout in names}
     profile = read_profile(costs, list(cfgs[names[0]].modules), cfgs[names[0]].train.precision)
