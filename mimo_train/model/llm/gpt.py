@@ -51,6 +51,9 @@ class SeededGPTModel(GPTModel):
             self.rotary_pos_emb.inv_freq = inverse_frequencies(llm)
         elif self.position_embedding_type == "mrope":
             self.add_module("rotary_pos_emb", AxisRotaryEmbedding(llm, self.pg_collection.cp))
+        elif self.pre_process:
+            # Megatron-Core 0.19.2 makes them of fp32 whatever the model is of (language_model_embedding.py:67).
+            self.embedding.position_embeddings.to(config.params_dtype)
         if self.pre_process and llm.scale_embeddings:
             self.embedding.word_embeddings.register_forward_hook(_scale_embeddings)
         if self.post_process and llm.logit_softcap:
