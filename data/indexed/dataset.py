@@ -65,7 +65,7 @@ class TokenDataset(Samples):
         counts = [windows_in(end - first, sequence_length) for first, end in spans]
         self._ends = np.cumsum(counts)
         self._begins = self._ends - counts
-        self._require_windows(counts, spans)
+        self._require_windows(counts, spans, part)
         sizes, contents = [file.version.size for file in self.files], [file.content for file in self.files]
         of_files = self._ends_of_sources.tolist(), counts, contents
         self.order = order_of(self.sources, *of_files, seed, shuffle, shuffle_block, 0.0, False)
@@ -164,13 +164,14 @@ class TokenDataset(Samples):
             f"the tokenizer has the ids 0 to {size - 1}: give the folder of the tokenizer that the file was made with"
         )
 
-    def _require_windows(self, counts: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
+    def _require_windows(self, counts: Sequence[int], spans: Sequence[tuple[int, int]], part: Part) -> None:
         begin = 0
         for source, end in zip(self.sources, self._ends_of_sources.tolist(), strict=True):
             if not sum(counts[begin:end]):
                 longest = max(last - first for first, last in spans[begin:end])
+                of = "" if part == WHOLE else f" in documents from {part[0]:.2%} to {part[1]:.2%} of each"
                 raise DataError(
-                    f"{source.key}: no sample in {end - begin} file(s), of which the longest has {longest} tokens: a "
+                    f"{source.key}: no sample in {end - begin} file(s), of which the longest has {longest} tokens{of}: a "
                     f"sample of data.sequence_length {self.sequence_length} needs {self.sequence_length + 1}"
                 )
             begin = end

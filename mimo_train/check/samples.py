@@ -127,7 +127,7 @@ def _add_whole(
 ) -> None:
     """How long the run is in epochs, of all sources and of each, where all of their shards can be read."""
     data, sizes = cfg.data, list(counts.values())
-    if (data.mix or data.held_out_by) and tokenizer is not None and cfg.data.sequence_length > 0:
+    if (data.mix or data.held_out_by or data.split) and tokenizer is not None and cfg.data.sequence_length > 0:
         seen.fingerprint = None
         try:
             dataset = build_dataset(cfg, tokenizer)
@@ -137,14 +137,14 @@ def _add_whole(
                     _add_fewer(report, cfg, one.key, len(held_out))
                     held_out.close()
         except DataError as error:
-            report.faults.append(fault_of(error, data.held_out_by or next(iter(counts))))
+            report.faults.append(fault_of(error, next(iter(counts))))
             return
         sizes = dataset.source_sizes
         if seen.complete:
             seen.fingerprint = dataset.fingerprint
-        if data.held_out_by:
-            held, share = sum(counts.values()) - sum(sizes), data.split or f"{data.validation_fraction:g}"
-            rows.append((data.held_out_by, share, f"{held:,} samples not trained on"))
+        if data.split or data.validation_fraction:
+            left, share = sum(counts.values()) - sum(sizes), data.split or f"{data.validation_fraction:g}"
+            rows.append((data.held_out_by or "data.split", share, f"{left:,} samples not trained on"))
     seen.training_samples, seen.source_sizes = sum(sizes), sizes
     run = Run(cfg, lay_out(cfg), Batch.of(cfg)) if _has_batch(report) else None
     if run is None:
