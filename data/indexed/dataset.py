@@ -171,8 +171,8 @@ class TokenDataset(Samples):
                 longest = max(last - first for first, last in spans[begin:end])
                 of = "" if part == WHOLE else f" in documents from {part[0]:.2%} to {part[1]:.2%} of each"
                 raise DataError(
-                    f"{source.key}: no sample in {end - begin} file(s), of which the longest has {longest} tokens{of}: a "
-                    f"sample of data.sequence_length {self.sequence_length} needs {self.sequence_length + 1}"
+                    f"{source.key}: no sample in {end - begin} file(s), of which the longest has {longest} tokens{of}: "
+                    f"a sample of data.sequence_length {self.sequence_length} needs {self.sequence_length + 1}"
                 )
             begin = end
 
