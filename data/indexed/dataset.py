@@ -15,7 +15,7 @@ import numpy as np
 
 from data.bad_samples import BadSample, BadSamples
 from data.collate import TextSample
-from data.errors import DataError, ShardError
+from data.errors import DataError
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed
 from data.indexed.split import WHOLE, Part
@@ -80,8 +80,7 @@ class TokenDataset(Samples):
     def locate(self, number: int) -> tuple[Place, str]:
         """(.bin, "document 5, token 1000"): where a sample begins, counted from 0."""
         file, first = self._window(number)
-        (document,) = file.documents_at(np.array([first]))
-        return file.path, f"document {document}, token {first}"
+        return file.path, f"document {file.document_at(first)}, token {first}"
 
     def identity(self, number: int) -> str:
         file, first = self._window(number)
@@ -100,11 +99,9 @@ class TokenDataset(Samples):
         self._require_known(tokens, file, first)
         loss_mask, documents = np.ones(self.sequence_length, dtype=np.float32), None
         if self._separate:
-            (lengths,) = self._documents(np.array([number]))
-            documents = tuple(np.cumsum(lengths).tolist())
-            loss_mask[[end - 1 for end in documents[:-1]]] = 0
-            if self._ends_at(file, first + self.sequence_length):
-                loss_mask[-1] = 0
+            ends = file.ends_in(first, self.sequence_length)
+            loss_mask[ends - 1] = 0  # the next token is of another document
+            documents = (*ends[ends < self.sequence_length].tolist(), self.sequence_length)
         words = ("", self.tokenizer.decode(tokens.tolist())) if self.keep_text else None
         sample = TextSample(
             number, tokens[:-1], tokens[1:], loss_mask, self.sequence_length, None, words, documents=documents
@@ -120,8 +117,9 @@ class TokenDataset(Samples):
 
     def _window(self, number: int) -> tuple[IndexedFile, int]:
         """(file, its first token) of a sample."""
-        (at,), (first,) = self._windows(np.array([number]))
-        return self.files[at], int(first)
+        row = self.order.row(number)
+        at = int(np.searchsorted(self._ends, row, side="right"))
+        return self.files[at], int(self._firsts[at]) + (row - int(self._begins[at])) * self.sequence_length
 
     def _windows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(numbers of the files, first tokens) of samples, int64."""
@@ -130,38 +128,25 @@ class TokenDataset(Samples):
         return files, self._firsts[files] + (rows - self._begins[files]) * self.sequence_length
 
     def _documents(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Tokens of each document in samples: none of them empty, in sum the window without its last target."""
+        """Tokens of each document in samples."""
         found: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(numbers)
         files, firsts = self._windows(numbers)
         for at in np.unique(files).tolist():
             own = np.flatnonzero(files == at)
-            file, begins = self.files[at], firsts[own]
-            last = begins + self.sequence_length - 1
-            of_first, of_last = file.documents_at(begins), file.documents_at(last)
-            for place, begin, low, high in zip(own, begins, of_first, of_last, strict=True):
-                inner = file.starts(np.arange(low + 1, high + 1)) - begin
-                cuts = np.concatenate([[0], inner, [self.sequence_length]])
-                lengths = np.diff(cuts)
-                if (lengths < 0).any():
-                    raise ShardError(f"{file.index}: its documents do not stand one behind the other: it is damaged")
-                found[place] = lengths[lengths > 0]
+            lengths = self.files[at].lengths_in(firsts[own], self.sequence_length)
+            for place, of_sample in zip(own.tolist(), lengths, strict=True):
+                found[place] = of_sample
         return found
-
-    @staticmethod
-    def _ends_at(file: IndexedFile, token: int) -> bool:
-        """Whether a document begins with a token, so that the one before it ends."""
-        (document,) = file.documents_at(np.array([token]))
-        return bool(file.starts(np.array([document]))[0] == token)
 
     def _require_known(self, tokens: np.ndarray, file: IndexedFile, first: int) -> None:
         size = self.tokenizer.text_size
         if 0 <= tokens.min() and tokens.max() < size:
             return
         at = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
-        (document,) = file.documents_at(np.array([first + at]))
         raise DataError(
-            f"data.tokenizer: {file.path} has the id {tokens[at]} (token {first + at}, in document {document}), and "
-            f"the tokenizer has the ids 0 to {size - 1}: give the folder of the tokenizer that the file was made with"
+            f"data.tokenizer: {file.path} has the id {tokens[at]} (token {first + at}, in document "
+            f"{file.document_at(first + at)}), and the tokenizer has the ids 0 to {size - 1}: give the folder of the "
+            "tokenizer that the file was made with"
         )
 
     def _require_windows(self, counts: Sequence[int], spans: Sequence[tuple[int, int]], part: Part) -> None:

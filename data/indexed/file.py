@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 import struct
+from bisect import bisect_right
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -76,8 +78,13 @@ class IndexedFile:
         found[inside] = self._places[firsts[inside]] // self.dtype.itemsize
         return found
 
+    def document_at(self, token: int) -> int:
+        """The document of a token, by its place in the file below `tokens`."""
+        begin = bisect_right(range(self.documents), token, key=lambda document: self._start(document))
+        return begin - 1
+
     def documents_at(self, tokens: np.ndarray) -> np.ndarray:
-        """The document of each of `tokens`, places in the file below `tokens`, int64."""
+        """`document_at` of each of `tokens`, int64."""
         # Not `np.searchsorted`: behind a head of 34 bytes it would copy the whole index.
         low, high = np.zeros(len(tokens), dtype=np.int64), np.full(len(tokens), self.documents, dtype=np.int64)
         while (high - low > 1).any():
@@ -85,6 +92,43 @@ class IndexedFile:
             below = self.starts(middle) <= tokens
             low, high = np.where(below, middle, low), np.where(below, high, middle)
         return low
+
+    def ends_in(self, begin: int, size: int) -> np.ndarray:
+        """Where documents end among the tokens [begin, begin + size), of which `size` is below the last of the file:
+        ascending, from 1 to `size`, int64.
+
+        Raises:
+            ShardError: the index is damaged there.
+        """
+        first, last = self.document_at(begin), self.document_at(begin + size)
+        ends = self.starts(np.arange(first + 1, last + 1)) - begin
+        self._require_ascending(ends, size)
+        return np.unique(ends)
+
+    def lengths_in(self, begins: np.ndarray, size: int) -> list[np.ndarray]:
+        """Of each window of `size` tokens from `begins` on, how many each of its documents has; none is empty, int64.
+
+        Raises:
+            ShardError: the index is damaged there.
+        """
+        lows, highs = self.documents_at(begins), self.documents_at(begins + size - 1)
+        counts, windows = highs - lows, np.arange(len(begins))
+        owners = np.repeat(windows, counts)
+        within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = self.starts(lows[owners] + 1 + within) - begins[owners]
+        self._require_ascending(starts + owners * size, len(begins) * size)
+        # Where a document of a window begins, from those of all windows one behind the other.
+        cuts = np.unique(np.concatenate([windows * size, starts + owners * size, [len(begins) * size]]))
+        lengths, firsts = np.diff(cuts), np.searchsorted(cuts, np.arange(len(begins) + 1) * size)
+        return [lengths[first:last] for first, last in pairwise(firsts.tolist())]
+
+    def _start(self, document: int) -> int:
+        first = int(self._firsts[document])
+        return int(self._places[first]) // self.dtype.itemsize if first < self._sequences else self.tokens
+
+    def _require_ascending(self, starts: np.ndarray, most: int) -> None:
+        if len(starts) and (starts[0] < 0 or starts[-1] > most or (np.diff(starts) < 0).any()):
+            raise ShardError(f"{self.index}: its documents do not stand one behind the other: it is damaged")
 
     def read(self, reader: ShardReader, first: int, count: int) -> np.ndarray:
         """`count` tokens, from the `first` of the file on, of `dtype`. Raises as `ShardReader.read` does."""
