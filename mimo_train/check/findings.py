@@ -86,7 +86,7 @@ def spread(values: Sequence[int]) -> str:
 def fault_of(error: Exception, key: str) -> Fault:
     """The fault that an error of the data is: of the key that it begins with, or of `key` where that is none, or
     `data.shards`, which stands for any shards."""
-    found = re.match(r"(data\.[\w.\[\]]+): ", str(error))
+    found = re.match(r"(data\.[\w.\[\]-]+): ", str(error))
     if found is None or found[1] == "data.shards":
         return Fault(key, without_key(error, "data.shards"))
     return Fault(found[1], str(error)[found.end() :])

@@ -74,6 +74,15 @@ def test_keys_that_do_not_go_together(tmp_path):
             "data.separate_documents: is for .bin",
         ),
         ((f"data.shards={prefix}", "data.fields={text: txt}"), "data.fields: is for records"),
+        (
+            ("data.shards=", f"data.mix=[{{shards: {prefix}}}, {{shards: {prefix}, name: b, fields: {{text: txt}}}}]"),
+            "data.mix[1].fields: is for records, and data.mix[1].shards is of .bin and .idx files",
+        ),
+        (
+            (f"data.shards={tar}", f"data.validation={{a-b: {{shards: {prefix}, fields: {{text: txt}}}}}}"),
+            "data.validation.a-b.fields: is for records, and data.validation.a-b.shards is",
+        ),
+        ((f"data.shards={prefix}", "data.video.max_frames=4"), "data.video: is for records"),
         ((f"data.shards={prefix}", "data.null_captions=skip"), "data.null_captions: is for records"),
         (
             ("data.shards=", f"data.mix=[{{shards: {prefix}}}, {{shards: {tar}}}]"),
@@ -93,6 +102,16 @@ def test_keys_that_do_not_go_together(tmp_path):
         with pytest.raises(ConfigError) as error:
             resolve(load("gpt_tiny", *OWN, "data.shards=a", *overrides))
         assert said in str(error.value)
+
+
+def test_a_held_out_set_of_shards_beside_them_has_fields_of_its_own(tmp_path):
+    prefix = write_indexed(tmp_path / "a", texts(50))
+    tar = shard(tmp_path / "t.tar", ("1.caption.txt", b"a cat"), ("1.other.txt", b"a dog"))
+    faults, warnings, rows = found(
+        f"data.shards={prefix}", f"data.validation={{more: {{shards: {tar}, fields: {{caption: caption.txt}}}}}}"
+    )
+    assert not faults and any("a cat" in row for row in rows), (faults, rows)
+    assert all("dog" not in row for row in rows)
 
 
 def test_commands(tmp_path, capsys):
