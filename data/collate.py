@@ -32,6 +32,8 @@ class TextSample:
     length: int
     positions: np.ndarray | None = None  # int64 [3, S]; None: 0, 1, 2, ...
     question_and_truth: tuple[str, str] | None = None
+    documents: tuple[int, ...] | None = None
+    """Where its documents end, which attention stays inside of; None: it is one."""
 
     def without_loss(self) -> TextSample:
         return replace(self, loss_mask=np.zeros_like(self.loss_mask))
@@ -130,6 +132,7 @@ def collate_packed(
     Of T positions: input_ids, labels, position_ids: int64 [1, T]; loss_mask: float32 [1, T]. Positions start again in
     each document; on three axes they are [3, 1, T]. documents: where each ends; padding is one more, at position 0. A
     document's last target is padding without loss, as in a row of its own, so that none is learned from the one before.
+    A sample of several documents is as many.
 
     Args:
         lengths: tokens of every sample, as planned. A stand-in may have fewer, and is padded.
@@ -140,15 +143,18 @@ def collate_packed(
     axes = len(on_axes[0]) if on_axes else 1
     input_ids, labels = (np.full(row_length, pad_id, dtype=np.int64) for _ in range(2))
     loss_mask, positions = np.zeros(row_length, dtype=np.float32), np.zeros((axes, row_length), dtype=np.int64)
-    ends, end = [], 0
+    ends, end = list[int](), 0
     for sample, length in zip(samples, lengths, strict=True):
         assert sample.length <= length, (sample.number, sample.length, length)
         begin, end = end, end + length
         input_ids[begin:end] = sample.input_ids[:length]
         labels[begin:end] = sample.labels[:length]
         loss_mask[begin:end] = sample.loss_mask[:length]
-        positions[:, begin:end] = np.arange(length) if sample.positions is None else sample.positions[:, :length]
-        ends.append(end)
+        of_sample = sample.documents or (length,)
+        starts = np.repeat([0, *of_sample[:-1]], np.diff(of_sample, prepend=0))
+        on_one = np.arange(length) - starts
+        positions[:, begin:end] = on_one if sample.positions is None else sample.positions[:, :length]
+        ends += [begin + one for one in of_sample]
     assert end <= row_length, (end, row_length)
     return {
         "input_ids": torch.from_numpy(input_ids)[None],

@@ -37,7 +37,6 @@ from data.errors import (
     SampleError,
     reason_of,
 )
-from data.features import Lookup
 from data.fields import NO_FIELDS, Fields
 from data.frames import SAMPLING, Sampling
 from data.index import Member, ShardIndex
@@ -48,8 +47,9 @@ from data.outlines import Outlines
 from data.positions import axis_positions
 from data.records import parse_fields, parse_record
 from data.sample_table import SampleTable, StepSamples, lengths_key
+from data.samples import Samples
 from data.shown import shown
-from data.sources import Shards, Source, SourcesView, fingerprint_of, found_shards, order_of, sources_of
+from data.sources import Shards, Source, fingerprint_of, found_shards, order_of, sources_of
 from data.storage.file_cache import FileCache
 from data.storage.local import ShardReader
 from data.storage.retry import RETRIES
@@ -60,7 +60,7 @@ from data.tokens import Tokenizer
 _OPEN_INDEXES = 256  # whose keys may be unpacked
 
 
-class Dataset(SourcesView):
+class Dataset(Samples):
     """An endless, shuffled stream of samples over WebDataset shards, addressed by number.
 
     shards: see `find_shards`, or `Source`s that are mixed; tokenizer: see `build_tokenizer`, made with each
@@ -112,19 +112,15 @@ class Dataset(SourcesView):
         self._ground, self._skip_null = ground, skip_null
         self._fields = [fields if source.fields is None else source.fields for source in self.sources]
         self.reader = ShardReader(read_retries, cache=members_cache)
-        self.lookups: dict[str, Lookup] = {}
-        """By module: where features of samples are found that need not be read (see `data.features`). For readers that
-        run ahead; set before they begin."""
+        self.lookups = {}
         self._by_module = {item.module: item for item in self.modules}
         assert len(self._by_module) == len(self.modules), "one Media per module"
         self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
         self.cache_dir = cache_dir
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
-        self.lengths: np.ndarray | None = None
-        """int32 [samples], by row: tokens of each sample; None until `TextLengths.serve`."""
+        self.lengths = None
         self.text_fingerprint = tokenizer.fingerprint
-        """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
         self._outlines = Outlines(self.modules, sequence_length, bounds, sampling)
         self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
         read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
@@ -149,10 +145,6 @@ class Dataset(SourcesView):
         self.fingerprint = fingerprint_of(names, self._source_ends.tolist(), held_fraction)
         """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order, which source each is
         of, and the share that is held out; it does not change when the folder moves."""
-
-    def __len__(self) -> int:
-        """Samples of one epoch."""
-        return self.order.size
 
     def locate(self, number: int) -> tuple[Place, str]:
         """(shard, key) of a global sample number, of any epoch."""
@@ -240,10 +232,6 @@ class Dataset(SourcesView):
         items, bad = self.read_media(number, module)
         self._record(bad)
         return items
-
-    def is_bad(self, number: int) -> bool:
-        """Whether this process has found sample `number` bad; False for one that it has not read."""
-        return number in self.bad_samples
 
     def prompt_and_truth(self, number: int) -> tuple[str, str]:
         """(last question, its answer) as text, for reports; ("", "") for a bad sample."""

@@ -26,6 +26,7 @@ from data.divide import Span, spread_parts
 from data.errors import DataError
 from data.features import MEDIA, MicrobatchMedia, SampleMedia
 from data.sample_table import StepSamples
+from data.samples import Samples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
 from data.step_plan import Share, StepPlan
 from data.text_lengths import require_planned
@@ -44,7 +45,7 @@ class StepLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Samples,
         batching: Batching,
         readers: Sequence[Reader],
         *,
@@ -97,7 +98,7 @@ class StepLoader:
         self.close()
 
     @property
-    def dataset(self) -> Dataset:
+    def dataset(self) -> Samples:
         """What it reads from."""
         return self._dataset
 
@@ -119,11 +120,12 @@ class StepLoader:
     def _issue(self, first: int, step_size: int) -> _Step:
         """Hands every sample of the step to the workers; the samples of one reader are in order."""
         samples = self._dataset.plan_step(first, step_size)
-        plan = self._batching.plan(first, step_size, samples.lengths, self._dataset.sequence_length)
+        length = self._dataset.sequence_length
+        plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents)
         text = self._dataset.read_text
         own = self._own(plan, samples)
-        if self._dataset.is_remote:
-            self._expect(own)  # before a thread can read it: what is announced too late is read again
+        if isinstance(self._dataset, Dataset) and self._dataset.is_remote:
+            self._expect(self._dataset, own)  # before a thread can read it: what is announced too late is read again
         return _Step(
             plan,
             samples,
@@ -139,12 +141,12 @@ class StepLoader:
             ],
         )
 
-    def _expect(self, own: Sequence[dict[str, list[int]]]) -> None:
+    def _expect(self, dataset: Dataset, own: Sequence[dict[str, list[int]]]) -> None:
         """Let what a rank reads of a step be on its way together: a reading thread waits for one at a time."""
-        without = {LANGUAGE, *self._sizes_only, *self._dataset.lookups}
+        without = {LANGUAGE, *self._sizes_only, *dataset.lookups}
         with suppress(DataError):  # reading it says so
             expect_samples(
-                self._dataset,
+                dataset,
                 (
                     (number, () if module in without else (module,), module == LANGUAGE)
                     for of_microbatch in own
@@ -220,7 +222,7 @@ class StepLoader:
             samples = [sample.without_loss() if sample.number in bad else sample for sample in samples]
             batch |= self._rows(plan, plan.shares[at][self._language.dp_rank], samples)
             if len(self._dataset.sources) > 1:
-                batch["sources"] = self._sources(samples, batch)
+                batch["sources"] = self._sources(plan, samples, batch)
             if self._dataset.keep_text:
                 batch["texts"] = [sample.question_and_truth for sample in samples]
         if media:
@@ -237,17 +239,16 @@ class StepLoader:
         lengths = plan.lengths[share.places].tolist()
         return collate_packed(samples, lengths, share.length, self._dataset.tokenizer.pad_id)
 
-    def _sources(self, samples: Sequence[TextSample], batch: dict[str, Any]) -> torch.Tensor:
+    def _sources(self, plan: StepPlan, samples: Sequence[TextSample], batch: dict[str, Any]) -> torch.Tensor:
         """Which source each token is of, int64 as `input_ids`; padding behind the last sample of a packed row is of the
         first."""
-        sources = torch.from_numpy(self._dataset.sources_of([sample.number for sample in samples]))
-        tokens = batch["input_ids"]
-        if "documents" not in batch:
-            return sources[:, None].expand_as(tokens).contiguous()
-        ends = torch.tensor(batch["documents"][: len(samples)], dtype=torch.int64)
-        row = torch.zeros_like(tokens)
-        row[0, : int(ends[-1]) if len(ends) else 0] = sources.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
-        return row
+        numbers = np.array([sample.number for sample in samples], dtype=np.int64)
+        sources, tokens = self._dataset.sources_of(numbers), batch["input_ids"]
+        if not plan.packed:
+            return torch.from_numpy(sources)[:, None].expand_as(tokens).contiguous()
+        lengths = plan.lengths_in_row(numbers, tokens.size(1))
+        padding = [0] * (len(lengths) - len(sources))
+        return torch.from_numpy(np.repeat([*sources, *padding], lengths))[None]
 
     def _planned(self, plan: StepPlan, sample: TextSample, bad: BadSample | None) -> TextSample:
         """The sample as long as the plan says: the stand-in of one that could be read when it was counted has padding

@@ -43,24 +43,35 @@ class Packing:
         return step * max(1, -(-tokens // step))
 
 
-def plan_in_packs(first: int, lengths: np.ndarray, replicas: int, packing: Packing) -> StepPlan:
+def plan_in_packs(
+    first: int,
+    lengths: np.ndarray,
+    replicas: int,
+    packing: Packing,
+    documents: Sequence[np.ndarray] | None = None,
+) -> StepPlan:
     """The plan of a step in packed rows, by `pack_step`.
 
     Args:
         lengths: [size], planned tokens.
         replicas: data-parallel ranks of the language model.
+        documents: of each sample the tokens of its documents; None: it is one.
     """
     tokens = lengths.tolist()
+    work = None if documents is None else [int((of_sample**2).sum()) for of_sample in documents]
     shares = []
-    for packs in pack_step(tokens, replicas, packing.budget, packing.microbatches):
+    for packs in pack_step(tokens, replicas, packing.budget, packing.microbatches, work):
         rows = [packing.row_length(sum(map(tokens.__getitem__, pack))) for pack in packs]
         rows = [max(rows)] * replicas if packing.equal else rows
         places = (np.array(pack, dtype=np.int64) for pack in packs)
         shares.append(tuple(map(Share, places, rows)))
-    return StepPlan(first, len(tokens), tuple(shares), np.asarray(lengths, dtype=np.int64), packed=True)
+    planned = np.asarray(lengths, dtype=np.int64)
+    return StepPlan(first, len(tokens), tuple(shares), planned, packed=True, documents=documents)
 
 
-def pack_step(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[list[Pack]]:
+def pack_step(
+    lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1, work: Sequence[int] | None = None
+) -> list[list[Pack]]:
     """The packs of a step: microbatch -> data-parallel rank -> pack. Every sample is in one pack.
 
     There are as few packs as hold all tokens, and as many on every rank. Packs are filled evenly, the longest sample
@@ -73,6 +84,7 @@ def pack_step(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1
         ranks: data-parallel ranks of the language model.
         budget: most tokens of a pack; no sample has more.
         multiple: what divides the number of microbatches.
+        work: of every sample, in attention; None: the square of its length.
     """
     assert 0 < max(lengths) <= budget and min(ranks, multiple) > 0, (max(lengths), budget, ranks, multiple)
     unit = ranks * multiple
@@ -85,7 +97,8 @@ def pack_step(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1
         if needed == count:
             break
         count = needed
-    costs = [sum(lengths[place] ** 2 for place in pack) for pack in packs]
+    work = [length**2 for length in lengths] if work is None else work
+    costs = [sum(map(work.__getitem__, pack)) for pack in packs]
     by_cost = sorted(range(count), key=costs.__getitem__, reverse=True)
     loads = [0] * ranks
     dealt = []

@@ -5,10 +5,12 @@ from data.collate import TextSample
 from data.dataset import Dataset
 from data.errors import DataError, TooManyBadSamples
 from data.features import MEDIA, Lookup, MicrobatchMedia, SampleMedia
+from data.indexed.dataset import TokenDataset
 from data.loader import StepLoader
 from data.media.resize import Resize
 from data.outline import Media
 from data.packing import Packing
+from data.samples import Samples
 from data.sources import MixedOrder, Source
 from data.step import Batching, Reader, StepBatch
 from data.step_plan import Padding, StepPlan
@@ -30,12 +32,14 @@ __all__ = [
     "Reader",
     "Resize",
     "SampleMedia",
+    "Samples",
     "Source",
     "StepBatch",
     "StepLoader",
     "StepPlan",
     "TextLengths",
     "TextSample",
+    "TokenDataset",
     "TooManyBadSamples",
     "require_budget",
 ]

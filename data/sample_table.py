@@ -42,6 +42,8 @@ class StepSamples:
     """By module: pairs of tokens inside the encoder that attend to each other."""
     lengths: np.ndarray | None
     """Tokens of the whole sequence, cut; None where they have not been counted."""
+    documents: list[np.ndarray] | None = None
+    """Of each sample its documents' tokens, int64, where attention stays inside them; None: each is one."""
 
 
 def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Sequence[Media]) -> str:

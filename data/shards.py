@@ -31,15 +31,7 @@ def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str
         DataError: nothing matches, or a named shard is missing (names `data.shards` and what was looked for).
         ShardError: a match is a compressed tar, or no file.
     """
-    if isinstance(pattern, str):
-        parts: list[str] = split_commas(pattern)
-    elif isinstance(pattern, os.PathLike):
-        parts = [os.fspath(pattern)]
-    else:
-        # A path is one shard, whatever its name; a text may be several.
-        parts = [
-            piece for item in pattern for piece in (split_commas(item) if isinstance(item, str) else [_text(item)])
-        ]
+    parts = patterns_of(pattern)
     if not parts:
         raise DataError(
             "data.shards is empty: give a folder, a glob, a brace range such as 'x-{000000..000003}.tar', or a list"
@@ -49,6 +41,16 @@ def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str
         if not isinstance(path, Url):
             require_file(path, retrying(path.stat, f"{path}: cannot look at it"))
     return found
+
+
+def patterns_of(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]) -> list[str]:
+    """The parts of what `find_shards` takes: a text may be several, separated by commas; a path is one, whatever its
+    name."""
+    if isinstance(pattern, str):
+        return split_commas(pattern)
+    if isinstance(pattern, os.PathLike):
+        return [os.fspath(pattern)]
+    return [piece for item in pattern for piece in (split_commas(item) if isinstance(item, str) else [_text(item)])]
 
 
 def _text(item: str | os.PathLike[str] | Url) -> str:

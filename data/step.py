@@ -40,18 +40,27 @@ class Batching:
         assert 0 < size <= self.global_batch_size and size % self.microbatch_samples == 0, (self, size)
         return size
 
-    def plan(self, first: int, size: int, lengths: np.ndarray | None, sequence_length: int) -> StepPlan:
+    def plan(
+        self,
+        first: int,
+        size: int,
+        lengths: np.ndarray | None,
+        sequence_length: int,
+        documents: Sequence[np.ndarray] | None = None,
+    ) -> StepPlan:
         """The plan of the step of samples [first, first + size).
 
         Args:
             lengths: [size], planned tokens; needed with `padding`.
+            documents: `StepSamples.documents`, which only packed rows have.
         """
+        assert documents is None or isinstance(self.padding, Packing), "documents of samples stay apart in packed rows"
         cut = (self.microbatch_samples, self.replicas, sequence_length)
         if self.padding is None:
             return plan_in_order(first, size, *cut)
         assert lengths is not None, "the texts were not counted: TextLengths.serve"
         if isinstance(self.padding, Packing):
-            return plan_in_packs(first, lengths, self.replicas, self.padding)
+            return plan_in_packs(first, lengths, self.replicas, self.padding, documents)
         return plan_by_length(first, lengths, *cut, self.padding)
 
 

@@ -9,6 +9,7 @@ only their order in it: losses are sums over the step, divided by its tokens, an
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +44,8 @@ class StepPlan:
     and rows are as long as any sample may be."""
     packed: bool = False
     """Whether the samples of a share stand in one row, one behind the other; else each has a row."""
+    documents: Sequence[np.ndarray] | None = None
+    """Of packed samples of several documents each, by place: their tokens, int64; None: each sample is one."""
 
     def places(self, microbatch: int) -> np.ndarray:
         """Places in the step of all samples of a microbatch, those of the first data-parallel rank first."""
@@ -51,6 +54,17 @@ class StepPlan:
     def spans(self, microbatch: int) -> list[Span]:
         """Of `places`, those of each data-parallel rank of the language model."""
         return self._spans[microbatch]
+
+    def lengths_in_row(self, numbers: np.ndarray, row_length: int) -> list[int]:
+        """Of a packed row, the tokens of its samples, and of the padding behind them if there is any.
+
+        Args:
+            numbers: of the samples.
+        """
+        assert self.lengths is not None, "packs follow from lengths"
+        found = self.lengths[numbers - self.first].tolist()
+        rest = row_length - sum(found)
+        return [*found, rest] if rest else found
 
     def rows(self, microbatch: int, replica: int) -> int:
         """Rows of a share."""
@@ -67,8 +81,8 @@ class StepPlan:
 
     @cached_property
     def texts_of_length(self) -> dict[int, int]:
-        """By its length, whatever attends within itself alone: rows, or of packed ones their samples and the padding
-        behind them."""
+        """By its length, whatever attends within itself alone: rows, or of packed ones their samples' documents and the
+        padding behind them."""
         found: Counter[int] = Counter()
         for of_rank in self.texts_of_ranks():
             found.update(of_rank)
@@ -84,7 +98,10 @@ class StepPlan:
                     continue
                 assert self.lengths is not None, "packs follow from lengths"
                 lengths = self.lengths[share.places]
-                texts.update(lengths.tolist())
+                if self.documents is None:
+                    texts.update(lengths.tolist())
+                else:
+                    texts.update(length for place in share.places for length in self.documents[place].tolist())
                 if rest := share.length - int(lengths.sum()):
                     texts[rest] += 1
         return found

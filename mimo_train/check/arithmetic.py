@@ -99,7 +99,11 @@ def add_batch(report: Report, run: Run) -> None:
     cfg, layout, batch = run.cfg, run.layout, run.batch
     train, microbatches, stages = cfg.train, batch.num_microbatches, pipeline_stages(layout)
     share, chunks = bubble(run), f"{layout.language.vpp} x " if layout.language.vpp > 1 else ""
-    per_rank = ", ".join(f"{name} {batch.microbatch_samples // sizes.dp}" for name, sizes in layout.modules.items())
+    # Held-out samples of several documents each have a row of their own.
+    apart, replicas = cfg.data.separate_documents, layout.language.dp
+    together = replicas if apart else batch.microbatch_samples
+    why = "data.separate_documents: 1" if apart else f"train.micro_batch_size {train.micro_batch_size}"
+    per_rank = ", ".join(f"{name} {together // sizes.dp}" for name, sizes in layout.modules.items())
     tokens = train.global_batch_size * cfg.data.sequence_length
     packed = cfg.data.pack
     rows = [
@@ -108,8 +112,7 @@ def add_batch(report: Report, run: Run) -> None:
         *(_packed_rows(cfg, layout) if packed else ()),
         (
             "microbatch of an evaluation" if packed else "microbatch",
-            f"{batch.microbatch_samples} samples (train.micro_batch_size {train.micro_batch_size} x dp of {LANGUAGE} "
-            f"{layout.language.dp})",
+            f"{together} samples ({why} x dp of {LANGUAGE} {replicas})",
         ),
         *(() if packed else (("microbatches", f"{microbatches} a step"),)),
         ("samples of a microbatch on a rank", f"{per_rank}{' in an evaluation' if packed else ''}"),

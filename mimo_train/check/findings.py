@@ -1,5 +1,6 @@
 """Findings of a check, and their printing: tables on a terminal, plain columns elsewhere."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
@@ -80,6 +81,15 @@ def plural(count: int, noun: str) -> str:
 def spread(values: Sequence[int]) -> str:
     """The mean and the range of some whole numbers."""
     return f"{sum(values) / len(values):.1f} on average, {min(values)} to {max(values)}"
+
+
+def fault_of(error: Exception, key: str) -> Fault:
+    """The fault that an error of the data is: of the key that it begins with, or of `key` where that is none, or
+    `data.shards`, which stands for any shards."""
+    found = re.match(r"(data\.[\w.\[\]-]+): ", str(error))
+    if found is None or found[1] == "data.shards":
+        return Fault(key, without_key(error, "data.shards"))
+    return Fault(found[1], str(error)[found.end() :])
 
 
 def without_key(error: Exception, key: str) -> str:

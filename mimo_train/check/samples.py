@@ -6,6 +6,7 @@ Only reading samples imports torch.
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -15,26 +16,30 @@ from typing import Any
 from data.errors import DataError
 from data.shown import shown
 from data.sources import MixedOrder, Part, Source
-from data.storage.url import Place
 from data.text_lengths import TextLengths
 from mimo_train.check.blocks import add_blocks
-from mimo_train.check.findings import Report, Table, plural, spread, without_key
+from mimo_train.check.findings import Report, Table, fault_of, plural, spread
+from mimo_train.check.indexed import look_at_indexed
 from mimo_train.check.leakage import add_leakage
+from mimo_train.check.repeats import add_repeats
 from mimo_train.check.tokenizer import tokenizer_rows
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
 from mimo_train.plan.batch import Batch
 from mimo_train.plan.inputs import (
+    HeldOutSet,
     build_dataset,
     fields_of,
     held_out_sets,
+    shard_dataset,
     training_sources,
     without_split,
 )
 from mimo_train.plan.layout import lay_out
 from mimo_train.plan.mixture import Mixing, too_short
 from mimo_train.plan.run import Run, steps_of_epochs
+from mimo_train.plan.token_inputs import require_none_for_tokens
 
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""
@@ -83,11 +88,11 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
     if not sets:
         report.notes.append("data.validation_shards is empty: no evaluation")
     sources = [(one.key, one, Seen(name=one.name)) for one in training_sources(cfg)]
-    others = [(one.key, one.source, Seen(name=one.name)) for one in sets]
+    others = [(one.key, one.source, Seen(name=one.name)) for one in sets if not one.fraction]
     counts: dict[str, int] = {}
     for at, (key, source, own) in enumerate(sources + others):
         training, pattern = at < len(sources), str(source.shards)
-        if not pattern or key == "data.validation_fraction":
+        if not pattern:
             continue
         if cfg.data.demo and _is_absent(pattern):
             rows.append((key, pattern, f"not there: the {cfg.data.demo} demo is made on first use"))
@@ -97,6 +102,8 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
         samples = _add_shards(report, cfg, key, source, tokenizer, own, rows)
         if training and samples:
             counts[key] = samples
+        elif samples:
+            _add_fewer(report, cfg, key, samples)
     seen = Seen(of_sources=[own for *_, own in sources])
     seen.complete = all(own.complete for own in seen.of_sources)
     seen.fingerprint = seen.of_sources[0].fingerprint if len(sources) == 1 else None
@@ -104,7 +111,7 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
     seen.media_per_sample = _over(max, seen.of_sources)
     if len(counts) == len(sources):
         _add_whole(report, cfg, tokenizer, counts, seen, rows)
-    _add_repeats(report, cfg)
+    add_repeats(report, cfg)
     report.tables.append(Table("Data", (), rows))
     return seen
 
@@ -122,23 +129,24 @@ def _add_whole(
 ) -> None:
     """How long the run is in epochs, of all sources and of each, where all of their shards can be read."""
     data, sizes = cfg.data, list(counts.values())
-    if (data.mix or data.validation_fraction) and tokenizer is not None and cfg.data.sequence_length > 0:
+    if (data.mix or data.held_out_by or data.split) and tokenizer is not None and cfg.data.sequence_length > 0:
         seen.fingerprint = None
         try:
             dataset = build_dataset(cfg, tokenizer)
-            if data.validation_fraction:
-                add_leakage(report, cfg, dataset, tokenizer)
+            for one in held_out_sets(cfg):
+                if one.fraction:
+                    with closing(build_dataset(cfg, tokenizer, held_out=one)) as held_out:
+                        _add_fewer(report, cfg, one.key, len(held_out))
+                        add_leakage(report, one, dataset, held_out)
         except DataError as error:
-            key = next((one.key for one in training_sources(cfg) if str(error).startswith(f"{one.key}:")), "")
-            key = key or ("data.validation_fraction" if data.validation_fraction else next(iter(counts)))
-            report.faults.append(Fault(key, without_key(error, key)))
+            report.faults.append(fault_of(error, next(iter(counts))))
             return
         sizes = dataset.source_sizes
         if seen.complete:
             seen.fingerprint = dataset.fingerprint
-        if data.validation_fraction:
-            held = sum(counts.values()) - sum(sizes)
-            rows.append(("data.validation_fraction", f"{data.validation_fraction:g}", f"{held:,} samples held out"))
+        if data.split or data.validation_fraction:
+            left, share = sum(counts.values()) - sum(sizes), data.split or f"{data.validation_fraction:g}"
+            rows.append((data.held_out_by or "data.split", share, f"{left:,} samples not trained on"))
     seen.training_samples, seen.source_sizes = sum(sizes), sizes
     run = Run(cfg, lay_out(cfg), Batch.of(cfg)) if _has_batch(report) else None
     if run is None:
@@ -191,48 +199,31 @@ def _has_batch(report: Report) -> bool:
     return not any(fault.key.split(".")[0] in ("modules", "placement", "train") for fault in report.faults)
 
 
-def _add_repeats(report: Report, cfg: ConfigContainer) -> None:
-    """Warnings of shards that are named more than once, or both for training and for evaluation."""
-    from data.shards import find_shards
-
-    files: dict[str, Counter[Place]] = {}
-    training = [one.shards for one in training_sources(cfg)]
-    others = [(one.key, [one.source.shards]) for one in held_out_sets(cfg) if not one.fraction]
-    for key, patterns in [("data.mix" if cfg.data.mix else "data.shards", training), *others]:
-        try:
-            files[key] = Counter(path.resolve() for shards in patterns for path in find_shards(shards))
-        except (DataError, OSError):
-            continue  # none, or a fault of its own
-        twice = [path for path, times in files[key].items() if times > 1]
-        if twice:
-            report.warnings.append(
-                f"{key}: {plural(len(twice), 'shard')}, such as {twice[0]}, "
-                "named more than once: an epoch has their samples as often"
-            )
-        trained = next(iter(files))
-        both = sorted(files[trained] & files[key], key=str) if key not in ("data.mix", "data.shards") else []
-        if both:
-            report.warnings.append(
-                f"{key}: {plural(len(both), 'shard')}, such as {both[0]}, also in {trained}: "
-                "the evaluation sees what was trained on"
-            )
-
-
 def _add_shards(
     report: Report, cfg: ConfigContainer, key: str, source: Source, tokenizer: Any, seen: Seen, rows: list
 ) -> int:
     """Samples in the shards that can be read."""
     from data.catalogue.catalogue import open_catalogue
+    from data.indexed.find import is_indexed
     from data.members import named_unread
     from data.shards import find_shards
 
     pattern = str(source.shards)
+    held_out = next((one for one in held_out_sets(cfg) if one.key == key), None)
     try:
+        if is_indexed(source.shards):
+            indexed = look_at_indexed(report, cfg, key, source, held_out, tokenizer, rows)
+            seen.complete, seen.fingerprint = indexed.complete, indexed.fingerprint
+            if indexed.first is not None:
+                _add_rendered(indexed.first, tokenizer, seen.row("first sample"), rows)
+            return indexed.samples
+        if held_out is None:
+            require_none_for_tokens(cfg, key)
         paths = find_shards(pattern)
         catalogue = open_catalogue(paths, cfg.data.cache_dir or None, strict=False)
     except (DataError, OSError) as error:
         seen.complete = False
-        report.faults.append(Fault(key, without_key(error, "data.shards")))
+        report.faults.append(fault_of(error, key))
         return 0
     good, samples, unusable = [], 0, 0
     members: Counter[str] = Counter()
@@ -260,18 +251,24 @@ def _add_shards(
     if good and not samples:
         report.faults.append(Fault(key, f"{plural(len(good), 'shard')} of {pattern} can be read, without any sample"))
     elif samples and tokenizer is not None and cfg.data.sequence_length > 0:
-        _add_samples(report, cfg, key, replace(source, shards=good), tokenizer, seen, rows)
+        _add_samples(report, cfg, key, replace(source, shards=good), held_out, tokenizer, seen, rows)
         if len(good) < len(paths):
             seen.fingerprint = None
     return samples
 
 
 def _add_samples(
-    report: Report, cfg: ConfigContainer, key: str, source: Source, tokenizer: Any, seen: Seen, rows: list
+    report: Report,
+    cfg: ConfigContainer,
+    key: str,
+    source: Source,
+    held_out: HeldOutSet | None,
+    tokenizer: Any,
+    seen: Seen,
+    rows: list,
 ) -> None:
     """Reads the first samples in the order of the run: their text, and what every encoder gets."""
-    held_out = next((one for one in held_out_sets(cfg) if one.key == key), None)
-    dataset = build_dataset(without_split(cfg), tokenizer, held_out=held_out, shards=[source])
+    dataset = shard_dataset(without_split(cfg), tokenizer, [source], held_out)
     media = dataset.modules
     seen.fingerprint = dataset.fingerprint
     if not held_out and cfg.data.pad == "microbatch":
@@ -359,6 +356,14 @@ def _add_bad(report: Report, budget: int, key: str, bad: list[str], count: int) 
     elif bad:
         report.warnings.append(
             f"{key}: {len(bad)} of the first {count} samples are bad, data.max_bad_samples allows {budget}: {bad[0]}"
+        )
+
+
+def _add_fewer(report: Report, cfg: ConfigContainer, key: str, samples: int) -> None:
+    if cfg.train.eval_samples > samples:
+        report.warnings.append(
+            f"{key}: train.eval_samples asks for {cfg.train.eval_samples:,} samples, and there are {samples:,}: an "
+            "evaluation takes these"
         )
 
 

@@ -35,11 +35,11 @@ from mimo_train.plan.inputs import (
 from mimo_train.plan.run import config_faults
 
 if TYPE_CHECKING:
-    from data.dataset import Dataset
+    from data.samples import Samples
 
 _AT_ONCE = 64  # samples that a process takes at a time
 
-_readers: dict[int, Dataset] = {}
+_readers: dict[int, Samples] = {}
 """Datasets of a worker process, by the number of their set."""
 
 
@@ -87,11 +87,11 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
         for number, one in enumerate(_sets_of(cfg)):
             try:
                 dataset = _dataset_of(cfg, one)
-            except DataError as error:  # a shard that cannot be read
+                found = _verify_set(number, one, cfg, dataset, pool)
+            except DataError as error:  # a shard that cannot be read, or tokens of another tokenizer
                 code = 1
                 print(f"bad shard: {shown(str(error))}")
                 continue
-            found = _verify_set(number, one, cfg, dataset, pool)
             if one.held_out:
                 code |= int(found > dataset.allowed_bad_samples)
             else:
@@ -105,16 +105,21 @@ def _sets_of(cfg: ConfigContainer) -> list[_Set]:
     return trained + [_Set(one.key, one.source, one) for one in held_out_sets(cfg) if not one.fraction]
 
 
-def _dataset_of(cfg: ConfigContainer, one: _Set) -> Dataset:
+def _dataset_of(cfg: ConfigContainer, one: _Set) -> Samples:
     """Every sample once, in the order of the shards, whatever the run's is. Raises DataError as `build_dataset`."""
     plain = replace(cfg, data=replace(cfg.data, shuffle=False))
     return build_dataset(without_split(plain), tokenizer_of(cfg), held_out=one.held_out, shards=[one.source])
 
 
 def _verify_set(
-    number: int, one: _Set, cfg: ConfigContainer, dataset: Dataset, pool: ProcessPoolExecutor | None
+    number: int, one: _Set, cfg: ConfigContainer, dataset: Samples, pool: ProcessPoolExecutor | None
 ) -> int:
     """Read the samples of a set. Returns how many are bad."""
+    from data.dataset import Dataset
+    from data.indexed.dataset import TokenDataset
+
+    for file in dataset.files if isinstance(dataset, TokenDataset) else ():
+        file.require_whole()
     key, read = one.key, fields_of(cfg, one.source).members
     size, allowed = len(dataset), dataset.allowed_bad_samples
     jobs = [(number, first, min(first + _AT_ONCE, size)) for first in range(0, size, _AT_ONCE)]
@@ -125,11 +130,12 @@ def _verify_set(
         for line in found.bad:
             print(f"bad: {line}")
             reasons[_kind_of(line)] += 1
-    for sentence in named_unread(dataset.unread_members()):
+    for sentence in named_unread(dataset.unread_members()) if isinstance(dataset, Dataset) else ():
         print(f"warning: {key}: {sentence}", file=sys.stderr)
     fields = f", data.fields {sorted(read)}" if read else ""
     print(f"{key}: {size:,} samples, {bad:,} bad, data.max_bad_samples allows {allowed:,}{fields}")
-    print(f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {silent:,} have no token with loss")
+    if isinstance(dataset, Dataset):  # other samples are windows, each as long
+        print(f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {silent:,} have no token with loss")
     for reason, count in reasons.most_common(8):
         print(f"  {count:,} x {reason}")
     return bad

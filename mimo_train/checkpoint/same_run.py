@@ -64,7 +64,7 @@ def resume_faults(
             Fault(
                 "data.mix" if cfg.data.mix else "data.shards",
                 f"the shards are not those of checkpoint {folder} (fingerprint {data_fingerprint}, was {was}), so the "
-                f"order of samples would not continue: give the same shards, or another {home}",
+                f"order of samples would not continue: give the same shards, or another {home}{_cut(before, cfg)}",
             )
         )
     elif data_fingerprint is not None and mixing is not None and (fault := mixing.fault(record)) is not None:
@@ -112,6 +112,14 @@ def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fa
         f"is {new}, and checkpoint {folder} was trained with {old}, so the samples would be others: give the same, or "
         f"another {home}",
     )
+
+
+def _cut(before: dict[str, Any], cfg: ConfigContainer) -> str:
+    """Keys of which the samples of .bin and .idx files are others, where they have changed."""
+    now = {"sequence_length": cfg.data.sequence_length, "split": cfg.data.split}
+    was = {name: before["data"].get(name, value) for name, value in now.items()}
+    said = [f"data.{name} was {was[name] or 'empty'}" for name, value in now.items() if was[name] != value]
+    return f"; of .bin and .idx files, samples are cut by it: {', '.join(said)}" if said else ""
 
 
 def left_behind(cfg: ConfigContainer) -> list[Fault]:

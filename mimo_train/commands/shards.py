@@ -10,7 +10,7 @@ from typing import Any
 
 from data.shown import shown
 from data.storage.url import Place, is_url
-from mimo_train.commands import shards_build, shards_page
+from mimo_train.commands import shards_build, shards_page, shards_tokens
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, positive, whole
 from mimo_train.config.fault import UserError
 
@@ -85,23 +85,28 @@ def _about_files(handler: Any) -> Any:
 
 
 def _index(args: argparse.Namespace) -> int:
+    from data.indexed.find import is_indexed
     from data.shards import find_shards
     from data.sources import found_shards
     from mimo_train.config.compose import is_config, load
     from mimo_train.plan.inputs import held_out_sets, training_sources
 
     if not args.overrides and (is_url(args.pattern) or Path(args.pattern).is_dir() or not is_config(args.pattern)):
+        if is_indexed(args.pattern):
+            return shards_tokens.needs_no_index(args.pattern)
         return _index_all(find_shards(args.pattern), args.cache_dir, args.workers)
     cfg = load(args.pattern, args.overrides)
     if args.cache_dir:
         cfg.data.cache_dir = args.cache_dir
     sources = training_sources(cfg) + [one.source for one in held_out_sets(cfg) if not one.fraction]
-    paths = [path for source in sources if source.shards for path in found_shards(source)]
-    code = _index_all(list(dict.fromkeys(paths)), cfg.data.cache_dir or None, args.workers)
+    tars = [source for source in sources if source.shards and not is_indexed(source.shards)]
+    paths = [path for source in tars for path in found_shards(source)]
+    code = _index_all(list(dict.fromkeys(paths)), cfg.data.cache_dir or None, args.workers) if paths else 0
     return code or _count_texts(cfg, args.workers)
 
 
 def _count_texts(cfg: Any, workers: int) -> int:
+    from data.dataset import Dataset
     from data.text_lengths import TextLengths
     from mimo_train.metrics.count_bar import CountBar
     from mimo_train.plan.inputs import OneShard, build_dataset, tokenizer_of
@@ -112,6 +117,9 @@ def _count_texts(cfg: Any, workers: int) -> int:
         print(f"data.pad is {cfg.data.pad}: texts need not be counted")
         return 0
     dataset = build_dataset(cfg, tokenizer_of(cfg))
+    if not isinstance(dataset, Dataset):
+        print(f"the samples of .bin and .idx files have {cfg.data.sequence_length} tokens: nothing need be counted")
+        return 0
     lengths = TextLengths(dataset)
     bar = CountBar("counting the tokens of texts", sum(dataset.samples_of(shard) for shard in lengths.missing()))
     counted = 0
@@ -163,6 +171,8 @@ def _index_all(paths: list[Place], cache_dir: str | None, workers: int) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from data.indexed.find import is_indexed
+
     if args.html or args.overrides or _is_config(args.pattern):
         if not _is_config(args.pattern):
             what = "--html shows samples as a run reads them" if args.html else f"{args.overrides[0]} is of a config"
@@ -170,6 +180,8 @@ def _inspect(args: argparse.Namespace) -> int:
         if not args.html:
             raise UserError(f"{args.pattern} is a config: give --html FILE, or the shards themselves")
         return shards_page.write(args)
+    if is_indexed(args.pattern):
+        return shards_tokens.inspect(args.pattern, 3 if args.samples is None else args.samples)
     return _inspect_shards(args)
 
 
@@ -259,6 +271,8 @@ def _is_config(name: str) -> bool:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from data.indexed.find import is_indexed
+
     if _is_config(args.pattern):
         from mimo_train.check.verify_run import verify_run
 
@@ -266,6 +280,8 @@ def _verify(args: argparse.Namespace) -> int:
         return verify_run(args.pattern, [*args.overrides, *given], args.workers)
     if args.overrides:
         raise UserError(f"{args.overrides[0]}: changes are those of a config, and {args.pattern} is none")
+    if is_indexed(args.pattern):
+        return shards_tokens.verify(args.pattern)
     return _verify_shards(args)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from data.dataset import Dataset
+    from data.samples import Samples
     from mimo_train.report.data_page import DataSample
 
 _MEASURED = 1000
@@ -50,7 +50,7 @@ def write(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sample(dataset: Dataset, number: int) -> DataSample:
+def _sample(dataset: Samples, number: int) -> DataSample:
     from data.shown import shown
     from mimo_train.evaluation.shown_media import shown_media
     from mimo_train.report.data_page import DataSample, token_runs
@@ -75,7 +75,7 @@ def _sample(dataset: Dataset, number: int) -> DataSample:
     )
 
 
-def _of_media(dataset: Dataset, number: int) -> list[Any]:
+def _of_media(dataset: Samples, number: int) -> list[Any]:
     return [dataset.read_media(number, item.module)[1] for item in dataset.modules]
 
 

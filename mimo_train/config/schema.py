@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
+from data.indexed.split import split_parts
 from data.media.ground import colour_of
 from data.storage.url import is_url
 from mimo_train.config.fault import Fault
-from mimo_train.config.installed import library_faults
 from mimo_train.config.keys import key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
@@ -32,62 +32,11 @@ from mimo_train.config.schema_mix import (
 )
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_placement import PlacementConfig
+from mimo_train.config.schema_run import RunConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
-
-LEAST_PATIENCE = 0.25
-"""`run.timeout_minutes` with in-process restarts, whose barriers wait twice as long, is longer than this."""
-
-YEAR = 365 * 24 * 60
-"""In minutes. Libraries count a timeout in units that far larger ones overflow."""
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Files of which a folder with a Hugging Face tokenizer has some."""
-
-
-@dataclass
-class RunConfig:
-    """Where a run lives and what it runs on."""
-
-    dir: str = key("runs/run", filled="the folder that the run writes into")
-    """Folder that the run writes into. The same folder again resumes the run."""
-    seed: int = key(1234, at_least=0, at_most=2**63 - 1)
-    """Seed of initial weights, of the order of samples and of dropout."""
-    device: str = key("auto", choices=("auto", "cuda", "cpu"))
-    """`auto` (CUDA where each process of a machine gets a device), `cuda` or `cpu`. On CUDA each process takes a GPU of
-    its own."""
-    timeout_minutes: float = key(10.0, at_least=0.001, below=YEAR)
-    """Minutes that a rank waits for its peers in a collective before it gives up, less than a year. With
-    `inprocess_restarts` above 0.25."""
-    step_timeout_minutes: float = key(0.0, at_least=0, below=YEAR, zero_means="as `timeout_minutes`")
-    """As `timeout_minutes`, from the second step of a start on: the first one, and what comes before it, may wait for
-    compilers, for communicators of NCCL and for cold storage. Saves and evaluations in the loop count as steps. On the
-    CPU it holds for collectives, not for messages between two ranks. 0: as `timeout_minutes`."""
-    hang_report_seconds: float = key(300.0, at_least=0, below=60 * YEAR, zero_means="never")
-    """Seconds without progress, in set-up too, after which a run says which rank is to blame and ends with exit code
-    18; 0: never. See docs/reliability.md#hangs."""
-    inprocess_restarts: int = key(0, at_least=0, at_most=1_000_000)
-    """How often a failed run starts again inside its processes, from its newest checkpoint; 0: never. Needs the extra
-    `resiliency`. See docs/reliability.md#in-process-restart."""
-
-    def faults(self, resume: str) -> Iterator[Fault]:
-        """Values that cannot be, alone and together with `checkpoint.resume`."""
-        yield from value_faults(self, "run")
-        yield from local_faults("run.dir", self.dir, "give the URL as checkpoint.dir")
-        yield from library_faults(
-            self, "run", {"inprocess_restarts": ("nvidia_resiliency_ext.inprocess", "'mimo-train[resiliency]'")}
-        )
-        if self.inprocess_restarts > 0 and 0 < self.timeout_minutes <= LEAST_PATIENCE:
-            yield Fault(
-                "run.timeout_minutes",
-                f"must be above {LEAST_PATIENCE} with run.inprocess_restarts {self.inprocess_restarts}, is "
-                f"{self.timeout_minutes}: ranks send a sign of life every second, and are missed after 30",
-            )
-        if self.inprocess_restarts > 0 and resume != "auto":
-            yield Fault(
-                "checkpoint.resume",
-                f"must be auto with run.inprocess_restarts {self.inprocess_restarts}, is {resume!r}: a run that starts "
-                "again continues from its newest checkpoint",
-            )
 
 
 @dataclass
@@ -97,7 +46,7 @@ class DataConfig:
     shards: str = ""
     """Training shards, required unless there is a `mix`: a folder, a glob, a brace range `x-{000000..000127}.tar`, or
     several with commas; paths or URLs (`s3://`, `gs://`, `az://`, `https://`, ...); or a folder of an Energon dataset,
-    or the YAML of a metadataset. See docs/data.md#what-you-have."""
+    or the YAML of a metadataset; or for texts the prefix of `.bin` and `.idx` files. See docs/data.md#what-you-have."""
     mix: list[SourceConfig] = field(default_factory=list)
     """Sources of samples and their weights, in place of `shards`. See docs/data.md#mixtures."""
     mix_schedule: list[MixChange] = field(default_factory=list)
@@ -113,6 +62,9 @@ class DataConfig:
     """Further held-out sets by name, `{charts: {shards: shards/charts}}`: measured as `eval/NAME/loss` and so on."""
     validation_fraction: float = key(0.0, at_least=0, below=1)
     """Share of the training samples that is held out instead of trained on; 0: none. See docs/data.md#held-out-sets."""
+    split: str = ""
+    """Of `.bin` and `.idx` files: which documents are trained on, held out, and left for a test: their shares in the
+    order of the file, `969,30,1` as of Megatron-LM's `--split`. Empty: all of `shards` are trained on."""
     demo: str = key("", choices=("", "digits", "mixed", "text"))
     """`digits`, `mixed` (pictures, sounds and texts) or `text`: make the demo's shards at `shards` and
     `validation_shards` on first use. Empty: never; set it so for shards of your own."""
@@ -129,6 +81,10 @@ class DataConfig:
     pack_length: int = key(0, at_least=0, at_most=2**27)
     """With `pack`: most tokens of a row, at least `sequence_length`. 0: `train.micro_batch_size` x `sequence_length`,
     what a microbatch holds unpacked."""
+    separate_documents: bool = False
+    """Of `.bin` and `.idx` files, with `pack`: whether attention, positions and loss end where a document ends, as with
+    Megatron-LM's `--reset-position-ids`, `--reset-attention-mask` and `--eod-mask-loss`, instead of going on into the
+    next one of the sample."""
     tokenizer: str = key("bytes", filled="bytes or a folder")
     """`bytes` (built in), or a folder with a Hugging Face tokenizer."""
     chat_template: str = key("auto", filled="auto, own or a file")
@@ -171,6 +127,24 @@ class DataConfig:
     """Most bytes of members of remote shards that are kept on this machine, in `data.cache_dir` or the user's cache;
     0: none. See docs/data.md#from-anywhere."""
 
+    @property
+    def held_out_by(self) -> str:
+        """The key that holds out some of the training samples; empty: none does."""
+        if self.validation_fraction:
+            return "data.validation_fraction"
+        return "data.split" if self.held_out_share else ""
+
+    @property
+    def held_out_share(self) -> float:
+        """Share of the training samples that is held out; of a `split` with a fault 0."""
+        if not self.split:
+            return self.validation_fraction
+        try:
+            _, (begin, end) = split_parts(self.split)
+        except DataError:
+            return 0.0
+        return end - begin
+
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be, and demos that would overwrite other shards."""
         inside = {"data.bounds": self.bounds, "data.video": self.video}
@@ -181,7 +155,8 @@ class DataConfig:
             return  # paths that are none
         yield from mix_faults(self.mix, self.mix_schedule, self.shards)
         names = source_names(self.mix)
-        yield from validation_faults(self.validation, self.validation_shards, self.validation_fraction, names)
+        yield from self._split_faults()
+        yield from validation_faults(self.validation, self.validation_shards, self.held_out_by, names)
         yield from self._tokenizer_faults()
         if self.max_bad_samples >= 1 and self.max_bad_samples != int(self.max_bad_samples):
             yield Fault(
@@ -207,6 +182,23 @@ class DataConfig:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
         elif self.demo:
             yield from self._demo_faults()
+
+    def _split_faults(self) -> Iterator[Fault]:
+        if self.split and self.validation_fraction:
+            yield Fault(
+                "data.split",
+                f"is {self.split}, and data.validation_fraction {self.validation_fraction:g}: set only one",
+            )
+        if self.split:
+            try:
+                split_parts(self.split)
+            except DataError as error:
+                yield Fault("data.split", str(error))
+        if self.separate_documents and not self.pack:
+            yield Fault(
+                "data.separate_documents",
+                "is true, and data.pack is false: documents are kept apart in packed rows alone: set data.pack=true",
+            )
 
     def _tokenizer_faults(self) -> Iterator[Fault]:
         """A name that is no folder would be asked of a network, by every rank."""

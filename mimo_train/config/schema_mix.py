@@ -69,7 +69,7 @@ def _name_of(shards: str) -> str:
     """The last part of a path in which nothing stands for several names."""
     parts = [part for part in re.split(r"[/\\]", shards.split(",")[0].strip()) if part]
     plain = [part for part in parts if _NAME.fullmatch(part) and part not in (".", "..")]
-    return plain[-1].removesuffix(".tar") if plain else ""
+    return re.sub(r"\.(tar|idx|bin)$", "", plain[-1]) if plain else ""
 
 
 def mix_faults(mix: Sequence[SourceConfig], schedule: Sequence[MixChange], shards: str) -> Iterator[Fault]:
@@ -126,13 +126,13 @@ def _schedule_faults(schedule: Sequence[MixChange], weights: Mapping[str, float]
 
 
 def validation_faults(
-    validation: Mapping[str, ValidationConfig], shards: str, fraction: float, names: Sequence[str]
+    validation: Mapping[str, ValidationConfig], shards: str, held_out_by: str, names: Sequence[str]
 ) -> Iterator[Fault]:
-    """What is wrong with `data.validation` and `data.validation_fraction`.
+    """What is wrong with held-out sets.
 
     Args:
         shards: `data.validation_shards`.
-        fraction: `data.validation_fraction`.
+        held_out_by: the key that holds out some of the training samples; empty: none does.
         names: of the sources of a mixture.
     """
     for name, one in validation.items():
@@ -146,18 +146,18 @@ def validation_faults(
         yield from fields_faults(one.fields, f"data.validation.{name}.fields")
         if not one.shards.strip():
             yield Fault(f"data.validation.{name}.shards", "is empty: give a folder, a glob or a brace range")
-    if fraction and shards:
+    if held_out_by and shards:
         yield Fault(
-            "data.validation_fraction",
-            f"is {fraction:g}, and data.validation_shards is {shards}: set one of them to 0 or empty; further sets go "
-            "into data.validation",
+            held_out_by,
+            f"holds out training samples, and data.validation_shards is {shards}: set one of them to 0 or empty; "
+            "further sets go into data.validation",
         )
     both = [name for name, count in Counter([*names, *validation]).items() if count > 1]
-    if fraction and both:
+    if held_out_by and both:
         yield Fault(
             "data.validation", f"{both[0]!r} is a source too, whose held-out samples have its name: give another"
         )
-    if fraction and (taken := [name for name in names if name in TAKEN]):
+    if held_out_by and (taken := [name for name in names if name in TAKEN]):
         yield Fault(
             "data.mix", f"a source is named {taken[0]!r}, as what is measured of the held-out ones: give another"
         )

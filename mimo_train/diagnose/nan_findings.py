@@ -142,7 +142,7 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
 
 def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
     """Non-finite pictures or clips that this rank read, with their samples."""
-    outline = data.dataset.outline
+    sizes = data.dataset.input_sizes
     for microbatch, batch in enumerate(data.current.microbatches):
         for module, inputs in batch.get("modality_inputs", {}).items():
             tensors = dict((inputs or {}).get(module, {}))
@@ -153,7 +153,7 @@ def _bad_inputs(data: StepIterator) -> Iterator[BadMicrobatch]:
                     continue  # later stages of an encoder have sizes alone
                 numbers = data.current.numbers[microbatch][module]
                 # One item for each picture or clip that was read, in the order of the samples.
-                owners = [number for number in numbers if number not in known for _ in outline(number).tokens[module]]
+                owners = [number for number in numbers if number not in known for _ in sizes(number, module)]
                 bad = [owner for owner, good in zip(owners, are_finite(values), strict=True) if not good]
                 if bad:
                     samples = _samples(data, dict.fromkeys(bad))

@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from data.pipeline import TextSample
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.documents import documents_of
 from mimo_train.model.llm.gpt import choose_logits, spread
 from mimo_train.parallel.context import gather_sequence, own_part
 from mimo_train.step.batches import WANTED, StepIterator
@@ -45,7 +46,10 @@ class PredictStep:
             alone = unwrap_model(model)
             choose_logits(alone if self._is_alone else alone.language_model, batch[LEARNED])
         if self._is_alone:
-            output = model(**own_part(inputs, self._groups[LANGUAGE].cp), attention_mask=None)
+            cp_group = self._groups[LANGUAGE].cp
+            inputs.pop("documents", None)
+            packing = {"packed_seq_params": documents_of(batch, cp_group.size())}
+            output = model(**own_part(inputs, cp_group), attention_mask=None, **packing)
         else:
             inputs.setdefault("input_ids", None)
             output, _ = model(**inputs, labels=None, loss_mask=None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.pipeline import require_budget
+from data.pipeline import TokenDataset, require_budget
 from data.storage.replace import replacing
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
@@ -21,6 +21,7 @@ from mimo_train.evaluation.predictions import FILE as PREDICTIONS
 from mimo_train.evaluation.predictions import predictions_of, write_predictions
 from mimo_train.evaluation.shown_media import shown_media
 from mimo_train.plan.inputs import HeldOutSet, build_dataset, held_out_sets
+from mimo_train.plan.padding import padding_of_documents
 from mimo_train.plan.run import Run
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.feature_cache import Features
@@ -56,6 +57,8 @@ class HeldOut:
         self._prefix, self._shows = f"eval/{of.name}/" if of.name else "eval/", shows
         self._predictions = f"predictions_{of.name}.jsonl" if of.name else PREDICTIONS
         self.dataset = build_dataset(run.cfg, tokenizer, held_out=of)
+        apart = run.cfg.data.separate_documents and isinstance(self.dataset, TokenDataset)
+        self._padding = padding_of_documents(run.cfg) if apart else None
         if features is not None:
             features.serve(self.dataset)
         self._report: BadSampleReport | None = None
@@ -74,7 +77,14 @@ class HeldOut:
         Args:
             all_logits: whether the model gives logits everywhere, also with `train.logits=learned`.
         """
-        loader = open_loader(self._run, self._pipeline.groups, self.dataset, consumed=0, steps=self.steps)
+        loader = open_loader(
+            self._run,
+            self._pipeline.groups,
+            self.dataset,
+            consumed=0,
+            steps=self.steps,
+            padding=self._padding,
+        )
         learned = self._run.cfg.train.logits == "learned" and not all_logits
         return StepIterator(loader, self._pipeline, learned_logits=learned)
 

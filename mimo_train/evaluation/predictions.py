@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from data.pipeline import Dataset
+from data.pipeline import Samples
 from data.storage.replace import replacing
 from data.tokens import Tokenizer
 
@@ -45,7 +45,7 @@ def predictions_of(microbatch: dict[str, Any], samples: int, tokenizer: Tokenize
         }
 
 
-def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, dataset: Dataset) -> None:
+def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, dataset: Samples) -> None:
     """Write a line for each entry, with the step and the place of its sample. Where the file cannot be written, that is
     said: no run ends for it."""
     lines = []

@@ -6,13 +6,13 @@ import wave
 
 import torch
 
-from data.pipeline import Dataset
+from data.pipeline import Samples
 
 SHOWN_SECONDS = 10
 """Clips are cut to this for the report."""
 
 
-def shown_media(dataset: Dataset, number: int) -> dict[str, list[str]]:
+def shown_media(dataset: Samples, number: int) -> dict[str, list[str]]:
     """Base64 of PNG (`images`) and WAV (`clips`) files of a sample, each medium once, as the first module of its kind
     gets it."""
     shown: dict[str, list[str]] = {"images": [], "clips": []}

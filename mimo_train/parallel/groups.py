@@ -13,7 +13,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
 
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.schema import RunConfig
+from mimo_train.config.schema_run import RunConfig
 from mimo_train.parallel import device
 from mimo_train.parallel.own_groups import BRIDGE, EMBEDDING, GRADIENTS, LAYERS, STAGES, OwnGrid, OwnGroups
 from mimo_train.plan.graph import Edge

@@ -27,9 +27,10 @@ from encoders.spec import (
 )
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
+from mimo_train.plan.token_inputs import of_tokens, require_none_for_tokens, token_dataset
 
 if TYPE_CHECKING:
-    from data.pipeline import Dataset, Media, Source
+    from data.pipeline import Dataset, Media, Samples, Source
     from data.storage.file_cache import FileCache
     from data.tokens import Tokenizer
     from mimo_train.config.pretrained.directory import Directory
@@ -155,15 +156,15 @@ def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
     """The held-out sets of a run, in the order in which they are evaluated."""
     from data.sources import Source
 
-    data, key = cfg.data, "data.validation_fraction"
+    data, key = cfg.data, cfg.data.held_out_by
     found = []
     if data.validation_shards:
         unnamed = "data.validation_shards"
         found.append(HeldOutSet("", unnamed, Source("", data.validation_shards, unnamed)))
-    if data.validation_fraction:
+    if key:
         # Its weight, which may be 0, is that of training.
         sources = [replace(one, weight=None) for one in training_sources(cfg)]
-        found += [HeldOutSet(one.name, key, one, data.validation_fraction) for one in sources]
+        found += [HeldOutSet(one.name, key, one, data.held_out_share) for one in sources]
     for name, one in data.validation.items():
         own = f"data.validation.{name}.shards"
         fields = _fields(one.fields) if one.fields else None
@@ -177,7 +178,7 @@ def build_dataset(
     *,
     held_out: HeldOutSet | None = None,
     shards: Sequence[Source] | None = None,
-) -> Dataset:
+) -> Samples:
     """The training samples, or those of a held-out set: these in order, and with their texts.
 
     Args:
@@ -186,11 +187,24 @@ def build_dataset(
     Raises:
         DataError: no shards, or one that cannot be used.
     """
+    sources = shards or ([held_out.source] if held_out else training_sources(cfg))
+    if of_tokens(sources):
+        fraction = held_out.fraction if held_out else 0.0
+        return token_dataset(cfg, tokenizer, sources, held_out=held_out is not None, fraction=fraction)
+    if held_out is None:
+        require_none_for_tokens(cfg, sources[0].key)
+    return shard_dataset(cfg, tokenizer, sources, held_out)
+
+
+def shard_dataset(
+    cfg: ConfigContainer, tokenizer: Any, sources: Sequence[Source], held_out: HeldOutSet | None = None
+) -> Dataset:
+    """`build_dataset` of tars."""
     from data.pipeline import Dataset
 
     data = cfg.data
     return Dataset(
-        shards or ([held_out.source] if held_out else training_sources(cfg)),
+        sources,
         tokenizer=tokenizer,
         sequence_length=data.sequence_length,
         media=media_of(cfg),
@@ -241,7 +255,7 @@ _RANKS = 16
 
 def without_split(cfg: ConfigContainer) -> ConfigContainer:
     """The config with every sample on the side of training, for those who look at shards and not at the run."""
-    return replace(cfg, data=replace(cfg.data, validation_fraction=0.0))
+    return replace(cfg, data=replace(cfg.data, validation_fraction=0.0, split=""))
 
 
 @dataclass
@@ -254,7 +268,7 @@ class OneShard:
         from data.sources import Source
 
         shards = [Source("", [shard], fields=fields)]
-        return build_dataset(without_split(self.cfg), self._tokenizer, shards=shards)
+        return shard_dataset(without_split(self.cfg), self._tokenizer, shards)
 
     @cached_property
     def _tokenizer(self) -> Any:

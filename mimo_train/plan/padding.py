@@ -25,15 +25,31 @@ def padding_of(cfg: ConfigContainer) -> Padding | Packing | None:
     step are as long, and one layout's as another's: neither which samples make a microbatch nor the number of replicas
     has a part in such a mean.
     """
-    layout, equal = cfg.language.layout, _has_router_losses(cfg.llm)
-    parts = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
     if cfg.data.pack:
-        # Interleaved stages take microbatches in groups of as many as there are stages.
-        groups = layout.pp if layout.vpp > 1 else 1
-        return Packing(pack_length(cfg), math.lcm(UNIT, parts), groups, equal=equal)
+        return _packing(cfg, pack_length(cfg))
     if cfg.data.pad == "sequence":
         return None
-    return Padding(math.lcm(EQUAL_UNIT if equal else UNIT, parts), equal)
+    equal = _has_router_losses(cfg.llm)
+    return Padding(math.lcm(EQUAL_UNIT if equal else UNIT, _parts(cfg)), equal)
+
+
+def padding_of_documents(cfg: ConfigContainer) -> Packing:
+    """One sample in each row, which says where its documents end: how held-out samples of several documents are read
+    (`data.separate_documents`)."""
+    return _packing(cfg, cfg.data.sequence_length)
+
+
+def _packing(cfg: ConfigContainer, budget: int) -> Packing:
+    layout = cfg.language.layout
+    # Interleaved stages take microbatches in groups of as many as there are stages.
+    groups = layout.pp if layout.vpp > 1 else 1
+    return Packing(budget, math.lcm(UNIT, _parts(cfg)), groups, equal=_has_router_losses(cfg.llm))
+
+
+def _parts(cfg: ConfigContainer) -> int:
+    """In how many parts a sequence is split by parallel ranks."""
+    layout = cfg.language.layout
+    return (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
 
 
 def pack_length(cfg: ConfigContainer) -> int:

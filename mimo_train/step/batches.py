@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.pipeline import Batching, Dataset, Packing, Padding, Reader, StepBatch, StepLoader
+from data.pipeline import Batching, Packing, Padding, Reader, Samples, StepBatch, StepLoader
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER
@@ -41,7 +41,7 @@ def readers_of(layout: RunLayout, groups: RunGroups) -> list[Reader]:
 def open_loader(
     run: Run,
     groups: RunGroups,
-    dataset: Dataset,
+    dataset: Samples,
     *,
     consumed: int,
     steps: int,
@@ -151,8 +151,8 @@ class StepIterator:
         return self._pipeline.device
 
     @property
-    def dataset(self) -> Dataset:
-        """The dataset; it maps a sample number to its shard and key."""
+    def dataset(self) -> Samples:
+        """The samples; it maps a sample number to its shard and key."""
         return self._loader.dataset
 
     def rewind(self, chosen: Sequence[int] | None = None) -> None:
@@ -232,7 +232,8 @@ class StepIterator:
             for microbatch in step.microbatches:
                 places = microbatch["sample_numbers"] - step.first_sample
                 if step.plan.packed:
-                    counted = microbatch["loss_mask"][0].double().split(_lengths(microbatch["documents"]))
+                    mask = microbatch["loss_mask"][0].double()
+                    counted = mask.split(step.plan.lengths_in_row(microbatch["sample_numbers"].numpy(), len(mask)))
                     counts[places] = torch.tensor([each.sum() for each in counted[: len(places)]], dtype=counts.dtype)
                 else:
                     counts[places] = microbatch["loss_mask"].double().sum(dim=1)
@@ -244,13 +245,8 @@ class StepIterator:
         if not self.current.plan.packed:
             return self._good[batch["sample_numbers"] - self.current.first_sample]
         numbers = self.current.microbatches[index]["sample_numbers"]
-        lengths = _lengths(batch["documents"])
-        # Padding behind the samples is a document without a sample; its loss is none already.
+        lengths = self.current.plan.lengths_in_row(numbers.numpy(), batch["loss_mask"].size(1))
+        # Padding behind the samples is of none of them; its loss is none already.
         places = torch.nn.functional.pad(numbers - self.current.first_sample, (0, len(lengths) - len(numbers)))
         of_positions = places.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
         return self._good[to_device(of_positions, self._pipeline.device)].T
-
-
-def _lengths(ends: Sequence[int]) -> list[int]:
-    """Tokens of each document of a packed row, from where they end."""
-    return [end - begin for begin, end in itertools.pairwise((0, *ends))]

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from data.media.ground import READING
-from data.pipeline import MEDIA, Dataset, Lookup
+from data.pipeline import MEDIA, Lookup, Samples
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
@@ -55,7 +55,7 @@ class Features:
             if config.prefetch_microbatches:
                 self._prefetched[name] = config.prefetch_microbatches
 
-    def serve(self, dataset: Dataset) -> None:
+    def serve(self, dataset: Samples) -> None:
         """Let the readers of a dataset look up features. Call it before they start."""
         dataset.lookups = dict(self._lookups)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from data.pipeline import Dataset, require_budget
+from data.pipeline import Samples, require_budget
 from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.step.batches import StepIterator
 from mimo_train.step.state import TrainState
@@ -21,7 +21,7 @@ class BadSampleCount:
         new: flags of bad samples not yet looked at, 0-d float64 on the device; the same on every rank.
     """
 
-    def __init__(self, train_state: TrainState, dataset: Dataset, report: BadSampleReport, device: torch.device):
+    def __init__(self, train_state: TrainState, dataset: Samples, report: BadSampleReport, device: torch.device):
         self._train_state, self._dataset, self._report = train_state, dataset, report
         self._rows = set(train_state.bad_rows)
         self._waiting: list[tuple[int, torch.Tensor]] = []

@@ -3,7 +3,7 @@ of a source would be drawn a second time."""
 
 from dataclasses import dataclass
 
-from data.pipeline import Dataset
+from data.pipeline import Samples
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.schema_train import TrainConfig
 from mimo_train.flight.recorder import RECORDER
@@ -33,7 +33,7 @@ class DataEnd:
         )
 
 
-def with_steps(run: Run) -> tuple[Run, Dataset | None]:
+def with_steps(run: Run) -> tuple[Run, Samples | None]:
     """The run with the steps of `train.epochs`, which schedules are built by, and its training samples; without that
     key the run as it is. Collective."""
     if not run.cfg.train.epochs:
@@ -44,7 +44,7 @@ def with_steps(run: Run) -> tuple[Run, Dataset | None]:
     return with_iters(run, steps_of_epochs(run, len(dataset))), dataset
 
 
-def data_end(run: Run, dataset: Dataset, train_state: TrainState) -> DataEnd | None:
+def data_end(run: Run, dataset: Samples, train_state: TrainState) -> DataEnd | None:
     """Where the data ends the run, if that is before its last step.
 
     Raises:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from mimo_train.config.schema import RunConfig
+from mimo_train.config.schema_run import RunConfig
 from mimo_train.parallel import device
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 
+from data.pipeline import Dataset
 from data.storage.url import Url
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
@@ -207,7 +208,7 @@ def _build(
     RECORDER.to("index")
     dataset, padding = dataset or build_dataset(cfg, parts.tokenizer), padding_of(cfg)
     mixing = Mixing(cfg, run.batch, dataset.source_sizes)
-    if padding is not None:
+    if padding is not None and isinstance(dataset, Dataset):
         count_texts(run, dataset)
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)

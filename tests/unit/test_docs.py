@@ -49,7 +49,7 @@ MODULE_PARTS = {
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|\.\.\.|X{4}|\*\*|^my\b|~")
 """What stands for a name that the reader chooses."""
 OF_OTHERS = {"config.yaml", "data.py", "layout/four_and_two.yaml", "encoder/vit_mine.yaml"}
-OF_OTHERS |= {"split.yaml", "dataset.yaml", ".info.yaml"}
+OF_OTHERS |= {"split.yaml", "dataset.yaml", ".info.yaml", "tools/preprocess_data.py", "preprocess_data.py"}
 """Files that a run or another program writes, or that belong to the reader."""
 SUFFIXES = (".py", ".sh", ".md", ".yaml", ".toml", ".sbatch")
 FOLDERS = ("mimo_train", "encoders", "data", "configs", "scripts", "tests", "docs", "benchmarks", ".ci")

@@ -15,9 +15,10 @@ def warned(shards, *more):
     cfg, report = load(name, [*changes, *more]), Report()
     tokenizer = tokenizer_of(cfg)
     dataset = build_dataset(cfg, tokenizer)
-    add_leakage(report, cfg, dataset, tokenizer)
     (one,) = held_out_sets(cfg)
-    return report.warnings, dataset, build_dataset(cfg, tokenizer, held_out=one)
+    held_out = build_dataset(cfg, tokenizer, held_out=one)
+    add_leakage(report, one, dataset, held_out)
+    return report.warnings, dataset, held_out
 
 
 def content(dataset, number):

@@ -13,6 +13,7 @@ import soundfile
 from data.catalogue.catalogue import open_index
 from data.shards import find_shards
 from mimo_train.cli import main
+from tests.indexed import texts, write_indexed
 from tests.tars import write_tar
 from tests.unit.config.test_energon import energon
 from tests.unit.data.helpers import encode_picture
@@ -95,6 +96,7 @@ SOURCES = {
     "Output of img2dataset": laion,
     "Pictures beside captions": album,
     "Texts": corpus,
+    ".bin and .idx of Megatron-LM": lambda: write_indexed(Path("corpus_text_document"), texts(1000, longest=300)),
     "WebDataset shards": shards,
     "Energon": lambda: energon(Path("coco")),
 }
@@ -103,7 +105,7 @@ SOURCES = {
 def test_every_section_is_tried_and_in_the_table():
     assert [*SECTIONS] == [*SOURCES, "What a build does"]
     linked = re.findall(r"\]\(#([\w-]+)\)", PART.partition("###")[0])
-    assert [name.lower().replace(" ", "-") for name in SOURCES] == [*linked[:-1]][: len(SOURCES)]
+    assert [name.lower().replace(" ", "-").replace(".", "") for name in SOURCES] == [*linked[:-1]][: len(SOURCES)]
 
 
 @pytest.mark.parametrize("section", SOURCES)

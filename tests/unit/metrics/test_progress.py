@@ -6,8 +6,9 @@ import pytest
 from mimo_train.compat.train import compute_throughputs_and_append_to_progress_log, get_start_time_from_progress_log
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.schema import ConfigContainer, DataConfig, RunConfig
+from mimo_train.config.schema import ConfigContainer, DataConfig
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_run import RunConfig
 from mimo_train.metrics import progress
 from mimo_train.metrics.progress import (
     append_to_progress_log,

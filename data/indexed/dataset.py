@@ -1,0 +1,184 @@
+"""Samples that are windows of token files: sample number -> `sequence_length` tokens and one more, the last target.
+
+The documents of a file, in their order, are one text. Window i has the tokens [i S, i S + S + 1) of it: inputs and
+targets are shifted by one, and every token but the first is a target once an epoch. What is behind the last whole
+window is left out, fewer than S + 1 tokens of a file. The order of windows is that of all samples (`data.order`), so
+that a run continues at any number, in any layout. No window is of two files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.bad_samples import BadSample, BadSamples
+from data.collate import TextSample
+from data.errors import DataError
+from data.indexed.file import IndexedFile
+from data.indexed.find import find_indexed
+from data.indexed.split import WHOLE, Part
+from data.sample_table import StepSamples
+from data.samples import Samples
+from data.sources import Source, fingerprint_of, order_of
+from data.storage.local import ShardReader
+from data.storage.retry import RETRIES
+from data.storage.url import Place
+from data.tokens import Tokenizer
+
+
+class TokenDataset(Samples):
+    """Windows of .bin and .idx files.
+
+    sources: of such files (`is_indexed`); tokenizer: that the files were made with; sequence_length: S; seed, shuffle,
+    shuffle_block: see `GlobalOrder`; part: from which share of each file's documents on, and up to which; separate:
+    samples say where their documents end, and no document's end is followed by a target; keep_text, read_retries: as of
+    `Dataset`.
+
+    Raises DataError (a file is unusable, a source has no whole window, a token is none of the tokenizer), ReadError.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        shuffle_block: int = 1,
+        part: Part = WHOLE,
+        separate: bool = False,
+        keep_text: bool = False,
+        read_retries: int = RETRIES,
+    ) -> None:
+        self.sources, self.tokenizer, self.sequence_length = tuple(sources), tokenizer, sequence_length
+        self.keep_text, self.lookups, self._separate = keep_text, {}, separate
+        self.reader = ShardReader(read_retries)
+        found = [_files_of(source, read_retries) for source in self.sources]
+        self.files = [file for files in found for file in files]
+        self.shards: list[Place] = [file.path for file in self.files]
+        self._ends_of_sources = np.cumsum([len(files) for files in found])
+        spans = [span_of(file, part) for file in self.files]
+        self._firsts = np.array([first for first, _ in spans], dtype=np.int64)
+        counts = [windows_in(end - first, sequence_length) for first, end in spans]
+        self._ends = np.cumsum(counts)
+        self._begins = self._ends - counts
+        self._require_windows(counts, spans, part)
+        sizes, contents = [file.version.size for file in self.files], [file.content for file in self.files]
+        of_files = self._ends_of_sources.tolist(), counts, contents
+        self.order = order_of(self.sources, *of_files, seed, shuffle, shuffle_block, 0.0, False)
+        self.lengths = np.broadcast_to(np.int32(sequence_length), int(self._ends[-1]))
+        self.allowed_bad_samples = 0
+        self.bad_samples = BadSamples(0)
+        names = list(zip((path.name for path in self.shards), sizes, contents, counts, strict=True))
+        of_windows = f"{fingerprint_of(names, self._ends_of_sources.tolist(), 0.0)} {sequence_length} {part}"
+        self.fingerprint = hashlib.sha256(of_windows.encode()).hexdigest()[:32]
+        self.text_fingerprint = tokenizer.fingerprint
+
+    def locate(self, number: int) -> tuple[Place, str]:
+        """(.bin, "document 5, token 1000"): where a sample begins, counted from 0."""
+        file, first = self._window(number)
+        return file.path, f"document {file.document_at(first)}, token {first}"
+
+    def identity(self, number: int) -> str:
+        file, first = self._window(number)
+        return f"{file.path.resolve()}|{file.content}|{first}|{self.sequence_length}"
+
+    def plan_step(self, first: int, size: int) -> StepSamples:
+        lengths = np.full(size, self.sequence_length, dtype=np.int64)
+        if not self._separate:
+            return StepSamples({}, {}, {}, lengths)
+        return StepSamples({}, {}, {}, lengths, self._documents(np.arange(first, first + size)))
+
+    def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:
+        """Tokens of a sample; none is bad. Raises DataError for a token that the tokenizer does not have."""
+        file, first = self._window(number)
+        tokens = file.read(self.reader, first, self.sequence_length + 1).astype(np.int64)
+        self._require_known(tokens, file, first)
+        loss_mask, documents = np.ones(self.sequence_length, dtype=np.float32), None
+        if self._separate:
+            ends = file.ends_in(first, self.sequence_length)
+            loss_mask[ends - 1] = 0  # the next token is of another document
+            documents = (*ends[ends < self.sequence_length].tolist(), self.sequence_length)
+        words = ("", self.tokenizer.decode(tokens.tolist())) if self.keep_text else None
+        sample = TextSample(
+            number, tokens[:-1], tokens[1:], loss_mask, self.sequence_length, None, words, documents=documents
+        )
+        return sample, None
+
+    def prompt_and_truth(self, number: int) -> tuple[str, str]:
+        """("", the text): there is no question."""
+        return "", self.tokenizer.decode(self.read_text(number)[0].input_ids.tolist())
+
+    def close(self) -> None:
+        self.reader.close()
+
+    def _window(self, number: int) -> tuple[IndexedFile, int]:
+        """(file, its first token) of a sample."""
+        row = self.order.row(number)
+        at = int(np.searchsorted(self._ends, row, side="right"))
+        return self.files[at], int(self._firsts[at]) + (row - int(self._begins[at])) * self.sequence_length
+
+    def _windows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(numbers of the files, first tokens) of samples, int64."""
+        rows = self.order.rows(numbers)
+        files = np.searchsorted(self._ends, rows, side="right")
+        return files, self._firsts[files] + (rows - self._begins[files]) * self.sequence_length
+
+    def _documents(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Tokens of each document in samples."""
+        found: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(numbers)
+        files, firsts = self._windows(numbers)
+        for at in np.unique(files).tolist():
+            own = np.flatnonzero(files == at)
+            lengths = self.files[at].lengths_in(firsts[own], self.sequence_length)
+            for place, of_sample in zip(own.tolist(), lengths, strict=True):
+                found[place] = of_sample
+        return found
+
+    def _require_known(self, tokens: np.ndarray, file: IndexedFile, first: int) -> None:
+        size = self.tokenizer.text_size
+        if 0 <= tokens.min() and tokens.max() < size:
+            return
+        at = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
+        raise DataError(
+            f"data.tokenizer: {file.path} has the id {tokens[at]} (token {first + at}, in document "
+            f"{file.document_at(first + at)}), and the tokenizer has the ids 0 to {size - 1}: give the folder of the "
+            "tokenizer that the file was made with"
+        )
+
+    def _require_windows(self, counts: Sequence[int], spans: Sequence[tuple[int, int]], part: Part) -> None:
+        begin = 0
+        for source, end in zip(self.sources, self._ends_of_sources.tolist(), strict=True):
+            if not sum(counts[begin:end]):
+                longest = max(last - first for first, last in spans[begin:end])
+                of = "" if part == WHOLE else f" in documents from {part[0]:.2%} to {part[1]:.2%} of each"
+                raise DataError(
+                    f"{source.key}: no sample in {end - begin} file(s), of which the longest has {longest} tokens{of}: "
+                    f"a sample of data.sequence_length {self.sequence_length} needs {self.sequence_length + 1}"
+                )
+            begin = end
+
+
+def span_of(file: IndexedFile, part: Part) -> tuple[int, int]:
+    """[first, end) of the tokens of a part of a file's documents, by shares of their number, rounded as Megatron-LM's
+    `--split` is."""
+    documents = np.array([round(share * file.documents) for share in part])
+    first, end = file.starts(documents).tolist()
+    return first, end
+
+
+def windows_in(tokens: int, sequence_length: int) -> int:
+    """Whole samples in so many tokens."""
+    return max(tokens - 1, 0) // sequence_length
+
+
+def _files_of(source: Source, read_retries: int) -> list[IndexedFile]:
+    try:
+        return [IndexedFile(path, read_retries) for path in find_indexed(source.shards)]
+    except DataError as error:
+        said = str(error)
+        said = said.replace("data.shards", source.key, 1) if "data.shards" in said else f"{source.key}: {said}"
+        raise type(error)(said) from error

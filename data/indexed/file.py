@@ -1,0 +1,195 @@
+"""One pair of files as Megatron-LM writes it: PREFIX.bin has tokens one behind the other, PREFIX.idx where documents
+begin.
+
+The index is a head of 34 bytes (b"MMIDIDX\\0\\0", version 1, code of the tokens' type, numbers of sequences and of
+document ends), then int32 lengths of the sequences, int64 places of them in the .bin in bytes, and int64 numbers of the
+sequences at which documents begin, with one more for the end. All is little-endian. A document is one sequence, or
+with `--split-sentences` several.
+
+It is read here, and not by `megatron.core.datasets.IndexedDataset`, so that tokens are read as members of shards are:
+tried again after an I/O error, compared with the file that was opened first, and never short
+(`tests/unit/data/test_indexed.py` compares the two).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_right
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import ShardError
+from data.storage.local import ShardReader
+from data.storage.retry import RETRIES, retrying
+from data.storage.version import ShardVersion, open_file
+
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_HEAD = struct.Struct("<9sQBQQ")
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Codes of whole numbers; 6 and 7 are floats."""
+_AT_ONCE = 1 << 20  # sequences that are looked at together
+
+
+class IndexedFile:
+    """The documents of one pair, and where they are.
+
+    Attributes:
+        path: of the .bin.
+        dtype: of its tokens.
+        documents: how many there are.
+        tokens: of all of them.
+        version: of the .bin; content: of both files.
+
+    Raises:
+        ShardError: a file is missing, damaged, or of another kind, or they do not belong together.
+        ReadError: one cannot be read.
+    """
+
+    def __init__(self, index: Path, read_retries: int = RETRIES) -> None:
+        """
+        Args:
+            index: the .idx.
+        """
+        self.index, self.path = index, index.with_name(f"{index.name.removesuffix('.idx')}.bin")
+        for path, other in ((self.index, self.path), (self.path, self.index)):
+            if not path.exists():
+                raise ShardError(f"{path}: there is no such file, only {other.name}: both are needed")
+        own, raw, head = retrying(self._read_head, f"{self.index}: cannot read its head", read_retries)
+        self.version = retrying(self._version, f"{self.path}: cannot look at it", read_retries)
+        self.content = f"{self.version.content}{own.content}"
+        code, self._sequences, ends = self._checked_head(head, own.size)
+        self.dtype, self.documents = np.dtype(_TYPES[code]), ends - 1
+        at = _HEAD.size
+        self._lengths = raw[at : at + 4 * self._sequences].view("<i4")
+        at += 4 * self._sequences
+        self._places = raw[at : at + 8 * self._sequences].view("<i8")
+        at += 8 * self._sequences
+        self._firsts = raw[at : at + 8 * ends].view("<i8")
+        self.tokens = self._checked_ends()
+
+    def starts(self, documents: np.ndarray) -> np.ndarray:
+        """Tokens of the file before documents 0 to `documents`, int64."""
+        firsts = self._firsts[documents]
+        inside = firsts < self._sequences
+        found = np.full(len(firsts), self.tokens, dtype=np.int64)
+        found[inside] = self._places[firsts[inside]] // self.dtype.itemsize
+        return found
+
+    def document_at(self, token: int) -> int:
+        """The document of a token, by its place in the file below `tokens`."""
+        begin = bisect_right(range(self.documents), token, key=lambda document: self._start(document))
+        return begin - 1
+
+    def documents_at(self, tokens: np.ndarray) -> np.ndarray:
+        """`document_at` of each of `tokens`, int64."""
+        # Not `np.searchsorted`: behind a head of 34 bytes it would copy the whole index.
+        low, high = np.zeros(len(tokens), dtype=np.int64), np.full(len(tokens), self.documents, dtype=np.int64)
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            below = self.starts(middle) <= tokens
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+        return low
+
+    def ends_in(self, begin: int, size: int) -> np.ndarray:
+        """Where documents end among the tokens [begin, begin + size), of which `size` is below the last of the file:
+        ascending, from 1 to `size`, int64.
+
+        Raises:
+            ShardError: the index is damaged there.
+        """
+        first, last = self.document_at(begin), self.document_at(begin + size)
+        ends = self.starts(np.arange(first + 1, last + 1)) - begin
+        self._require_ascending(ends, size)
+        return np.unique(ends)
+
+    def lengths_in(self, begins: np.ndarray, size: int) -> list[np.ndarray]:
+        """Of each window of `size` tokens from `begins` on, how many each of its documents has; none is empty, int64.
+
+        Raises:
+            ShardError: the index is damaged there.
+        """
+        lows, highs = self.documents_at(begins), self.documents_at(begins + size - 1)
+        counts, windows = highs - lows, np.arange(len(begins))
+        owners = np.repeat(windows, counts)
+        within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = self.starts(lows[owners] + 1 + within) - begins[owners]
+        self._require_ascending(starts + owners * size, len(begins) * size)
+        # Where a document of a window begins, from those of all windows one behind the other.
+        cuts = np.unique(np.concatenate([windows * size, starts + owners * size, [len(begins) * size]]))
+        lengths, firsts = np.diff(cuts), np.searchsorted(cuts, np.arange(len(begins) + 1) * size)
+        return [lengths[first:last] for first, last in pairwise(firsts.tolist())]
+
+    def _start(self, document: int) -> int:
+        first = int(self._firsts[document])
+        return int(self._places[first]) // self.dtype.itemsize if first < self._sequences else self.tokens
+
+    def _require_ascending(self, starts: np.ndarray, most: int) -> None:
+        if len(starts) and (starts[0] < 0 or starts[-1] > most or (np.diff(starts) < 0).any()):
+            raise ShardError(f"{self.index}: its documents do not stand one behind the other: it is damaged")
+
+    def read(self, reader: ShardReader, first: int, count: int) -> np.ndarray:
+        """`count` tokens, from the `first` of the file on, of `dtype`. Raises as `ShardReader.read` does."""
+        width = self.dtype.itemsize
+        return np.frombuffer(reader.read(self.path, first * width, count * width, "bin", self.version), self.dtype)
+
+    def require_whole(self) -> None:
+        """Looks at the whole index. Raises ShardError unless sequences and documents stand one behind the other."""
+        end = 0
+        for first in range(0, self._sequences, _AT_ONCE):
+            sizes = self._lengths[first : first + _AT_ONCE].astype(np.int64) * self.dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            if (sizes < 0).any() or (self._places[first : first + _AT_ONCE] != ends - sizes).any():
+                raise ShardError(f"{self.index}: its sequences do not stand one behind the other: it is damaged")
+            end = int(ends[-1])
+        for first in range(0, self.documents, _AT_ONCE):
+            if (np.diff(self._firsts[first : first + _AT_ONCE + 1]) < 0).any():
+                raise ShardError(f"{self.index}: its documents do not stand one behind the other: it is damaged")
+
+    def _read_head(self) -> tuple[ShardVersion, np.ndarray, bytes]:
+        fd = open_file(self.index)
+        try:
+            version, head = ShardVersion.of(fd), os.pread(fd, _HEAD.size, 0)
+            with os.fdopen(os.dup(fd), "rb") as file:
+                raw = np.memmap(file, mode="r").view(np.ndarray) if version.size else np.zeros(0, dtype=np.uint8)
+        finally:
+            os.close(fd)
+        return version, raw, head
+
+    def _version(self) -> ShardVersion:
+        fd = open_file(self.path)
+        try:
+            return ShardVersion.of(fd)
+        finally:
+            os.close(fd)
+
+    def _checked_head(self, head: bytes, size: int) -> tuple[int, int, int]:
+        """(code of the type, sequences, ends of documents)."""
+        if len(head) < _HEAD.size or not head.startswith(_MAGIC):
+            raise ShardError(f"{self.index}: is no index of Megatron-LM: it does not begin with {_MAGIC[:7].decode()}")
+        _, version, code, sequences, ends = _HEAD.unpack(head)
+        if version != _VERSION:
+            raise ShardError(f"{self.index}: is of version {version}, and only version {_VERSION} is read")
+        if code not in _TYPES:
+            raise ShardError(f"{self.index}: its numbers are of type {code}, and tokens are whole numbers")
+        wanted = _HEAD.size + 12 * sequences + 8 * ends
+        if size == wanted + sequences and sequences:
+            raise ShardError(f"{self.index}: is multimodal, and only texts are read")
+        if size != wanted:
+            raise ShardError(f"{self.index}: has {size} bytes, and {wanted} by its head: it is cut off or damaged")
+        return code, sequences, ends
+
+    def _checked_ends(self) -> int:
+        """Tokens of the .bin, which has to be as long as the index says."""
+        ends, last = self._firsts, self._sequences - 1
+        if not len(ends) or ends[0] != 0 or ends[-1] != self._sequences:
+            raise ShardError(f"{self.index}: its documents do not end with its sequences: it is damaged")
+        size = 0 if last < 0 else int(self._places[last]) + int(self._lengths[last]) * self.dtype.itemsize
+        if size != self.version.size or (last >= 0 and self._places[0] != 0):
+            raise ShardError(
+                f"{self.path}: has {self.version.size} bytes, and {size} by {self.index.name}: it is cut off, or the "
+                "two files are not of one data set"
+            )
+        return size // self.dtype.itemsize

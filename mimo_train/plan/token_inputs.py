@@ -1,0 +1,105 @@
+"""Config -> samples of .bin and .idx files, for runs that read these instead of tars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from data.errors import DataError
+from data.indexed.split import WHOLE, Part, split_parts
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_media import VideoConfig
+
+if TYPE_CHECKING:
+    from data.pipeline import Source, TokenDataset
+
+
+def of_tokens(sources: Sequence[Source]) -> bool:
+    """Whether sources are of .bin and .idx files, and not of tars.
+
+    Raises:
+        DataError: some are, and some are not.
+    """
+    from data.indexed.find import is_indexed
+
+    kinds = {}
+    for source in sources:
+        try:
+            kinds[source.key] = is_indexed(source.shards)
+        except DataError as error:
+            raise type(error)(str(error).replace("data.shards", source.key, 1)) from error
+    if len(set(kinds.values())) > 1:
+        indexed, other = (next(key for key, kind in kinds.items() if kind is wanted) for wanted in (True, False))
+        raise DataError(
+            f"{other}: is not of .bin and .idx files, and {indexed} is: the sources of a run are of one kind"
+        )
+    return any(kinds.values())
+
+
+def token_dataset(
+    cfg: ConfigContainer, tokenizer: Any, sources: Sequence[Source], *, held_out: bool, fraction: float
+) -> TokenDataset:
+    """The samples of .bin and .idx files.
+
+    Args:
+        held_out: whether they are read in order, with their texts.
+        fraction: of the sources that is held out of what is trained on; 0: they are another set.
+
+    Raises:
+        DataError: a file cannot be used, or a key has no meaning for such files.
+    """
+    from data.pipeline import TokenDataset
+
+    data, key = cfg.data, sources[0].key
+    if cfg.encoders:
+        raise DataError(
+            f"{key}: .bin and .idx files are texts alone, for a run without encoders, and modules has "
+            f"{', '.join(cfg.encoders)}: build shards of the texts (docs/data.md#texts)"
+        )
+    if named := next((source.key for source in sources if source.fields is not None), None):
+        own = f"{named.removesuffix('.shards')}.fields"
+        raise DataError(f"{own}: is for records, and {named} is of .bin and .idx files: leave it out")
+    if data.fields:
+        raise DataError(
+            f"data.fields: is for records, and {key} is of .bin and .idx files: leave it out; sources and held-out "
+            "sets of shards take their own (data.mix[N].fields, data.validation.NAME.fields)"
+        )
+    for name, is_set in (("null_captions", data.null_captions == "skip"), ("video", data.video != VideoConfig())):
+        if is_set:
+            raise DataError(f"data.{name}: is for records, and {key} is of .bin and .idx files: leave it out")
+    trained, held = parts_of(cfg)
+    return TokenDataset(
+        sources,
+        tokenizer=tokenizer,
+        sequence_length=data.sequence_length,
+        seed=cfg.run.seed,
+        shuffle=data.shuffle and not held_out,
+        shuffle_block=data.shuffle_block,
+        part=trained if not held_out else held if fraction else WHOLE,
+        separate=data.separate_documents,
+        keep_text=held_out,
+        read_retries=data.read_retries,
+    )
+
+
+def parts_of(cfg: ConfigContainer) -> tuple[Part, Part]:
+    """(documents to train on, held-out ones) of every file."""
+    if cfg.data.split:
+        return split_parts(cfg.data.split)
+    trained = 1.0 - cfg.data.validation_fraction
+    return (0.0, trained), (trained, 1.0)
+
+
+def require_none_for_tokens(cfg: ConfigContainer, key: str) -> None:
+    """Raises DataError for keys that are for .bin and .idx files alone, where `key` names tars."""
+    data = cfg.data
+    if data.split:
+        raise DataError(
+            f"data.split: is of the documents of .bin and .idx files, and {key} is not of these: set data.split= "
+            "(empty), and data.validation_fraction for samples of shards"
+        )
+    if data.separate_documents:
+        raise DataError(
+            f"data.separate_documents: is for .bin and .idx files, and {key} is not of these, whose samples always are "
+            "apart: leave it out"
+        )
