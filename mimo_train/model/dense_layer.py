@@ -77,9 +77,14 @@ class DenseLayer:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing waits for the call of a part: of hooks, only Megatron-Core's layers call those of them."""
+        """Whether nothing waits for the call of a part, or has taken its place: that is for Megatron-Core's layer, which
+        calls them."""
         return not _has_any_global_hook() and not any(
-            part._forward_pre_hooks or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks
+            part._forward_pre_hooks
+            or part._forward_hooks
+            or part._backward_hooks
+            or part._backward_pre_hooks
+            or "forward" in part.__dict__
             for part in self._watched
         )
 
