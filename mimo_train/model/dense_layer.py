@@ -77,7 +77,7 @@ class DenseLayer:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing waits for the call of a part, or has taken its place: that is for Megatron-Core's layer, which
+        """Whether nothing waits for the call of a part, or has taken its place: Megatron-Core's layer is for that, and
         calls them."""
         return not _has_any_global_hook() and not any(
             part._forward_pre_hooks
