@@ -9,6 +9,9 @@ import numpy as np
 
 from data.index import Frame, Member
 
+_ROUNDING = 1e-9
+"""More than what the products of lengths and rates are off by."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -25,9 +28,9 @@ class Sampling:
 
     def counts(self, milliseconds: np.ndarray) -> np.ndarray:
         """`count` of many, int64."""
-        # Bounded before they become whole numbers.
-        found = np.minimum(milliseconds * (self.frames_per_second / 1000), self.max_frames)
-        return np.maximum(found.astype(np.int64), 1)
+        # Bounded before they become whole numbers; 0.3 a second of 10 seconds are 3, and not 2.9999.
+        found = np.minimum(milliseconds * self.frames_per_second / 1000, self.max_frames)
+        return np.maximum((found + _ROUNDING).astype(np.int64), 1)
 
 
 SAMPLING = Sampling()

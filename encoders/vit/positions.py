@@ -1,15 +1,11 @@
 """Values on one grid, read at the places of another: of learned positions a few for each patch."""
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from encoders.vit.patches import Grid
-
-_REACH = {"bilinear": 1, "bicubic": 2}
-"""Values on either side that count at a place."""
 
 
 class Taps(NamedTuple):
@@ -56,8 +52,7 @@ def _taps_on(before: int, after: int, method: str, antialias: bool, corners: boo
     if before == after:
         return torch.arange(before)[:, None], torch.ones(before, 1, dtype=torch.float64)
     weights = _weights(before, after, method, antialias, corners)
-    reach = _REACH[method] * (max(1.0, before / after) if antialias else 1.0)
-    most = min(before, 2 * math.ceil(reach) + antialias)
+    most = int((weights != 0).sum(dim=1).max())
     places = weights.abs().argsort(dim=1, descending=True, stable=True)[:, :most]
     return places, weights.gather(1, places)
 

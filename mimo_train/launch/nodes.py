@@ -12,6 +12,7 @@ OWN = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 RESTARTS = "MIMO_MAX_RESTARTS"
 MEETING = ("STANDALONE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_CONF")
 """torchrun's options of a rendezvous; ours is at MASTER_ADDR, MASTER_PORT."""
+LARGEST_PORT = 65535
 _AS_MANY_AS_THERE_ARE = ("auto", "gpu", "cpu")
 """What torchrun takes for a number of processes; here it is the layout's."""
 
@@ -48,6 +49,7 @@ def nodes_of(environment: Environment) -> Nodes:
     tasks = tasks_of(environment)
     if tasks is None:
         _require_srun(environment)
+        _require_first(given, "NNODES is not set")
         return Nodes(per_node=per_node, max_restarts=restarts)
     if tasks.local_size > 1:
         return _of_ranks(tasks, per_node, restarts)
@@ -92,6 +94,7 @@ def _named(given: dict[str, str], per_node: int, restarts: int) -> Nodes:
     """Nodes by our own variables."""
     nodes = number("NNODES", given["NNODES"], 1)
     if nodes == 1:
+        _require_first(given, "NNODES is 1")
         return Nodes(per_node=per_node, max_restarts=restarts)
     if "MASTER_ADDR" not in given:
         raise UserError(f"NNODES is {nodes}, but MASTER_ADDR, the name of node 0, is not set")
@@ -101,6 +104,8 @@ def _named(given: dict[str, str], per_node: int, restarts: int) -> Nodes:
     if node >= nodes:
         raise UserError(f"NODE_RANK is {node}, but NNODES is {nodes}: give 0 to {nodes - 1}")
     port = number("MASTER_PORT", given.get("MASTER_PORT", str(PORT)), 1)
+    if port > LARGEST_PORT:
+        raise UserError(f"MASTER_PORT is {port}: give a port, at most {LARGEST_PORT}")
     return Nodes(nodes, node, given["MASTER_ADDR"], port, per_node, restarts)
 
 
@@ -113,6 +118,12 @@ def _of_ranks(tasks: Tasks, per_node: int, restarts: int) -> Nodes:
             "this node: each is a rank, and no launcher starts it again; start one task on each node, or unset it"
         )
     return Nodes(tasks.nodes, tasks.node, per_node=tasks.local_size, ranks=tasks)
+
+
+def _require_first(given: dict[str, str], why: str) -> None:
+    """One that is said to be another node must not train a run of its own, in the folder of the others'."""
+    if number("NODE_RANK", given.get("NODE_RANK", "0"), 0):
+        raise UserError(f"NODE_RANK is {given['NODE_RANK']}, and {why}: set NNODES to the number of nodes")
 
 
 def _require_no_rank(environment: Environment) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from encoders.joined.model import JoinedEncoder
 from encoders.plain.spec import PlainSpec
 from encoders.spec import encoders_in
 from encoders.staged import StagedEncoder
@@ -57,7 +58,7 @@ def measure(cfg: ConfigContainer, vocab: int) -> Profile:
         calls = _language_calls(small, module) if name == LANGUAGE else _encoder_calls(small, name, module)
         tokens, passes = 0, []
         for inputs, layers in calls:
-            tokens += inputs.size(0) * inputs.size(1)
+            tokens += math.prod(inputs.shape[:-1])
             passes.append(_timed(layers, inputs))
         work = module_work(small, name, vocab, 1.0).layers[0]
         costs.append(_cost(name, tokens, work, samples, passes))
@@ -142,12 +143,14 @@ def _encoder_calls(cfg: ConfigContainer, name: str, module: torch.nn.Module) -> 
     parameter = next(module.parameters())
     area = getattr(encoder, "largest_area", 0) or getattr(encoder, "image_size", 0) ** 2
     extent = (math.isqrt(area),) * 2 if encoder.kind == "image" else (encoder.max_samples, encoder.sample_rate)
-    size = encoder.input_size(*extent, merge=projector.merge)
+    sizes = [encoder.input_size(*extent, merge=projector.merge)] * cfg.train.micro_batch_size
     calls: list[_Call] = []
     for staged in (each for each in module.modules() if isinstance(each, StagedEncoder)):
-        shape = staged._tokens(size), cfg.train.micro_batch_size, staged.spec.hidden_size
-        hidden = torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
-        calls.append((hidden, lambda states, staged=staged: staged._run_layers(states, size)))  # type: ignore[misc]
+        if isinstance(staged, JoinedEncoder):  # it has no layers but those of its parts
+            continue
+        shape = sum(map(staged._tokens, sizes)), staged.spec.hidden_size
+        hidden_RH = torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
+        calls.append((hidden_RH, lambda states, staged=staged: staged._run_layers(states, sizes)))  # type: ignore[misc]
     return calls
 
 

@@ -42,9 +42,16 @@ class Profile:
         return near.forward_flops / near.forward_seconds, near.backward_flops / near.backward_seconds
 
     def write(self, path: Path) -> None:
-        """Write the file."""
+        """Write the file.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         plain = {"version": VERSION} | asdict(self)
-        path.write_text(json.dumps(plain, indent=1) + "\n")
+        try:
+            path.write_text(json.dumps(plain, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--profile: cannot write {path} ({error.strerror}): give another name") from error
 
 
 def read_profile(path: Path, modules: Sequence[str], precision: str) -> Profile:

@@ -49,6 +49,18 @@ def test_one_layer_of_each_module_is_measured(tmp_path):
         assert cost.tp == 1 and 0 < cost.forward_seconds and 0 < cost.backward_seconds
 
 
+def test_both_parts_of_a_joined_encoder_are_measured():
+    parts = [f"modules.images.encoder.{part}.{size}" for part in ("first", "second")
+             for size in ("hidden_size=32", "num_attention_heads=2", "ffn_hidden_size=64", "num_layers=2")]  # fmt: skip
+    batch = ("data.sequence_length=1024", "train.micro_batch_size=2", "run.device=cpu")
+    cfg = load("vlm_digits", "encoder@modules.images.encoder=clip_dinov2", *batch, *parts,
+               "modules.images.encoder.first.feature_layer=-1")  # fmt: skip
+    (profile,) = run_ranks(_measured, 1, cfg)
+    (images,) = (cost for cost in profile.layers if cost.module == "images")
+    assert images.tokens == 2 * sum(part.most_inner_tokens(1) for part in cfg.modules["images"].encoder.parts.values())
+    assert 0 < images.forward_flops and 0 < images.forward_seconds
+
+
 def test_an_encoder_without_layers_is_refused():
     cfg = load("vlm_digits")
     cfg.modules["images"].encoder = Plain(family="own:Plain")

@@ -59,6 +59,8 @@ def test_the_number_of_pictures_follows_from_length_and_config():
     assert [sampling.count(one) for one in lengths] == [1, 1, 1, 1, 2, 4, 5, 5, 5]
     assert sampling.counts(np.array(lengths)).tolist() == [sampling.count(one) for one in lengths]
     assert Sampling(29.97, 10**6).count(100_000) == 2997
+    tenths = [(rate, seconds) for rate in range(1, 40) for seconds in range(10, 200, 10)]
+    assert all(Sampling(rate / 10, 2**16).count(seconds * 1000) == rate * seconds // 10 for rate, seconds in tenths)
 
 
 def test_only_what_is_needed_is_decoded():

@@ -93,6 +93,16 @@ def test_positions_keep_their_place():
     torch.testing.assert_close(middle_row, 25 + torch.arange(5.0))
 
 
+@pytest.mark.parametrize("method", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("corners", [False, True])
+def test_a_much_coarser_grid_loses_no_position(method, corners):
+    """Between corners places are further apart than by the numbers of them, and more values count at each."""
+    ones = torch.ones(27, 24, 1)
+    torch.testing.assert_close(
+        resized(ones, 5, 3, method=method, antialias=True, corners=corners), torch.ones(5, 3, 1), rtol=1e-6, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("grid", [(9, 5), (4, 5), (2, 7), (1, 30), (3, 2), (4, 7)])
 @pytest.mark.parametrize("corners", [False, True])
 @pytest.mark.parametrize("antialias", [False, True])

@@ -18,6 +18,11 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     assert read_profile(tmp_path / "costs.json", ["images", "language"], "fp32") == PROFILE
 
 
+def test_a_profile_that_cannot_be_written_is_a_users_error(tmp_path):
+    with pytest.raises(UserError, match="--profile: cannot write .*: give another name"):
+        PROFILE.write(tmp_path / "none" / "costs.json")
+
+
 def test_the_nearest_measured_tp_counts():
     assert PROFILE.rates("language", 1) == PROFILE.rates("language", 2) == (2e9, 2e9)
     assert PROFILE.rates("language", 4) == PROFILE.rates("language", 8) == (1e9, 0.5e9)
