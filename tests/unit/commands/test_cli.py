@@ -309,3 +309,8 @@ def test_the_command_to_try_next_can_be_pasted(tmp_path):
     words = shlex.split(train._try_it(run))[1:]
     picture = str(run.dir / "held_out.png")
     assert words == ["generate", str(run.dir), "--image", picture, "--prompt", "It's?"]
+
+
+def test_ranks_of_a_dry_run_without_one_are_refused(capsys):
+    assert main(["check", "vlm_digits", "--without-data", "--ranks", "0"]) == 1
+    assert capsys.readouterr().err.startswith("error: --ranks is 0, which only a dry run has")
