@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     from mimo_train.commands.arguments import print_fault, users_faults
 
-    args = _parser().parse_args(argv)
+    args = _parsed(argv)
     try:
         return args.handler(args) or 0
     except KeyboardInterrupt:
@@ -58,6 +58,17 @@ def command_modules() -> tuple[ModuleType, ...]:
     from mimo_train.commands import check, checkpoint, config, export, generate, hang, launch, logs, plan, shards, train
 
     return train, check, plan, config, launch, generate, export, checkpoint, shards, hang, logs
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; changes to the config may stand behind options too, which argparse takes for unknown."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(text.startswith("-") or "=" not in text for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -152,7 +152,10 @@ def _add_whole(
     if run is None:
         return
     wanted = steps = steps_of_epochs(run, seen.training_samples) if cfg.train.epochs else cfg.train.iters
-    mixing, names = Mixing(cfg, run.batch, sizes), source_names(data.mix)
+    names = source_names(data.mix)
+    if len(set(names)) < len(names):  # a fault of its own; weights are by name
+        return
+    mixing = Mixing(cfg, run.batch, sizes)
     order = MixedOrder([Part(0, size) for size in sizes], mixing.phases, cfg.run.seed)
     shares = [[weight / sum(weights) for weight in weights] for _, weights in mixing.phases]
     of_phases = [_over(partial(_mean, share), seen.of_sources) for share in shares]

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from mimo_train.commands.arguments import add_config_command
+from mimo_train.config.fault import UserError
 
 
 def add(commands: Any) -> None:
@@ -32,7 +33,6 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--ranks",
-        default="all-kinds",
         metavar="RANKS",
         help="of the dry run: all-kinds (the default), one rank of each kind, or ranks with commas between them",
     )
@@ -41,9 +41,11 @@ def add(commands: Any) -> None:
 def _check(args: argparse.Namespace) -> int:
     from mimo_train.check import main
 
+    if args.ranks is not None and not args.dry_run:
+        raise UserError(f"--ranks is {args.ranks}, which only a dry run has: give --dry-run too, or leave it away")
     code = main(args.config, args.overrides, without_data=args.without_data)
     if code or not args.dry_run:
         return code
     from mimo_train.dry_run.command import main as dry_run
 
-    return dry_run(args.config, args.overrides, args.ranks)
+    return dry_run(args.config, args.overrides, args.ranks or "all-kinds")

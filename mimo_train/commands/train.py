@@ -198,10 +198,11 @@ def _try_it(run: "Run") -> str:
             for at, content in enumerate(sample.get(field, [])):
                 file = run_dir / f"held_out{at or ''}.{extension}"
                 file.write_bytes(base64.b64decode(content))
-                media += f" {option} {file}"
+                media += f" {option} {shlex.quote(str(file))}"
     beside = Path(sys.executable).parent / "mimo-train"
     program = os.path.relpath(beside) if beside.exists() else "mimo-train"
     own = any(key != CALLBACKS and any(map(is_path, names)) for key, names in code_named(to_dict(run.cfg)).items())
     trust = " --trust-code" if own else ""
     program = min(program, str(beside), key=len)
-    return f"{program} generate {run.checkpoints}{media} --prompt {shlex.quote(prompt)}{trust}"
+    source = shlex.quote(str(run.checkpoints))
+    return f"{shlex.quote(program)} generate {source}{media} --prompt {shlex.quote(prompt)}{trust}"

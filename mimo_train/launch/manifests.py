@@ -11,7 +11,7 @@ import yaml
 
 from mimo_train.config.fault import UserError
 from mimo_train.launch.requeue import AGAIN
-from mimo_train.launch.restarts import ANOTHER_MACHINE, STOPPED_CODE
+from mimo_train.launch.restarts import ANOTHER_MACHINE, STOPPED_CODE, require_resume
 from mimo_train.launch.start import Launch, processes_per_node
 from mimo_train.launch.tasks import PORT
 
@@ -46,15 +46,19 @@ class Pods:
             raise UserError(f"--name is {self.name!r}: give small letters, digits and -, a letter first, at most 52")
         for claim, folder in self.claims:
             if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,60}[a-z0-9])?", claim) or not folder.startswith("/"):
-                raise UserError(f"--volume is {claim}:{folder}: give the name of a claim, a colon and a folder from /")
+                volume = f"{claim}:{folder}" if folder else claim
+                raise UserError(f"--volume is {volume}: give the name of a claim, a colon and a folder from /")
+        if not self.image or re.search(r"\s", self.image):
+            raise UserError(f"--image is {self.image!r}: give the name of an image, such as registry.example/mimo:1")
 
 
 def require_fit(launch: Launch, nodes: int, gpus: int) -> int:
     """Processes on each node.
 
     Raises:
-        UserError: the layout does not fill the nodes.
+        UserError: the layout does not fill the nodes, or the run would not continue when it is started again.
     """
+    require_resume(launch.cfg.checkpoint.resume, f"{STOPPED_CODE} {AGAIN}")
     per_node = processes_per_node(launch.cfg, nodes)
     if gpus and per_node != gpus:
         raise UserError(

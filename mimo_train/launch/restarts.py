@@ -122,16 +122,19 @@ def first_wait() -> float:
     return seconds_of("MIMO_RESTART_SECONDS", 5.0, or_none=True)
 
 
-def require_resume(resume: str) -> None:
+def require_resume(resume: str, why: str = "") -> None:
     """
     Args:
         resume: `checkpoint.resume`.
+        why: what starts the run again; without it, what the environment says.
 
     Raises:
         ConfigError: the run may be started again, which would not continue from its newest checkpoint.
     """
-    number = os.environ.get(RESTARTS)
-    why = f"{OPTION} {number}" if number else f"{STOPPED_CODE} {stopped_code()}" if STOPPED_CODE in os.environ else ""
+    if number := os.environ.get(RESTARTS):
+        why = why or f"{OPTION} {number}"
+    elif STOPPED_CODE in os.environ:
+        why = why or f"{STOPPED_CODE} {stopped_code()}"
     if why and resume != "auto":
         text = f"must be auto with {why}, is {resume!r}: a run that starts again continues from its newest checkpoint"
         raise ConfigError([Fault("checkpoint.resume", text)])

@@ -73,7 +73,7 @@ def _proposal(number: int, proposal: Proposal, cfg: ConfigContainer, request: Re
     named = ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= _SMALL)
     return [
         f"{number}. {_layouts(candidate, cfg)}{used}",
-        f"   {_seconds(prediction.seconds)} a step: {samples:.3g} samples/s and "
+        f"   {_seconds(prediction.seconds)} a step: {_rate(samples)} samples/s and "
         f"{samples * cfg.data.sequence_length:,.0f} tokens/s for each GPU",
         f"   bubble {prediction.bubble:.0%}; idle: {idle}; memory {proposal.memory / GIB:.1f} of {room:.1f} GiB",
         f"   limited by {prediction.busiest}: {named}",
@@ -122,6 +122,10 @@ def _notes(request: Request) -> list[str]:
         "picture as the largest",
         "compare proposals with each other, not with a clock: docs/planner.md has the limits of the model",
     ]
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _seconds(seconds: float) -> str:

@@ -305,7 +305,7 @@ class _Search:
             )
         return (
             f"--gpus: no layout fits on {self._request.gpus} x {self._request.device.name}: the one that needs least "
-            f"has ranks of {least:.1f} GiB, and {room:.1f} GiB are there ({self._request.margin:.0%} kept free): use "
+            f"has ranks of {least:.3g} GiB, and {room:.3g} GiB are there ({self._request.margin:.0%} kept free): use "
             "more or larger GPUs"
         )
 

@@ -370,6 +370,13 @@ def mix_of(*sources: str) -> str:
     return f"data.mix=[{', '.join(f'{{{one}}}' for one in sources)}]"
 
 
+def test_sources_with_one_name_are_a_fault(capsys):
+    for folder in ("a/train", "b/train"):  # as `shards build` names its folders
+        shard(Path(folder) / "x.tar", *sound(20))
+    (fault,) = run(capsys, *on(""), mix_of("shards: a/train", "shards: b/train"))[2]
+    assert fault == "data.mix[1].name: 'train' is the name of data.mix[0] too: give one"
+
+
 def test_memory_and_length_are_those_of_all_sources_by_their_shares(capsys):
     shard(Path("p/a.tar"), *sound(40))
     shard(Path("t/b.tar"), *((f"{at}.json", record("No picture?")) for at in range(40)))

@@ -1,10 +1,13 @@
 """The command line: what it prints, what it refuses, and what it does not import."""
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -36,6 +39,24 @@ def trainer(monkeypatch):
         return names["calls"]
 
     return install
+
+
+def test_changes_to_the_config_may_stand_behind_options(capsys):
+    assert main(["check", "vlm_digits", "train.iters=3", "--without-data", "trian.seed=3"]) == 1
+    assert "trian: unknown key" in "".join(capsys.readouterr())
+    line = ["launch", "kubernetes", "vlm_digits", "train.iters=2", "--nodes", "1", "--gpus-per-node", "2"]
+    assert main([*line, "train.iters=3", "--image", "here/mimo:1", "run.seed=5"]) == 0
+    (command,) = [pod["command"] for pod in _containers(capsys.readouterr().out)]
+    assert command[3:] == ["vlm_digits", "train.iters=2", "train.iters=3", "run.seed=5"]
+    for wrong in (["check", "vlm_digits", "--without_data", "a=b"], ["hang", "runs/x", "a=b"], ["check", "a", "--x=1"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(wrong)
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def _containers(text: str) -> list[dict]:
+    *_, job = yaml.safe_load_all(text)
+    return job["spec"]["template"]["spec"]["containers"]
 
 
 def imported(*argv: str) -> tuple[int, set[str], str]:
@@ -277,3 +298,19 @@ def test_a_file_of_an_export_has_a_size(text, capsys):
         main(["export", "run", "--to", "out", "--file-gigabytes", text])
     assert ended.value.code == 2
     assert f"must be a number above 0, is '{text}'" in capsys.readouterr().err
+
+
+def test_the_command_to_try_next_can_be_pasted(tmp_path):
+    cfg = compose.load("vlm_digits", [f"run.dir={tmp_path / 'my run'}", "data.demo=", "data.shards=x"])
+    run = SimpleNamespace(dir=tmp_path / "my run", cfg=cfg, checkpoints=tmp_path / "my run")
+    run.dir.mkdir()
+    sample = {"images": [""], "clips": [], "question": "It's?", "truth": "a"}
+    (run.dir / "samples.json").write_text(json.dumps([sample]))
+    words = shlex.split(train._try_it(run))[1:]
+    picture = str(run.dir / "held_out.png")
+    assert words == ["generate", str(run.dir), "--image", picture, "--prompt", "It's?"]
+
+
+def test_ranks_of_a_dry_run_without_one_are_refused(capsys):
+    assert main(["check", "vlm_digits", "--without-data", "--ranks", "0"]) == 1
+    assert capsys.readouterr().err.startswith("error: --ranks is 0, which only a dry run has")

@@ -85,7 +85,14 @@ def test_a_task_of_skypilot(rendered):
         (["kubernetes", *KUBERNETES, "--gpus-per-node", "4"], ["--gpus-per-node is 4", "2 processes on each of 2"]),
         (["kubernetes", *KUBERNETES, "--nodes", "3"], ["needs 4 processes", "3 nodes"]),
         (["kubernetes", *KUBERNETES, "--name", "My_Run"], ["--name is 'My_Run'", "small letters"]),
-        (["kubernetes", *KUBERNETES, "--volume", "runs"], ["--volume is runs:", "a colon"]),
+        (["kubernetes", *KUBERNETES, "--volume", "runs"], ["--volume is runs: give", "a colon"]),
+        (["kubernetes", *KUBERNETES, "--image", "here mimo:1"], ["--image is 'here mimo:1'"]),
+        (["kubernetes", *KUBERNETES, "--image", ""], ["--image is ''"]),
+        (["kubernetes", *KUBERNETES, "checkpoint.resume=none"], ["checkpoint.resume", "auto", "'none'"]),
+        (
+            ["skypilot", *FOUR, "checkpoint.resume=none", "--nodes", "2", "--accelerators", "H100:2"],
+            ["checkpoint.resume", "auto", "'none'"],
+        ),
         (
             ["kubernetes", *FOUR, "run.device=cuda", *KUBERNETES[3:], "--gpus-per-node", "0"],
             ["--gpus-per-node is 0", "run.device is cuda"],
