@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from mimo_train.config.compose import from_dict, to_dict
-from mimo_train.config.fault import ConfigError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.restarts import RESTART
 from mimo_train.launch.scratch import SCRATCH
@@ -37,7 +36,7 @@ def config_of_node(compose: Callable[[], ConfigContainer]) -> ConfigContainer:
         return compose() if plain is None else from_dict(plain)
     try:
         cfg = compose()
-    except ConfigError:
+    except BaseException:  # the others need not wait to find out why
         _hand_on(file, _FAILED)
         raise
     _hand_on(file, to_dict(cfg))

@@ -41,6 +41,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by this in the next step, which reads and writes them once for all."""
+        assert factor > 0, factor
         self._scale = factor
 
     @torch.no_grad()

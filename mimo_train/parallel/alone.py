@@ -50,7 +50,7 @@ def return_at_once() -> None:
 
 def _unless_alone(original: Callable, copies: bool) -> Callable:
     def call(group: Any, *arguments: Any, **options: Any) -> Any:
-        if group.size() > 1 or not _is_same(arguments):
+        if group.size() > 1 or not _is_same((*arguments, *options.values())):
             return original(group, *arguments, **options)
         if copies:
             outputs, inputs = (each if isinstance(each, list) else [each] for each in arguments[:2])
