@@ -70,7 +70,8 @@ def test_chunks_evaluate_and_decode_like_one_process(prose, tmp_path):
     found = {}
     for name, layout in (("one", OTHERS["one process"]), ("chunks", CHUNKS)):
         held_out = (f"data.validation_shards={prose}/held_out", "train.report_samples=2")
-        train_on_ranks(run_config(prose, tmp_path / name, *layout, *held_out, "train.iters=2", "run.seed=7", *USUAL_ADAM))
+        short = ("train.iters=2", "run.seed=7", *USUAL_ADAM)
+        train_on_ranks(run_config(prose, tmp_path / name, *layout, *held_out, *short))
         (values,) = [line for line in read_metrics(tmp_path / name / "metrics.jsonl") if "eval/loss" in line]
         found[name] = values["eval/loss"], json.loads((tmp_path / name / "samples.json").read_text())
     assert found["chunks"][0] == pytest.approx(found["one"][0], rel=TOLERANCE)
