@@ -109,6 +109,12 @@ def _kubernetes(args: argparse.Namespace) -> None:
         manifests = indexed_job(launch, pods, args.folder or "", restarts)
     else:
         manifests = train_job(launch, pods, args.runtime or RUNTIME)
+    if not pods.keeps(launch.cfg.run.dir):
+        print(
+            f"warning: run.dir is {launch.cfg.run.dir}, which is on no --volume: unless the image or the runtime has a "
+            "volume there, checkpoints are gone with the pod, and it begins again at step 0",
+            file=sys.stderr,
+        )
     print(as_yaml(manifests), end="")
 
 

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -50,6 +51,10 @@ class Pods:
                 raise UserError(f"--volume is {volume}: give the name of a claim, a colon and a folder from /")
         if not self.image or re.search(r"\s", self.image):
             raise UserError(f"--image is {self.image!r}: give the name of an image, such as registry.example/mimo:1")
+
+    def keeps(self, folder: str) -> bool:
+        """Whether a folder is on a volume, and so is still there when a pod is not."""
+        return any(PurePosixPath(folder).is_relative_to(mounted) for _, mounted in self.claims)
 
 
 def require_fit(launch: Launch, nodes: int, gpus: int) -> int:

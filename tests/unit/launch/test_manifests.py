@@ -71,6 +71,12 @@ def test_without_gpus_none_are_asked_for(rendered):
     assert job["spec"]["template"]["spec"]["containers"][0]["resources"] == {}
 
 
+def test_a_run_dir_that_goes_with_its_pod_is_warned_about(capsys):
+    for run_dir, warned in (("/runs/mine", False), ("runs/mine", True), ("/runs2/mine", True)):
+        assert main(["launch", "kubernetes", *KUBERNETES, f"run.dir={run_dir}"]) == 0
+        assert (f"warning: run.dir is {run_dir}" in capsys.readouterr().err) == warned, run_dir
+
+
 def test_a_task_of_skypilot(rendered):
     (task,) = rendered("skypilot", *FOUR, "--nodes", "2", "--accelerators", "H100:2")
     assert task["run"] == "scripts/train_vlm.sh vlm_digits layout=images_dp2_language_dp2 'run.dir=/runs/a b'"
