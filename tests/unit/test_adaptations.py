@@ -234,8 +234,12 @@ def test_every_adaptation_on_the_page_has_its_reason():
     rows = re.findall(r"^\| `(?:mimo_train/)?(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 20
     looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py", "parallel/recorded.py"}
-    looked_at |= {"data/media/headers.py", "data/media/resample.py", "data/jinja_bounds.py"}
+    looked_at |= {f"data/media/{name}.py" for name in ("headers", "audio_headers", "resample")}
+    looked_at |= {"data/jinja_bounds.py"}
     by_running = (
+        "tests/dist/model/test_dense_layer.py",
+        "tests/dist/optim/test_own_weights.py",
+        "tests/dist/parallel/test_alone.py",
         "tests/dist/parallel/test_device.py",
         "tests/dist/model/test_projectors.py",
         "tests/unit/parallel/test_groups.py",

@@ -87,7 +87,8 @@ def test_a_logging_interval_costs_one_message_and_one_copy(layout, digits, tmp_p
         intervals = STEPS // INTERVAL
         # One more message: whether any rank could not read a sample of the first step.
         assert added["messages"] <= intervals + 1 and added["host copies"] <= intervals, (added, loop, bare)
-        assert bare["messages"] >= STEPS and bare["host copies"] >= STEPS, "the count sees nothing"
+        # What one rank says to itself is no message.
+        assert bare["messages"] >= STEPS * (world > 1) and bare["host copies"] >= STEPS, "the count sees nothing"
         assert bare["waits of microbatches"] == 0, bare
 
 

@@ -1,6 +1,7 @@
 """Pixels of our data path are those of transformers' default image processors, bit for bit."""
 
 import io
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def embedder(spec: PictureSpec) -> VisionTransformer:
     class Embedder(VisionTransformer):
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
-            self.spec = spec
+            self.spec, self.merge = spec, 1
             self.patch_embedding = torch.nn.Linear(1, 1)
             for name in ("pixel_mean", "pixel_std"):
                 setattr(self, name, 255 * torch.tensor(getattr(spec, name)).view(1, -1, 1, 1))
@@ -52,7 +53,8 @@ def spec_of(model_type: str, config: dict, preprocessor: dict) -> PictureSpec:
 def ours(spec: PictureSpec, raw: bytes, size: tuple[int, int], merge: int) -> torch.Tensor:
     """Patches as the encoder multiplies them."""
     resize = Resize(spec.transform.interpolation, spec.transform.shortest_edge)
-    return embedder(spec)._patches(decode_resized(raw, *spec.input_size(*size, merge), resize)[None])[0]
+    encoder, pixels = embedder(spec), decode_resized(raw, *spec.input_size(*size, merge), resize)
+    return encoder._patches(pixels[None], Counter([encoder._grid(pixels.shape[1:])]))
 
 
 def patches_of(pixels: torch.Tensor, spec: PictureSpec) -> torch.Tensor:

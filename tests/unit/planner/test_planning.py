@@ -136,7 +136,7 @@ def test_a_config_with_faults_is_not_planned():
 def test_what_fits_nowhere_says_how_much_is_missing():
     cfg = load(f"{RECIPES}/llava_1_5_finetune")
     device = replace(DEVICES["h100"], memory=4e9)
-    with pytest.raises(UserError, match=r"--gpus: no layout fits on 8 x h100: .* GiB, and 3.2 GiB are there \(15%"):
+    with pytest.raises(UserError, match=r"--gpus: no layout fits on 8 x h100: .* GiB, and 3.17 GiB are there \(15%"):
         plan(cfg, request(cfg, 8, device=device))
 
 
