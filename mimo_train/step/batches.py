@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -99,7 +100,6 @@ class StepIterator:
             self._upcoming: StepBatch | None = next(loader, None)
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
-        self._lengths_in_rows: list[list[int]] = []
         self.weighs = pipeline.router_losses.active and step_sum is not None
         self._sums_seen = step_sum.count if step_sum else 0
         self._waiting: deque[int] = deque()
@@ -127,7 +127,6 @@ class StepIterator:
                 dist.all_reduce(learned)
             share = (learned * (flags == 0)).sum() / self._current.plan.positions
             self._pipeline.router_losses.learned_share = share.to(torch.float32)
-        self._lengths_in_rows = [*map(self._lengths_in_row, self._current.microbatches)]
         with self._pipeline.stopwatch("data_wait"):
             self._upcoming = next(self._loader, None)
         self.rewind()
@@ -235,18 +234,11 @@ class StepIterator:
                 places = microbatch["sample_numbers"] - step.first_sample
                 if step.plan.packed:
                     mask = microbatch["loss_mask"][0].double()
-                    counted = mask.split(step.plan.lengths_in_row(microbatch["sample_numbers"].numpy(), len(mask)))
+                    counted = mask.split(step.plan.lengths_in_row(np.asarray(microbatch["sample_numbers"]), len(mask)))
                     counts[places] = torch.tensor([each.sum() for each in counted[: len(places)]], dtype=counts.dtype)
                 else:
                     counts[places] = microbatch["loss_mask"].double().sum(dim=1)
         return to_device(counts, pipeline.device)
-
-    def _lengths_in_row(self, microbatch: dict[str, Any]) -> list[int]:
-        """Of a packed microbatch of the current step, see `StepPlan.lengths_in_row`; of others nothing."""
-        if not self.current.plan.packed or "loss_mask" not in microbatch:
-            return []
-        numbers = microbatch["sample_numbers"].numpy()
-        return self.current.plan.lengths_in_row(numbers, microbatch["loss_mask"].size(1))
 
     def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
         """1 where the loss of a microbatch counts, 0 in samples that some rank found bad: [B, 1], or [1, T] of a packed
@@ -254,7 +246,7 @@ class StepIterator:
         if not self.current.plan.packed:
             return self._good[batch["sample_numbers"] - self.current.first_sample]
         numbers = self.current.microbatches[index]["sample_numbers"]
-        lengths = self._lengths_in_rows[index]
+        lengths = self.current.plan.lengths_in_row(np.asarray(numbers), batch["loss_mask"].size(1))
         # Padding behind the samples is of none of them; its loss is none already.
         places = torch.nn.functional.pad(numbers - self.current.first_sample, (0, len(lengths) - len(numbers)))
         of_positions = places.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
