@@ -29,9 +29,9 @@ from data.bounds import BOUNDS, Bounds
 from data.catalogue.catalogue import open_catalogue
 from data.conversation import Conversation
 from data.errors import (
+    OF_THE_MACHINE,
     DataError,
     DecodeError,
-    MemoryShortage,
     NothingToLearn,
     RecordError,
     SampleError,
@@ -287,10 +287,10 @@ class Dataset(Samples):
 
     def _reason(self, outline: SampleOutline, error: Exception) -> str:
         """Why a sample is bad. Raises what says nothing about the sample, with its place: an error of its shard, of the
-        storage, of this machine's memory, or of the program."""
+        storage, of this machine, or of the program."""
         place = f"{self.shards[outline.shard]}, key {outline.key!r}"
-        if isinstance(error, MemoryShortage):
-            raise MemoryShortage(f"{place}: {error}") from error
+        if isinstance(error, OF_THE_MACHINE):
+            raise type(error)(f"{place}: {error}") from error
         if not isinstance(error, (SampleError, RecursionError, UnicodeError)):
             error.add_note(f"in sample {outline.number}: {place}" if outline.number >= 0 else f"in {place}")
             raise error
@@ -323,7 +323,7 @@ class Dataset(Samples):
             if member.frame is not None:
                 return decode_frames(raw, member.frame.of, size, spec.resize, canvas, self._bounds)
             return [decode_media(spec.kind, raw, size, spec.resize, canvas, self._bounds, self._ground)]
-        except MemoryShortage:
+        except OF_THE_MACHINE:
             raise
         except Exception as error:
             raise DecodeError(f"member .{shown(member.extension)}: {reason_of(error)}") from error

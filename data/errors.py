@@ -17,6 +17,14 @@ class MemoryShortage(DataError):
     """Memory ran out over a sample within its bounds. Another machine may read it: it is not bad, and the run ends."""
 
 
+class MissingLibrary(DataError):
+    """A library that decodes a sample is not installed. Another machine reads it: it is not bad, and the run ends."""
+
+
+OF_THE_MACHINE = (MemoryShortage, MissingLibrary)
+"""What an error over a sample says of this machine, and nothing of the sample."""
+
+
 class SampleError(DataError):
     """A sample that cannot be used: it is bad, and a stand-in takes its place."""
 
@@ -42,7 +50,10 @@ def reason_of(error: Exception) -> str:
 
     Raises:
         MemoryShortage: it says that memory ran out.
+        MissingLibrary: it is one.
     """
+    if isinstance(error, MissingLibrary):
+        raise error
     lines = str(error).strip().splitlines()
     said = lines[0] if lines else type(error).__name__
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is torch's RuntimeError

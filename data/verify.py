@@ -5,7 +5,7 @@ from __future__ import annotations
 from data.beside import Beside
 from data.bounds import BOUNDS
 from data.conversation import KINDS
-from data.errors import MemoryShortage, ReadError, ShardError, reason_of
+from data.errors import OF_THE_MACHINE, ReadError, ShardError, reason_of
 from data.frames import SAMPLING, pictures_of, places_of
 from data.index import Member, ShardIndex
 from data.media.decode import decode_audio, decode_picture
@@ -19,7 +19,7 @@ from data.storage.local import ShardReader
 def check_sample(reader: ShardReader, index: ShardIndex, row: int) -> str | None:
     """Why the sample is bad, or None. Reads and decodes everything, which a run does not do on any single rank.
 
-    Raises ReadError, ShardError: the shard cannot be read; MemoryShortage.
+    Raises ReadError, ShardError: the shard cannot be read; MemoryShortage, MissingLibrary.
     """
     if reason := index.bad_reason(row):
         return reason
@@ -41,7 +41,7 @@ def check_sample(reader: ShardReader, index: ShardIndex, row: int) -> str | None
         counts = {kind: len(own) for kind, own in names.items()}
         pictures = places_of(pictures_of(members, SAMPLING))
         parse_record(raw, record.extension, key, counts, beside=beside, pictures=pictures)
-    except (ReadError, ShardError, MemoryShortage):
+    except (ReadError, ShardError, *OF_THE_MACHINE):
         raise
     except Exception as error:
         return name + reason_of(error).removeprefix(f"key {key!r}: ")

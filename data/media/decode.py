@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
 from data.bounds import BOUNDS, Bounds
-from data.errors import DecodeError, reason_of
+from data.errors import DecodeError, MissingLibrary, reason_of
 from data.media.audio_headers import AudioFile, is_cut_off, not_read_right
 from data.media.ground import WHITE, Colour, may_be_transparent
 from data.media.headers import parse_header_bytes
@@ -230,7 +230,7 @@ def _decode_heic(raw: bytes, ground: Colour | None) -> torch.Tensor:
         from pillow_heif import open_heif
     except ImportError as error:
         said = "pillow-heif, which decodes HEIC, is not installed: pip install 'mimo-train[heic]'"
-        raise DecodeError(said) from error
+        raise MissingLibrary(said) from error
     return _flat(open_heif(io.BytesIO(raw)).to_pillow(), ground)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data.bounds import BOUNDS, Bounds
-from data.errors import DecodeError, reason_of
+from data.errors import DecodeError, MissingLibrary, reason_of
 from data.media.video_headers import VideoHeader, parse_video_header_bytes
 
 _CODED_MORE = 1 << 20  # pixels that are coded around those that are shown
@@ -38,8 +38,8 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     """The pictures that are shown in the middle of `count` equal parts of a video, uint8 [3, H, W] each, RGB, upright,
     in their order: one that is shown longer comes several times.
 
-    Raises DecodeError: damaged, of another length or size than its header says, above its bounds, or PyAV is not
-    installed; MemoryShortage.
+    Raises DecodeError: damaged, of another length or size than its header says, or above its bounds; MissingLibrary:
+    PyAV is not installed; MemoryShortage.
     """
     header = parse_video_header_bytes(raw)
     if header is None:
@@ -50,7 +50,7 @@ def decode_video(raw: bytes, count: int, bounds: Bounds = BOUNDS) -> Iterator[to
     try:
         import av
     except ImportError as error:
-        raise DecodeError("PyAV, which decodes videos, is not installed: pip install 'mimo-train[video]'") from error
+        raise MissingLibrary("PyAV, which decodes videos, is not installed: pip install 'mimo-train[video]'") from error
     film = None
     try:
         with _opened(av, raw, header) as file:

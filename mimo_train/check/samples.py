@@ -300,6 +300,9 @@ def _add_samples(
             targets.append(int(text.loss_mask.sum()))
             if not targets[-1]:
                 silent.append("{}, key {}".format(*dataset.locate(number)))
+    except DataError as error:  # of this machine, and of no sample: what reads a sample is not installed
+        report.faults.append(fault_of(error, key))
+        return
     finally:
         dataset.close()
     seen.media_per_sample = {name: sum(numbers) / len(numbers) for name, numbers in counts.items()}

@@ -4,6 +4,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from tests.tars import write_tar
@@ -12,6 +13,13 @@ from tests.tars import write_tar
 def picture(width: int = 20, height: int = 20) -> bytes:
     raw = io.BytesIO()
     Image.new("RGB", (width, height), (200, 30, 30)).save(raw, "PNG")
+    return raw.getvalue()
+
+
+def heic() -> bytes:
+    """A picture whose header is read here, and which pillow-heif decodes."""
+    library, raw = pytest.importorskip("pillow_heif"), io.BytesIO()
+    library.from_pillow(Image.new("RGB", (64, 64), (200, 30, 30))).save(raw)
     return raw.getvalue()
 
 

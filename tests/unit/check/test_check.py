@@ -3,13 +3,14 @@
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from mimo_train.check import check
 from mimo_train.cli import main
-from tests.unit.check.shards import on, picture, record, shard, sound
+from tests.unit.check.shards import heic, on, picture, record, shard, sound
 from tests.unit.configs import load
 from tests.unit.data.chat_templates import CHATML, LLAMA, save_tokenizer
 
@@ -159,6 +160,14 @@ def test_bad_samples_are_faults_with_shard_and_key(name, members, said, capsys):
     assert fault.startswith(f"data.shards: {path}, key k: ")
     assert said in fault
     assert budget.startswith("data.max_bad_samples: allows 0, but 1 of the first 5 samples of data.shards are bad")
+
+
+def test_a_library_that_is_not_installed_is_one_fault_whatever_is_allowed(capsys, monkeypatch):
+    members = [("a.heic", heic()), ("a.json", record("<image>?")), ("b.heic", heic()), ("b.json", record("<image>?"))]
+    path = shard(Path("a.tar"), *members)
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    _, _, (fault,) = run(capsys, *on(path, **{"data.max_bad_samples": "10"}))
+    assert fault.startswith("data.shards: ") and "key 'a'" in fault and "pip install 'mimo-train[heic]'" in fault
 
 
 def test_bad_samples_within_the_budget_are_warnings(capsys):

@@ -11,7 +11,7 @@ import soundfile
 import torch
 from PIL import Image, ImageOps
 
-from data.errors import DecodeError
+from data.errors import DecodeError, MissingLibrary
 from data.media.audio_headers import parse_audio_header
 from data.media.decode import decode_audio, decode_picture
 from data.media.headers import parse_header_bytes
@@ -246,9 +246,9 @@ def test_heic_that_is_transparent_lies_or_is_damaged():
             pass
 
 
-def test_without_its_library_heic_is_bad_and_names_the_extra(monkeypatch):
+def test_without_its_library_heic_is_not_bad_and_names_the_extra(monkeypatch):
     raw = heic(Image.new("RGB", (20, 10)))
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     assert parse_header_bytes(raw)[1:3] == (10, 20)
-    with pytest.raises(DecodeError, match=r"pip install 'mimo-train\[heic\]'"):
+    with pytest.raises(MissingLibrary, match=r"pip install 'mimo-train\[heic\]'"):
         decode_picture(raw)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data.bounds import Bounds
-from data.errors import DecodeError
+from data.errors import DecodeError, MissingLibrary
 from data.fields import read_fields
 from data.frames import Sampling
 from data.media.video import decode_video
@@ -241,13 +241,14 @@ def test_fields_say_which_videos_are_read(dataset, tmp_path):
     assert data.plan_step(0, 1).tokens["images"].tolist() == [8]
 
 
-def test_without_its_library_a_video_is_bad_and_names_the_extra(dataset, tmp_path, monkeypatch):
+def test_without_its_library_a_video_ends_the_run_and_names_the_extra(dataset, tmp_path, monkeypatch):
+    """It is not bad: with `data.max_bad_samples`, a run would train on zeros in its place."""
     path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
     monkeypatch.setitem(sys.modules, "av", None)
     data = dataset(path, sampling=TWO)
     assert data.read_text(0)[1] is None
-    zeros, bad = data.read_media(0, "images")
-    assert len(zeros) == 2 and "pip install 'mimo-train[video]'" in bad.reason
+    with pytest.raises(MissingLibrary, match=r"s\.tar, key 'k': .*pip install 'mimo-train\[video\]'"):
+        data.read_media(0, "images")
 
 
 def test_a_video_is_decoded_once_for_a_module(dataset, tmp_path, monkeypatch):
