@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from data.errors import DataError
+from data.errors import DataError, RecordError
 
 MEDIA = ("image", "video", "audio")
 TEXTS = ("conversations", "messages", "question", "answer", "caption", "text", "label", "system", "tools")
 """Names of what a record may have, beside those of media."""
-_NEEDED = ("conversations", "messages", "answer", "caption", "text", "label")
-_FORM = re.compile(r"([^\[\]\s/]+)((?:\[[^\[\]]+\])*)")
+CONVERSATIONS = ("conversations", "messages")
+LEARNED = (*CONVERSATIONS, "answer", "caption", "text", "label")
+"""Of these a sample needs one."""
+_FORM = re.compile(r"([^\[\]\s/?]+)((?:\[[^\[\]]+\])*)(\??)")
+ABSENT: Any = object()
+"""What a JSON member does not have, unlike null."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,10 @@ class Source:
 
     member: str
     path: tuple[str, ...] = ()
+    may_be_absent: bool = False
+
+    def __str__(self) -> str:
+        return self.member + "".join(f"[{key}]" for key in self.path)
 
     @property
     def is_json(self) -> bool:
@@ -29,14 +37,14 @@ class Source:
         return self.member.rpartition(".")[2] == "json"
 
     def value(self, record: Any) -> Any:
-        """The value in a JSON member; None where it is not there."""
+        """The value in a JSON member; ABSENT where it is not there."""
         for key in self.path:
             if isinstance(record, dict):
-                record = record.get(key)
+                record = record.get(key, ABSENT)
             elif isinstance(record, list) and key.isdecimal() and int(key) < len(record):
                 record = record[int(key)]
             else:
-                return None
+                return ABSENT
         return record
 
 
@@ -50,6 +58,28 @@ class Fields:
     """Extensions of the pictures, in the order of their placeholders; None: as names say."""
     video: tuple[str, ...] | None = None
     audio: tuple[str, ...] | None = None
+    key: str = field(default="data.fields", compare=False)
+    """Of the config."""
+
+    def require(self, found: Collection[str]) -> None:
+        """Looks for what a sample lacks of the texts that are named.
+
+        found: names of those that it has. Of those that are learned one is enough; a question goes with the last four.
+
+        Raises:
+            RecordError: a text that may not be absent is.
+        """
+        learned = [name for name, _ in self.texts if name in LEARNED]
+        if not any(name in found for name in learned):
+            sought = " and no ".join(str(source) for name, source in self.texts if name in LEARNED)
+            raise RecordError(f"{self.key}.{learned[0]}: the sample has no {sought}")
+        is_whole = any(name in found for name in CONVERSATIONS)
+        for name, source in self.texts:
+            if name in (*learned, *found) or source.may_be_absent or (name == "question" and is_whole):
+                continue
+            raise RecordError(
+                f'{self.key}.{name}: the sample has no {source}; where not all samples have one: {name}: "{source}?"'
+            )
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -73,8 +103,10 @@ class Fields:
 NO_FIELDS = Fields()
 
 
-def read_fields(given: Mapping[str, Any]) -> Fields:
+def read_fields(given: Mapping[str, Any], key: str = "data.fields") -> Fields:
     """`data.fields` as a config has it: `{caption: caption.txt, label: cls, answer: "json[a][0]", image: [left.jpg]}`.
+
+    key: of the config, for messages about samples.
 
     Raises:
         DataError: of another form; the message begins with the key below `data.fields`, if it is one's, and a colon.
@@ -91,9 +123,11 @@ def read_fields(given: Mapping[str, Any]) -> Fields:
         else:
             raise DataError(f"{name}: is no field of a record: they are {', '.join((*TEXTS, *MEDIA))}")
     names = [name for name, _ in texts]
-    if texts and not any(name in _NEEDED for name in names):
-        raise DataError(f"{names[0]}: nothing says what is learned: give one of {', '.join(_NEEDED)} too")
-    return Fields(tuple(texts), **media)
+    if texts and not any(name in LEARNED for name in names):
+        raise DataError(f"{names[0]}: nothing says what is learned: give one of {', '.join(LEARNED)} too")
+    if "tools" in names and not any(name in CONVERSATIONS for name in names):
+        raise DataError(f"tools: have a place in {' or '.join(CONVERSATIONS)} only, and none is given")
+    return Fields(tuple(texts), **media, key=key)
 
 
 def _source(name: str, value: Any) -> Source:
@@ -103,7 +137,9 @@ def _source(name: str, value: Any) -> Source:
             f"{name}: must be the extension of a member, such as txt or caption.txt, or a value in a JSON member, such "
             f"as json[caption], is {value!r}"
         )
-    source = Source(found[1].lower().lstrip("."), tuple(re.findall(r"\[([^\[\]]+)\]", found[2])))
+    source = Source(found[1].lower().lstrip("."), tuple(re.findall(r"\[([^\[\]]+)\]", found[2])), bool(found[3]))
     if source.path and not source.is_json:
         raise DataError(f"{name}: .{source.member} is no JSON, so that nothing in it has a name: give {source.member}")
+    if source.may_be_absent and name in LEARNED:
+        raise DataError(f"{name}: of what is learned one is enough: leave out the question mark of {value!r}")
     return source

@@ -107,7 +107,7 @@ def find_record(names: Sequence[str], fields: Fields = NO_FIELDS) -> tuple[int, 
             if wanted in names:
                 return names.index(wanted), None
         sought = listed([f".{name}" for name in fields.members], _NAMED)
-        return -1, f"none of the members that data.fields names ({sought}; members: {members})"
+        return -1, f"none of the members that {fields.key} names ({sought}; members: {members})"
     for last in _RECORDS:
         if last in names:
             return names.index(last), None
@@ -157,7 +157,7 @@ def _what(extension: str, fields: Fields) -> str:
         return "a record beside the one that is read"
     if (kind := kind_of(extension)) != "other":
         if fields.media(kind) is not None:
-            return f"{_ALONE[kind]} that data.fields does not name"
+            return f"{_ALONE[kind]} that {fields.key} does not name"
         return f"{_ALONE[kind]} with a name, beside others without"
     if last in OTHER_VIDEO:
         return f"video that is not decoded: convert it, video formats are {', '.join(sorted(VIDEO))}"

@@ -29,7 +29,7 @@ from data.conversation import (
     with_media,
 )
 from data.errors import NothingToLearn, RecordError
-from data.fields import Fields
+from data.fields import ABSENT, LEARNED, Fields
 from data.frames import Picture
 from data.sample_key import Key
 from data.shown import shown
@@ -102,6 +102,8 @@ def parse_fields(
 
     Of what a sample has, the first counts: conversations, messages, answer, caption, text, label. A question goes
     before the last four, behind the media where it does not mark their places.
+
+    Raises what `parse_record` does, RecordError where the sample lacks a text that is named.
     """
     record: dict[str, Any] = {}
     parsed: dict[str, Any] = {}
@@ -114,25 +116,34 @@ def parse_fields(
             continue
         if source.member not in parsed:
             parsed[source.member] = _json(text, f"key {key!r}: the .{shown(source.member)} member", bounds)
-        record[name] = source.value(parsed[source.member])
+        value = source.value(parsed[source.member])
+        if value is not ABSENT:
+            record[name] = value
+    try:
+        fields.require(record)
+    except RecordError as error:
+        raise RecordError(f"key {key!r}: {error}") from None
     for name in ("conversations", "messages"):
         if record.get(name) is not None:
             kept = {one: record[one] for one in (name, "system", "tools") if record.get(one) is not None}
             conversation = _from_json(kept, key, media, pictures, bounds)
             return _checked(conversation, key, media, pictures, bounds)
-    answers = [name for name in ("answer", "caption", "text", "label") if name in record]
+    answers = [name for name in LEARNED if name in record]
     answer = next((name for name in answers if record[name] is not None), None)
     if answer is None:
-        raise NothingToLearn(f"key {key!r}: data.fields: {' and '.join(answers) or 'what is learned'} is null")
+        raise NothingToLearn(f"key {key!r}: {fields.key}: {' and '.join(answers)} is null")
     value = record[answer]
     if answer == "label" and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     question = record.get("question")
     for name, one in ((answer, value), ("question", question)):
         if one is not None and not isinstance(one, str):
-            raise RecordError(f"key {key!r}: data.fields.{name}: is {_called(one)}, not a text")
+            raise RecordError(f"key {key!r}: {fields.key}.{name}: is {_called(one)}, not a text")
     if question is None:
-        conversation = _caption(value, media, pictures, key)
+        turns = _caption(value, media, pictures, key).turns
+        if record.get("system") and turns[0].role == "plain":
+            raise RecordError(f"key {key!r}: {fields.key}.system: a text alone has no place for a system text")
+        conversation = Conversation(_with_system(record, turns, key))
     else:
         _refuse_stray(question, f"key {key!r}: question", MARKERS)
         _refuse_stray(value, f"key {key!r}: {answer}", {})
@@ -267,8 +278,10 @@ def _turn(turn: Any, role_field: str, content_field: str, where: str) -> Turn:
 def _with_system(record: dict[str, Any], turns: tuple[Turn, ...], key: Key) -> tuple[Turn, ...]:
     """The turns behind the record's own `system` text, if it has one."""
     text = record.get("system")
-    if not isinstance(text, str) or not text:
+    if text is None or text == "":
         return turns
+    if not isinstance(text, str):
+        raise RecordError(f"key {key!r}: system is {_called(text)}, not a text")
     _refuse_stray(text, f"key {key!r}: system", {})
     if turns[0].role == "system":
         raise RecordError(f"key {key!r}: the record has a system text and a system turn too: remove one of them")

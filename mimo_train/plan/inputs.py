@@ -115,13 +115,13 @@ def sampling_of(cfg: ConfigContainer) -> Sampling:
 
 def fields_of(cfg: ConfigContainer, source: Source) -> Fields:
     """`data.fields` of a source, as the data path takes them."""
-    return _fields(cfg.data.fields) if source.fields is None else source.fields
+    return _fields(cfg.data.fields, "data.fields") if source.fields is None else source.fields
 
 
-def _fields(given: Mapping[str, Any]) -> Fields:
+def _fields(given: Mapping[str, Any], key: str) -> Fields:
     """Those of a config; with faults there none."""
     try:
-        return read_fields(given)
+        return read_fields(given, key)
     except DataError:
         return NO_FIELDS
 
@@ -146,10 +146,11 @@ def training_sources(cfg: ConfigContainer) -> list[Source]:
     data = cfg.data
     if not data.mix:
         return [Source("", data.shards)]
-    return [
-        Source(name, one.shards, f"data.mix[{at}].shards", one.weight, _fields(one.fields) if one.fields else None)
-        for at, (name, one) in enumerate(zip(source_names(data.mix), data.mix, strict=True))
-    ]
+    found = []
+    for at, (name, one) in enumerate(zip(source_names(data.mix), data.mix, strict=True)):
+        fields = _fields(one.fields, f"data.mix[{at}].fields") if one.fields else None
+        found.append(Source(name, one.shards, f"data.mix[{at}].shards", one.weight, fields))
+    return found
 
 
 def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
@@ -166,9 +167,9 @@ def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
         sources = [replace(one, weight=None) for one in training_sources(cfg)]
         found += [HeldOutSet(one.name, key, one, data.held_out_share) for one in sources]
     for name, one in data.validation.items():
-        own = f"data.validation.{name}.shards"
-        fields = _fields(one.fields) if one.fields else None
-        found.append(HeldOutSet(name, own, Source("", one.shards, own, fields=fields)))
+        own = f"data.validation.{name}"
+        fields = _fields(one.fields, f"{own}.fields") if one.fields else None
+        found.append(HeldOutSet(name, f"{own}.shards", Source("", one.shards, f"{own}.shards", fields=fields)))
     return found
 
 
@@ -220,7 +221,7 @@ def shard_dataset(
         held_fraction=held_out.fraction if held_out else data.validation_fraction,
         only_held=held_out is not None,
         ground=colour_of(data.background),
-        fields=_fields(data.fields),
+        fields=_fields(data.fields, "data.fields"),
         sampling=sampling_of(cfg),
         skip_null=data.null_captions == "skip",
         members_cache=members_cache(cfg),

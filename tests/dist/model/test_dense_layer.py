@@ -1,11 +1,13 @@
 """Layers that one rank computes in plain calls of torch: the numbers of Megatron-Core's, and its own layers wherever a
 layer has more to do."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer import TransformerConfig
 
 from mimo_train.model.dense_layer import NOTHING_TO_DO, DenseLayer
 from mimo_train.model.names import modules_of
@@ -103,6 +105,8 @@ def test_a_part_whose_call_somebody_waits_for_is_called(digits, tmp_path):
 
 def _refused(cfg) -> list[str]:
     """Options with another value, at which a layer is Megatron-Core's."""
+    # One that Megatron-Core calls otherwise would never be looked at.
+    assert set(NOTHING_TO_DO) <= {field.name for field in fields(TransformerConfig)}
     layer = _dense(Steps(cfg))[0]
     refused = []
     for name, neutral in NOTHING_TO_DO.items():

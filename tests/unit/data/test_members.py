@@ -136,7 +136,7 @@ def test_fields_say_what_the_record_is():
     given = {"caption": "caption.txt", "label": "cls"}
     assert fields(given, {"caption.txt": "a cat", "cls": "7"}, image=1).turns[1].text == "a cat"
     assert fields(given, {"cls": "7\n"}, image=1).turns[1].text == "7"
-    inner = {"question": "json[qa][q]", "answer": "json[qa][a][0]", "system": "json[s]"}
+    inner = {"question": "json[qa][q]", "answer": "json[qa][a][0]", "system": "json[s]?"}
     raw = json.dumps({"qa": {"q": "What?", "a": ["red", "blue"]}, "s": "Be brief."})
     talk = fields(inner, {"json": raw}, image=2)
     assert [turn.role for turn in talk.turns] == ["system", "user", "assistant"]
@@ -145,11 +145,42 @@ def test_fields_say_what_the_record_is():
     marked = fields(inner, {"json": json.dumps({"qa": {"q": "Is <image> red?", "a": ["no"]}})}, image=1)
     assert marked.turns[0].parts == (Part("text", "Is "), Part("image"), Part("text", " red?"))
     with pytest.raises(NothingToLearn, match="answer is null"):
-        fields(inner, {"json": "{}"}, image=0)
+        fields(inner, {"json": '{"qa": {"q": null, "a": [null]}, "s": null}'}, image=0)
     assert fields({"label": "json[n]"}, {"json": '{"n": 3}'}).turns[0].text == "3"
     for wrong, said in (('{"n": [3]}', "is a list, not a text"), ("{", "not JSON")):
         with pytest.raises(RecordError, match=said):
             fields({"label": "json[n]"}, {"json": wrong})
+
+
+def test_a_text_that_is_named_and_not_there_is_no_null():
+    given = {"question": "json[q]", "answer": "json[a][0]", "caption": "txt", "system": "json[s]?"}
+    assert [turn.role for turn in fields(given, {"json": '{"q": "Why?", "a": ["So."]}'}).turns] == ["user", "assistant"]
+    for raws, said in (
+        ({"json": '{"q": "Why?", "a": []}'}, r"data.fields.answer: the sample has no json\[a\]\[0\] and no txt$"),
+        ({"json": "[]"}, r"data.fields.answer: the sample has no json\[a\]"),
+        ({"json": "{}", "txt": "So."}, r'fields.question: the sample has no json\[q\]; .* question: "json\[q\]\?"'),
+    ):
+        with pytest.raises(RecordError, match=said) as raised:
+            fields(given, raws)
+        assert not isinstance(raised.value, NothingToLearn)
+    # A question goes with an answer, not with turns.
+    whole = {"messages": "json[m]", "question": "json[q]", "answer": "json[a]"}
+    said = json.dumps({"m": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Ja."}]})
+    assert len(fields(whole, {"json": said}).turns) == 2
+    own = read_fields({"label": "json[n]"}, "data.mix[3].fields")
+    assert own == read_fields({"label": "json[n]"})
+    with pytest.raises(RecordError, match=r"data.mix\[3\].fields.label: the sample has no json\[n\]"):
+        parse_fields({"json": b"{}"}, own, "k", {})
+
+
+def test_a_system_text_has_a_place_or_is_refused():
+    given = {"caption": "txt", "system": "json[s]"}
+    talk = fields(given, {"txt": "a cat", "json": '{"s": "Be brief."}'}, image=1)
+    assert [turn.role for turn in talk.turns] == ["system", "user", "assistant"]
+    with pytest.raises(RecordError, match="a text alone has no place for a system text"):
+        fields(given, {"txt": "a cat", "json": '{"s": "Be brief."}'})
+    with pytest.raises(RecordError, match="system is a list, not a text"):
+        fields(given, {"txt": "a cat", "json": '{"s": ["Be brief."]}'}, image=1)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +190,8 @@ def test_fields_say_what_the_record_is():
         ({"caption": "txt[a]"}, r"caption: .txt is no JSON"),
         ({"caption": 3}, "caption: must be the extension of a member"),
         ({"question": "txt"}, "question: nothing says what is learned"),
+        ({"caption": "txt?"}, "caption: of what is learned one is enough"),
+        ({"caption": "txt", "tools": "json[t]"}, "tools: have a place in conversations or messages only"),
         ({"image": []}, "image: must be the extension"),
     ],
 )
