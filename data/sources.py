@@ -151,7 +151,8 @@ def found_shards(source: Source) -> list[Place]:
     try:
         return find_shards(source.shards)
     except DataError as error:
-        raise type(error)(str(error).replace("data.shards", source.key, 1)) from error
+        remedy = "; without a held-out set: data.validation_shards=" if source.key == "data.validation_shards" else ""
+        raise type(error)(str(error).replace("data.shards", source.key, 1) + remedy) from error
 
 
 def parts_of(

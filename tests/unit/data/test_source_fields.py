@@ -1,12 +1,14 @@
 """Sources of a mixture that have their records and media in different places: `data.mix[i].fields`."""
 
 import json
+import re
 
 import pytest
 
+from data.errors import DataError
 from data.fields import read_fields
 from data.pipeline import TextLengths
-from data.sources import Source
+from data.sources import Source, found_shards
 from mimo_train.checkpoint.same_run import resume_faults
 from mimo_train.cli import main
 from mimo_train.config.compose import load, to_dict
@@ -122,3 +124,12 @@ def test_a_run_continues_with_the_same_fields_and_videos_only(folders):
     del older["data"]["video"], older["data"]["mix"][0]["fields"]
     found = resume_faults(folders, {"config": older}, config(), data_fingerprint=None, text_fingerprint=None)
     assert found == []
+
+
+def test_shards_that_are_not_there_are_named_by_the_key_of_their_source(tmp_path):
+    for key, end in (
+        ("data.mix[2].shards", r"looked from [^;]*$"),
+        ("data.validation_shards", "data.validation_shards=$"),
+    ):
+        with pytest.raises(DataError, match=rf"^{re.escape(key)}: no such file or folder: .*{end}"):
+            found_shards(Source("", tmp_path / "none", key))
