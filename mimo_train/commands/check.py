@@ -43,6 +43,10 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.ranks is not None and not args.dry_run:
         raise UserError(f"--ranks is {args.ranks}, which only a dry run has: give --dry-run too, or leave it away")
+    if args.dry_run:
+        from mimo_train.dry_run.command import require_ranks
+
+        require_ranks(args.config, args.overrides, args.ranks or "all-kinds")
     code = main(args.config, args.overrides, without_data=args.without_data)
     if code or not args.dry_run:
         return code
