@@ -86,7 +86,7 @@ def run_rank(run: Run, kind: Kind) -> Found:
     device = device_kind(run.cfg)
     import_program()
     with TemporaryDirectory(prefix="mimo-dry-run-") as folder, ExitStack() as stack:
-        run = prepared(run, Path(folder))
+        given, run = run, prepared(run, Path(folder))
         fake_world.join(kind.rank, run.layout.world_size, run.layout.ranks_per_node)
         counts = FakeCounts(fake_cuda.is_on_device if device == "cuda" else _is_on_cpu)
         names = _install(device, counts)
@@ -96,7 +96,7 @@ def run_rank(run: Run, kind: Kind) -> Found:
         fake_attention.install(device)
         fake_experts.install(counts)
         fake_needs.install(run)
-        saved = fake_checkpoint.install()
+        files = fake_checkpoint.install(given)
         observed = observe(run, counts)
     made = distributed_c10d._world.pg_group_ranks
     groups = [("world" if group is dist.group.WORLD else group.group_desc, len(made[group])) for group in made]
@@ -104,7 +104,8 @@ def run_rank(run: Run, kind: Kind) -> Found:
         kind=kind,
         device=device,
         groups=groups,
-        saved=saved[0],
+        saved=files.saved,
+        loaded=files.loaded,
         seconds=time.monotonic() - began,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **observed,
