@@ -6,13 +6,15 @@
     python -m benchmarks.dry_run world [--gpus 16384]       # the same, one kind of a world that large
 
 Shards are made in a temporary folder: every sample has the largest medium of each encoder and a text that fills its
-row; the tokenizer is that of bytes, with as many rows of the embedding as the model has. Ends with code 1 if a kind
-fails, or does not fit on the GPU.
+row; the tokenizer is that of bytes, with as many rows of the embedding as the model has. `plans` and `world` look at
+whether it runs and fits, with as few microbatches in a step as fill all stages: memory is that of more. Ends with code
+1 if a kind fails, or does not fit on the GPU.
 """
 
 import argparse
 import io
 import math
+import os
 import sys
 import tempfile
 import time
@@ -67,6 +69,8 @@ def main() -> int:
             keys = (*overrides, f"data.shards={place}/shards", f"run.dir={place}/run", "data.tokenizer=bytes",
                     "data.validation_shards=", "data.pad=sequence")  # fmt: skip
             cfg = load(config, keys)
+            if args.part in ("plans", "world"):
+                shorten(cfg)
             make_shards(place / "shards", cfg)
             failures += dry_run(title, cfg, most)
     return int(failures > 0)
@@ -109,6 +113,15 @@ def proposed(config: str, sizes: tuple[str, ...], gpus: int) -> tuple[str, ...]:
     return tuple(found.proposals[0].candidate.overrides(cfg))
 
 
+def shorten(cfg: ConfigContainer) -> None:
+    """As few microbatches in a step as are under way at once."""
+    language = cfg.language.layout
+    stages = language.pp * min(language.vpp, 2) + max((module.layout.pp for module in cfg.encoders.values()), default=0)
+    number = -(-stages // language.pp) * language.pp
+    whole = cfg.train.micro_batch_size * language.dp
+    cfg.train.global_batch_size = min(cfg.train.global_batch_size, whole * number)
+
+
 def dry_run(title: str, cfg: ConfigContainer, most: int | None) -> int:
     """Run the kinds of a layout and print a line for each; the number of those that fail or do not fit."""
     from mimo_train.dry_run import one_rank
@@ -118,20 +131,23 @@ def dry_run(title: str, cfg: ConfigContainer, most: int | None) -> int:
     print(f"{title}\n  {run.layout.world_size:,} ranks, {len(kinds_of(run.layout))} kinds", flush=True)
     one_rank.import_program()
     for kind in kinds:
-        began = time.monotonic()
+        began, before = time.monotonic(), os.times()
         found = in_child(run, kind)
-        print("  " + _line(kind, found, expected[kind.rank], time.monotonic() - began), flush=True)
+        seconds, after = time.monotonic() - began, os.times()
+        computing = after.children_user + after.children_system - before.children_user - before.children_system
+        print("  " + _line(kind, found, expected[kind.rank], seconds, computing), flush=True)
         failures += isinstance(found, Failed) or found.peak > DEVICE.memory
     return failures
 
 
-def _line(kind: Kind, found: Found | Failed, estimate: int, seconds: float) -> str:
+def _line(kind: Kind, found: Found | Failed, estimate: int, seconds: float, computing: float) -> str:
     if isinstance(found, Failed):
         return f"rank {kind.rank}, {kind.name}: FAILS: {found.what}\n{found.trace}"
     done = "trained" + ", evaluated" * found.evaluated + ", saved" * bool(found.saved)
     over = "" if found.peak <= DEVICE.memory else f", MORE than {DEVICE.name} has"
     return (
-        f"rank {kind.rank}, {kind.name}: {done} in {seconds:.0f} s, process {found.resident / GIB:.2f} GiB; peak "
+        f"rank {kind.rank}, {kind.name}: {done} in {seconds:.0f} s, {computing:.0f} s of processor time; process "
+        f"{found.resident / GIB:.2f} GiB; peak "
         f"{found.peak / GIB:.2f} GiB{over}, {estimate / found.peak:.3f} of it estimated; {len(found.groups)} groups"
     )
 

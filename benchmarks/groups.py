@@ -39,8 +39,8 @@ class Made:
 
 
 def layout_of(world: int) -> RunLayout:
-    """The larger a world, the more replicas: of 7 stages on 8 ranks each, beside an eighth of the ranks for the encoder;
-    below 64 ranks of 3 stages of one rank, beside a quarter."""
+    """The larger a world, the more replicas: of 7 stages on 8 ranks each, beside an eighth of the ranks for the
+    encoder; below 64 ranks of 3 stages of one rank, beside a quarter."""
     images, sizes = world // 8, {"tp": 8, "pp": 7, "dp": world // 64}
     if world < 64:
         images, sizes = world // 4, {"tp": 1, "pp": 3, "dp": world // 4}

@@ -1,4 +1,4 @@
-"""Predictions of `mimo-train plan` beside measured steps, for layouts of one to eight processes on this machine's cores.
+"""Predictions of `mimo-train plan` beside measured steps: layouts of one to eight processes on this machine's cores.
 
     OMP_NUM_THREADS=1 python benchmarks/planner.py [--rounds 3] [--steps 8] [--only gpt] [--layouts dp2,tp2]
 

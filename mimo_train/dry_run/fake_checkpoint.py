@@ -62,8 +62,8 @@ def _install_loads(given: Run, files: Files) -> None:
     from mimo_train.checkpoint import checkpointer, folders, modules, store
     from mimo_train.checkpoint.format.read import Reader
 
-    Checkpointer, load_checkpoint = checkpointer.Checkpointer, store.load_checkpoint
-    resume, settings = Checkpointer.resume, given.cfg.checkpoint
+    of_runs, load_checkpoint = checkpointer.Checkpointer, store.load_checkpoint
+    resume, settings = of_runs.resume, given.cfg.checkpoint
 
     def dry_resume(self: Any) -> None:
         """Load what the run would, and begin at its first step all the same."""
@@ -103,8 +103,8 @@ def _install_loads(given: Run, files: Files) -> None:
                 one.into.shape,
             )
 
-    Checkpointer.resume = dry_resume  # type: ignore[method-assign, assignment]
-    Checkpointer._read_initial_weights = lambda self: False  # type: ignore[method-assign]
+    of_runs.resume = dry_resume  # type: ignore[method-assign, assignment]
+    of_runs._read_initial_weights = lambda self: False  # type: ignore[method-assign]
     checkpointer.load_start_weights = lambda model: False
     checkpointer.load_checkpoint = without_plain_state  # type: ignore[assignment]
     Reader.fill, Reader.whole = fill, outside(Reader.whole)  # type: ignore[method-assign]
