@@ -1,12 +1,13 @@
-"""Predictions of `mimo-train plan` beside measured steps, for layouts of two to four processes on this machine's cores.
+"""Predictions of `mimo-train plan` beside measured steps: layouts of one to eight processes on this machine's cores.
 
-    OMP_NUM_THREADS=1 python benchmarks/planner.py [--rounds 3] [--steps 8] [--only gpt]
+    OMP_NUM_THREADS=1 python benchmarks/planner.py [--rounds 3] [--steps 8] [--only gpt] [--layouts dp2,tp2]
 
 For a plain GPT and for vision + language: layers are measured on one process (`--measure`), steps of each layout are
-predicted with cores that ranks share, and then measured, in rounds over all layouts, so that a machine that becomes
-slower is slower for all. Printed are both times, their rank correlation, that of two rounds with each other, which no
-prediction can be better than, and how much slower the layout predicted to be best is than the best. A quiet machine is
-needed: with other work, rounds differ more than layouts.
+predicted with cores that ranks share, and then measured, in rounds over all layouts, there and back, so that a machine
+that becomes slower is slower for all. Printed are both times, their rank correlation, that of two rounds with each
+other, which no prediction can be better than, and how much slower the layout predicted to be best is than the best; for
+each shape, and the correlations for all layouts together. A quiet machine is needed: with other work, rounds differ
+more than layouts.
 """
 
 import argparse
@@ -18,7 +19,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -65,6 +68,8 @@ LAYOUTS = {
         "dp4": _language(dp=4),
         "tp2 dp2": _language(tp=2, dp=2),
         "pp4": _language(pp=4),
+        "dp8": _language(dp=8),
+        "tp2 pp2 dp2": _language(tp=2, pp=2, dp=2),
     },
     "vlm": {
         "one": SHARED,
@@ -76,6 +81,8 @@ LAYOUTS = {
         "1, tp2": (*APART, *_language(tp=2)),
         "dp2, dp2": (*APART, *_language(dp=2), *_images(dp=2)),
         "pp2, pp2": (*APART, *_language(pp=2), *_images(pp=2)),
+        "shared pp2 dp2": (*SHARED, *_language(pp=2, dp=2), *_images(dp=2)),
+        "dp4, dp4": (*APART, *_language(dp=4), *_images(dp=4)),
     },
 }
 """Shape -> name -> overrides."""
@@ -146,37 +153,72 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     return 1 - 6 * squares / (number * (number**2 - 1))
 
 
+class Result(NamedTuple):
+    """Of one layout."""
+
+    layout: str
+    predicted: float
+    """Seconds of a step."""
+    measured: list[float]
+    """In each round."""
+
+    @property
+    def median(self) -> float:
+        """Of the rounds."""
+        return statistics.median(self.measured)
+
+
 def main() -> None:
     """Print predictions beside measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="over all layouts")
     parser.add_argument("--steps", type=int, default=8, help="of each run that count")
     parser.add_argument("--only", choices=SHAPES, help="one of the two shapes")
+    parser.add_argument("--layouts", type=lambda text: text.split(","), help="of that shape, some of its names")
     args = parser.parse_args()
     cores = float(len(os.sched_getaffinity(0)))
+    shapes = [args.only] if args.only else [*SHAPES]
+    results: dict[str, list[Result]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for shape in [args.only] if args.only else SHAPES:
-            _compare(shape, Path(folder), args.rounds, args.steps, cores)
+        for shape in shapes:
+            names = args.layouts or [*LAYOUTS[shape]]
+            results[shape] = _compared(shape, names, Path(folder), args.rounds, args.steps, cores)
+            print(f"\n{shape}, {cores:g} cores: predicted, measured (median of {args.rounds} rounds), ratio")
+            _tell(results[shape])
+    if len(shapes) > 1:
+        print("\nboth shapes together:")
+        _tell_correlations([one for shape in shapes for one in results[shape]])
 
 
-def _compare(shape: str, folder: Path, rounds: int, steps: int, cores: float) -> None:
+def _compared(shape: str, names: list[str], folder: Path, rounds: int, steps: int, cores: float) -> list[Result]:
     costs, name = folder / f"{shape}.json", SHAPES[shape][0]
     command = [sys.executable, "-m", "mimo_train.cli", "plan", name, *_sizes(shape), "--gpus", "1", "--measure"]
     _run([*command, "--profile", str(costs)], folder)
-    names = list(LAYOUTS[shape])
     cfgs = {layout: config(shape, layout) for layout in names}
     profile = read_profile(costs, list(cfgs[names[0]].modules), cfgs[names[0]].train.precision)
-    expected = [predicted(cfgs[layout], profile, cores) for layout in names]
-    found = [[measured(shape, layout, folder / str(at), steps) for layout in names] for at in range(rounds)]
-    medians = [statistics.median(each) for each in zip(*found, strict=True)]
-    print(f"\n{shape}, {cores:g} cores: predicted, measured (median of {rounds} rounds), ratio")
-    for layout, one, other in zip(names, expected, medians, strict=True):
-        print(f"  {layout:16} {one * 1e3:8.0f} ms {other * 1e3:8.0f} ms {one / other:6.2f}")
-    best = min(range(len(names)), key=expected.__getitem__)
-    slower = medians[best] / min(medians)
-    print(f"  rank correlation {rank_correlation(expected, medians):.2f}; chosen / best {slower:.2f}")
-    if rounds > 1:
-        print(f"  of the first two rounds with each other {rank_correlation(found[0], found[1]):.2f}")
+    results = [Result(layout, predicted(cfgs[layout], profile, cores), []) for layout in names]
+    for at in range(rounds):
+        for one in results if at % 2 == 0 else reversed(results):
+            one.measured.append(measured(shape, one.layout, folder / str(at), steps))
+    return results
+
+
+def _tell(results: Sequence[Result]) -> None:
+    for one in results:
+        rounds = ", ".join(f"{each * 1e3:.0f}" for each in one.measured)
+        ratio = one.predicted / one.median
+        print(f"  {one.layout:16} {one.predicted * 1e3:8.0f} ms {one.median * 1e3:8.0f} ms {ratio:6.2f}  ({rounds})")
+    best = min(results, key=lambda one: one.predicted)
+    print(f"  chosen {best.layout}: {best.median / min(one.median for one in results):.2f} of the best")
+    _tell_correlations(results)
+
+
+def _tell_correlations(results: Sequence[Result]) -> None:
+    expected, medians = [one.predicted for one in results], [one.median for one in results]
+    print(f"  rank correlation over {len(results)} layouts {rank_correlation(expected, medians):.2f}", end="")
+    rounds = list(zip(*(one.measured for one in results), strict=True))
+    each = [rank_correlation(one, other) for one, other in combinations(rounds, 2)]
+    print(f"; of two rounds with each other {', '.join(f'{one:.2f}' for one in each)}" if each else "")
 
 
 if __name__ == "__main__":

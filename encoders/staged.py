@@ -93,6 +93,15 @@ class StagedEncoder(MegatronModule, ABC):
     def _tokens(self, size: Size) -> int:
         """Tokens inside the encoder of a medium of `size`."""
 
+    def rows_of(self, sizes: Sequence[Size]) -> int:
+        """Rows that the layers get of media of these sizes."""
+        return sum(map(self._tokens, sizes))
+
+    def through_layers(self, rows_RH: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:
+        """The layers of this stage alone, over rows [`rows_of(sizes)`, H] of media of which those of one size are
+        neighbours; rows of the last one."""
+        return self._run_layers(rows_RH, sizes)
+
     def _last_tokens(self, size: Size) -> int:
         """Tokens that the layers make of a medium of `size`."""
         return self._tokens(size)

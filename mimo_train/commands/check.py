@@ -32,6 +32,11 @@ def add(commands: Any) -> None:
         "GPUs unless run.device=cpu: memory, messages, waits of the host, and faults by line",
     )
     command.add_argument(
+        "--transformer-engine",
+        action="store_true",
+        help="of the dry run: layers as where Transformer Engine is installed, by a stand-in of its own",
+    )
+    command.add_argument(
         "--ranks",
         metavar="RANKS",
         help="of the dry run: all-kinds (the default), one rank of each kind, or ranks with commas between them",
@@ -43,9 +48,15 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.ranks is not None and not args.dry_run:
         raise UserError(f"--ranks is {args.ranks}, which only a dry run has: give --dry-run too, or leave it away")
+    if args.transformer_engine and not args.dry_run:
+        raise UserError("--transformer-engine is of a dry run: give --dry-run too, or leave it away")
+    if args.dry_run:
+        from mimo_train.dry_run.command import require_ranks
+
+        require_ranks(args.config, args.overrides, args.ranks or "all-kinds")
     code = main(args.config, args.overrides, without_data=args.without_data)
     if code or not args.dry_run:
         return code
     from mimo_train.dry_run.command import main as dry_run
 
-    return dry_run(args.config, args.overrides, args.ranks or "all-kinds")
+    return dry_run(args.config, args.overrides, args.ranks or "all-kinds", engine=args.transformer_engine)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from mimo_train.config.compose import load
@@ -13,11 +14,12 @@ from mimo_train.dry_run.report import Failed, Found, text_of
 from mimo_train.plan.run import Run, resolve
 
 
-def main(config: str, overrides: Sequence[str], ranks: str) -> int:
+def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = False) -> int:
     """Run the ranks, print what each does, and return 1 if one fails, else 0.
 
     Args:
         ranks: see `kinds.chosen`.
+        engine: whether layers are Transformer Engine's, see `fake_engine`.
     """
     try:
         cfg = load(config, overrides)
@@ -29,6 +31,10 @@ def main(config: str, overrides: Sequence[str], ranks: str) -> int:
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    if engine:
+        from mimo_train.dry_run import fake_engine
+
+        fake_engine.install()
     from mimo_train.dry_run import one_rank
 
     faults = list(one_rank.refused(cfg))
@@ -39,22 +45,32 @@ def main(config: str, overrides: Sequence[str], ranks: str) -> int:
     said = "CUDA, of which none is touched" if device == "cuda" else "the CPU"
     print(f"\nDry run of {len(kinds)} of {run.layout.world_size:,} ranks, as on {said}", flush=True)
     one_rank.import_program()
-    estimates = _estimates(run)
+    expected = estimates(run)
     failed = False
     for kind in kinds:
-        found = in_child(run, kind)
+        found = in_child(run, kind, engine=engine)
         failed = failed or isinstance(found, Failed)
-        print("\n" + text_of(found, estimates.get(kind.rank, 0)), flush=True)
+        print("\n" + text_of(found, expected.get(kind.rank, 0)), flush=True)
     print("\nno faults" if not failed else "\nthere are faults", flush=True)
     return int(failed)
 
 
-def in_child(run: Run, kind: Kind) -> Found | Failed:
+def require_ranks(config: str, overrides: Sequence[str], ranks: str) -> None:
+    """Before any check is printed: there are such ranks. Faults of the config are for the checks to tell.
+
+    Raises:
+        UserError: as of `kinds.chosen`.
+    """
+    with suppress(ConfigError):
+        chosen(resolve(load(config, overrides)).layout, ranks)
+
+
+def in_child(run: Run, kind: Kind, *, engine: bool = False) -> Found | Failed:
     """What a rank does, found in a process that ends with it, since torch is changed for all of it."""
     # Forked: the libraries, which take longer to import than most ranks to run, are there already.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(run, kind, sender))
+    process = context.Process(target=_child, args=(run, kind, engine, sender))
     process.start()
     sender.close()
     try:
@@ -66,7 +82,7 @@ def in_child(run: Run, kind: Kind) -> Found | Failed:
         process.join()
 
 
-def _child(run: Run, kind: Kind, pipe: Connection) -> None:
+def _child(run: Run, kind: Kind, engine: bool, pipe: Connection) -> None:
     import warnings
 
     from mimo_train.dry_run import one_rank
@@ -77,14 +93,14 @@ def _child(run: Run, kind: Kind, pipe: Connection) -> None:
         sys.stdout = nowhere
         sys.stderr = nowhere
         try:
-            pipe.send(one_rank.run_rank(run, kind))
+            pipe.send(one_rank.run_rank(run, kind, engine=engine))
         except BaseException as error:
             pipe.send(Failed.of(kind, error))
     pipe.close()
     os._exit(0)
 
 
-def _estimates(run: Run) -> dict[int, int]:
+def estimates(run: Run) -> dict[int, int]:
     """Bytes by rank, as `check` reckons them from sizes alone."""
     from mimo_train.plan.inputs import tokenizer_of
     from mimo_train.plan.memory import rank_memory, stage_memory

@@ -1,22 +1,45 @@
-"""Checkpoints without files: what a rank writes is brought together, and to the host, and left there; weights that a
-run begins with have no values here, and are not read."""
+"""Checkpoints without values: what a rank writes is brought together, and to the host, and left there. One that the
+run would continue or begin from is read as far as its index: every tensor that this rank wants is looked up, with its
+place, and room is made for it on its way to the device; no value is read, and nothing in its folder is changed.
+"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from data.storage.url import Place
+from mimo_train.dry_run.fake_tensors import outside
+from mimo_train.plan.run import Run
 
 
-def install() -> list[int]:
+@dataclass
+class Files:
+    """What a rank did with checkpoints."""
+
+    saved: int = 0
+    """Bytes of the newest save of this rank."""
+    loaded: str = ""
+    """Where it would continue from, or begin with the weights of; empty: nowhere."""
+
+
+def install(given: Run) -> Files:
     """Replace the reading and writing of checkpoints, for the rest of this process.
 
-    Returns:
-        A list of one number: bytes of the newest save of this rank.
+    Args:
+        given: the run as it would start; that which is tried has other folders.
     """
-    from mimo_train.checkpoint import checkpointer, store
+    files = Files()
+    _install_saves(files)
+    _install_loads(given, files)
+    return files
 
-    nbytes = [0]
+
+def _install_saves(files: Files) -> None:
+    from mimo_train.checkpoint import checkpointer, store
 
     def open_folder(target: store.Target, size: int) -> store.Opened:
         folder = Path(str(target.run_dir)) / "checkpoints"
@@ -29,13 +52,68 @@ def install() -> list[int]:
         wait()
         for part in copies:
             part.values.cpu()
-        nbytes[0] = sum(part.nbytes for part in parts)
+        files.saved = sum(part.nbytes for part in parts)
         return _Complete(folder.final), hold
 
     checkpointer.open_folder, checkpointer.begin_save = open_folder, begin_save  # type: ignore[assignment]
-    checkpointer.Checkpointer._read_initial_weights = lambda self: False  # type: ignore[method-assign]
+
+
+def _install_loads(given: Run, files: Files) -> None:
+    from mimo_train.checkpoint import checkpointer, folders, modules, store
+    from mimo_train.checkpoint.format.read import Reader
+
+    of_runs, load_checkpoint = checkpointer.Checkpointer, store.load_checkpoint
+    resume, settings = of_runs.resume, given.cfg.checkpoint
+
+    def dry_resume(self: Any) -> None:
+        """Load what the run would, and begin at its first step all the same."""
+        tried, own = self._run, copy(given.cfg)
+        self._run = replace(given, cfg=own)
+        try:
+            if settings.resume == "auto":
+                folder = folders.newest(given.checkpoints)
+            else:
+                folder = folders.chosen(given.checkpoints, settings.resume)
+            if folder is not None:
+                self._continue_from(folder)
+                files.loaded = f"continues from {folder}"
+            else:
+                own.checkpoint = replace(settings, resume="never")
+                resume(self)
+                named = [settings.weights, *(load.path for load in settings.load_modules.values())]
+                files.loaded = "begins with weights of " + ", ".join(filter(None, named)) if any(named) else ""
+        finally:
+            self._run, self._resumed = tried, (0, None)
+
+    def without_plain_state(folder: Place, layout: Any, model: list, optimizer: Any, *_: Any) -> dict[str, Any]:
+        return load_checkpoint(folder, layout, model, optimizer)
+
+    def by_itself(choose: Callable[[], Place | None], key: str) -> Place | None:
+        return choose()
+
+    read = Reader.fill
+
+    def fill(self: Reader, wanted: Iterable[Any]) -> None:
+        wanted = list(wanted)
+        read(self, [one for one in wanted if not isinstance(one.into, FakeTensor)])
+        for one in wanted:
+            assert self.index.pieces[one.key] and one.into.numel() == one.span.numel, (
+                one.key,
+                one.span,
+                one.into.shape,
+            )
+
+    of_runs.resume = dry_resume  # type: ignore[method-assign, assignment]
+    of_runs._read_initial_weights = lambda self: False  # type: ignore[method-assign]
     checkpointer.load_start_weights = lambda model: False
-    return nbytes
+    checkpointer.load_checkpoint = without_plain_state  # type: ignore[assignment]
+    Reader.fill, Reader.whole = fill, outside(Reader.whole)  # type: ignore[method-assign]
+    for module in (checkpointer, modules, store):
+        module.chosen_by_first = by_itself  # type: ignore[attr-defined]
+    # Of other ranks nothing is known, of weights no values, and of a step that is not made no state.
+    store.require_taken = modules._require_all = store.require_same = _nothing  # type: ignore[assignment]
+    store.ModuleOptimizer.load_plain_state = _nothing  # type: ignore[method-assign, assignment]
+    folders.finish_renames = _nothing  # type: ignore[assignment]
 
 
 class _Complete:
@@ -62,5 +140,5 @@ class _Complete:
         """Nothing goes on."""
 
 
-def _nothing() -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass

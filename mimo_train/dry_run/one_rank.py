@@ -77,8 +77,12 @@ def prepared(run: Run, folder: Path) -> Run:
     return replace(run, cfg=cfg, batch=Batch.of(cfg))
 
 
-def run_rank(run: Run, kind: Kind) -> Found:
-    """Set up, train, evaluate and save as one rank. Changes torch for the rest of this process."""
+def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> Found:
+    """Set up, train, evaluate and save as one rank. Changes torch for the rest of this process.
+
+    Args:
+        engine: whether layers are Transformer Engine's; then `fake_engine` must be in its place.
+    """
     began = time.monotonic()
     # A forked process makes its pool of threads anew at the first call. Where two threads of autograd make that call at
     # once, one finds no pool and the process aborts (torch 2.11: "Invalid thread pool!"); so it is made here, by one.
@@ -86,7 +90,7 @@ def run_rank(run: Run, kind: Kind) -> Found:
     device = device_kind(run.cfg)
     import_program()
     with TemporaryDirectory(prefix="mimo-dry-run-") as folder, ExitStack() as stack:
-        run = prepared(run, Path(folder))
+        given, run = run, prepared(run, Path(folder))
         fake_world.join(kind.rank, run.layout.world_size, run.layout.ranks_per_node)
         counts = FakeCounts(fake_cuda.is_on_device if device == "cuda" else _is_on_cpu)
         names = _install(device, counts)
@@ -96,7 +100,8 @@ def run_rank(run: Run, kind: Kind) -> Found:
         fake_attention.install(device)
         fake_experts.install(counts)
         fake_needs.install(run)
-        saved = fake_checkpoint.install()
+        files = fake_checkpoint.install(given)
+        _choose_layers(engine)
         observed = observe(run, counts)
     made = distributed_c10d._world.pg_group_ranks
     groups = [("world" if group is dist.group.WORLD else group.group_desc, len(made[group])) for group in made]
@@ -104,7 +109,8 @@ def run_rank(run: Run, kind: Kind) -> Found:
         kind=kind,
         device=device,
         groups=groups,
-        saved=saved[0],
+        saved=files.saved,
+        loaded=files.loaded,
         seconds=time.monotonic() - began,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **observed,
@@ -130,6 +136,13 @@ def _install(device: str, counts: Counts) -> Any:
         return fake_cuda.install(counts)
     devices.install("cpu")
     return None
+
+
+def _choose_layers(engine: bool) -> None:
+    """Those of Transformer Engine itself need a GPU, installed or not."""
+    from mimo_train.training import setup as setting_up
+
+    setting_up.use_transformer_engine = lambda kind: engine and kind == "cuda"
 
 
 def observe(run: Run, counts: Counts) -> dict[str, Any]:

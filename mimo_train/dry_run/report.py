@@ -41,6 +41,8 @@ class Found:
     evaluated: bool
     saved: int
     """Bytes of this rank's part of a checkpoint; 0 where the run saves none."""
+    loaded: str
+    """Checkpoint that the run would continue from, or begin with weights of; empty: none."""
     seconds: float
     resident: int
     """Largest memory of the process, in bytes."""
@@ -103,6 +105,8 @@ def text_of(found: Found | Failed, estimate: int) -> str:
     ]
     if found.waits_inside:
         lines.append("  WARNING: it waits between microbatches: " + _counted(found.waits_inside))
+    if found.loaded:
+        lines.append(f"  {found.loaded}: tensors are there, in these shapes")
     done = "trained" + (", evaluated" if found.evaluated else "") + (f", saved {size(found.saved)}" * bool(found.saved))
     lines.append(f"  {done} in {found.seconds:.0f} s, {size(found.resident)} of this machine's memory")
     return "\n".join(lines)

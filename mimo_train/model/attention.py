@@ -26,12 +26,10 @@ from mimo_train.config.fault import UserError
 from mimo_train.model.documents import Documents
 from mimo_train.model.neutral import require_neutral
 from mimo_train.parallel.context import chunks_of, gather_sequence
+from mimo_train.plan.activations import WIDEST_HEAD
 
 _LEAST_BLOCK = 512
 """Queries of one block, where a window is smaller."""
-
-_WIDEST_HEAD = 256
-"""Of flash attention."""
 
 _UNKNOWN = {
     "softmax_type": "vanilla",
@@ -189,7 +187,7 @@ class SdpaAttention(MegatronModule):
 
     def _has_kernel(self, query: torch.Tensor) -> bool:
         """Whether torch has a kernel for documents of any lengths that does what this layer does."""
-        fits = query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= _WIDEST_HEAD
+        fits = query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= WIDEST_HEAD
         return query.is_cuda and fits and not self.softcap and not (self.training and self.dropout)
 
     def _attend_at_once(

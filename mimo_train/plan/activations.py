@@ -16,6 +16,8 @@ from mimo_train.config.llm_spec import LlmSpec
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one weight or activation, by `train.precision`."""
+WIDEST_HEAD = 256
+"""Channels of a head that torch's kernel for packed documents takes."""
 
 
 def layer_activations(
@@ -34,6 +36,8 @@ def layer_activations(
     head_norms: bool = False,
     fused_norms: bool = True,
     frozen: bool = False,
+    plain: bool = False,
+    whole_rows: bool = False,
     tp: int = 1,
     sp: bool = False,
     cp: int = 1,
@@ -55,6 +59,10 @@ def layer_activations(
         fused_norms: whether norms keep their inputs alone; else what is normalised is there once more, in fp32, and
             half precision is copied to fp32 before.
         frozen: whether the linear layers are not trained, and need no inputs.
+        plain: whether the layer is `mimo_train.model.dense_layer`'s, which takes the two halves of a gated block from
+            one product without a copy (4 f in the place of 5 f).
+        whole_rows: whether one kernel takes the documents of packed rows. It wants values of their own, so that what
+            they were cut from goes, and as many heads of keys as of queries (4 h in all).
         cp: ranks whose keys and values are gathered, and kept in the place of this rank's own (2 k each); attention of
             its two chunks of queries is joined by a copy (h).
     """
@@ -67,9 +75,11 @@ def layer_activations(
     split = 2 * query + 2 * keys + (query + keys if rope else 0)
     if cp > 1:
         split = (3 if rope else 2) * query + 2 * keys * cp
+    elif whole_rows:
+        split = 4 * query
     if head_norms and query != keys:
         split += query
-    split += (5 if gated else 2) * ffn - (ffn if frozen else 0)
+    split += ((4 if plain else 5) if gated else 2) * ffn - (ffn if frozen else 0)
     split *= size
     return tokens * (whole + split) // tp if sp else tokens * whole + tokens * split // tp
 

@@ -25,6 +25,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.activations import (
     BYTES,
+    WIDEST_HEAD,
     expert_activations,
     expert_work,
     layer_activations,
@@ -194,6 +195,8 @@ def _layer_activations(run: Run, tokens: int, *, experts: bool, frozen: bool) ->
         head_norms=llm.qk_norm,
         fused_norms=_has_fused_norms(cfg, llm.normalization),
         frozen=frozen,
+        plain=_is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout),
+        whole_rows=_has_row_kernel(cfg),
         tp=sizes.tp,
         sp=sizes.sp,
         cp=sizes.cp,
@@ -216,6 +219,18 @@ def _layer_work(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
 def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
     """Torch has a kernel for RMSNorm on CUDA alone."""
     return normalization == "LayerNorm" or cfg.run.device != "cpu"
+
+
+def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
+    """Whether dense layers of a module are computed by `mimo_train.model.dense_layer`."""
+    module = cfg.modules[name]
+    return tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) != "selective"
+
+
+def _has_row_kernel(cfg: ConfigContainer) -> bool:
+    """Whether one kernel takes all documents of a packed row, see `SdpaAttention`."""
+    llm, half = cfg.llm, cfg.train.precision != "fp32" and cfg.run.device != "cpu"
+    return cfg.data.pack and half and not llm.attention_softcap and not llm.dropout and llm.head_width <= WIDEST_HEAD
 
 
 def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> Memory:
@@ -254,6 +269,7 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: EncoderSpec, t
         scaled=layer_options(encoder)["layer_scale"] > 0,
         dropout=encoder.dropout > 0,
         fused_norms=_has_fused_norms(cfg, encoder.normalization),
+        plain=_is_plain(cfg, name, sizes.tp, encoder.dropout),
         tp=sizes.tp,
         sp=sizes.sp,
     )

@@ -1,6 +1,7 @@
 """`mimo-train plan`: what it reads, asks for and writes. Imports no torch, unless it measures."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,9 +50,12 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
     require_sound(cfg)
     if options.write is not None and options.write.exists():
         raise UserError(f"--write: {options.write} is there already: remove it, or give another name")
+    if options.write is not None:
+        _require_folder(options.write, "--write")
     if options.measure:
         if options.profile is None:
             raise UserError("--measure needs --profile FILE, which it writes")
+        _require_folder(options.profile, "--profile")
         from mimo_train.planner.measure import measure
 
         measure(cfg, _rows(cfg)).write(options.profile)
@@ -100,6 +104,14 @@ def _rows(cfg: ConfigContainer) -> int:
     """Rows of the embedding. The tokenizer is looked at only where the config does not say how many."""
     tokens = cfg.llm.vocab_size or tokenizer_of(cfg).vocab_size
     return embedding_rows(cfg.llm, tokens)
+
+
+def _require_folder(path: Path, option: str) -> None:
+    """Before there is anything to write: the folder of a file is there, and can be written into."""
+    if not path.parent.is_dir():
+        raise UserError(f"{option}: {path.parent}, the folder of {path.name}, is not there: make it, or give another")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{option}: {path.parent}, the folder of {path.name}, cannot be written into: give another")
 
 
 def _write(path: Path, found: Plan, cfg: ConfigContainer, config: str) -> None:

@@ -148,9 +148,9 @@ def _encoder_calls(cfg: ConfigContainer, name: str, module: torch.nn.Module) -> 
     for staged in (each for each in module.modules() if isinstance(each, StagedEncoder)):
         if isinstance(staged, JoinedEncoder):  # it has no layers but those of its parts
             continue
-        shape = sum(map(staged._tokens, sizes)), staged.spec.hidden_size
+        shape = staged.rows_of(sizes), staged.spec.hidden_size
         hidden_RH = torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
-        calls.append((hidden_RH, lambda states, staged=staged: staged._run_layers(states, sizes)))  # type: ignore[misc]
+        calls.append((hidden_RH, lambda states, staged=staged: staged.through_layers(states, sizes)))  # type: ignore[misc]
     return calls
 
 

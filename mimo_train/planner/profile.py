@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +61,12 @@ def read_profile(path: Path, modules: Sequence[str], precision: str) -> Profile:
         UserError: there is none, it is damaged, or it is that of another run.
     """
     try:
-        plain = json.loads(path.read_text())
-        if plain["version"] != VERSION:
-            raise ValueError(f"is of version {plain['version']}")
-        layers = tuple(LayerCost(**one) for one in plain["layers"])
-        profile = Profile(str(plain["device"]), str(plain["precision"]), layers)
-        _require_numbers(layers)
+        profile = _profile_of(json.loads(path.read_text()))
     except OSError as error:
         raise UserError(f"--profile: cannot read {path} ({error.strerror}): make it with --measure") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise UserError(f"--profile: {path} is no profile ({error}): make it with --measure") from error
-    missing = [name for name in modules if name not in {layer.module for layer in layers}]
+    missing = [name for name in modules if name not in {layer.module for layer in profile.layers}]
     if missing:
         raise UserError(f"--profile: {path} has no costs of {', '.join(missing)}: make it with --measure of this run")
     if profile.precision != precision:
@@ -82,9 +77,32 @@ def read_profile(path: Path, modules: Sequence[str], precision: str) -> Profile:
     return profile
 
 
+def _profile_of(plain: Any) -> Profile:
+    """Raises ValueError for what is none."""
+    values = _fields(plain, ("version", "device", "precision", "layers"), "it")
+    if values["version"] != VERSION:
+        raise ValueError(f"it is of version {values['version']!r}, not {VERSION}")
+    if not isinstance(values["layers"], list):
+        raise ValueError("its layers are no list")
+    names = tuple(field.name for field in fields(LayerCost))
+    layers = tuple(LayerCost(**_fields(one, names, f"layers[{at}]")) for at, one in enumerate(values["layers"]))
+    _require_numbers(layers)
+    return Profile(str(values["device"]), str(values["precision"]), layers)
+
+
+def _fields(plain: Any, names: Sequence[str], what: str) -> dict[str, Any]:
+    """An object of JSON with these keys and no others."""
+    if not isinstance(plain, dict):
+        raise ValueError(f"{what} is no object with {', '.join(names)}")
+    if wrong := sorted(set(plain).symmetric_difference(names)):
+        key = wrong[0]
+        raise ValueError(f"{what} has no {key}" if key in names else f"{what} has {key!r}, which is not known")
+    return plain
+
+
 def _require_numbers(layers: Sequence[LayerCost]) -> None:
     for layer in layers:
         numbers: dict[str, Any] = {key: value for key, value in asdict(layer).items() if key != "module"}
         for key, value in numbers.items():
-            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"{key} of {layer.module} is {value!r}")

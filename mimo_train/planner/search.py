@@ -1,6 +1,7 @@
 """The best layouts: all that are legal are bounded, those with the best bounds simulated. Imports no torch."""
 
 import heapq
+import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -116,7 +117,7 @@ class _Search:
         self._predictor = Predictor(cfg, costs, links)
         self._room = request.device.memory * (1 - request.margin)
         self._memory = cache(self._memory_of)
-        self._least_memory = float("inf")
+        self._least_memory = math.inf
 
     def run(self) -> Plan:
         """Bound, simulate, look at the best once more."""
@@ -132,12 +133,8 @@ class _Search:
                 continue
             found = [(self._bound(candidate), candidate) for candidate in self._candidates(option)]
             bounded += len(found)
-            for least, candidate in _few(found):
-                if len(best) == SIMULATED and least >= -best[0][0]:
-                    continue
-                memory = self._fullest(candidate, option)
-                if memory > self._room:
-                    continue
+            worst = -best[0][0] if len(best) == SIMULATED else math.inf
+            for least, candidate, memory in self._few(found, option, worst):
                 fitting += 1
                 entry = (-least, -fitting, candidate, memory)
                 (heapq.heappush if len(best) < SIMULATED else heapq.heappushpop)(best, entry)
@@ -269,6 +266,23 @@ class _Search:
         self._least_memory = min(self._least_memory, most)
         return most
 
+    def _few(
+        self, found: list[tuple[float, Candidate]], option: LanguageOption, worst: float
+    ) -> Iterator[tuple[float, Candidate, int]]:
+        """Of the candidates of one language model those that fit and have the best bounds, below `worst`, of each way
+        to place the encoders; with the bytes of their fullest rank."""
+        taken: dict[Hashable, int] = {}
+        for least, candidate in sorted(found, key=lambda one: (one[0], one[1].world_size)):
+            if least >= worst:
+                return
+            kind = candidate.kind
+            if taken.get(kind, 0) == _OF_A_KIND:
+                continue
+            memory = self._fullest(candidate, option)
+            if memory <= self._room:
+                taken[kind] = taken.get(kind, 0) + 1
+                yield least, candidate, memory
+
     def _memory_of_language(self, option: LanguageOption, stage: int) -> Memory:
         return self._memory(LANGUAGE, option, None, True, stage)
 
@@ -308,16 +322,6 @@ class _Search:
             f"has ranks of {least:.3g} GiB, and {room:.3g} GiB are there ({self._request.margin:.0%} kept free): use "
             "more or larger GPUs"
         )
-
-
-def _few(found: list[tuple[float, Candidate]]) -> Iterator[tuple[float, Candidate]]:
-    """Of the candidates of one language model those with the best bounds, of each way to place the encoders."""
-    taken: dict[Hashable, int] = {}
-    for least, candidate in sorted(found, key=lambda one: (one[0], one[1].world_size)):
-        kind = candidate.kind
-        taken[kind] = taken.get(kind, 0) + 1
-        if taken[kind] <= _OF_A_KIND:
-            yield least, candidate
 
 
 def _is_better(one: Proposal, other: Proposal) -> bool:

@@ -43,6 +43,8 @@ CASES = {
     "few tokens": ("gpt_tiny", 0, ("train.micro_batch_size=1", "data.sequence_length=32", HALF)),
     "on the CPU": ("gpt_tiny", 0, ("run.device=cpu", HALF)),
     "packed": ("gpt_tiny", 0, ("data.pad=microbatch", "data.pack=true", HALF)),
+    "packed, grouped, tp": ("gpt_tiny", 1, ("data.pad=microbatch", "data.pack=true", *TP_SP, HALF,
+                                            "modules.language.llm.num_query_groups=2")),
     "adapters": ("vlm_digits", 1, ("modules.language.lora.rank=4", HALF)),
     "frozen": ("vlm_digits", 1, ("modules.images.freeze=[encoder]", "modules.language.freeze=[llm]", HALF)),
     "shared": ("vlm_digits", 0, ("placement.mode=shared", f"{IMAGES}dp=4", f"{LANGUAGE}tp=2", f"{LANGUAGE}dp=2", HALF,
@@ -50,7 +52,7 @@ CASES = {
     "encoder": ("vlm_digits", 0, (f"{IMAGES}tp=2", f"{LANGUAGE}pp=2", HALF, *ENCODER)),
 }  # fmt: skip
 """Every one was tried; these by default, and all with MIMO_ALL_LAYOUTS=1."""
-DEFAULT = ("tp sp, stages", "cp", "shared")
+DEFAULT = ("tp sp, stages", "cp", "packed", "shared")
 DEMOS = {"vlm_digits": "digits", "gpt_tiny": "prose"}
 
 

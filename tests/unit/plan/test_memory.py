@@ -61,6 +61,10 @@ def test_a_gated_layer_with_few_key_heads_keeps_less_attention_and_more_feed_for
     assert activations.layer_activations(10, **sizes, tp=2, sp=True) == 10 * (64 + 208)
     # Rotated queries and keys: h + k = 12 numbers = 48 bytes more.
     assert activations.layer_activations(10, **sizes, rope=True) == 10 * (128 + 416 + 48)
+    # On one rank both halves of the gated block are views: f = 16 numbers less.
+    assert activations.layer_activations(10, **sizes, plain=True) == 10 * (128 + 416 - 64)
+    # Documents by one kernel: 4 h + 5 f = 112 numbers, rotated or not.
+    assert activations.layer_activations(10, **sizes, rope=True, whole_rows=True) == 10 * (128 + 448)
 
 
 def test_what_families_keep_besides_by_hand():
@@ -360,7 +364,7 @@ def test_memory_of_a_language_rank_by_hand(tmp_path):
     (stage,) = memory.stage_memory(run, "language", vocab=10)
     parameters = 2 * SMALL_LAYER + 8 + 80
     tokens = 12
-    layer = tokens * 4 * (4 * 8 + 4 * 8 + 2 * 8 + 5 * 16)
+    layer = tokens * 4 * (4 * 8 + 4 * 8 + 2 * 8 + 4 * 16)
     end = tokens * (3 * 8 * 4 + 10 * 4) + tokens * 10 * 4
     work = max(end, 4 * (tokens * 2 * 8 + max(tokens * 32, 8 * 32 - tokens * 3 * 16)))
     assert stage.ranks == (0,)

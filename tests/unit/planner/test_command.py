@@ -52,6 +52,8 @@ def test_data_say_the_same(capsys):
     [
         (("--memory", "0.0001"), "--gpus: no layout fits on 4 x h100, changed"),
         (("--measure",), "--measure needs --profile FILE"),
+        (("--write", "none/layout.yaml"), "--write: none, the folder of layout.yaml, is not there"),
+        (("--measure", "--profile", "none/costs.json"), "--profile: none, the folder of costs.json, is not there"),
         (("--profile", "nowhere.json"), "--profile: cannot read nowhere.json"),
         (("optim.lr=-1",), "optim.lr"),
         (("train.global_batch_size=0",), "train.global_batch_size"),
@@ -61,8 +63,8 @@ def test_data_say_the_same(capsys):
 def test_what_cannot_be_planned_is_a_fault(capsys, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     overrides = [one for one in arguments if "=" in one]
-    code, _, said = run(capsys, *CONFIG, *overrides, *SMALL, *(one for one in arguments if one not in overrides))
-    assert code == 1 and words in said
+    code, printed, said = run(capsys, *CONFIG, *overrides, *SMALL, *(one for one in arguments if one not in overrides))
+    assert code == 1 and words in said and not printed, "nothing is planned before"
 
 
 @pytest.mark.parametrize("arguments", [("--gpus", "0"), ("--gpu", "h900"), ("--margin", "1"), ("--media", "-1")])

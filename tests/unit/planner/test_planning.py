@@ -15,12 +15,13 @@ from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.plan.memory import rank_memory, stage_memory
 from mimo_train.plan.parameters import padded_vocab_size
 from mimo_train.plan.run import resolve
+from mimo_train.planner import search
 from mimo_train.planner.candidate import Candidate
 from mimo_train.planner.costs import Costs
 from mimo_train.planner.devices import DEVICES, Links
 from mimo_train.planner.predict import Predictor
 from mimo_train.planner.profile import LayerCost, Profile
-from mimo_train.planner.search import Request, plan, require_sound
+from mimo_train.planner.search import Request, _Search, plan, require_sound
 from tests.unit.configs import changed, load
 
 FOLDER = shipped_configs() / RECIPES
@@ -148,6 +149,24 @@ def test_less_memory_leaves_fewer_layouts():
         assert one.memory <= 0.85 * memory
         best[memory] = one.prediction.seconds
     assert best[40e9] > best[80e9] >= best[141e9]
+
+
+def test_layouts_that_do_not_fit_take_no_place_of_one_that_does(monkeypatch):
+    """Of each kind the best that fits, though more than are looked at would be faster."""
+    cfg, room = load("vlm_digits", "train.global_batch_size=64"), 0.85 * 80e9
+    asked = request(cfg, 8, top=100)
+    original = _Search._fullest
+
+    def fullest(self, candidate, option):
+        images = candidate.layouts["images"]
+        is_alone = (images.tp, images.pp, images.dp) == (1, 1, 1)
+        return original(self, candidate, option) if is_alone and not candidate.shared else int(room) + 1
+
+    monkeypatch.setattr(_Search, "_fullest", fullest)
+    monkeypatch.setattr(search, "_OF_A_KIND", 1)
+    found = plan(cfg, asked)
+    assert {one.candidate.language.dp for one in found.proposals} >= {1, 2, 4}
+    assert {one.candidate.layouts["images"].dp for one in found.proposals} == {1}
 
 
 @pytest.mark.parametrize("rate", ["half", "traffic", "inside", "across"])

@@ -36,7 +36,11 @@ def test_the_nearest_measured_tp_counts():
         (lambda text: text[:-9], ["images"], "fp32", "is no profile"),
         (lambda text: text.replace('"version": 1', '"version": 2'), ["images"], "fp32", "is of version 2"),
         (lambda text: text.replace("0.5", "-0.5"), ["images"], "fp32", "forward_seconds of language is -0.5"),
-        (lambda text: text.replace('"tokens"', '"token"'), ["images"], "fp32", "is no profile"),
+        (lambda text: text.replace('"tokens"', '"token"', 1), ["images"], "fp32", "layers[0] has 'token'"),
+        (lambda text: text.replace('"device"', '"devices"'), ["images"], "fp32", "it has no device"),
+        (lambda text: f"[{text}]", ["images"], "fp32", "it is no object with version, device"),
+        (lambda text: text.replace('"layers": [', '"layers": [3, '), ["images"], "fp32", "layers[0] is no object"),
+        (lambda text: '{"version": 1, "device": "", "precision": "", "layers": {}}', [], "", "its layers are no list"),
     ],
 )
 def test_what_is_no_profile_of_this_run_is_refused(tmp_path, change, modules, precision, words):

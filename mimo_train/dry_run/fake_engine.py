@@ -1,0 +1,53 @@
+"""Transformer Engine's layers on tensors without memory, where it is not installed or has no GPU to run on.
+
+A stand-in for the package, put in its place before Megatron-Core is imported. It has what Megatron-Core 0.19.2 extends
+(extensions/transformer_engine.py): constructors with the keywords of version 2.6 and no others, so that one that is not
+there is refused, and passes that give the right shapes and send the right messages. Numbers of operations are those of
+torch's own layers; memory is about theirs, since what the real kernels keep is not known here. Attention over
+context-parallel ranks sends nothing, and in packed rows it counts the whole row.
+"""
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+VERSION = "2.6.0"
+
+
+def install() -> None:
+    """Put the stand-in into the place of `transformer_engine`, for the rest of this process.
+
+    Raises:
+        AssertionError: Megatron-Core has been imported, and has looked for it.
+    """
+    assert "megatron.core" not in sys.modules, "Megatron-Core has been imported"
+    from mimo_train.dry_run import fake_engine_layers as layers
+
+    def package(name: str, **members: Any) -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None, is_package=True), []
+        for key, member in members.items():
+            setattr(module, key, member)
+        sys.modules[name] = module
+        return module
+
+    recipe = package("transformer_engine.common.recipe", DelayedScaling=layers.NotHere)
+    common = package("transformer_engine.common", recipe=recipe)
+    fp8 = package("transformer_engine.pytorch.fp8", **dict.fromkeys(
+        ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"), layers.NotHere))  # fmt: skip
+    package("transformer_engine.pytorch.tensor", QuantizedTensor=layers.NotHere)
+    package("transformer_engine.pytorch.float8_tensor", Float8Tensor=layers.NotHere)
+    distributed = package(
+        "transformer_engine.pytorch.distributed",
+        CudaRNGStatesTracker=layers.NotHere,
+        activation_recompute_forward=layers.NotHere,
+    )
+    names = ("Linear", "LayerNormLinear", "LayerNorm", "RMSNorm", "DotProductAttention", "GroupedLinear")
+    pytorch = package(
+        "transformer_engine.pytorch",
+        fp8=fp8,
+        distributed=distributed,
+        **{name: getattr(layers, name) for name in names},
+    )
+    package("transformer_engine", common=common, pytorch=pytorch, __version__=VERSION)
