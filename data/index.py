@@ -18,11 +18,12 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.errors import ShardError
+from data.errors import DataError, ShardError
 from data.fields import NO_FIELDS, Fields
 from data.media.audio_headers import parse_audio_header
 from data.media.headers import parse_header
@@ -99,6 +100,8 @@ class ShardIndex:
     packed_keys: bytes  # see `pack_keys`
     fields: Fields = NO_FIELDS
     """With others the record and the media are those that `data.fields` names."""
+    kept_in: Path | None = None
+    """The file of a catalogue that it was read from."""
 
     def __len__(self) -> int:
         return len(self.samples) - 1
@@ -188,9 +191,22 @@ class ShardIndex:
 
     @cached_property
     def _keys(self) -> tuple[list[int], bytes]:
-        raw = zlib.decompress(self.packed_keys)
-        lengths = np.frombuffer(raw[: 4 * len(self)], dtype="<u4")
-        return [0, *np.cumsum(lengths, dtype=np.int64).tolist()], raw[4 * len(self) :]
+        unpacking = zlib.decompressobj()
+        try:
+            # The shard has each of them, in the name of a member.
+            raw = unpacking.decompress(self.packed_keys, 4 * len(self) + self.version.size + 1)
+        except zlib.error as error:
+            raise self._no_keys(str(error)) from error
+        lengths = np.frombuffer(raw[: len(raw) // 4 * 4][: 4 * len(self)], dtype="<u4").astype(np.int64)
+        if not unpacking.eof or len(lengths) != len(self) or lengths.sum() != len(raw) - 4 * len(self):
+            raise self._no_keys("of another length")
+        return [0, *np.cumsum(lengths).tolist()], raw[4 * len(self) :]
+
+    def _no_keys(self, why: str) -> DataError:
+        return DataError(
+            f"{self.kept_in}: the index is damaged where it has the keys of {self.path} ({why}): remove it, and it is "
+            "built anew"
+        )
 
 
 def video_size(first: Any) -> tuple[Any, Any]:

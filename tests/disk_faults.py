@@ -17,11 +17,13 @@ class DiskCalls:
 
     Attributes:
         count: calls so far, those of `CALLS` and exchanges of two names.
+        named: the function and the file of the newest call, as far as it names one.
     """
 
     def __init__(self, at: int = -1, act: Callable[[], Any] = lambda: None):
         """`act` is called in the place of call number `at`, and goes on with the call if it returns."""
         self.count, self._at, self._act = 0, at, act
+        self.named = ""
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(os, name)
@@ -30,6 +32,7 @@ class DiskCalls:
     def counted(self, function: Callable) -> Callable:
         def call(*args, **kwargs):
             self.count += 1
+            self.named = " ".join([function.__name__.strip("_"), *(one.name for one in args if isinstance(one, Path))])
             if self.count - 1 == self._at:
                 self._act()
             return function(*args, **kwargs)

@@ -42,7 +42,6 @@ class Catalogue:
             own = self._file == number
             rows = file.table[self._row[own]]
             self.counts[own], self._starts[own] = rows["samples"], rows["at"]
-            self._checked[own] = file.is_checked_at_once
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -66,7 +65,8 @@ class Catalogue:
             raise self.errors[shard]
         if not self._checked[shard]:
             self._check(shard)
-        return self._files[self._file[shard]].part(int(self._row[shard])).index(self._shards[shard])
+        file = self._files[self._file[shard]]
+        return file.part(int(self._row[shard])).index(self._shards[shard], file.path)
 
     def rows(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
         """Samples and members of many rows at once, of any shards. Raises DataError as `index`."""
@@ -76,8 +76,11 @@ class Catalogue:
         return Rows(self._files, of_shards, rows)
 
     def _check(self, shard: int) -> None:
-        file = self._files[self._file[shard]]
-        if not file.is_whole(int(self._row[shard])):
+        """When the part of a shard is first used."""
+        file, row = self._files[self._file[shard]], int(self._row[shard])
+        is_whole = file.is_checked_at_once or file.is_whole(row)
+        fault = file.part(row).fault() if is_whole else "another checksum"
+        if fault:
             try:
                 file.path.unlink(missing_ok=True)
                 remedy = "It was removed: start again, and it is built anew"
@@ -86,7 +89,7 @@ class Catalogue:
                     f"It cannot be removed ({error.strerror}): remove it, or set data.cache_dir to a folder that can "
                     "be written, and it is built anew"
                 )
-            raise DataError(f"{file.path}: the index is damaged where it has {self._shards[shard]}. {remedy}")
+            raise DataError(f"{file.path}: the index is damaged where it has {self._shards[shard]} ({fault}). {remedy}")
         self._checked[shard] = True
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from data.catalogue.checks import codes_of, require_head, require_table, require_texts, rows_fault
 from data.errors import DataError
 from data.index import MEMBER, SAMPLE, Codes, ShardIndex
 from data.storage.replace import replacing
@@ -58,8 +59,8 @@ class Part:
         body = b"".join((index.samples.tobytes(), index.all_members.tobytes(), index.packed_keys))
         return cls(index.path.name, index.version, index.codes, rows, body + bytes(-len(body) % _UNIT))
 
-    def index(self, path: Place) -> ShardIndex:
-        """As an index to read. Raises ValueError if the body has not the length of the rows."""
+    def index(self, path: Place, kept_in: Path | None = None) -> ShardIndex:
+        """As an index to read; `fault` has been asked. `kept_in`: the file that it is of."""
         samples, members, keys = self.rows
         ends = np.cumsum([0, (samples + 1) * SAMPLE.itemsize, members * MEMBER.itemsize, keys]).tolist()
         return ShardIndex(
@@ -69,7 +70,14 @@ class Part:
             samples=np.frombuffer(self.body[: ends[1]], dtype=SAMPLE),
             all_members=np.frombuffer(self.body[ends[1] : ends[2]], dtype=MEMBER),
             packed_keys=bytes(self.body[ends[2] : ends[3]]),
+            kept_in=kept_in,
         )
+
+    def fault(self) -> str:
+        """Why it cannot be what the shard has; empty: it can. Its keys are looked at when they are read."""
+        if len(self.body) != body_bytes(*self.rows):
+            return "rows of another length"
+        return rows_fault(self.body, self.rows, self.version.size, self.codes)
 
     def head(self) -> bytes:
         """All but the body, as JSON."""
@@ -81,7 +89,8 @@ class Part:
         program, name, version, codes, rows = json.loads(head)
         if program != _VERSION:
             raise DataError(f"indexed by version {program}, and this is {_VERSION}")
-        return cls(name, ShardVersion(*version), Codes(*map(tuple, codes)), tuple(rows), body)
+        require_head(name, version, rows)
+        return cls(name, ShardVersion(*version), codes_of(codes), tuple(rows), body)
 
 
 class CatalogueFile:
@@ -93,12 +102,22 @@ class CatalogueFile:
         words: int64, the whole file.
     """
 
-    def __init__(self, path: Path, blob: np.ndarray, table: np.ndarray, texts: dict[str, Any]) -> None:
+    def __init__(self, path: Path, blob: np.ndarray, table: np.ndarray, texts: dict[str, Any], begin: int) -> None:
+        """
+        Args:
+            begin: first byte of the parts.
+
+        Raises:
+            DataError, KeyError, TypeError: table and texts do not fit each other or the file.
+        """
         self.path, self.table = path, table
         self.words = blob[: len(blob) // 8 * 8].view("<i8")
+        require_texts(texts, len(table))
         self.number_of: dict[str, int] = {name: number for number, name in enumerate(texts["names"])}
-        self.codes = [Codes(*map(tuple, codes)) for codes in texts["codes"]]
+        self.codes = [codes_of(codes) for codes in texts["codes"]]
         self._names, self._tags, self._bytes = texts["names"], texts["tags"], memoryview(blob)
+        lengths = body_bytes(table["samples"], table["members"], table["keys"])
+        require_table(table, lengths, begin, len(blob), _UNIT, len(self.codes))
 
     @property
     def is_checked_at_once(self) -> bool:
@@ -131,7 +150,7 @@ class CatalogueFile:
         return xxh3_64_intdigest(self._bytes[start : start + length]) == int(row["check"])
 
 
-def body_bytes(samples: int, members: int, keys: int) -> int:
+def body_bytes[Number: (int, np.ndarray)](samples: Number, members: Number, keys: Number) -> Number:
     """Length of a part with so many rows and bytes of keys."""
     length = (samples + 1) * SAMPLE.itemsize + members * MEMBER.itemsize + keys
     return -(-length // _UNIT) * _UNIT
@@ -195,16 +214,18 @@ def load_catalogue(path: Path) -> CatalogueFile | None:
             # One mapping for everything, of the file that was just looked at, also if another process has replaced it.
             blob = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
         check, at = int(meta.pop("check"), 16), len(head) + meta["texts"]
+        if min(meta["texts"], meta["shards"]) < 0:
+            raise DataError("it has negative sizes")
         end = at + meta["shards"] * _SHARD.itemsize
         end += -(end - at) % _UNIT
         if check != _check(meta, memoryview(blob)[len(head) : end]):
             raise DataError("its checksum is wrong")
         texts = json.loads(bytes(blob[len(head) : at]))
         table = blob[at : at + meta["shards"] * _SHARD.itemsize].view(_SHARD)
-        return CatalogueFile(path, blob, table, texts)
+        return CatalogueFile(path, blob, table, texts, end)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         _log.warning("%s: the index is damaged or cannot be read, and built again: %s", path, error)
         return None
 

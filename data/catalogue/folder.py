@@ -181,7 +181,7 @@ class Folder:
                 part = Part.from_head(*journal[number])
             except (ValueError, TypeError):  # of another version of this program
                 continue
-            if part.name in missing and self._is_current(missing[part.name], part.version):
+            if part.name in missing and self._is_current(missing[part.name], part.version) and not part.fault():
                 records[part.name] = number
         return records
 

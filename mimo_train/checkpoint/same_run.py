@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from data.errors import DataError
+from data.media.ground import colour_of
 from data.storage.url import Place
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damaged
@@ -97,13 +99,24 @@ def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, 
         if old != new:
             key = f"data.mix[{at}].fields" if now["mix"] and now["mix"][at]["fields"] else "data.fields"
             yield _samples_fault(key, folder, old, new, home)
-    if before.get("video", now["video"]) != now["video"]:
-        yield _samples_fault("data.video", folder, before["video"], now["video"], home)
+    for name in ("video", "null_captions", "background"):
+        old, new = before.get(name, now[name]), now[name]
+        same = _ground(old) == _ground(new) if name == "background" else old == new
+        if not same:
+            yield _samples_fault(f"data.{name}", folder, old, new, home)
 
 
 def _fields_of(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Of every source."""
     return [one.get("fields") or data.get("fields") or {} for one in data.get("mix") or [{}]]
+
+
+def _ground(said: Any) -> Any:
+    """The colour that `data.background` names; of a record it may be none."""
+    try:
+        return colour_of(said)
+    except (DataError, TypeError):
+        return said
 
 
 def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fault:

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.compat.state import SessionState
+from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.evaluation.held_out import HeldOut
+from mimo_train.flight.recorder import RECORDER
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import require_none_idle, started_run
 from mimo_train.launch.watched import Driven
@@ -63,9 +65,15 @@ def setup(
         store: for the rendezvous, instead of the address in the environment.
 
     Raises:
+        UserError: a run of this process has not been closed, whose recorder and watch this one would take.
         ConfigError: the config has faults, a callback cannot be loaded, or there are processes without a module. Also
             all that `pretrain` raises.
     """
+    if RECORDER.in_use:
+        raise UserError(
+            "setup: this process has a run already, and one alone can be recorded and watched: call close() of what "
+            "setup returned for it, then set up the next"
+        )
     run, start_time = config if isinstance(config, Run) else started_run(config), time.time()
     require_none_idle(run)
     listeners = Callbacks([*load_callbacks(run.cfg.train.callbacks), *callbacks])

@@ -1,7 +1,6 @@
 """Every way a run of two processes ends: on all ranks, with its exit code, and a checkpoint where one is due."""
 
 import os
-import random
 import signal
 import sys
 import time
@@ -122,20 +121,6 @@ def lose_the_launcher(command: tuple[str, ...], folder: Path) -> int:
     assert ended["reason"] == "signal"
     assert folders.newest(folder / "run").name == f"step_{int(ended['step']):08d}"
     return int(ended["step"])
-
-
-ROUNDS = int(os.environ.get("MIMO_KILL_ROUNDS", "0")) // 5
-
-
-@pytest.mark.skipif(not ROUNDS, reason="MIMO_KILL_ROUNDS=25 kills five launchers")
-def test_launchers_that_are_killed_leave_the_curve_as_it_is(digits, command, tmp_path, monkeypatch):  # noqa: F811
-    generator, step = random.Random(ROUNDS), 0
-    for _ in range(ROUNDS):
-        rank, at = generator.randrange(2), step + generator.randrange(1, 9)
-        monkeypatch.setenv("MIMO_TEST_BREAK", f"{rank}:{at}:launcher")
-        step = lose_the_launcher(command, tmp_path)
-        assert step >= at
-    require_the_curve_of_a_run_that_was_left_alone(digits, tmp_path / "run")
 
 
 def test_two_nodes_a_lost_launcher_and_a_signal(digits, command, tmp_path, monkeypatch):  # noqa: F811

@@ -234,7 +234,7 @@ def raw_steps(run_dir: Path) -> list[int]:
 @pytest.mark.parametrize("interval", [5] if ROUNDS <= 3 else [1, 5])
 def test_kills_at_steps_and_inside_saves_leave_the_curve_as_it_is(interval, digits, tmp_path):
     """Of a rank at a step, of one inside a save, and of what has launched them (here a process that does nothing; with
-    the real launcher: tests/e2e/test_exit_paths.py). MIMO_KILL_ROUNDS=25 makes 50 rounds of it."""
+    the real launcher: tests/e2e/test_kills.py). MIMO_KILL_ROUNDS=25 makes 50 rounds of it."""
     generator = random.Random(interval)
     steps = (f"train.iters={6 + 3 * ROUNDS}", f"train.log_interval={interval}", "checkpoint.save_interval=3")
     train_on_ranks(run_config(digits, tmp_path / "whole", *steps))

@@ -106,7 +106,7 @@ def test_a_config_names_them_and_every_command_reads_by_them(folders, capsys):
         assert [fault.key for fault in faults if "is no field of a record" in fault.message] == [key]
 
 
-def test_a_run_continues_with_the_same_fields_and_videos_only(folders):
+def test_a_run_continues_with_the_same_samples_only(folders):
     def config(*more):
         name, *rest = run(folders, *more)
         return load(name, rest)
@@ -120,10 +120,20 @@ def test_a_run_continues_with_the_same_fields_and_videos_only(folders):
     assert keys(config(), config("data.mix[1].fields.label=json")) == ["data.mix[1].fields"]
     assert keys(config(), config("data.fields={text: json}")) == ["data.fields"]
     assert keys(config(), config("data.video.max_frames=3")) == ["data.video"]
+    assert keys(config(), config("data.null_captions=skip")) == ["data.null_captions"]
+    assert keys(config("data.null_captions=skip"), config("data.null_captions=skip")) == []
+    assert keys(config(), config("data.background=black")) == ["data.background"]
+    assert keys(config("data.background=none"), config("data.background=black")) == ["data.background"]
+    assert keys(config(), config("data.background='#FFffFF'")) == [], "white by another name"
     older = to_dict(config())
     del older["data"]["video"], older["data"]["mix"][0]["fields"]
+    del older["data"]["null_captions"], older["data"]["background"]
     found = resume_faults(folders, {"config": older}, config(), data_fingerprint=None, text_fingerprint=None)
     assert found == []
+    spoilt = to_dict(config())
+    spoilt["data"]["background"] = ["no colour"]
+    (fault,) = resume_faults(folders, {"config": spoilt}, config(), data_fingerprint=None, text_fingerprint=None)
+    assert fault.key == "data.background" and "was trained with ['no colour'], so the samples would" in fault.message
 
 
 def test_shards_that_are_not_there_are_named_by_the_key_of_their_source(tmp_path):
