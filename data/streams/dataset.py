@@ -142,6 +142,11 @@ class StreamDataset(OutlinedSamples):
             held, kept = self._held[number], wanted.get(number, ())
             held.contents = {offset: content for offset, content in held.contents.items() if offset in kept}
 
+    def epoch_end(self, read: int) -> int:
+        """How many of the first `read` samples, which have been read, are of the first epoch."""
+        first = self.order.row(0)
+        return next((number for number in range(1, read) if self.order.row(number) == first), read)
+
     def outline(self, number: int) -> SampleOutline:
         """What is known of a sample of the latest steps."""
         return self._held_of(number).outline
