@@ -72,7 +72,7 @@ class Stream:
 
     def _next(self, size: int) -> bytes:
         try:
-            content = self._file.read(min(size, _CHUNK))
+            content = self._file.read1(min(size, _CHUNK))
         except EOFError as error:
             raise ShardError(
                 f"{self._place}: the compressed data end too early. Copy or write the shard again."
@@ -157,7 +157,7 @@ def _opened(place: Origin, retries: int) -> io.RawIOBase:
 def _decompressed(place: Origin, raw: io.BufferedReader) -> io.BufferedIOBase:
     first = raw.peek(6)
     if first.startswith(_GZIP):
-        return cast(io.BufferedIOBase, gzip.GzipFile(fileobj=raw))
+        return gzip.GzipFile(fileobj=cast(Any, _AsItComes(raw)))
     if first.startswith(_ZSTD):
         try:
             import pyarrow
@@ -176,13 +176,23 @@ def _decompressed(place: Origin, raw: io.BufferedReader) -> io.BufferedIOBase:
     return raw
 
 
+class _AsItComes:
+    """Reads that give what is there: an error behind it is not raised before it."""
+
+    def __init__(self, raw: io.BufferedReader) -> None:
+        self._raw = raw
+
+    def read(self, size: int) -> bytes:
+        return self._raw.read1(size)
+
+
 class _Zstd(io.BufferedIOBase):
     """What pyarrow decompresses, with errors as those of gzip."""
 
     def __init__(self, place: Origin, file: Any) -> None:
         self._place, self._file = place, file
 
-    def read(self, size: int | None = -1) -> bytes:
+    def read1(self, size: int = -1) -> bytes:
         try:
             return self._file.read(size)
         except OSError as error:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,6 +146,16 @@ class StreamDataset(OutlinedSamples):
         """How many of the first `read` samples, which have been read, are of the first epoch."""
         first = self.order.row(0)
         return next((number for number in range(1, read) if self.order.row(number) == first), read)
+
+    def first_epoch(self) -> Iterator[range]:
+        """The samples of the first epoch, each held when its turn comes: their numbers, one by one."""
+        number = 0
+        while True:
+            self.plan_step(number, 1)  # not more at once: what stands before damage is given
+            if number and self.order.row(number) == self.order.row(0):
+                return
+            yield range(number, number + 1)
+            number += 1
 
     def outline(self, number: int) -> SampleOutline:
         """What is known of a sample of the latest steps."""
