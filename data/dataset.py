@@ -1,15 +1,7 @@
-"""The dataset: global sample number -> tokens, pictures, or just counts, each read on its own.
+"""The dataset: global sample number -> tokens, pictures, or just counts, each read on its own, by the index.
 
-Three promises that the ranks of a run rely on:
-- What the index says (token counts, sizes) is the same on every rank and costs no read.
-- Text and media are read apart: a rank that reads text never touches a pixel.
-- A bad sample never changes a shape. There are two kinds:
-  * known from the index (no record, a picture or clip without a readable header, a size that a module refuses, more
-    media tokens than `sequence_length`): every rank replaces it by a text without media, with token
-    counts of 0.
-  * found when reading (damaged bytes, bad JSON, placeholders that do not match): its replacement has the token counts
-    and sizes of the index, with placeholders without loss and zeros for pixels, because a rank that does not read the
-    damaged part cannot detect it.
+What the index says (token counts, sizes) is the same on every rank and costs no read. What is read of a sample:
+`data.outlined`.
 """
 
 from __future__ import annotations
@@ -18,38 +10,23 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
-import torch
 
 from data import collate
-from data.bad_samples import BadSample, BadSamples, allowed_of
+from data.bad_samples import BadSamples, allowed_of
 from data.bounds import BOUNDS, Bounds
 from data.catalogue.catalogue import open_catalogue
-from data.conversation import Conversation
-from data.errors import (
-    OF_THE_MACHINE,
-    DataError,
-    DecodeError,
-    NothingToLearn,
-    RecordError,
-    SampleError,
-    reason_of,
-)
+from data.errors import DataError
 from data.fields import NO_FIELDS, Fields
 from data.frames import SAMPLING, Sampling
 from data.index import Member, ShardIndex
-from data.media.decode import decode_frames, decode_media
 from data.media.ground import WHITE, Colour
-from data.outline import Media, MediaSize, SampleOutline
-from data.outlines import Outlines
-from data.positions import axis_positions
-from data.records import parse_fields, parse_record
+from data.order import GlobalOrder
+from data.outline import Media, SampleOutline
+from data.outlined import OutlinedSamples
 from data.sample_table import SampleTable, StepSamples, lengths_key
-from data.samples import Samples
-from data.shown import shown
-from data.sources import Shards, Source, fingerprint_of, found_shards, order_of, sources_of
+from data.sources import MixedOrder, Shards, Source, fingerprint_of, found_shards, order_of, sources_of
 from data.storage.file_cache import FileCache
 from data.storage.local import ShardReader
 from data.storage.retry import RETRIES
@@ -60,7 +37,7 @@ from data.tokens import Tokenizer
 _OPEN_INDEXES = 256  # whose keys may be unpacked
 
 
-class Dataset(Samples):
+class Dataset(OutlinedSamples):
     """An endless, shuffled stream of samples over WebDataset shards, addressed by number.
 
     shards: see `find_shards`, or `Source`s that are mixed; tokenizer: see `build_tokenizer`, made with each
@@ -77,6 +54,9 @@ class Dataset(Samples):
     Raises DataError (shards not found, none holds a sample), ShardError (a shard is unusable, or changes while it is
     read), ReadError (an I/O error that does not pass).
     """
+
+    order: GlobalOrder | MixedOrder
+    shards: list[Place]
 
     def __init__(
         self,
@@ -106,22 +86,12 @@ class Dataset(Samples):
         self.sources = sources_of(shards)
         found = [found_shards(source) for source in self.sources]
         self.shards = [path for paths in found for path in paths]
-        self.tokenizer, self.sequence_length, self.modules = tokenizer, sequence_length, tuple(media)
-        self.blind, self.keep_text = blind, keep_text
-        self._read_retries, self._bounds = read_retries, bounds
-        self._ground, self._skip_null = ground, skip_null
+        super().__init__(tokenizer, sequence_length, media, blind, keep_text, bounds, ground, skip_null, sampling)
         self._fields = [fields if source.fields is None else source.fields for source in self.sources]
         self.reader = ShardReader(read_retries, cache=members_cache)
-        self.lookups = {}
-        self._by_module = {item.module: item for item in self.modules}
-        assert len(self._by_module) == len(self.modules), "one Media per module"
-        self._placeholders = {item.module: tokenizer.placeholder_id(item.placeholder) for item in self.modules}
         self.cache_dir = cache_dir
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
-        self.lengths = None
-        self.text_fingerprint = tokenizer.fingerprint
-        self._outlines = Outlines(self.modules, sequence_length, bounds, sampling)
         self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
         read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
         self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
@@ -204,76 +174,6 @@ class Dataset(Samples):
         """`outline` of a row of a shard."""
         return self._outlines.of(self.index(shard), shard, row, number)
 
-    def token_counts(self, number: int) -> dict[str, int]:
-        """Tokens that each module's pictures or clips take in this sample, from the index alone."""
-        return {module: sum(tokens) for module, tokens in self.outline(number).tokens.items()}
-
-    def media_sizes(self, number: int) -> dict[str, MediaSize]:
-        """What each module's pictures or clips take in this sample, from the index alone."""
-        outline = self.outline(number)
-        return {media.module: outline.media_size(media) for media in self.modules}
-
-    def input_sizes(self, number: int, module: str) -> list[tuple[int, int]]:
-        """`Media.size` of each of the module's pictures or clips in this sample, from the index alone."""
-        return self.outline(number).input_sizes(self._by_module[module])
-
-    def text(self, number: int) -> collate.TextSample:
-        """Tokens of a sample, or of its stand-in; reads the json or txt member only. Raises TooManyBadSamples."""
-        sample, bad = self.read_text(number)
-        self._record(bad)
-        return sample
-
-    def media(self, number: int, module: str) -> list[torch.Tensor]:
-        """The module's inputs, one per picture (uint8 [3, height, width], in tiles [tiles, 3, side, side]) or clip
-        (float32 [samples]); zeros if bad.
-
-        Reads media members only. Raises TooManyBadSamples.
-        """
-        items, bad = self.read_media(number, module)
-        self._record(bad)
-        return items
-
-    def prompt_and_truth(self, number: int) -> tuple[str, str]:
-        """(last question, its answer) as text, for reports; ("", "") for a bad sample."""
-        outline = self.outline(number)
-        try:
-            return self._conversation(outline).question_and_truth
-        except Exception as error:
-            self._reason(outline, error)
-            return "", ""
-
-    def read_text(self, number: int) -> tuple[collate.TextSample, BadSample | None]:
-        """`text`, but a bad sample is returned instead of counted: for readers that run ahead."""
-        outline = self.outline(number)
-        tokens = outline.media_tokens(self.modules, self._placeholders)
-        try:
-            conversation = self._conversation(outline)
-            self._require_words(conversation)
-            sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, outline.key)
-            if self.keep_text:
-                sample = replace(sample, question_and_truth=conversation.question_and_truth)
-            return self._positioned(sample, outline), None
-        except Exception as error:
-            skipped = self._skip_null and isinstance(error, NothingToLearn)
-            reason = self._reason(outline, error)
-            sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
-            if self.keep_text:
-                sample = replace(sample, question_and_truth=("", ""))
-            return self._positioned(sample, outline), None if skipped else self._bad(outline, reason)
-
-    def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:
-        """`media`, but a bad sample is returned instead of counted."""
-        spec, outline = self._by_module[module], self.outline(number)
-        members, extents = outline.members[spec.kind], outline.extents(spec)
-        if outline.bad_reason is None and not self.blind:
-            try:
-                return self._decode_all(spec, outline, list(zip(members, extents, strict=True))), None
-            except Exception as error:
-                outline = replace(outline, bad_reason=self._reason(outline, error))
-        dtype = torch.uint8 if spec.kind == "image" else torch.float32
-        zeros = [torch.zeros(spec.blank_shape(extent), dtype=dtype) for extent in extents]
-        return zeros, None if outline.bad_reason is None else self._bad(outline, outline.bad_reason)
-
     def unread_members(self) -> Counter[tuple[str, str]]:
         """How many members of all samples are not read, by (extension, what they are)."""
         found: Counter[tuple[str, str]] = Counter()
@@ -284,64 +184,6 @@ class Dataset(Samples):
     def close(self) -> None:
         """Closes the shard files."""
         self.reader.close()
-
-    def _reason(self, outline: SampleOutline, error: Exception) -> str:
-        """Why a sample is bad. Raises what says nothing about the sample, with its place: an error of its shard, of the
-        storage, of this machine, or of the program."""
-        place = f"{self.shards[outline.shard]}, key {outline.key!r}"
-        if isinstance(error, OF_THE_MACHINE):
-            raise type(error)(f"{place}: {error}") from error
-        if not isinstance(error, (SampleError, RecursionError, UnicodeError)):
-            error.add_note(f"in sample {outline.number}: {place}" if outline.number >= 0 else f"in {place}")
-            raise error
-        return reason_of(error)
-
-    def _positioned(self, sample: collate.TextSample, outline: SampleOutline) -> collate.TextSample:
-        """The sample with positions on three axes, if the language model has them."""
-        if not any(spec.grid for spec in self.modules):
-            return sample
-        places = {self._placeholders[spec.module]: outline.places(spec) for spec in self.modules}
-        return replace(sample, positions=axis_positions(sample.input_ids, places))
-
-    def _decode_all(
-        self, spec: Media, outline: SampleOutline, members: Sequence[tuple[Member, tuple[int, int]]]
-    ) -> list[torch.Tensor]:
-        """Members with what `Media` calls their extents."""
-        found: list[torch.Tensor] = []
-        while len(found) < len(members):
-            member, extent = members[len(found)]
-            found += self._decode(spec, outline, member, extent)
-        return found
-
-    def _decode(
-        self, spec: Media, outline: SampleOutline, member: Member, extent: tuple[int, int]
-    ) -> list[torch.Tensor]:
-        """A picture or clip, or all pictures of a video, which stand one behind the other."""
-        raw, canvas = self._read(outline, member), spec.canvas(*extent) if spec.canvas else None
-        size = spec.size(*extent)
-        try:
-            if member.frame is not None:
-                return decode_frames(raw, member.frame.of, size, spec.resize, canvas, self._bounds)
-            return [decode_media(spec.kind, raw, size, spec.resize, canvas, self._bounds, self._ground)]
-        except OF_THE_MACHINE:
-            raise
-        except Exception as error:
-            raise DecodeError(f"member .{shown(member.extension)}: {reason_of(error)}") from error
-
-    def _conversation(self, outline: SampleOutline) -> Conversation:
-        if outline.bad_reason is not None:
-            raise RecordError(outline.bad_reason)
-        counts, pictures = outline.counts, outline.pictures
-        raws = {member.extension: self._read(outline, member) for member in outline.texts}
-        if outline.fields.texts:
-            return parse_fields(raws, outline.fields, outline.key, counts, self._bounds, pictures)
-        ((extension, raw),) = raws.items()
-        return parse_record(raw, extension, outline.key, counts, self._bounds, outline.beside, pictures)
-
-    def _require_words(self, conversation: Conversation) -> None:
-        """Raises NothingToLearn for answers that are blank, where `data.null_captions` leaves these out."""
-        if self._skip_null and conversation.is_blank:
-            raise NothingToLearn("its answers are blank")
 
     def _read(self, outline: SampleOutline, member: Member) -> bytes:
         shard, version = self.shards[outline.shard], self.version(outline.shard)
@@ -363,18 +205,8 @@ class Dataset(Samples):
             self._indexes.move_to_end(shard)
             return index
 
-    def _bad(self, outline: SampleOutline, reason: str) -> BadSample:
-        return BadSample(
-            outline.number,
-            self.shards[outline.shard],
-            str(outline.key),
-            reason.removeprefix(f"key {outline.key!r}: "),
-            self.sources[self._source_of(outline.shard)].name,
-        )
+    def _source_name(self, shard: int) -> str:
+        return self.sources[self._source_of(shard)].name
 
     def _source_of(self, shard: int) -> int:
         return int(np.searchsorted(self._source_ends, shard, side="right"))
-
-    def _record(self, bad: BadSample | None) -> None:
-        if bad is not None:
-            self.bad_samples.record(bad)

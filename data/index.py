@@ -16,6 +16,7 @@ import os
 import re
 import zlib
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -266,49 +267,83 @@ class _Codes:
         return self.known.setdefault(found, len(self.known))
 
 
-def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
-    codes, reasons = _Codes(), _Codes()
-    samples: list[tuple[int, int, int]] = []
-    members: list[tuple[int, ...]] = []
-    keys: list[str] = []
-    current: tuple[str, list[str], list[tuple[int, ...]]] | None = None
+class IndexBuilder:
+    """An index in the making: samples are added in the order of their shard."""
 
-    def close_sample() -> None:
-        if current is None:
-            return
-        key, names, places = current
+    def __init__(self) -> None:
+        self._codes, self._reasons = _Codes(), _Codes()
+        self._samples: list[tuple[int, int, int]] = []
+        self._members: list[tuple[int, ...]] = []
+        self._keys: list[str] = []
+
+    def add(self, key: str, names: Sequence[str], places: Sequence[tuple[int, int, int, int]]) -> None:
+        """A sample.
+
+        Args:
+            names: extensions of its members; places: (offset, size, and both numbers of the extent) of each.
+        """
         found = arrange(tuple(names))
-        samples.append((len(members), found.record, reasons.of(found.reason) + 1 if found.reason else 0))
+        reason = self._reasons.of(found.reason) + 1 if found.reason else 0
+        self._samples.append((len(self._members), found.record, reason))
         for place, kind in zip(found.order, found.kinds, strict=True):
-            members.append((*places[place], codes.of((names[place], kind))))
-        keys.append(key)
+            self._members.append((*places[place], self._codes.of((names[place], kind))))
+        self._keys.append(key)
+
+    def index(self, path: Place, version: ShardVersion) -> ShardIndex:
+        """That of all samples so far."""
+        return ShardIndex(
+            path=path,
+            version=version,
+            codes=Codes(
+                tuple(extension for extension, _ in self._codes.known),
+                tuple(kind for _, kind in self._codes.known),
+                (*self._reasons.known,),
+            ),
+            samples=np.array([*self._samples, (len(self._members), -1, 0)], dtype=SAMPLE),
+            all_members=np.array(self._members, dtype=MEMBER),
+            packed_keys=pack_keys(self._keys),
+        )
+
+
+def grouped[Taken](
+    walk: Iterable[tuple[str, int, int]], take: Callable[[str, str, int, int], Taken]
+) -> Iterator[tuple[str, list[str], list[Taken]]]:
+    """(key, extensions, what was taken of each member) of every sample of a tar.
+
+    Args:
+        walk: `walk_tar`; take: (key, extension, offset, size) of a member -> what is kept of it; called for each before
+            the walk goes on.
+    """
+    current: tuple[str, list[str], list[Taken]] | None = None
+    for name, offset, size in walk:
+        READS.count += 1
+        split = _NAME.match(name)
+        if split is None or _META.search(name):
+            continue
+        key, extension = split[1], split[2].lower()
+        if current is None or current[0] != key:
+            if current is not None:
+                yield current
+            current = (key, [], [])
+        current[1].append(extension)
+        current[2].append(take(key, extension, offset, size))
+    if current is not None:
+        yield current
+
+
+def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
+    builder = IndexBuilder()
+
+    def take(key: str, extension: str, offset: int, size: int) -> tuple[int, int, int, int]:
+        return (offset, size, *measure(read, extension, offset, size))
 
     with READS.of(shard):
-        for name, offset, size in walk_tar(shard, read, version.size):
-            READS.count += 1
-            split = _NAME.match(name)
-            if split is None or _META.search(name):
-                continue
-            key, extension = split[1], split[2].lower()
-            if current is None or current[0] != key:
-                close_sample()
-                current = (key, [], [])
-            current[1].append(extension)
-            current[2].append((offset, size, *_measure(read, extension, offset, size)))
-        close_sample()
-    return ShardIndex(
-        path=shard,
-        version=version,
-        codes=Codes(
-            tuple(extension for extension, _ in codes.known), tuple(kind for _, kind in codes.known), (*reasons.known,)
-        ),
-        samples=np.array([*samples, (len(members), -1, 0)], dtype=SAMPLE),
-        all_members=np.array(members, dtype=MEMBER),
-        packed_keys=pack_keys(keys),
-    )
+        for sample in grouped(walk_tar(shard, read, version.size), take):
+            builder.add(*sample)
+    return builder.index(shard, version)
 
 
-def _measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int]:
+def measure(read: ReadRange, extension: str, offset: int, size: int) -> tuple[int, int]:
     """What `MEMBER` has of its extent; zeros where it has none or cannot be read."""
     kind = kind_of(extension)
 

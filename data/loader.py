@@ -126,6 +126,8 @@ class StepLoader:
         own = self._own(plan, samples)
         if isinstance(self._dataset, Dataset) and self._dataset.is_remote:
             self._expect(self._dataset, own)  # before a thread can read it: what is announced too late is read again
+        read = [{module: one[module] for module in one if module not in self._sizes_only} for one in own]
+        self._dataset.will_read(read)
         return _Step(
             plan,
             samples,

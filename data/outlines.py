@@ -24,13 +24,13 @@ class Outlines:
         self._bounds, self._sampling = bounds, sampling
         self._kinds = list(dict.fromkeys(media.kind for media in modules))
 
-    def of(self, index: ShardIndex, shard: int, row: int, number: int) -> SampleOutline:
+    def of(self, index: ShardIndex, shard: int, row: int, number: int, bad_reason: str | None = None) -> SampleOutline:
         """That of a row of a shard.
 
         Args:
-            shard: its number; number: of the sample, -1 where it has none.
+            shard: its number; number: of the sample, -1 where it has none; bad_reason: beside what the index says.
         """
-        key, reason, at = SampleKey(partial(index.key, row)), index.bad_reason(row), index.record(row)
+        key, reason, at = SampleKey(partial(index.key, row)), bad_reason or index.bad_reason(row), index.record(row)
         every = index.members(row)
         members = {kind: self._read_of(kind, every) for kind in self._kinds}
         tokens: dict[str, list[int]] = {}

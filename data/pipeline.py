@@ -14,6 +14,7 @@ from data.samples import Samples
 from data.sources import MixedOrder, Source
 from data.step import Batching, Reader, StepBatch
 from data.step_plan import Padding, StepPlan
+from data.streams.dataset import StreamDataset
 from data.text_lengths import TextLengths
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StepBatch",
     "StepLoader",
     "StepPlan",
+    "StreamDataset",
     "TextLengths",
     "TextSample",
     "TokenDataset",

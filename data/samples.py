@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from data.features import Lookup
 from data.outline import Media
 from data.sample_table import StepSamples
 from data.sources import SourcesView
-from data.storage.url import Place
+from data.storage.streams import Origin
 from data.tokens import Tokenizer
 
 
@@ -34,7 +35,7 @@ class Samples(SourcesView, ABC):
     ahead; set before they begin."""
     lengths: np.ndarray | None
     """int32 [samples], by row: tokens of each sample; None until they have been counted (`TextLengths.serve`)."""
-    shards: list[Place]
+    shards: Sequence[Origin]
     """Files that hold the samples."""
     fingerprint: str
     """Of what the order of samples follows from, but for seed and weights."""
@@ -53,7 +54,7 @@ class Samples(SourcesView, ABC):
         return number in self.bad_samples
 
     @abstractmethod
-    def locate(self, number: int) -> tuple[Place, str]:
+    def locate(self, number: int) -> tuple[Origin, str]:
         """(file, where in it) of a global sample number, of any epoch."""
 
     @abstractmethod
@@ -63,6 +64,10 @@ class Samples(SourcesView, ABC):
     @abstractmethod
     def plan_step(self, first: int, size: int) -> StepSamples:
         """What is known of samples [first, first + size), all at once; reads none."""
+
+    def will_read(self, own: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """What this rank will read of the step that was planned last: by microbatch and module, numbers of samples.
+        Whoever holds more may drop it."""
 
     @abstractmethod
     def read_text(self, number: int) -> tuple[TextSample, BadSample | None]:

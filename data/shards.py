@@ -18,7 +18,9 @@ from data.storage.version import require_file
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 
 
-def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]) -> list[Place]:
+def find_shards(
+    pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url], suffixes: Sequence[str] = (".tar",)
+) -> list[Place]:
     """Paths and URLs of the shards that `pattern` names.
 
     Accepted: a folder (its `*.tar`, sorted by name), a file, a glob (sorted), a brace range such as
@@ -26,6 +28,9 @@ def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str
     by commas, or a sequence of them (in the order given); a folder of an energon dataset, `FOLDER:SPLIT` for one of its
     splits. Any may be a URL (s3, gs, az, http, https, or of a file
     system of fsspec); a web server lists nothing, so that there each shard is named.
+
+    Args:
+        suffixes: of the files of a folder; with others than `.tar`, for `data.stream`, compressed tars are found too.
 
     Raises:
         DataError: nothing matches, or a named shard is missing (names `data.shards` and what was looked for).
@@ -36,7 +41,7 @@ def find_shards(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str
         raise DataError(
             "data.shards is empty: give a folder, a glob, a brace range such as 'x-{000000..000003}.tar', or a list"
         )
-    found = [path for part in parts for path in _find_one(part)]
+    found = [path for part in parts for path in _find_one(part, suffixes)]
     for path in found:
         if not isinstance(path, Url):
             require_file(path, retrying(path.stat, f"{path}: cannot look at it"))
@@ -62,30 +67,38 @@ def refuse_compressed(path: str | os.PathLike[str]) -> None:
     if os.fspath(path).lower().endswith(_COMPRESSED):
         raise ShardError(
             f"{path}: compressed tars cannot be indexed, because their members have no fixed place in the file. "
-            "Decompress it (for example `gunzip FILE.tar.gz`); pictures and audio are compressed already."
+            "Decompress it (for example `gunzip FILE.tar.gz`; pictures and audio are compressed already), or read it "
+            "from beginning to end: data.stream=true (docs/data.md#streams)."
         )
 
 
-def _find_one(part: str) -> list[Place]:
+def _take_any(path: str | os.PathLike[str]) -> None:
+    """What `data.stream` refuses by its name: nothing."""
+
+
+def _find_one(part: str, suffixes: Sequence[str]) -> list[Place]:
+    refuse = refuse_compressed if len(suffixes) == 1 else _take_any
     if part.startswith("pipe:"):
         raise DataError(
             f"data.shards: {part!r} is a command. Its output cannot be indexed, so that samples could not be read by "
-            "number: give a path or a URL, such as s3://bucket/x-{000000..000003}.tar"
+            "number: give a path or a URL, such as s3://bucket/x-{000000..000003}.tar, or read it from beginning to "
+            "end: data.stream=true (docs/data.md#streams)"
         )
     if is_url(part) and not part.startswith("file://"):
-        return [*find_remote(expand_braces(part), refuse_compressed)]
+        return [*find_remote(expand_braces(part), refuse)]
     if (of_energon := energon_part(part.removeprefix("file://"))) is not None:
         return [*energon_shards(*of_energon)]
     path = Path(part.removeprefix("file://")).expanduser()
     if path.is_dir():
-        there = sorted(path.glob("*.tar"), key=lambda one: one.name)  # ten times as fast as by paths
+        found_there = [one for suffix in suffixes for one in path.glob(f"*{suffix}")]
+        there = sorted(found_there, key=lambda one: one.name)  # ten times as fast as by paths
         if not there:
             for name in sorted(os.listdir(path)):
-                refuse_compressed(path / name)
-            raise DataError(f"data.shards: the folder {path} holds no *.tar file")
+                refuse(path / name)
+            raise DataError(f"data.shards: the folder {path} holds no *{' and no *'.join(suffixes)} file")
         return [*there]
     if path.exists():
-        refuse_compressed(path)
+        refuse(path)
         return [path]
     found: list[Place] = []
     for name in expand_braces(str(path)):
@@ -95,6 +108,6 @@ def _find_one(part: str) -> list[Place]:
             hint = "" if name == str(path) else f" (from {part!r})"
             raise DataError(f"data.shards: {kind} {name}{hint}; looked from {os.getcwd()}")
         for match in matches:
-            refuse_compressed(match)
+            refuse(match)
         found.extend(matches)
     return found

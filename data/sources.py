@@ -22,6 +22,7 @@ from data.mixture import Phase, Phases, whole_weights
 from data.order import GlobalOrder, splitmix, splitmix_all
 from data.shards import find_shards
 from data.storage.url import Place, Url
+from data.streams.order import StreamOrder
 
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
 
@@ -221,9 +222,9 @@ class SourcesView:
 
     sources: tuple[Source, ...]
     """Where the samples are from: one without a name, or those that are mixed."""
-    order: GlobalOrder | MixedOrder
+    order: GlobalOrder | MixedOrder | StreamOrder
     """Sample number -> row of all shards. A `MixedOrder` if there are several sources or some samples are held out;
-    other weights of it may be set before readers begin."""
+    other weights of it may be set before readers begin. A `StreamOrder` of shards that are not indexed."""
 
     @property
     def source_sizes(self) -> list[int]:

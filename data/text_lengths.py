@@ -31,6 +31,7 @@ from data.catalogue.places import path_about
 from data.errors import DataError
 from data.fields import Fields
 from data.storage.replace import replacing
+from data.storage.streams import Origin
 from data.storage.url import Place
 from data.storage.version import ShardVersion, open_file
 
@@ -195,7 +196,7 @@ def _count_one(opener: bytes, path: Place, fields: Fields) -> Counted:
         dataset.close()
 
 
-def require_planned(found: int, planned: int, where: tuple[Place, str]) -> None:
+def require_planned(found: int, planned: int, where: tuple[Origin, str]) -> None:
     """Raises DataError for a text that is not as long as the plan of its step says: its row may have no room for it."""
     if found != planned:
         shard, key = where

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from data.beside import Beside
 from data.bounds import BOUNDS
 from data.conversation import KINDS
@@ -13,10 +15,18 @@ from data.media.video import decode_video
 from data.members import unread
 from data.records import parse_record
 from data.shown import shown
-from data.storage.local import ShardReader
+from data.storage.url import Place
+from data.storage.version import ShardVersion
 
 
-def check_sample(reader: ShardReader, index: ShardIndex, row: int) -> str | None:
+class MemberReader(Protocol):
+    """Reads members: `ShardReader`, or whoever holds them."""
+
+    def read(self, path: Place, offset: int, size: int, extension: str, version: ShardVersion | None = None) -> bytes:
+        """`size` bytes at `offset`."""
+
+
+def check_sample(reader: MemberReader, index: ShardIndex, row: int) -> str | None:
     """Why the sample is bad, or None. Reads and decodes everything, which a run does not do on any single rank.
 
     Raises ReadError, ShardError: the shard cannot be read; MemoryShortage, MissingLibrary.

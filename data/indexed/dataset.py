@@ -19,9 +19,10 @@ from data.errors import DataError
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed
 from data.indexed.split import WHOLE, Part
+from data.order import GlobalOrder
 from data.sample_table import StepSamples
 from data.samples import Samples
-from data.sources import Source, fingerprint_of, order_of
+from data.sources import MixedOrder, Source, fingerprint_of, order_of
 from data.storage.local import ShardReader
 from data.storage.retry import RETRIES
 from data.storage.url import Place
@@ -38,6 +39,8 @@ class TokenDataset(Samples):
 
     Raises DataError (a file is unusable, a source has no whole window, a token is none of the tokenizer), ReadError.
     """
+
+    order: GlobalOrder | MixedOrder
 
     def __init__(
         self,

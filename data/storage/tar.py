@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from data.errors import ShardError
 from data.shown import shown
-from data.storage.url import Place
 
 ReadRange = Callable[[int, int], bytes]
 """(bytes, at which byte) -> what is there, less at the end of the file."""
@@ -24,6 +23,7 @@ _END = 2 * _BLOCK  # bytes of zeros that end a tar
 _ZEROS = bytes(_BLOCK)
 _AHEAD = 1 << 16  # bytes read at once where the next header is near; else a page
 _LARGEST_EXTRA = 1 << 20  # bytes of a long name or of a pax header
+_LONGEST_END = 64 << 20  # bytes of zeros that may end a stream, which could go on with them for ever
 _REGULAR, _OLD_REGULAR, _FOLDER = "07", "\0", "5"
 _KINDS = {
     "1": "a hard link",
@@ -40,24 +40,27 @@ _DECIMAL = re.compile(rb"[0-9]{1,20}")
 _OCTAL = re.compile(rb"[0-7]*")
 
 
-def walk_tar(path: Place, read: ReadRange, size: int) -> Iterator[tuple[str, int, int]]:
+def walk_tar(path: object, read: ReadRange, size: int | None) -> Iterator[tuple[str, int, int]]:
     """(name, offset, bytes) of every regular member of the tar `path` of `size` bytes.
+
+    No byte is asked for that stands before the one asked for last, so that `read` may be of a stream. Of a stream
+    nobody knows the size (None): who reads a member sees whether all of it is there.
 
     Raises:
         ShardError: the tar is empty, truncated, damaged or compressed, a header says what cannot be, or a member is a
             link, a sparse file, a device or a FIFO; the message has shard, byte and member.
     """
-    if size == 0:
-        raise ShardError(f"{path}: the file is empty (0 bytes). Write or copy it again.")
     window, at, extra = _Window(read), 0, _Extra()
-    while at + _BLOCK <= size:
+    if size == 0 or (size is None and not window.block(0)):
+        raise ShardError(f"{path}: the file is empty (0 bytes). Write or copy it again.")
+    while size is None or at + _BLOCK <= size:
         header = window.block(at)
         if len(header) < _BLOCK or header == _ZEROS:
             break
         if not _is_header(header):
             if at == 0:
                 raise ShardError(
-                    f"{path}: not a readable uncompressed tar of {size} bytes (no header at byte 0). Copy or write the "
+                    f"{path}: not a readable uncompressed tar{_of(size)} (no header at byte 0). Copy or write the "
                     "shard again."
                 )
             break
@@ -71,11 +74,8 @@ def walk_tar(path: Place, read: ReadRange, size: int) -> Iterator[tuple[str, int
             length = 0
         start = at + _BLOCK
         following = start + -(-length // _BLOCK) * _BLOCK
-        if start + length > size:
-            raise ShardError(
-                f"{path}: truncated at {size} bytes: {start + length - size} bytes of member {shown(name)!r} are "
-                "missing. Copy or write the shard again."
-            )
+        if size is not None and start + length > size:
+            raise truncated(path, name, size, start + length - size)
         if kind in "LKxXg":
             if length > _LARGEST_EXTRA:
                 _refuse(path, at, name, f"{length} bytes of names or attributes, at most {_LARGEST_EXTRA} are read")
@@ -88,12 +88,24 @@ def walk_tar(path: Place, read: ReadRange, size: int) -> Iterator[tuple[str, int
                 yield name, start, length
             extra = _Extra()
         at = following
-    if extra.begun and at + _BLOCK <= size and window.block(at) == _ZEROS:
+    if extra.begun and (size is None or at + _BLOCK <= size) and window.block(at) == _ZEROS:
         raise ShardError(
-            f"{path}: damaged header at byte {at} of {size} (a long name without its member). Copy or write the shard "
+            f"{path}: damaged header at byte {at}{_of(size)} (a long name without its member). Copy or write the shard "
             "again."
         )
     _require_end(path, read, at, size)
+
+
+def truncated(path: object, name: str, size: int, missing: int) -> ShardError:
+    """The error of a tar of `size` bytes that ends within a member."""
+    return ShardError(
+        f"{path}: truncated at {size} bytes: {missing} bytes of member {shown(name)!r} are missing. Copy or write the "
+        "shard again."
+    )
+
+
+def _of(size: int | None) -> str:
+    return "" if size is None else f" of {size} bytes"
 
 
 @dataclass
@@ -105,7 +117,7 @@ class _Extra:
     sparse: bool = False
     begun: bool = False
 
-    def add(self, path: Place, at: int, kind: str, content: bytes) -> None:
+    def add(self, path: object, at: int, kind: str, content: bytes) -> None:
         """A GNU long name (L; K is that of a link) or a pax header (x; g holds for the whole shard)."""
         self.begun = self.begun or kind != "g"
         if kind == "L":
@@ -125,7 +137,7 @@ class _Extra:
                 _refuse(path, at, self.name or "", "its length is no number, or negative", value)
 
 
-def _pax_records(path: Place, at: int, content: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _pax_records(path: object, at: int, content: bytes) -> Iterator[tuple[bytes, bytes]]:
     """(key, value) of each `LENGTH KEY=VALUE` and line break."""
     place = 0
     while place < len(content) and content[place]:
@@ -139,7 +151,7 @@ def _pax_records(path: Place, at: int, content: bytes) -> Iterator[tuple[bytes, 
         place += length
 
 
-def _refuse(path: Place, at: int, name: str, said: str, raw: bytes = b"") -> NoReturn:
+def _refuse(path: object, at: int, name: str, said: str, raw: bytes = b"") -> NoReturn:
     member = f"member {shown(name)!r}" if name else "a header"
     raise ShardError(
         f"{path}: {member} at byte {at}: {said}{f' ({raw[:32]!r})' if raw else ''}. Write the shard again, of plain "
@@ -193,23 +205,28 @@ class _Window:
         return self._bytes[offset : offset + _BLOCK]
 
 
-def _require_end(path: Place, read: ReadRange, end: int, size: int) -> None:
+def _require_end(path: object, read: ReadRange, end: int, size: int | None) -> None:
     """Raises ShardError unless nothing but zeros, and enough of them, follow byte `end`."""
-    zeros = 0
-    while zeros < size - end:
-        chunk = read(min(1 << 20, size - end - zeros), end + zeros)
+    zeros, most = 0, _LONGEST_END if size is None else size - end
+    while zeros < most:
+        chunk = read(min(1 << 20, most - zeros), end + zeros)
         if not chunk:
             break
         filled = len(chunk.lstrip(b"\0"))
-        if filled and size - end >= _BLOCK:
+        if filled and (size is None or size - end >= _BLOCK):
             at = end + zeros + len(chunk) - filled
             raise ShardError(
-                f"{path}: damaged header at byte {end} of {size} (no end mark; data at byte {at}): the samples behind "
+                f"{path}: damaged header at byte {end}{_of(size)} (no end mark; data at byte {at}): the samples behind "
                 "it cannot be read. Copy or write the shard again."
             )
         zeros += len(chunk)
+    if size is None and zeros >= _LONGEST_END:
+        raise ShardError(
+            f"{path}: {zeros} zero bytes behind its last member, at byte {end}: no tar ends like that. Write the shard "
+            "again."
+        )
     if zeros < _END:  # or cut within a header
         raise ShardError(
-            f"{path}: truncated at {size} bytes: a tar ends in {_END} zero bytes, this one in {zeros}. Samples may be "
-            "missing; copy or write the shard again."
+            f"{path}: truncated at {end + zeros if size is None else size} bytes: a tar ends in {_END} zero bytes, "
+            f"this one in {zeros}. Samples may be missing; copy or write the shard again."
         )

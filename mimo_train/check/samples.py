@@ -3,15 +3,16 @@
 Only reading samples imports torch.
 """
 
+from __future__ import annotations
+
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
 from data.shown import shown
@@ -21,14 +22,15 @@ from mimo_train.check.blocks import add_blocks
 from mimo_train.check.findings import Report, Table, fault_of, plural, spread
 from mimo_train.check.indexed import look_at_indexed
 from mimo_train.check.leakage import add_leakage
+from mimo_train.check.rendered import add_rendered
 from mimo_train.check.repeats import add_repeats
+from mimo_train.check.streams import open_stream
 from mimo_train.check.tokenizer import tokenizer_rows
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
 from mimo_train.plan.batch import Batch
 from mimo_train.plan.inputs import (
-    HeldOutSet,
     build_dataset,
     fields_of,
     held_out_sets,
@@ -41,11 +43,11 @@ from mimo_train.plan.mixture import Mixing, too_short
 from mimo_train.plan.run import Run, steps_of_epochs
 from mimo_train.plan.token_inputs import require_none_for_tokens
 
+if TYPE_CHECKING:
+    from data.pipeline import Dataset, Samples
+
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""
-
-SHOWN_CHARACTERS = 400
-"""Of the first sample."""
 
 NAMED_SAMPLES = 5
 """Bad samples that are listed one per line; the rest is counted."""
@@ -68,7 +70,7 @@ class Seen:
     """Of the run, by the length of its data."""
     name: str = ""
     """Of the source or held-out set, where there are several."""
-    of_sources: list["Seen"] = field(default_factory=list)
+    of_sources: list[Seen] = field(default_factory=list)
     """Of each source, where this is of all."""
 
     def row(self, what: str) -> str:
@@ -214,11 +216,16 @@ def _add_shards(
     pattern = str(source.shards)
     held_out = next((one for one in held_out_sets(cfg) if one.key == key), None)
     try:
+        if cfg.data.stream and held_out is None:
+            if tokenizer is not None and cfg.data.sequence_length > 0:
+                stream, first = open_stream(report, cfg, source, tokenizer, FIRST_SAMPLES, rows)
+                _add_samples(report, cfg, key, stream, first, tokenizer, seen, rows)
+            return 0
         if is_indexed(source.shards):
             indexed = look_at_indexed(report, cfg, key, source, held_out, tokenizer, rows)
             seen.complete, seen.fingerprint = indexed.complete, indexed.fingerprint
             if indexed.first is not None:
-                _add_rendered(indexed.first, tokenizer, seen.row("first sample"), rows)
+                add_rendered(indexed.first, tokenizer, seen.row("first sample"), rows)
             return indexed.samples
         if held_out is None:
             require_none_for_tokens(cfg, key)
@@ -254,32 +261,37 @@ def _add_shards(
     if good and not samples:
         report.faults.append(Fault(key, f"{plural(len(good), 'shard')} of {pattern} can be read, without any sample"))
     elif samples and tokenizer is not None and cfg.data.sequence_length > 0:
-        _add_samples(report, cfg, key, replace(source, shards=good), held_out, tokenizer, seen, rows)
+        dataset = shard_dataset(without_split(cfg), tokenizer, [replace(source, shards=good)], held_out)
+        if not held_out and cfg.data.pad == "microbatch":
+            _add_lengths(cfg, dataset, seen, rows)
+        first = range(min(FIRST_SAMPLES, len(dataset)))
+        _add_samples(report, cfg, key, dataset, first, tokenizer, seen, rows)
         if len(good) < len(paths):
             seen.fingerprint = None
     return samples
+
+
+def _add_lengths(cfg: ConfigContainer, dataset: Dataset, seen: Seen, rows: list) -> None:
+    """Whether texts are counted already."""
+    to_count = sum(dataset.samples_of(shard) for shard in TextLengths(dataset).missing())
+    said = f"{plural(to_count, 'text')} to count before the first step" if to_count else "known"
+    why = "data.pack=true" if cfg.data.pack else "data.pad=microbatch"
+    rows.append(("", seen.row("lengths of texts"), f"{said} ({why})"))
 
 
 def _add_samples(
     report: Report,
     cfg: ConfigContainer,
     key: str,
-    source: Source,
-    held_out: HeldOutSet | None,
+    dataset: Samples,
+    first: range,
     tokenizer: Any,
     seen: Seen,
     rows: list,
 ) -> None:
     """Reads the first samples in the order of the run: their text, and what every encoder gets."""
-    dataset = shard_dataset(without_split(cfg), tokenizer, [source], held_out)
     media = dataset.modules
     seen.fingerprint = dataset.fingerprint
-    if not held_out and cfg.data.pad == "microbatch":
-        to_count = sum(dataset.samples_of(shard) for shard in TextLengths(dataset).missing())
-        said = f"{plural(to_count, 'text')} to count before the first step" if to_count else "known"
-        why = "data.pack=true" if cfg.data.pack else "data.pad=microbatch"
-        rows.append(("", seen.row("lengths of texts"), f"{said} ({why})"))
-    first = range(min(FIRST_SAMPLES, len(dataset)))
     label = seen.row(f"first {len(first)}")
     lengths: list[int] = []
     targets, bad, silent = [], [], []
@@ -295,7 +307,7 @@ def _add_samples(
                 bad.append(f"{found.shard}, key {shown(found.key)}: {shown(found.reason)}")
                 continue
             if not lengths:
-                _add_rendered(text, tokenizer, seen.row("first sample"), rows)
+                add_rendered(text, tokenizer, seen.row("first sample"), rows)
             lengths.append(text.length)
             targets.append(int(text.loss_mask.sum()))
             if not targets[-1]:
@@ -325,27 +337,6 @@ def _add_samples(
             "their answer is empty, or cut by data.sequence_length"
         )
     _add_bad(report, dataset.allowed_bad_samples, key, bad, len(first))
-
-
-def _add_rendered(text: Any, tokenizer: Any, of: str, rows: list) -> None:
-    """One sample as the model sees it, and what of it is learned."""
-    shown = ""
-    runs = groupby(text.input_ids[: text.length].tolist(), key=lambda token: (tokenizer.as_text(token) != token, token))
-    for is_media, group in groupby(runs, key=lambda run: run[0][0]):
-        members = [list(run) for _, run in group]
-        if is_media:
-            shown += "".join(f"{tokenizer.shown(run[:1])} x {len(run)} " for run in members)
-        else:
-            shown += tokenizer.shown([token for run in members for token in run])
-    learned = tokenizer.shown(text.labels[text.loss_mask > 0].tolist())
-    rows.append((of, "rendered", _cut(shown)))
-    rows.append((of, "learned", _cut(learned)))
-
-
-def _cut(text: str) -> str:
-    """On one line, and not too much."""
-    line = text.replace("\n", "\\n")
-    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]} ..."
 
 
 def _add_bad(report: Report, budget: int, key: str, bad: list[str], count: int) -> None:

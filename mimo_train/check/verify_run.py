@@ -58,12 +58,21 @@ class _Set:
 class _Found:
     """What a range of samples is like."""
 
+    samples: int
     bad: list[str]
     """A line for each bad sample."""
     cut: int
     """Samples whose text is cut by `data.sequence_length`."""
     silent: int
     """Samples without any token with loss."""
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """What a set has."""
+
+    samples: int
+    bad: int
 
 
 def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
@@ -88,14 +97,15 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
             try:
                 dataset = _dataset_of(cfg, one)
                 found = _verify_set(number, one, cfg, dataset, pool)
+                dataset.close()
             except DataError as error:  # a shard that cannot be read, or tokens of another tokenizer
                 code = 1
                 print(f"bad shard: {shown(str(error))}")
                 continue
             if one.held_out:
-                code |= int(found > dataset.allowed_bad_samples)
+                code |= int(found.bad > dataset.allowed_bad_samples)
             else:
-                samples, bad = samples + len(dataset), bad + found
+                samples, bad = samples + found.samples, bad + found.bad
     return code | int(bad > allowed_of(cfg.data.max_bad_samples, samples))
 
 
@@ -113,20 +123,25 @@ def _dataset_of(cfg: ConfigContainer, one: _Set) -> Samples:
 
 def _verify_set(
     number: int, one: _Set, cfg: ConfigContainer, dataset: Samples, pool: ProcessPoolExecutor | None
-) -> int:
-    """Read the samples of a set. Returns how many are bad."""
+) -> _Verified:
+    """Read the samples of a set."""
     from data.dataset import Dataset
     from data.indexed.dataset import TokenDataset
+    from data.streams.dataset import StreamDataset
 
     for file in dataset.files if isinstance(dataset, TokenDataset) else ():
         file.require_whole()
     key, read = one.key, fields_of(cfg, one.source).members
-    size, allowed = len(dataset), dataset.allowed_bad_samples
-    jobs = [(number, first, min(first + _AT_ONCE, size)) for first in range(0, size, _AT_ONCE)]
-    results: Iterator[_Found] = pool.map(_read, jobs) if pool else map(_read, jobs)
-    bad, cut, silent, reasons = 0, 0, 0, Counter[str]()
+    allowed = dataset.allowed_bad_samples
+    results: Iterator[_Found]
+    if isinstance(dataset, StreamDataset):
+        results = (_found(dataset, one_by_one) for one_by_one in dataset.first_epoch())
+    else:
+        jobs = [(number, at, min(at + _AT_ONCE, len(dataset))) for at in range(0, len(dataset), _AT_ONCE)]
+        results = pool.map(_read, jobs) if pool else map(_read, jobs)
+    size, bad, cut, silent, reasons = 0, 0, 0, 0, Counter[str]()
     for found in results:
-        bad, cut, silent = bad + len(found.bad), cut + found.cut, silent + found.silent
+        size, bad, cut, silent = size + found.samples, bad + len(found.bad), cut + found.cut, silent + found.silent
         for line in found.bad:
             print(f"bad: {line}")
             reasons[_kind_of(line)] += 1
@@ -134,17 +149,19 @@ def _verify_set(
         print(f"warning: {key}: {sentence}", file=sys.stderr)
     fields = f", data.fields {sorted(read)}" if read else ""
     print(f"{key}: {size:,} samples, {bad:,} bad, data.max_bad_samples allows {allowed:,}{fields}")
-    if isinstance(dataset, Dataset):  # other samples are windows, each as long
+    if not isinstance(dataset, TokenDataset):  # whose samples are windows, each as long
         print(f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {silent:,} have no token with loss")
     for reason, count in reasons.most_common(8):
         print(f"  {count:,} x {reason}")
-    return bad
+    return _Verified(size, bad)
 
 
 def _open(config: str, overrides: Sequence[str]) -> None:
     """Build the datasets of this process."""
     cfg = compose.load(config, overrides)
     for number, one in enumerate(_sets_of(cfg)):
+        if cfg.data.stream and not one.held_out:
+            continue  # the main process reads it
         try:
             _readers[number] = _dataset_of(cfg, one)
         except DataError:
@@ -153,8 +170,12 @@ def _open(config: str, overrides: Sequence[str]) -> None:
 
 def _read(job: tuple[int, int, int]) -> _Found:
     number, first, end = job
-    dataset, bad, cut, silent = _readers[number], list[str](), 0, 0
-    for at in range(first, end):
+    return _found(_readers[number], range(first, end))
+
+
+def _found(dataset: Samples, numbers: Sequence[int]) -> _Found:
+    bad, cut, silent = list[str](), 0, 0
+    for at in numbers:
         sample, wrong = dataset.read_text(at)
         for media in dataset.modules:
             wrong = wrong or dataset.read_media(at, media.module)[1]
@@ -163,7 +184,7 @@ def _read(job: tuple[int, int, int]) -> _Found:
             continue
         cut += sample.length >= dataset.sequence_length
         silent += not sample.loss_mask.any()
-    return _Found(bad, cut, silent)
+    return _Found(len(numbers), bad, cut, silent)
 
 
 def _kind_of(line: str) -> str:

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.shown import shown
 from data.storage.url import Place, is_url
-from mimo_train.commands import shards_build, shards_page, shards_tokens
+from mimo_train.commands import shards_build, shards_page, shards_streams, shards_tokens
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, positive, whole
 from mimo_train.config.fault import UserError
+
+if TYPE_CHECKING:
+    from data.index import ShardIndex
 
 
 def add(subparsers: Any) -> None:
@@ -22,6 +26,7 @@ def add(subparsers: Any) -> None:
     )
     commands = shards.add_subparsers(dest="shards_command", required=True, metavar="COMMAND")
     pattern_help = "a folder, a glob, a range such as 'x-{000000..000003}.tar', or several separated by commas"
+    any_help = f"{pattern_help}; compressed tars and pipe:COMMAND too"
 
     index = commands.add_parser("index", help="build the indexes that training reads, and count the texts of a run")
     index.add_argument(
@@ -38,7 +43,7 @@ def add(subparsers: Any) -> None:
     index.set_defaults(handler=_about_files(_index))
 
     inspect = commands.add_parser("inspect", help="show what the shards hold")
-    inspect.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{pattern_help}; or a config: {CONFIG_HELP}")
+    inspect.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{any_help}; or a config: {CONFIG_HELP}")
     inspect.add_argument("overrides", metavar="key=value", nargs="*", help=f"of a CONFIG: {OVERRIDE_HELP}")
     inspect.add_argument("--samples", type=whole, help="samples to print in full (default: 3), or of a page (20)")
     inspect.add_argument("--html", metavar="FILE", help="of a CONFIG: write a page with samples as training reads them")
@@ -53,7 +58,7 @@ def add(subparsers: Any) -> None:
         "data.max_bad_samples allows.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verify.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{pattern_help}; or a config: {CONFIG_HELP}")
+    verify.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{any_help}; or a config: {CONFIG_HELP}")
     verify.add_argument("overrides", metavar="key=value", nargs="*", help=f"of a CONFIG: {OVERRIDE_HELP}")
     verify.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
     verify.add_argument(
@@ -98,7 +103,11 @@ def _index(args: argparse.Namespace) -> int:
     cfg = load(args.pattern, args.overrides)
     if args.cache_dir:
         cfg.data.cache_dir = args.cache_dir
-    sources = training_sources(cfg) + [one.source for one in held_out_sets(cfg) if not one.fraction]
+    if cfg.data.stream:
+        print("data.stream: the training shards are read from beginning to end, without an index")
+    sources = ([] if cfg.data.stream else training_sources(cfg)) + [
+        one.source for one in held_out_sets(cfg) if not one.fraction
+    ]
     tars = [source for source in sources if source.shards and not is_indexed(source.shards)]
     paths = [path for source in tars for path in found_shards(source)]
     code = _index_all(list(dict.fromkeys(paths)), cfg.data.cache_dir or None, args.workers) if paths else 0
@@ -188,21 +197,17 @@ def _inspect(args: argparse.Namespace) -> int:
 def _inspect_shards(args: argparse.Namespace) -> int:
     from collections import Counter
 
-    from data.catalogue.catalogue import open_catalogue
     from data.members import named_unread
-    from data.shards import find_shards
 
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     pictures: Counter[tuple[int, int]] = Counter()
     not_read: Counter[tuple[str, str]] = Counter()
     clips, faults = [], []
-    samples = total = printed = 0
-    paths = find_shards(args.pattern)
-    catalogue = open_catalogue(paths, args.cache_dir)
-    for number, path in enumerate(paths):
-        index = catalogue.index(number)
-        samples, total = samples + len(index), total + index.version.size
+    samples = printed = 0
+    shards: dict[Any, int] = {}
+    for path, size, index in _indexes(args):
+        samples, shards[path] = samples + len(index), size
         not_read += index.unread()
         for row in range(len(index)):
             members = index.members(row)
@@ -219,7 +224,8 @@ def _inspect_shards(args: argparse.Namespace) -> int:
                 printed += 1
                 listed = ", ".join(_describe(member) for member in members)
                 print(f"{path.name}  {shown(index.key(row))}  {listed}")
-    print(f"\n{len(paths)} shards, {samples} samples, {total / 1e6:.1f} MB, {len(faults)} samples cannot be used")
+    total = sum(shards.values())
+    print(f"\n{len(shards)} shards, {samples} samples, {total / 1e6:.1f} MB, {len(faults)} samples cannot be used")
     print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
     for extension, count in sorted(counts.items()):
         print(f".{shown(extension):<15}{count:>10}{sizes[extension] / count:>12.0f}{sizes[extension] / 1e6:>10.1f}")
@@ -235,6 +241,22 @@ def _inspect_shards(args: argparse.Namespace) -> int:
     for fault in faults[:10]:
         print(f"bad: {fault}")
     return 0
+
+
+def _indexes(args: argparse.Namespace) -> Iterator[tuple[Any, int, ShardIndex]]:
+    """(shard, its bytes, index of some or all of its samples)."""
+    from data.catalogue.catalogue import open_catalogue
+    from data.shards import find_shards
+    from data.streams.find import is_stream
+
+    if is_stream(args.pattern):
+        yield from shards_streams.indexes(args.pattern)
+        return
+    paths = find_shards(args.pattern)
+    catalogue = open_catalogue(paths, args.cache_dir)
+    for number, path in enumerate(paths):
+        index = catalogue.index(number)
+        yield path, index.version.size, index
 
 
 def _print_clips(clips: list[tuple[int, int]]) -> None:
@@ -272,6 +294,7 @@ def _is_config(name: str) -> bool:
 
 def _verify(args: argparse.Namespace) -> int:
     from data.indexed.find import is_indexed
+    from data.streams.find import is_stream
 
     if _is_config(args.pattern):
         from mimo_train.check.verify_run import verify_run
@@ -280,6 +303,8 @@ def _verify(args: argparse.Namespace) -> int:
         return verify_run(args.pattern, [*args.overrides, *given], args.workers)
     if args.overrides:
         raise UserError(f"{args.overrides[0]}: changes are those of a config, and {args.pattern} is none")
+    if is_stream(args.pattern):
+        return shards_streams.verify(args.pattern)
     if is_indexed(args.pattern):
         return shards_tokens.verify(args.pattern)
     return _verify_shards(args)

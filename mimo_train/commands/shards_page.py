@@ -22,10 +22,16 @@ def write(args: argparse.Namespace) -> int:
     from data.shown import shown
     from data.storage.replace import replacing
     from mimo_train.config.compose import load
+    from mimo_train.config.fault import UserError
     from mimo_train.plan.inputs import build_dataset, tokenizer_of
     from mimo_train.report.data_page import DataPage, length_bins, render_data
 
     cfg = load(args.pattern, args.overrides)
+    if cfg.data.stream:
+        raise UserError(
+            "data.stream: a page shows samples by number, which takes an index: give data.stream=false and shards that "
+            "have one, or look at these by `mimo-train shards inspect PATTERN`"
+        )
     data = replace(cfg.data, max_bad_samples=_ANY, cache_dir=args.cache_dir or cfg.data.cache_dir)
     tokenizer = tokenizer_of(cfg)
     dataset = build_dataset(replace(cfg, data=data), tokenizer)

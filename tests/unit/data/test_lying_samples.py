@@ -121,7 +121,7 @@ def test_whatever_a_decoder_or_an_encoder_raises_is_a_bad_sample(dataset, monkey
 
     data = dataset(max_bad_samples=20, shuffle=False)
     with monkeypatch.context() as patch:
-        patch.setattr("data.dataset.decode_media", fails)
+        patch.setattr("data.outlined.decode_media", fails)
         items, bad = data.read_media(0, "images")
         assert not items[0].any() and "member .0.png" in bad.reason and type(error).__name__ in bad.reason
         assert "a-000000.tar, key '0000'" in str(bad)
