@@ -43,18 +43,23 @@ from mimo_train.config.schema import ConfigContainer
 FIRST_STEPS = 2
 """Of a side, before anything is counted: buffers are made, threads are started."""
 
-RECORDED_STEPS = 24
-"""Steps of our loader whose microbatches the reference goes through again and again."""
-
 
 @dataclass(frozen=True)
 class Case:
-    """A run of ours, by its config and changes of it."""
+    """A run of ours, by its config and changes of it.
+
+    Attributes:
+        demo: whose shards are made; empty: `changes` name shards that are there.
+        device: that both sides compute on.
+        recorded: steps of our loader whose microbatches the reference goes through again and again.
+    """
 
     config: str
     demo: str
     changes: tuple[str, ...]
     processes: int = 1
+    device: str = "cpu"
+    recorded: int = 24
 
 
 def sizes(tower: tuple[int, int, int], language: tuple[int, int, int, int], *more: str) -> tuple[str, ...]:
@@ -83,12 +88,12 @@ CASES = {
 def config_of(case: Case, folder: Path, name: str) -> ConfigContainer:
     """The run of a side, in a folder of its own, over shards that all share."""
     places = (f"run.dir={folder}/{name}", f"data.shards={folder}/train", "data.validation_shards=")
-    fixed = (f"data.demo={case.demo}", "run.device=cpu", "train.iters=1000000", "checkpoint.save_interval=0")
+    fixed = (f"data.demo={case.demo}", f"run.device={case.device}", "train.iters=1000000", "checkpoint.save_interval=0")
     return load(case.config, (*places, *fixed, *case.changes))
 
 
-def train_ours(case: Case, folder: Path, name: str, turns: Turns) -> None:
-    """Our training loop, with everything that it does by default."""
+def train_ours(case: Case, folder: Path, name: str, turns: Turns, prepare: Callable[[], None] | None = None) -> None:
+    """Our training loop, with everything that it does by default, behind what `prepare` does in its process."""
     from mimo_train.training.callbacks import Callback, Callbacks
     from mimo_train.training.loop import train
     from mimo_train.training.stepped import SteppedRun
@@ -97,6 +102,8 @@ def train_ours(case: Case, folder: Path, name: str, turns: Turns) -> None:
         def on_step_start(self, state: Any) -> None:
             turns.before_step()
 
+    if prepare:
+        prepare()
     run = SteppedRun(config_of(case, folder, name))
     train(run.session, run.step_func, Callbacks([Wait()]))
 
@@ -107,7 +114,7 @@ def record_batches(case: Case, folder: Path, name: str, turns: Turns) -> None:
 
     run = SteppedRun(config_of(case, folder, name))
     steps = []
-    for _ in range(RECORDED_STEPS):
+    for _ in range(case.recorded):
         run.step()
         steps.append([plain_batch(microbatch) for microbatch in run.session.data.current.microbatches])
     (embedding,) = (value for key, value in run.model[0].named_parameters() if key.endswith("word_embeddings.weight"))
@@ -130,7 +137,7 @@ def plain_batch(microbatch: dict[str, Any]) -> dict[str, torch.Tensor]:
         if inputs is not None:  # of a microbatch with pictures
             (encoder,) = inputs.values()
             batch["pixel_values"] = encoder["pixels"]
-    return {key: value.clone() for key, value in batch.items()}
+    return {key: value.to("cpu", copy=True) for key, value in batch.items()}
 
 
 def reference_model(cfg: ConfigContainer, rows: int, placeholder: int) -> torch.nn.Module:
@@ -180,17 +187,25 @@ def reference_model(cfg: ConfigContainer, rows: int, placeholder: int) -> torch.
     return LlavaForConditionalGeneration(config)
 
 
-def train_reference(case: Case, folder: Path, name: str, turns: Turns) -> None:
-    """The loop of a user of `transformers`."""
+def train_reference(case: Case, folder: Path, name: str, turns: Turns, compiled: str = "") -> None:
+    """The loop of a user of `transformers`; in bf16 under autocast, with weights of fp32, as its `Trainer` has it.
+
+    Args:
+        compiled: backend of torch.compile for the whole model; empty: it is not compiled.
+    """
     from mimo_train.plan.inputs import placeholders_of, tokenizer_of
 
+    if compiled:
+        from torch._dynamo.utils import counters
     saved = torch.load(recorded(folder), weights_only=True)
     cfg = config_of(case, folder, name)
     placeholders, tokenizer = placeholders_of(cfg), tokenizer_of(cfg)
     ids = [tokenizer.placeholder_id(placeholder) for placeholder in placeholders.values()]
     torch.manual_seed(1)
-    model = reference_model(cfg, saved["rows"], next(iter(ids), -1)).train()
-    wrapped = model
+    model = reference_model(cfg, saved["rows"], next(iter(ids), -1)).train().to(case.device)
+    if cfg.train.recompute == "full":
+        model.gradient_checkpointing_enable()
+    wrapped = torch.compile(model, backend=compiled) if compiled else model
     if case.processes > 1:
         dist.init_process_group("gloo")
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -199,26 +214,31 @@ def train_reference(case: Case, folder: Path, name: str, turns: Turns) -> None:
     groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
-    normalize = normalization(cfg)
+    normalize, half = normalization(cfg), cfg.train.precision == "bf16"
     while True:
         for step in saved["steps"]:
             turns.before_step()
             optimizer.zero_grad(set_to_none=True)
-            tokens = sum((batch["labels"] != -100).sum() for batch in step).float()
+            tokens = sum((batch["labels"] != -100).sum() for batch in step).float().to(case.device)
             if case.processes > 1:
                 dist.all_reduce(tokens)
                 tokens /= case.processes  # DDP averages
-            total = torch.zeros(())
+            total = torch.zeros((), device=case.device)
             for number, batch in enumerate(step):
-                inputs = {key: normalize(value) if key == "pixel_values" else value for key, value in batch.items()}
+                inputs = {key: value.to(case.device) for key, value in batch.items()}
+                if "pixel_values" in inputs:
+                    inputs["pixel_values"] = normalize(inputs["pixel_values"])
                 last = number == len(step) - 1
                 with contextlib.nullcontext() if last or case.processes == 1 else wrapped.no_sync():
-                    loss = wrapped(**inputs, num_items_in_batch=tokens).loss
+                    with torch.autocast(case.device, torch.bfloat16, enabled=half):
+                        loss = wrapped(**inputs, num_items_in_batch=tokens).loss
                     loss.backward()
                 total += loss.detach()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            if compiled and not counters["stats"]["unique_graphs"]:
+                raise RuntimeError("torch.compile has compiled nothing")
 
 
 def normalization(cfg: ConfigContainer) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -227,25 +247,31 @@ def normalization(cfg: ConfigContainer) -> Callable[[torch.Tensor], torch.Tensor
         return lambda pixels: pixels
     (module,) = cfg.encoders.values()
     mean, std = (
-        torch.tensor(values).view(1, 3, 1, 1) for values in (module.encoder.pixel_mean, module.encoder.pixel_std)
+        torch.tensor(values, device=cfg.run.device).view(1, 3, 1, 1)
+        for values in (module.encoder.pixel_mean, module.encoder.pixel_std)
     )
     return lambda pixels: (pixels.float() / 255 - mean) / std
 
 
 @contextlib.contextmanager
-def open_sides(case: Case, folder: Path) -> Iterator[list[Side]]:
-    """The reference and ours, each past its first steps."""
-    from data.demo.make import ensure_demo
+def open_sides(
+    case: Case, folder: Path, compiled: str = "", prepare: Callable[[], None] | None = None
+) -> Iterator[list[Side]]:
+    """The reference (see `train_reference`) and ours (see `train_ours`), each past its first steps."""
+    if case.demo:
+        from data.demo.make import ensure_demo
 
-    ensure_demo(folder, case.demo)
+        ensure_demo(folder, case.demo)
 
-    def side(name: str, run: Callable[[Case, Path, str, Turns], None]) -> Side:
-        return Side(name, partial(run, case, folder, name), folder, processes=case.processes)
+    def side(name: str, run: Callable[..., None]) -> Side:
+        options = {"processes": case.processes, "device": case.device}
+        return Side(name, partial(run, case, folder, name), folder, **options)
 
     side("recorder", record_batches).close()
     with contextlib.ExitStack() as stack:
         sides = []
-        for name, run in (("transformers", train_reference), ("mimo-train", train_ours)):
+        reference, ours = partial(train_reference, compiled=compiled), partial(train_ours, prepare=prepare)
+        for name, run in (("transformers", reference), ("mimo-train", ours)):
             sides.append(stack.enter_context(side(name, run)))
             sides[-1].block(FIRST_STEPS)
         yield sides

@@ -162,7 +162,7 @@ class Side:
                 torch.set_num_threads(1)
             run(Turns(os.fdopen(hear), os.fdopen(answer, "w"), device))
         except BaseException:
-            traceback.print_exc()
+            os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(1)
 

@@ -39,12 +39,12 @@ def main(config: str, overrides: Sequence[str], ranks: str) -> int:
     said = "CUDA, of which none is touched" if device == "cuda" else "the CPU"
     print(f"\nDry run of {len(kinds)} of {run.layout.world_size:,} ranks, as on {said}", flush=True)
     one_rank.import_program()
-    estimates = _estimates(run)
+    reckoned = estimates(run)
     failed = False
     for kind in kinds:
         found = in_child(run, kind)
         failed = failed or isinstance(found, Failed)
-        print("\n" + text_of(found, estimates.get(kind.rank, 0)), flush=True)
+        print("\n" + text_of(found, reckoned.get(kind.rank, 0)), flush=True)
     print("\nno faults" if not failed else "\nthere are faults", flush=True)
     return int(failed)
 
@@ -84,7 +84,7 @@ def _child(run: Run, kind: Kind, pipe: Connection) -> None:
     os._exit(0)
 
 
-def _estimates(run: Run) -> dict[int, int]:
+def estimates(run: Run) -> dict[int, int]:
     """Bytes by rank, as `check` reckons them from sizes alone."""
     from mimo_train.plan.inputs import tokenizer_of
     from mimo_train.plan.memory import rank_memory, stage_memory
