@@ -8,11 +8,10 @@ Llama) or a plain Llama with scaled_dot_product_attention, `AdamW(fused=True)`, 
 all tokens of the step, `no_sync` for all but the last microbatch. It takes the microbatches that our loader made, from
 memory; ours reads, decodes and logs as it does by default.
 
-Every side has processes of its own, forked from one that has imported everything, which make a block of steps in turns
-and are stopped (SIGSTOP) while they wait: a machine that becomes slower is slower for all sides, and idle threads of
-one do not count for another. Two clocks: the processor time of the whole process, with its threads, and of the main
-thread. For each: the median of a step, and the median over rounds of the ratio to the reference with the interval that
-holds 95 % of 2,000 redraws of the rounds. Memory is what a process holds at its peak beyond what it was forked with.
+The sides make blocks of steps in turns (turns.py). Two clocks: the processor time of the whole process, with its
+threads, and of the main thread. For each: the median of a step, and the median over rounds of the ratio to the
+reference with the interval that holds 95 % of 2,000 redraws of the rounds. Memory is what a process holds at its peak
+beyond what it was forked with.
 """
 
 from __future__ import annotations
@@ -20,18 +19,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import os
-import random
-import signal
-import socket
-import statistics
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,24 +36,30 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.turns import Side, Turns, summary, take_turns
 from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
 
 FIRST_STEPS = 2
 """Of a side, before anything is counted: buffers are made, threads are started."""
 
-RECORDED_STEPS = 24
-"""Steps of our loader whose microbatches the reference goes through again and again."""
-
 
 @dataclass(frozen=True)
 class Case:
-    """A run of ours, by its config and changes of it."""
+    """A run of ours, by its config and changes of it.
+
+    Attributes:
+        demo: whose shards are made; empty: `changes` name shards that are there.
+        device: that both sides compute on.
+        recorded: steps of our loader whose microbatches the reference goes through again and again.
+    """
 
     config: str
     demo: str
     changes: tuple[str, ...]
     processes: int = 1
+    device: str = "cpu"
+    recorded: int = 24
 
 
 def sizes(tower: tuple[int, int, int], language: tuple[int, int, int, int], *more: str) -> tuple[str, ...]:
@@ -89,48 +88,12 @@ CASES = {
 def config_of(case: Case, folder: Path, name: str) -> ConfigContainer:
     """The run of a side, in a folder of its own, over shards that all share."""
     places = (f"run.dir={folder}/{name}", f"data.shards={folder}/train", "data.validation_shards=")
-    fixed = (f"data.demo={case.demo}", "run.device=cpu", "train.iters=1000000", "checkpoint.save_interval=0")
+    fixed = (f"data.demo={case.demo}", f"run.device={case.device}", "train.iters=1000000", "checkpoint.save_interval=0")
     return load(case.config, (*places, *fixed, *case.changes))
 
 
-class Turns:
-    """The child's end: waits until it may make a block of steps, and answers with its two clocks."""
-
-    def __init__(self, told: Any, answers: Any):
-        self._told, self._answers = told, answers
-        self._left = self._size = 0
-        self._started: tuple[float, float] | None = None
-        self._base = memory("VmRSS")
-
-    def before_step(self) -> None:
-        """Call at the start of every step. Ends the process when there is nothing more to do."""
-        if self._left == 0:
-            if self._started is None:
-                self._answer("ready")
-            else:
-                clocks = (time.process_time(), time.thread_time())
-                spent = [(end - start) / self._size for start, end in zip(self._started, clocks, strict=True)]
-                self._answer([*spent, memory("VmHWM") - self._base])
-            line = self._told.readline().strip()
-            if not line:
-                os._exit(0)
-            self._left = self._size = int(line)
-            self._started = (time.process_time(), time.thread_time())
-        self._left -= 1
-
-    def _answer(self, what: Any) -> None:
-        self._answers.write(json.dumps(what) + "\n")
-        self._answers.flush()
-
-
-def memory(name: str) -> int:
-    """Bytes of this process: VmRSS, what it holds; VmHWM, the most that it held."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
-    return 1024 * int(line.split()[1])
-
-
-def train_ours(case: Case, folder: Path, name: str, turns: Turns) -> None:
-    """Our training loop, with everything that it does by default."""
+def train_ours(case: Case, folder: Path, name: str, turns: Turns, prepare: Callable[[], None] | None = None) -> None:
+    """Our training loop, with everything that it does by default, behind what `prepare` does in its process."""
     from mimo_train.training.callbacks import Callback, Callbacks
     from mimo_train.training.loop import train
     from mimo_train.training.stepped import SteppedRun
@@ -139,6 +102,8 @@ def train_ours(case: Case, folder: Path, name: str, turns: Turns) -> None:
         def on_step_start(self, state: Any) -> None:
             turns.before_step()
 
+    if prepare:
+        prepare()
     run = SteppedRun(config_of(case, folder, name))
     train(run.session, run.step_func, Callbacks([Wait()]))
 
@@ -149,7 +114,7 @@ def record_batches(case: Case, folder: Path, name: str, turns: Turns) -> None:
 
     run = SteppedRun(config_of(case, folder, name))
     steps = []
-    for _ in range(RECORDED_STEPS):
+    for _ in range(case.recorded):
         run.step()
         steps.append([plain_batch(microbatch) for microbatch in run.session.data.current.microbatches])
     (embedding,) = (value for key, value in run.model[0].named_parameters() if key.endswith("word_embeddings.weight"))
@@ -172,7 +137,7 @@ def plain_batch(microbatch: dict[str, Any]) -> dict[str, torch.Tensor]:
         if inputs is not None:  # of a microbatch with pictures
             (encoder,) = inputs.values()
             batch["pixel_values"] = encoder["pixels"]
-    return {key: value.clone() for key, value in batch.items()}
+    return {key: value.to("cpu", copy=True) for key, value in batch.items()}
 
 
 def reference_model(cfg: ConfigContainer, rows: int, placeholder: int) -> torch.nn.Module:
@@ -222,17 +187,25 @@ def reference_model(cfg: ConfigContainer, rows: int, placeholder: int) -> torch.
     return LlavaForConditionalGeneration(config)
 
 
-def train_reference(case: Case, folder: Path, name: str, turns: Turns) -> None:
-    """The loop of a user of `transformers`."""
+def train_reference(case: Case, folder: Path, name: str, turns: Turns, compiled: str = "") -> None:
+    """The loop of a user of `transformers`; in bf16 under autocast, with weights of fp32, as its `Trainer` has it.
+
+    Args:
+        compiled: backend of torch.compile for the whole model; empty: it is not compiled.
+    """
     from mimo_train.plan.inputs import placeholders_of, tokenizer_of
 
+    if compiled:
+        from torch._dynamo.utils import counters
     saved = torch.load(recorded(folder), weights_only=True)
     cfg = config_of(case, folder, name)
     placeholders, tokenizer = placeholders_of(cfg), tokenizer_of(cfg)
     ids = [tokenizer.placeholder_id(placeholder) for placeholder in placeholders.values()]
     torch.manual_seed(1)
-    model = reference_model(cfg, saved["rows"], next(iter(ids), -1)).train()
-    wrapped = model
+    model = reference_model(cfg, saved["rows"], next(iter(ids), -1)).train().to(case.device)
+    if cfg.train.recompute == "full":
+        model.gradient_checkpointing_enable()
+    wrapped = torch.compile(model, backend=compiled) if compiled else model
     if case.processes > 1:
         dist.init_process_group("gloo")
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -241,26 +214,31 @@ def train_reference(case: Case, folder: Path, name: str, turns: Turns) -> None:
     groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
-    normalize = normalization(cfg)
+    normalize, half = normalization(cfg), cfg.train.precision == "bf16"
     while True:
         for step in saved["steps"]:
             turns.before_step()
             optimizer.zero_grad(set_to_none=True)
-            tokens = sum((batch["labels"] != -100).sum() for batch in step).float()
+            tokens = sum((batch["labels"] != -100).sum() for batch in step).float().to(case.device)
             if case.processes > 1:
                 dist.all_reduce(tokens)
                 tokens /= case.processes  # DDP averages
-            total = torch.zeros(())
+            total = torch.zeros((), device=case.device)
             for number, batch in enumerate(step):
-                inputs = {key: normalize(value) if key == "pixel_values" else value for key, value in batch.items()}
+                inputs = {key: value.to(case.device) for key, value in batch.items()}
+                if "pixel_values" in inputs:
+                    inputs["pixel_values"] = normalize(inputs["pixel_values"])
                 last = number == len(step) - 1
                 with contextlib.nullcontext() if last or case.processes == 1 else wrapped.no_sync():
-                    loss = wrapped(**inputs, num_items_in_batch=tokens).loss
+                    with torch.autocast(case.device, torch.bfloat16, enabled=half):
+                        loss = wrapped(**inputs, num_items_in_batch=tokens).loss
                     loss.backward()
                 total += loss.detach()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            if compiled and not counters["stats"]["unique_graphs"]:
+                raise RuntimeError("torch.compile has compiled nothing")
 
 
 def normalization(cfg: ConfigContainer) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -269,109 +247,34 @@ def normalization(cfg: ConfigContainer) -> Callable[[torch.Tensor], torch.Tensor
         return lambda pixels: pixels
     (module,) = cfg.encoders.values()
     mean, std = (
-        torch.tensor(values).view(1, 3, 1, 1) for values in (module.encoder.pixel_mean, module.encoder.pixel_std)
+        torch.tensor(values, device=cfg.run.device).view(1, 3, 1, 1)
+        for values in (module.encoder.pixel_mean, module.encoder.pixel_std)
     )
     return lambda pixels: (pixels.float() / 255 - mean) / std
 
 
-class Side:
-    """The processes of one side, which make blocks of steps when they are told to."""
-
-    def __init__(self, name: str, run: Callable[[Case, Path, str, Turns], None], case: Case, folder: Path):
-        self.name = name
-        self._processes: list[int] = []
-        self._pipes: list[tuple[Any, Any]] = []
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        for rank in range(case.processes):
-            self._fork(run, case, folder, rank, port)
-        self._hear()
-        self._signal(signal.SIGSTOP)
-
-    def block(self, steps: int) -> tuple[float, float, int]:
-        """Make so many steps. Seconds a step by both clocks, and the bytes of the peak, summed over processes."""
-        self._signal(signal.SIGCONT)
-        for told, _ in self._pipes:
-            told.write(f"{steps}\n")
-            told.flush()
-        answers = self._hear()
-        self._signal(signal.SIGSTOP)
-        return tuple(sum(each) for each in zip(*answers, strict=True))
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-
-    def _fork(self, run: Callable[..., None], case: Case, folder: Path, rank: int, port: int) -> None:
-        (hear, tell), (heard, answer) = os.pipe(), os.pipe()
-        process = os.fork()
-        if process:
-            os.close(hear), os.close(answer)
-            self._processes.append(process)
-            self._pipes.append((os.fdopen(tell, "w"), os.fdopen(heard)))
-            return
-        os.close(tell), os.close(heard)
-        os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", MASTER_ADDR="localhost", MASTER_PORT=f"{port}")
-        os.environ.update(WORLD_SIZE=f"{case.processes}", LOCAL_WORLD_SIZE=f"{case.processes}")
-        log = os.open(folder / f"{self.name}_{rank}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1), os.dup2(log, 2)
-        try:
-            torch.set_num_threads(1)
-            run(case, folder, self.name, Turns(os.fdopen(hear), os.fdopen(answer, "w")))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-
-    def _hear(self) -> list[Any]:
-        answers = []
-        for rank, (_, heard) in enumerate(self._pipes):
-            line = heard.readline()
-            if not line:
-                raise SystemExit(f"rank {rank} of {self.name} has ended; its log is {self.name}_{rank}.log of --keep")
-            answers.append(json.loads(line))
-        return answers
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            os.kill(process, number)
-
-
 @contextlib.contextmanager
-def open_sides(case: Case, folder: Path) -> Iterator[list[Side]]:
-    """The reference and ours, each past its first steps."""
-    from data.demo.make import ensure_demo
+def open_sides(
+    case: Case, folder: Path, compiled: str = "", prepare: Callable[[], None] | None = None
+) -> Iterator[list[Side]]:
+    """The reference (see `train_reference`) and ours (see `train_ours`), each past its first steps."""
+    if case.demo:
+        from data.demo.make import ensure_demo
 
-    ensure_demo(folder, case.demo)
-    Side("recorder", record_batches, case, folder).close()
-    sides: list[Side] = []
-    try:
-        for name, run in (("transformers", train_reference), ("mimo-train", train_ours)):
-            sides.append(Side(name, run, case, folder))
+        ensure_demo(folder, case.demo)
+
+    def side(name: str, run: Callable[..., None]) -> Side:
+        options = {"processes": case.processes, "device": case.device}
+        return Side(name, partial(run, case, folder, name), folder, **options)
+
+    side("recorder", record_batches).close()
+    with contextlib.ExitStack() as stack:
+        sides = []
+        reference, ours = partial(train_reference, compiled=compiled), partial(train_ours, prepare=prepare)
+        for name, run in (("transformers", reference), ("mimo-train", ours)):
+            sides.append(stack.enter_context(side(name, run)))
             sides[-1].block(FIRST_STEPS)
         yield sides
-    finally:
-        for side in sides:
-            side.close()
-
-
-def summary(found: dict[str, list[tuple[float, float, int]]]) -> str:
-    """A line for each side."""
-    lines = []
-    reference = next(iter(found.values()))
-    draw = random.Random(1234)
-    for name, blocks in found.items():
-        line = f"{name:14}"
-        for clock in (0, 1):
-            ratios = [own[clock] / other[clock] for own, other in zip(blocks, reference, strict=True)]
-            redrawn = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-            line += f" | {1e3 * statistics.median(block[clock] for block in blocks):9.2f} ms "
-            line += f"x {statistics.median(ratios):.3f} ({redrawn[50]:.3f} to {redrawn[1949]:.3f})"
-        lines.append(f"{line} | {blocks[-1][2] / 2**20:7.0f} MiB x {blocks[-1][2] / reference[-1][2]:.2f}")
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -388,10 +291,7 @@ def main() -> int:
         folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         sides = stack.enter_context(open_sides(case, folder))
-        found: dict[str, list[tuple[float, float, int]]] = {side.name: [] for side in sides}
-        for number in range(args.blocks):
-            for side in sides if number % 2 else sides[::-1]:
-                found[side.name].append(side.block(args.steps))
+        found = take_turns(sides, args.blocks, args.steps)
     print(f"{args.case}, {args.blocks} blocks of {args.steps} steps; of a step: all threads | main thread | memory")
     print(summary(found))
     return 0

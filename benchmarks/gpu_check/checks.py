@@ -136,7 +136,7 @@ class Checks:
         """what a large bf16 matrix product reaches"""
         sizes = self._sizes
         found = self._jobs.run(work.matmul, 40, device=self._device, size=sizes.matmul, repeats=sizes.repeats)
-        yield line(f"bf16 {sizes.matmul} x {sizes.matmul} x {sizes.matmul}", found, _matmul)
+        yield line(f"bf16 {sizes.matmul} x {sizes.matmul} x {sizes.matmul}", found, matmul_text)
 
     def losses(self) -> Iterator[Line]:
         """the first 20 losses, against the CPU's"""
@@ -273,7 +273,7 @@ def line(what: str, outcome: Outcome, show: Callable[[Any], str] = str) -> Line:
     return Line(what, first, outcome.state, rest)
 
 
-def _matmul(found: dict[str, Any]) -> str:
+def matmul_text(found: dict[str, Any]) -> str:
     text = f"{found['median']:.3g} TFLOP/s (lowest {found['lowest']:.3g}, highest {found['highest']:.3g})"
     return f"{text}, {found['median'] / found['peak']:.0%} of {found['peak']:g}" if found["peak"] else text
 

@@ -27,28 +27,37 @@ def as_text(check: str, line: Line, first: bool) -> str:
     return "\n".join([*rows, *(f"{'':<12}| {row}" for row in line.details.splitlines())])
 
 
-def as_record(lines: Sequence[tuple[str, Line]], machine: dict[str, Any], command: str) -> str:
+TITLE = "What this machine's GPU does"
+WHAT = (
+    "the table of `scripts/gpu_check.sh`: TFLOP/s of a bf16 matrix product; losses of 20 steps against the CPU's "
+    "(largest relative difference, TF32 off); seconds of a step, tokens a second and MFU of a model with random "
+    "weights (MFU by the peaks of mimo_train/metrics/utilisation.py); its heaviest kernels; tests/gpu."
+)
+
+
+def as_record(
+    lines: Sequence[tuple[str, Line]], machine: dict[str, Any], command: str, title: str = TITLE, what: str = WHAT
+) -> str:
     """A record in the form of benchmarks/README.md.
 
     Args:
         lines: (name of its check, line) of the table.
         machine: see `work.versions`.
+        what: the question, and the quantities with their units.
     """
     gpus = [f"{gpu['name']} ({gpu['memory']:.1f} GiB)" for gpu in machine["gpus"]]
     packages = machine["packages"]
     details = [(name, line) for name, line in lines if line.details]
     parts = [
-        "# What this machine's GPU does",
-        "**What**: the table of `scripts/gpu_check.sh`: TFLOP/s of a bf16 matrix product; losses of 20 steps against "
-        "the CPU's (largest relative difference, TF32 off); seconds of a step, tokens a second and MFU of a model with "
-        "random weights (MFU by the peaks of mimo_train/metrics/utilisation.py); its heaviest kernels; tests/gpu.",
+        f"# {title}",
+        f"**What**: {what}",
         f"**Machine**: {', '.join(gpus) or 'no GPU'}; {machine['cpu']}, {machine['memory']:.0f} GiB; one node.",
         f"**Software**: Python {machine['python']}, torch {machine['torch'] or 'absent'}"
         + (f" with CUDA {machine['cuda']}" if machine["torch"] else "")
         + f", driver {machine['driver'] or 'absent'}, megatron-core {packages['megatron-core'] or 'absent'}, "
         f"Transformer Engine {packages['transformer-engine'] or 'absent'}.",
         f"**Command**, once:\n\n```bash\n{command}\n```",
-        f"**Date**: {datetime.date.today()}. **Commit**: {_commit()}.",
+        f"**Date**: {datetime.date.today()}. **Commit**: {commit()}.",
         "| check | of | result |\n|---|---|---|\n" + "\n".join(_row(name, line) for name, line in lines),
         *(f"{name}, {line.what}:\n\n```\n{line.details}\n```" for name, line in details),
     ]
@@ -60,7 +69,9 @@ def _row(check: str, line: Line) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Of this checkout, and whether it has been changed since."""
+
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

@@ -53,7 +53,7 @@ def curve(
         rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
         torch._dynamo.trace_rules.get_torch_obj_rule_map = functools.cache(lambda: rules)
     look = _Look(compiled)
-    _pretrain(config, [f"data.shards={shards}", *overrides], run_dir, device, te, look)
+    pretrained(config, [f"data.shards={shards}", *overrides], run_dir, device, te, look)
     steps = [line for line in _lines(run_dir) if "lm loss" in line]
     return {
         "losses": [step["lm loss"] for step in steps],
@@ -65,16 +65,28 @@ def curve(
 
 
 def large(
-    *, config: str, folder: str, device: str, overrides: list[str], te: bool, picture: int, warm_up: int, timed: int
+    *,
+    config: str,
+    folder: str,
+    device: str,
+    overrides: list[str],
+    te: bool,
+    picture: int,
+    warm_up: int,
+    timed: int,
+    characters: int = 4096,
+    varied: bool = False,
 ) -> dict[str, Any]:
     """Seconds of a step, and the heaviest kernels of one more step, of a model with random weights on pictures and
-    texts that fill its sequences.
+    texts.
 
     Args:
         te: layers of Transformer Engine, or of torch.
         picture: height and width in pixels.
         warm_up: steps that are left out.
         timed: steps that are timed.
+        characters: of every text, enough to fill its sequence.
+        varied: texts of lengths that vary as those of instructions do, see `lengths`.
 
     Returns:
         What was found; `{"out_of_memory": message}` where the model does not fit.
@@ -84,9 +96,9 @@ def large(
 
     run_dir = f"{folder}/run"
     look, watch, enough = _Look(), *_watch(warm_up + timed, device)
-    shards = _write_pictures(Path(folder), picture)
+    shards = write_pictures(Path(folder), picture, lengths(64, characters, varied))
     try:
-        _pretrain(config, [f"data.shards={shards}", *overrides], run_dir, device, te, look, [watch])
+        pretrained(config, [f"data.shards={shards}", *overrides], run_dir, device, te, look, [watch])
     except enough:
         pass
     except torch.OutOfMemoryError as error:
@@ -98,29 +110,43 @@ def large(
         if name in steps[0]
     }
     seconds = [step["step_seconds"] for step in steps]
+    samples = steps[-1]["consumed_samples"] - steps[0]["consumed_samples"]
     return medians | {
+        "samples_per_second": samples / sum(seconds[1:]),
         "fastest": min(seconds),
         "slowest": max(seconds),
         "steps": len(steps),
         "parameters": look.parameters,
         "te_modules": look.te_modules,
         "memory": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+        "estimate": estimated(config, [f"data.shards={shards}", *overrides], device) / 2**30,
         "kernels": watch.kernels,
+        "without_kernel": watch.without_kernel,
     }
 
 
-def _pretrain(
-    config: str, overrides: list[str], run_dir: str, device: str, te: bool, look: "_Look", callbacks=()
+def estimated(config: str, overrides: list[str], device: str) -> int:
+    """Bytes of the fullest rank, as `mimo-train check` reckons them."""
+    from mimo_train.config.compose import load
+    from mimo_train.dry_run.command import estimates
+    from mimo_train.plan.run import resolve
+
+    return max(estimates(resolve(load(config, [*FIXED, f"run.device={device}", *overrides]))).values())
+
+
+def pretrained(
+    config: str, overrides: list[str], run_dir: str, device: str, te: bool, look: "_Look | None" = None, callbacks=()
 ) -> None:
+    """A run of `pretrain` with layers of Transformer Engine, or of torch, whatever is installed."""
     from mimo_train.config.compose import load
     from mimo_train.training.pretrain import pretrain
 
-    _choose_layers(te)
+    choose_layers(te)
     cfg = load(config, [*FIXED, f"run.dir={run_dir}", f"run.device={device}", *overrides])
     pretrain(cfg, callbacks=callbacks, pre_wrap_hook=look)
 
 
-def _choose_layers(te: bool) -> None:
+def choose_layers(te: bool) -> None:
     """Overrules what the program chooses by what is installed, in every module that asks."""
     if te:
         import transformer_engine.pytorch  # noqa: F401 (where it is broken, its own words are the best)
@@ -164,6 +190,7 @@ def _watch(last_step: int, device: str) -> tuple[Any, type[Exception]]:
 
     class Watch(Callback):
         kernels: list[dict[str, Any]] = []
+        without_kernel: float | None = None
 
         def on_step_start(self, state):
             if state.train_state.step == last_step:
@@ -175,6 +202,8 @@ def _watch(last_step: int, device: str) -> tuple[Any, type[Exception]]:
             if state.train_state.step == last_step + 1:
                 self.profiler.stop()
                 self.kernels = heaviest(self.profiler.key_averages(), device)
+                if device == "cuda":
+                    self.without_kernel = idle_share(kernel_times(self.profiler.events()))
                 raise Enough
 
     return Watch(), Enough
@@ -194,8 +223,36 @@ def heaviest(averages: Any, device: str, count: int = 10) -> list[dict[str, Any]
     ]
 
 
-def _write_pictures(folder: Path, size: int, samples: int = 64, characters: int = 4096) -> Path:
-    """A shard of pictures of random blots, each with a long text."""
+def kernel_times(events: Any) -> list[tuple[float, float]]:
+    """When each kernel of a profile began and ended, in microseconds; copies and fills of the device count too."""
+    own = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+    return [(event.time_range.start, event.time_range.end) for event in own]
+
+
+def idle_share(times: list[tuple[float, float]]) -> float | None:
+    """Share of the time from the first kernel's beginning to the last one's end in which no kernel runs; None without
+    kernels."""
+    if not times:
+        return None
+    times = sorted(times)
+    first = reached = times[0][0]
+    idle = 0.0
+    for begin, end in times:
+        idle += max(0.0, begin - reached)
+        reached = max(reached, end)
+    return idle / (reached - first)
+
+
+def lengths(samples: int, longest: int, varied: bool) -> list[int]:
+    """Characters of each text: `longest`, or drawn from a log-normal distribution with its median at a sixth of that,
+    cut there, as answers to instructions vary: most are short, few are long."""
+    draw = random.Random(1)
+    drawn = [min(longest, max(1, round(longest / 6 * draw.lognormvariate(0, 0.9)))) for _ in range(samples)]
+    return drawn if varied else [longest] * samples
+
+
+def write_pictures(folder: Path, size: int, characters: list[int]) -> Path:
+    """A shard of pictures of random blots, each with a text of so many characters."""
     import numpy
     from PIL import Image
 
@@ -203,11 +260,11 @@ def _write_pictures(folder: Path, size: int, samples: int = 64, characters: int 
     shards = folder / "pictures"
     shards.mkdir(parents=True)
     with tarfile.open(shards / "pictures-000000.tar", "w") as shard:
-        for number in range(samples):
+        for number, length in enumerate(characters):
             file = io.BytesIO()
             blots = Image.fromarray(noise.integers(0, 256, (12, 12, 3), dtype=numpy.uint8))
             blots.resize((size, size)).save(file, "JPEG")
-            text = "".join(letters.choices(string.ascii_lowercase + " ", k=characters)).encode()
+            text = "".join(letters.choices(string.ascii_lowercase + " ", k=length)).encode()
             for extension, content in (("jpg", file.getvalue()), ("txt", text)):
                 member = tarfile.TarInfo(f"{number:06d}.{extension}")
                 member.size = len(content)

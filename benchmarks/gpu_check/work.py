@@ -21,6 +21,7 @@ NEEDS = {
     "scikit-learn": "sklearn",
     "transformer-engine": "transformer_engine",
     "pytest": "pytest",
+    "transformers": "transformers",
 }
 """Package -> the module that it brings."""
 
@@ -112,13 +113,16 @@ def matmul(*, device: str, size: int, repeats: int) -> dict[str, Any]:
     torch.manual_seed(0)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty(size, size, device=device, dtype=torch.bfloat16)
-    seconds = []
-    for _ in range(repeats + 3):  # the first three warm up
-        seconds.append(_seconds_of(lambda: torch.matmul(a, b, out=out), device))
-    seconds = sorted(seconds[3:])
-    rates = [2 * size**3 / one * 1e-12 for one in (statistics.median(seconds), seconds[-1], seconds[0])]
+    found = rates(lambda: torch.matmul(a, b, out=out), 2 * size**3, device, repeats)
     name = torch.cuda.get_device_name() if device == "cuda" else ""
-    return {"size": size, "median": rates[0], "lowest": rates[1], "highest": rates[2], "peak": peak_tflops(name)}
+    return {"size": size, **found, "peak": peak_tflops(name)}
+
+
+def rates(call: Callable, operations: int, device: str, repeats: int) -> dict[str, float]:
+    """TFLOP/s of a call that makes so many floating point operations: the median of `repeats`, lowest and highest."""
+    seconds = sorted([_seconds_of(call, device) for _ in range(repeats + 3)][3:])  # the first three warm up
+    values = (operations / one * 1e-12 for one in (statistics.median(seconds), seconds[-1], seconds[0]))
+    return dict(zip(("median", "lowest", "highest"), values, strict=True))
 
 
 def _seconds_of(call: Callable, device: str) -> float:

@@ -209,7 +209,7 @@ def choose() -> list[bool]:
     sys.modules["transformer_engine"] = sys.modules["transformer_engine.pytorch"] = SimpleNamespace(pytorch=None)
     found = []
     for te in (False, True):
-        runs._choose_layers(te)
+        runs.choose_layers(te)
         assert setup.use_transformer_engine is layers.use_transformer_engine
         found.append(setup.use_transformer_engine("cuda"))
     return found

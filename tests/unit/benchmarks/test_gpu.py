@@ -1,0 +1,184 @@
+"""`python -m benchmarks.gpu`: a rehearsal of its sections on the CPU, its sizes for a GPU, and what goes wrong."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import turns
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import sections, sizes, work
+from benchmarks.gpu_check import checks, runs
+from benchmarks.gpu_check.jobs import Jobs, Outcome
+from tests.unit.benchmarks import gpu_check_jobs as bad
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    with Jobs(600) as jobs:
+        yield jobs
+
+
+def test_a_rehearsal_writes_its_numbers_and_a_record(tmp_path, monkeypatch, capsys):
+    shortened = replace(sizes.TINY, compilers=("eager",), packed=sizes.TINY.filled, rounds=1)
+    monkeypatch.setattr(sections, "TINY", shortened)
+    out, record = tmp_path / "gpu.json", tmp_path / "gpu.md"
+    arguments = ["--tiny", "a", "c", "d", "e", "g", "h", "i", "--json", f"{out}", "--to", f"{record}"]
+    assert command.main(arguments) == 0, capsys.readouterr().out
+    found = json.loads(out.read_text())["sections"]
+    assert list(found) == ["a", "c", "d", "e", "g", "h", "i"]
+    rows = {letter: [row["values"] for row in section["rows"]] for letter, section in found.items()}
+    (step, _) = (values for values in rows["c"] if values)
+    assert step["tokens_per_second"] / step["samples_per_second"] > 64, "rows are full"
+    assert step["estimate"] > 0 and len(step["kernels"]) == 10
+    (against,) = rows["d"]
+    assert set(against["seconds"]) == {"transformers", "mimo-train"} and against["rounds"] == 1
+    assert rows["e"][0]["median"] > 0 and found["e"]["rows"][1]["state"] == "skipped"
+    synchronous, asynchronous = rows["h"]
+    assert synchronous["steps_in_flight"] == 0 and asynchronous["steps_in_flight"] > 0
+    assert synchronous["bytes"] == pytest.approx(asynchronous["bytes"], rel=0.01)
+    (reading,) = rows["i"]
+    assert reading["samples"] == 4 * sizes.TINY.read_steps and reading["wanted"] == step["samples_per_second"]
+    text = record.read_text()
+    assert sections.FORMULA in text and "python -m benchmarks.gpu --tiny" in text and "| (h) | " in text
+
+
+@pytest.mark.parametrize("shape", ["filled", "packed", "padded"])
+def test_every_model_can_be_run_on_a_gpu(shape):
+    """Their configs have no fault, and a smaller candidate needs less memory."""
+    shape = getattr(sizes.GPU, shape)
+    for model in sizes.GPU.models:
+        candidates = [
+            [*sizes.COMMON, *model.changes, *shape.changes, *changes] for changes in shape.candidates.values()
+        ]
+        found = work.estimates(config=sections.CONFIG, candidates=candidates, of_device="cuda")
+        assert found == sorted(found, reverse=True) and len(set(found)) == len(found)
+        assert found[-1] / 2**30 < sections.ROOM * 139, f"{model.name} fits a device of 139 GiB"
+
+
+def test_variants_can_be_run_on_a_gpu():
+    model, shape = sizes.GPU.models[0], sizes.GPU.filled
+    first = next(iter(shape.candidates.values()))
+    whole, *others = (
+        work.estimates(
+            config=sections.CONFIG,
+            candidates=[[*sizes.COMMON, *model.changes, *shape.changes, *first, *changes]],
+            of_device="cuda",
+        )[0]
+        for changes in ((), *sections.VARIANTS.values())
+    )
+    assert all(other < whole for other in others)
+
+
+def section(jobs, letter: str, **of_machine) -> list[sections.Row]:
+    found = sections.Sections(jobs, tiny=not of_machine)
+    found.machine = Outcome("ok", {"torch": "2", "gpus": [], "packages": {"transformer-engine": None}} | of_machine)
+    return list(found.run(letter))
+
+
+def test_a_part_that_fails_is_a_row_and_the_next_one_is_run(jobs, monkeypatch):
+    monkeypatch.setattr(work, "saves", bad.boom)
+    rows = section(jobs, "h")
+    assert [row.line.state for row in rows] == ["failed", "failed"]
+    assert rows[0].line.result == "RuntimeError: broken on purpose" and "Traceback" in rows[0].line.details
+
+
+def test_a_section_has_a_time_of_its_own(jobs, monkeypatch):
+    monkeypatch.setitem(sections.SECTIONS, "a", replace(sections.SECTIONS["a"], seconds=0))
+    (row,) = section(jobs, "a")
+    assert (row.line.state, row.line.result) == ("ended", "not run: the section's time is over")
+    assert sum(one.seconds for one in sections.SECTIONS.values()) < command.SECONDS < 600
+
+
+def test_what_is_missing_is_named(jobs):
+    (row,) = section(jobs, "c", gpus=[])
+    assert (row.line.state, row.line.result) == ("skipped", checks.NO_CUDA.text)
+    (row,) = section(jobs, "g", gpus=[{"memory": 20.0, "capability": "9.0"}])
+    assert (row.line.state, row.line.result) == ("skipped", "no step of (c) was measured")
+    rows = section(jobs, "c", gpus=[{"memory": 20.0, "capability": "9.0"}])
+    assert "Transformer Engine is not installed" in rows[1].line.result
+    seven = rows[-1].line
+    assert seven.state == "skipped" and "of 92% of the device's 20" in seven.result
+
+
+def test_a_candidate_for_which_the_device_has_no_memory_is_followed_by_the_next(jobs, monkeypatch):
+    """An estimate is no promise."""
+    model = sizes.TINY.models[0]
+    shape = replace(sizes.TINY.filled, candidates={"large": ("train.micro_batch_size=4",), "small": ()})
+    tried = []
+
+    class Tried:
+        folder = jobs.folder
+
+        def run(self, function, limit, **arguments):
+            tried.append(arguments.get("overrides"))
+            if function is work.estimates:
+                return Outcome("ok", [2, 1])
+            return Outcome("ok", {"out_of_memory": "too large"})
+
+    found = sections.Sections(Tried(), tiny=True)
+    found._ends = float("inf")
+    row = found._step(model, shape)
+    assert (row.line.state, row.line.result) == ("failed", "too large")
+    assert ["train.micro_batch_size=4" in overrides for overrides in tried[1:]] == [True, False]
+
+
+def event(begin: float, end: float, device: str = "CUDA", note: bool = False):
+    times = SimpleNamespace(start=begin, end=end)
+    return SimpleNamespace(device_type=SimpleNamespace(name=device), is_user_annotation=note, time_range=times)
+
+
+def test_share_of_a_step_without_a_kernel():
+    """Kernels of two streams overlap; what the host does and what a user has marked is none."""
+    events = [event(10, 30), event(0, 10), event(20, 25), event(35, 40), event(30, 35, "CPU"), event(0, 40, note=True)]
+    assert runs.idle_share(runs.kernel_times(events)) == pytest.approx(5 / 40)
+    assert runs.idle_share([]) is None
+
+
+def test_texts_vary_as_answers_do():
+    found = runs.lengths(64, 1200, varied=True)
+    assert 1 <= min(found) < 100 and max(found) <= 1200 and sorted(found)[32] == pytest.approx(200, rel=0.5)
+    assert runs.lengths(3, 1200, varied=False) == [1200] * 3
+
+
+def test_a_side_that_ends_by_itself_says_why(tmp_path):
+    def run(_turns):
+        raise RuntimeError("broken on purpose")
+
+    with pytest.raises(turns.SideEnded, match=r"rank 0 of ours .* ours_0.log: .*broken on purpose"):
+        turns.Side("ours", run, tmp_path)
+
+
+def test_sides_make_blocks_in_turns_and_stand_still_meanwhile(tmp_path):
+    """Each begins every other round; neither steps while the other does."""
+    order = tmp_path / "order"
+
+    def run(name, taken):
+        while True:
+            taken.before_step()
+            with order.open("a") as file:
+                file.write(name)
+
+    with turns.Side("a", partial(run, "a"), tmp_path) as one, turns.Side("b", partial(run, "b"), tmp_path) as other:
+        found = turns.take_turns([one, other], rounds=2, steps=3)
+    assert order.read_text() == "bbbaaa" + "aaabbb"
+    assert [len(found[name]) for name in ("a", "b")] == [2, 2] and all(block.memory > 0 for block in found["a"])
+
+
+def test_a_ratio_is_that_of_rounds():
+    def block(wall):
+        return turns.Block((wall, wall, wall), 1)
+
+    found = turns.ratio([block(1), block(4), block(9)], [block(1), block(2), block(3)], turns.WALL)
+    assert found.median == 2 and 1 <= found.low < 2 < found.high <= 3
+
+
+def test_numbers_and_record_are_new_files(tmp_path, capsys):
+    old = tmp_path / "old.md"
+    old.write_text("")
+    for arguments in (["--to", f"{old}"], ["--json", f"{old}"], ["--to", f"{tmp_path}/none/x.md"], ["z"]):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
+    assert "no section z" in capsys.readouterr().err
