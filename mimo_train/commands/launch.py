@@ -3,11 +3,16 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mimo_train.commands.arguments import add_command, add_config_command, positive, whole
 from mimo_train.config.fault import UserError
+
+if TYPE_CHECKING:
+    from mimo_train.launch.manifests import Manifest, Volumes
+    from mimo_train.launch.start import Launch
 
 
 def add(commands: Any) -> None:
@@ -90,10 +95,17 @@ def _add_skypilot(kinds: Any) -> None:
     command.add_argument("--nodes", required=True, type=positive, help="number of nodes")
     command.add_argument("--accelerators", required=True, metavar="KIND:NUMBER", help="of each node, such as H100:8")
     command.add_argument("--name", default="mimo-train", help="of the task (default: mimo-train)")
+    command.add_argument(
+        "--volume",
+        action="append",
+        default=[],
+        metavar="VOLUME:FOLDER",
+        help="mount a volume of SkyPilot; run.dir must be on one that all nodes share",
+    )
 
 
 def _kubernetes(args: argparse.Namespace) -> None:
-    from mimo_train.launch.manifests import RESTARTS, RUNTIME, Pods, as_yaml, indexed_job, require_fit, train_job
+    from mimo_train.launch.manifests import RESTARTS, RUNTIME, Pods, indexed_job, require_fit, train_job, volumes_of
     from mimo_train.launch.start import launch_of
 
     of_others = ("runtime",) if args.form == "job" else ("folder", "restarts")
@@ -101,30 +113,33 @@ def _kubernetes(args: argparse.Namespace) -> None:
         if getattr(args, option) is not None:
             raise UserError(f"--{option} is {getattr(args, option)}, which a {args.form} does not have: leave it away")
     launch = launch_of(args.config, args.overrides, args.nodes, {})
-    claims = tuple((claim, folder) for claim, _, folder in (volume.partition(":") for volume in args.volume))
-    pods = Pods(args.name, args.image, args.nodes, args.gpus_per_node, claims)
+    pods = Pods(args.name, args.image, args.nodes, args.gpus_per_node, volumes_of(args.volume))
     require_fit(launch, pods.nodes, pods.gpus)
     if args.form == "job":
         restarts = RESTARTS if args.restarts is None else args.restarts
         manifests = indexed_job(launch, pods, args.folder or "", restarts)
     else:
         manifests = train_job(launch, pods, args.runtime or RUNTIME)
-    if not pods.keeps(launch.cfg.run.dir):
-        print(
-            f"warning: run.dir is {launch.cfg.run.dir}, which is on no --volume: unless the image or the runtime has a "
-            "volume there, checkpoints are gone with the pod, and it begins again at step 0",
-            file=sys.stderr,
-        )
-    print(as_yaml(manifests), end="")
+    _write(manifests, launch, pods.claims, args.folder or "")
 
 
 def _skypilot(args: argparse.Namespace) -> None:
-    from mimo_train.launch.manifests import as_yaml, sky_task
+    from mimo_train.launch.manifests import sky_task, volumes_of
     from mimo_train.launch.start import launch_of
 
     launch = launch_of(args.config, args.overrides, args.nodes, {})
     script = "train_vlm.sh" if launch.cfg.encoders else "train_gpt.sh"
-    print(as_yaml(sky_task(launch, args.name, args.nodes, args.accelerators, script)), end="")
+    volumes = volumes_of(args.volume)
+    _write(sky_task(launch, args.name, args.nodes, args.accelerators, script, volumes), launch, volumes)
+
+
+def _write(manifests: "Sequence[Manifest]", launch: "Launch", volumes: "Volumes", working: str = "") -> None:
+    """Print manifests, and warn of what is lost with a machine."""
+    from mimo_train.launch.manifests import as_yaml, lost_with_machine
+
+    if lost := lost_with_machine(launch, volumes, working):
+        print(f"warning: {lost}", file=sys.stderr)
+    print(as_yaml(manifests), end="")
 
 
 def _here(args: argparse.Namespace) -> int:

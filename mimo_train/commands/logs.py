@@ -33,9 +33,13 @@ def _logs(args: argparse.Namespace) -> None:
     from data.shown import shown
     from mimo_train.config.fault import UserError
     from mimo_train.launch.rank_log import FOLDER, Logs
+    from mimo_train.plan.run_dir import runs_within
 
     if not args.run_dir.is_dir():
         raise UserError(f"{args.run_dir} is no folder: give the run.dir of a run")
+    others = "" if (args.run_dir / FOLDER).exists() else runs_within(args.run_dir, f"{FOLDER}/rank_*.log")
+    if others:  # --follow would wait for ever
+        raise UserError(f"{args.run_dir} has no logs of its own{others}")
     logs, some = Logs(args.run_dir, args.rank), False
     while True:
         for stamp, rank, text in logs:

@@ -12,6 +12,7 @@ from mimo_train.config.fault import UserError
 from mimo_train.flight import layout
 from mimo_train.flight.processes import process
 from mimo_train.flight.recorder import FOLDER
+from mimo_train.plan.run_dir import runs_within
 
 CLOCKS = 10.0
 """Seconds by which the clocks of machines may differ."""
@@ -132,7 +133,9 @@ def newest_start(run_dir: Path) -> Path:
     except OSError:
         starts = []
     if not starts:
-        raise UserError(f"{run_dir} has no flight recorder files ({FOLDER}/*/rank_*.bin): is it the run.dir of a run?")
+        files = f"{FOLDER}/*/rank_*.bin"
+        others = runs_within(run_dir, files) or ": is it the run.dir of a run?"
+        raise UserError(f"{run_dir} has no flight recorder files ({files}){others}")
     return max(starts, key=_began)
 
 

@@ -17,6 +17,8 @@ from mimo_train.launch.start import Launch, processes_per_node
 from mimo_train.launch.tasks import PORT
 
 type Manifest = dict[str, Any]
+type Volumes = tuple[tuple[str, str], ...]
+"""Names of volumes, each with the folder that it is mounted at."""
 
 GRACE, MARGIN = 240, 60
 """Seconds in which a run that is stopped must have saved, and how much longer its container stays."""
@@ -39,22 +41,51 @@ class Pods:
     nodes: int
     gpus: int
     """Of each node; 0: on the CPU."""
-    claims: tuple[tuple[str, str], ...] = ()
-    """Persistent volume claims, each with the folder that it is mounted at."""
+    claims: Volumes = ()
+    """Persistent volume claims."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", self.name):
             raise UserError(f"--name is {self.name!r}: give small letters, digits and -, a letter first, at most 52")
-        for claim, folder in self.claims:
-            if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,60}[a-z0-9])?", claim) or not folder.startswith("/"):
-                volume = f"{claim}:{folder}" if folder else claim
-                raise UserError(f"--volume is {volume}: give the name of a claim, a colon and a folder from /")
         if not self.image or re.search(r"\s", self.image):
             raise UserError(f"--image is {self.image!r}: give the name of an image, such as registry.example/mimo:1")
 
-    def keeps(self, folder: str) -> bool:
-        """Whether a folder is on a volume, and so is still there when a pod is not."""
-        return any(PurePosixPath(folder).is_relative_to(mounted) for _, mounted in self.claims)
+
+def volumes_of(texts: Sequence[str]) -> Volumes:
+    """Volumes, each written NAME:FOLDER.
+
+    Raises:
+        UserError: one is written otherwise, or two are mounted at one folder.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, folder = text.partition(":")
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,60}[a-z0-9])?", name) or not folder.startswith("/"):
+            raise UserError(f"--volume is {text}: give its name, a colon and a folder from /, such as runs:/runs")
+        if found.setdefault(folder, name) != name:
+            raise UserError(f"--volume is {text}, and {found[folder]} is mounted at {folder}: give another folder")
+    return tuple((name, folder) for folder, name in found.items())
+
+
+def lost_with_machine(launch: Launch, volumes: Volumes, working: str = "") -> str:
+    """What of a run is gone with the machine that it ran on, in words; empty where `run.dir` is on a volume.
+
+    Args:
+        working: the folder that a relative `run.dir` is in, if known.
+    """
+    run_dir, checkpoints = launch.cfg.run.dir, launch.cfg.checkpoint.dir
+    if any(PurePosixPath(working, run_dir).is_relative_to(mounted) for _, mounted in volumes):
+        return ""
+    if checkpoints:
+        return (
+            f"run.dir is {run_dir}, which is on no --volume: logs and metrics are gone with the machine; checkpoints "
+            f"are in {checkpoints}"
+        )
+    return (
+        f"run.dir is {run_dir}, which is on no --volume: unless something that lasts is mounted there, checkpoints "
+        "are gone with the machine, and the run begins again at step 0; give --volume NAME:FOLDER and a run.dir in "
+        "FOLDER, or a URL as checkpoint.dir"
+    )
 
 
 def require_fit(launch: Launch, nodes: int, gpus: int) -> int:
@@ -175,7 +206,7 @@ def train_job(launch: Launch, pods: Pods, runtime: str) -> list[Manifest]:
     return [job]
 
 
-def sky_task(launch: Launch, name: str, nodes: int, accelerators: str, script: str) -> list[Manifest]:
+def sky_task(launch: Launch, name: str, nodes: int, accelerators: str, script: str, volumes: Volumes) -> list[Manifest]:
     """A task of SkyPilot: the checkout is copied to each node, which sets up its environment and starts its ranks.
 
     Args:
@@ -194,11 +225,20 @@ def sky_task(launch: Launch, name: str, nodes: int, accelerators: str, script: s
             "accelerators": accelerators,
             "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [AGAIN]},
         },
+        "volumes": {folder: volume for volume, folder in volumes},
         "envs": {"MIMO_EXTRAS": "demo,dev,gpu"} | _stops(),
-        "setup": "bash -c '. scripts/env.sh'",
+        "setup": _SKY_SETUP,
         "run": shlex.join([f"scripts/{script}", launch.config, *launch.overrides]),
     }
-    return [task]
+    return [{key: value for key, value in task.items() if value != {}}]
+
+
+# The Python of the machines' images is an older one; SkyPilot puts uv, which has every version, in ~/.local/bin.
+_SKY_SETUP = """\
+export PATH="$HOME/.local/bin:$PATH"
+command -v python3.12 >/dev/null || uv python install 3.12
+bash -c '. scripts/env.sh'
+"""
 
 
 def as_yaml(manifests: Sequence[Manifest]) -> str:
@@ -207,10 +247,17 @@ def as_yaml(manifests: Sequence[Manifest]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Values that are used twice are written twice: readers of manifests know no aliases."""
+    """Values that are used twice are written twice: readers of manifests know no aliases. Several lines are written as
+    lines."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _command(launch: Launch) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mimo_train.config.fault import UserError
@@ -101,7 +101,7 @@ def _skypilot(environment: Environment) -> Tasks | None:
     if "SKYPILOT_NODE_RANK" not in environment:
         return None
     names = ["SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"]
-    size, rank = (_number_of(environment, name) for name in names[:2])
+    size, rank = (_number_of(environment, name, names) for name in names[:2])
     addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
     if len(addresses) != size:
         raise UserError(f"SKYPILOT_NODE_IPS has {len(addresses)} addresses, and SKYPILOT_NUM_NODES is {size}")
@@ -109,16 +109,21 @@ def _skypilot(environment: Environment) -> Tasks | None:
 
 
 def _read(environment: Environment, names: list[str], address: str = "", port: int = PORT) -> Tasks:
-    size, rank, local_size, local_rank = (_number_of(environment, name) for name in names)
+    size, rank, local_size, local_rank = (_number_of(environment, name, names) for name in names)
     for many, one, name in ((size, rank, 0), (local_size, local_rank, 2)):
         if one >= many:
             raise UserError(f"{names[name + 1]} is {one}, and {names[name]} {many}: tasks are counted from 0")
     return Tasks(size, rank, local_size, local_rank, (names[0], names[1], names[2], names[3]), address, port)
 
 
-def _number_of(environment: Environment, name: str) -> int:
+def _number_of(environment: Environment, name: str, all_of_them: Sequence[str]) -> int:
     if name not in environment:
-        raise UserError(f"{name} is not set, and the other variables of whoever has started this task are")
+        others = ", ".join(dict.fromkeys(other for other in all_of_them if other in environment))
+        raise UserError(
+            f"{name} is not set, and {others} {'are' if ', ' in others else 'is'}: which task of which node this is, "
+            f"cannot be known; set {name} too, or start one `mimo-train launch here` on each node with NNODES, "
+            "NODE_RANK and MASTER_ADDR, which come first (NNODES=1: a run of this node alone)"
+        )
     return number(name, environment[name], 0)
 
 

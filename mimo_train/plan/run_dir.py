@@ -1,4 +1,5 @@
-"""The folder of a run: whether it can be written. Looked at before a run, made when it starts. Imports no torch."""
+"""The folder of a run: whether it can be written, and which one is meant. Looked at before a run, made when it starts.
+Imports no torch."""
 
 import os
 import tempfile
@@ -34,4 +35,19 @@ def make_folder(folder: Path) -> None:
         raise ConfigError([Fault(KEY, f"the folder {folder} cannot be written ({why}); {_REMEDY}")]) from error
 
 
+def runs_within(folder: Path, files: str) -> str:
+    """What a message says of a folder that is no run's, but has those of runs in it: their names, the newest first;
+    empty where there are none.
+
+    Args:
+        files: pattern of a run's files, from its folder.
+    """
+    found = {folder / path.relative_to(folder).parts[0] for path in folder.glob(f"*/{files}")}
+    newest = sorted(found, key=lambda run: (-run.stat().st_mtime, run))
+    named = " or ".join(map(str, newest[:_NAMED]))
+    more = f", or another of {len(newest)}" if len(newest) > _NAMED else ""
+    return f"; there are runs in it: give {named}{more}" if found else ""
+
+
+_NAMED = 3
 _REMEDY = "give one that every rank can write"

@@ -21,3 +21,11 @@ def test_the_exit_code_says_whether_somebody_is_to_blame(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit) as raised:
         main(["hang", "--help"])
     assert raised.value.code == 0 and "Exit code 0 if nobody is to blame, 3 if a rank is" in capsys.readouterr().out
+
+
+def test_a_folder_without_files_says_which_one_may_be_meant(tmp_path, capsys):
+    assert main(["hang", str(tmp_path)]) == 1
+    assert "is it the run.dir of a run?" in capsys.readouterr().err
+    earlier_start(tmp_path / "mine", 1)
+    assert main(["hang", str(tmp_path)]) == 1
+    assert f"there are runs in it: give {tmp_path / 'mine'}\n" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Manifests of clusters: by the published models of their fields, and what they say of a run."""
 
+import subprocess
+
 import pytest
 import yaml
 
@@ -7,7 +9,19 @@ from mimo_train.cli import main
 from mimo_train.launch.requeue import AGAIN
 
 FOUR = ["vlm_digits", "layout=images_dp2_language_dp2", "run.dir=/runs/a b"]
-KUBERNETES = [*FOUR, "--nodes", "2", "--gpus-per-node", "2", "--image", "here/mimo:1", "--volume", "runs:/runs"]
+KUBERNETES = [
+    "kubernetes",
+    *FOUR,
+    "--nodes",
+    "2",
+    "--gpus-per-node",
+    "2",
+    "--image",
+    "here/mimo:1",
+    "--volume",
+    "runs:/runs",
+]
+SKYPILOT = ["skypilot", *FOUR, "--nodes", "2", "--accelerators", "H100:2", "--volume", "shared:/runs"]
 
 
 @pytest.fixture
@@ -28,28 +42,28 @@ def require_same(model: type, manifest: dict) -> None:
 
 def test_a_job_and_its_service_are_what_kubernetes_takes(rendered):
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    service, job = rendered("kubernetes", *KUBERNETES, "--folder", "/work")
+    service, job = rendered(*KUBERNETES, "--folder", "/work")
     require_same(models.IoK8sApiCoreV1Service, service)
     require_same(models.IoK8sApiBatchV1Job, job)
 
 
 def test_a_trainjob_is_what_kubeflow_takes(rendered):
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    (job,) = rendered("kubernetes", *KUBERNETES, "--as", "trainjob")
+    (job,) = rendered(*KUBERNETES, "--as", "trainjob")
     require_same(models.TrainerV1alpha1TrainJob, job)
     assert job["spec"]["trainer"]["numNodes"] == job["spec"]["trainer"]["numProcPerNode"] == 2
 
 
 def test_the_validation_sees_a_wrong_key(rendered):
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    _, job = rendered("kubernetes", *KUBERNETES)
+    _, job = rendered(*KUBERNETES)
     job["spec"]["completionsMode"] = "Indexed"
     with pytest.raises(AssertionError):
         require_same(models.IoK8sApiBatchV1Job, job)
 
 
 def test_the_pods_of_a_job_find_each_other_and_start_again(rendered):
-    service, job = rendered("kubernetes", *KUBERNETES, "--name", "digits", "--restarts", "5")
+    service, job = rendered(*KUBERNETES, "--name", "digits", "--restarts", "5")
     spec = job["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
@@ -71,43 +85,84 @@ def test_without_gpus_none_are_asked_for(rendered):
     assert job["spec"]["template"]["spec"]["containers"][0]["resources"] == {}
 
 
-def test_a_run_dir_that_goes_with_its_pod_is_warned_about(capsys):
+CLUSTERS = pytest.mark.parametrize("cluster", [KUBERNETES, SKYPILOT], ids=["kubernetes", "skypilot"])
+
+
+@CLUSTERS
+def test_a_run_dir_that_goes_with_its_machine_is_warned_about(cluster, capsys):
     for run_dir, warned in (("/runs/mine", False), ("runs/mine", True), ("/runs2/mine", True)):
-        assert main(["launch", "kubernetes", *KUBERNETES, f"run.dir={run_dir}"]) == 0
-        assert (f"warning: run.dir is {run_dir}" in capsys.readouterr().err) == warned, run_dir
+        assert main(["launch", *cluster, f"run.dir={run_dir}"]) == 0
+        assert (f"warning: run.dir is {run_dir}, which is on no --volume" in capsys.readouterr().err) == warned, run_dir
+
+
+@CLUSTERS
+def test_checkpoints_in_object_storage_are_not_said_to_be_lost(cluster, capsys):
+    assert main(["launch", *cluster, "run.dir=mine", "checkpoint.dir=s3://bucket/mine"]) == 0
+    err = capsys.readouterr().err
+    assert "logs and metrics are gone" in err and "checkpoints are in s3://bucket/mine" in err and "step 0" not in err
+
+
+def test_a_relative_run_dir_is_in_the_working_directory(capsys):
+    assert main(["launch", *KUBERNETES, "run.dir=mine", "--folder", "/runs"]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_a_task_of_skypilot(rendered):
-    (task,) = rendered("skypilot", *FOUR, "--nodes", "2", "--accelerators", "H100:2")
+    (task,) = rendered(*SKYPILOT)
     assert task["run"] == "scripts/train_vlm.sh vlm_digits layout=images_dp2_language_dp2 'run.dir=/runs/a b'"
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == "H100:2"
+    assert task["volumes"] == {"/runs": "shared"}
+    assert "volumes" not in rendered(*SKYPILOT[:-2])[0]
     sky = pytest.importorskip("sky")
     assert sky.Task.from_yaml_config(task).num_nodes == 2
+
+
+def test_what_skypilot_sets_up_has_python_from_uv_where_there_is_none(rendered, tmp_path):
+    """On a machine as its clouds have them: an older Python, and uv in ~/.local/bin."""
+    (task,) = rendered(*SKYPILOT)
+    tools = tmp_path / ".local" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "uv").write_text('#!/bin/sh\necho "uv $*"; ln -s /bin/true "$HOME/.local/bin/python3.12"\n')
+    (tools / "bash").write_text('#!/bin/sh\necho "bash $*, $(command -v python3.12)"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    (tmp_path / "ln").symlink_to("/bin/ln")
+    machine = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
+
+    def set_up() -> list[str]:
+        done = subprocess.run(["/bin/sh", "-ec", task["setup"]], env=machine, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    last = f"bash -c . scripts/env.sh, {tools}/python3.12"
+    assert set_up() == ["uv python install 3.12", last]
+    assert set_up() == [last], "it is there"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["kubernetes", *KUBERNETES, "--gpus-per-node", "4"], ["--gpus-per-node is 4", "2 processes on each of 2"]),
-        (["kubernetes", *KUBERNETES, "--nodes", "3"], ["needs 4 processes", "3 nodes"]),
-        (["kubernetes", *KUBERNETES, "--name", "My_Run"], ["--name is 'My_Run'", "small letters"]),
-        (["kubernetes", *KUBERNETES, "--volume", "runs"], ["--volume is runs: give", "a colon"]),
-        (["kubernetes", *KUBERNETES, "--image", "here mimo:1"], ["--image is 'here mimo:1'"]),
-        (["kubernetes", *KUBERNETES, "--image", ""], ["--image is ''"]),
-        (["kubernetes", *KUBERNETES, "checkpoint.resume=none"], ["checkpoint.resume", "auto", "'none'"]),
+        ([*KUBERNETES, "--gpus-per-node", "4"], ["--gpus-per-node is 4", "2 processes on each of 2"]),
+        ([*KUBERNETES, "--nodes", "3"], ["needs 4 processes", "3 nodes"]),
+        ([*KUBERNETES, "--name", "My_Run"], ["--name is 'My_Run'", "small letters"]),
+        ([*KUBERNETES, "--volume", "runs"], ["--volume is runs: give", "a colon"]),
+        ([*SKYPILOT, "--volume", "other:/runs"], ["--volume is other:/runs, and shared is mounted at /runs"]),
+        ([*KUBERNETES, "--image", "here mimo:1"], ["--image is 'here mimo:1'"]),
+        ([*KUBERNETES, "--image", ""], ["--image is ''"]),
+        ([*KUBERNETES, "checkpoint.resume=none"], ["checkpoint.resume", "auto", "'none'"]),
         (
-            ["skypilot", *FOUR, "checkpoint.resume=none", "--nodes", "2", "--accelerators", "H100:2"],
+            [*SKYPILOT, "checkpoint.resume=none"],
             ["checkpoint.resume", "auto", "'none'"],
         ),
         (
-            ["kubernetes", *FOUR, "run.device=cuda", *KUBERNETES[3:], "--gpus-per-node", "0"],
+            ["kubernetes", *FOUR, "run.device=cuda", *KUBERNETES[4:], "--gpus-per-node", "0"],
             ["--gpus-per-node is 0", "run.device is cuda"],
         ),
-        (["kubernetes", *KUBERNETES, "--as", "trainjob", "--restarts", "0"], ["--restarts is 0", "trainjob"]),
-        (["kubernetes", *KUBERNETES, "--runtime", "mine"], ["--runtime is mine", "a job does not"]),
+        ([*KUBERNETES, "--as", "trainjob", "--restarts", "0"], ["--restarts is 0", "trainjob"]),
+        ([*KUBERNETES, "--runtime", "mine"], ["--runtime is mine", "a job does not"]),
         (["skypilot", *FOUR, "--nodes", "2", "--accelerators", "H100"], ["--accelerators is 'H100'", "H100:8"]),
         (["skypilot", *FOUR, "--nodes", "1", "--accelerators", "H100:8"], ["4 processes on each of 1"]),
-        (["kubernetes", *FOUR, "train.iters=-1", *KUBERNETES[3:]], ["train.iters"]),
+        (["kubernetes", *FOUR, "train.iters=-1", *KUBERNETES[4:]], ["train.iters"]),
     ],
 )
 def test_what_does_not_fit_is_told(arguments, words, capsys):

@@ -1,6 +1,7 @@
 """Logs of ranks: what is printed is in a file with its time, and the files of all ranks are read as one."""
 
 import io
+import os
 import re
 import sys
 import threading
@@ -110,3 +111,17 @@ def test_a_run_without_logs_is_an_error(run_dir, tmp_path, capsys):
     assert main(["logs", str(tmp_path / "nowhere")]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and "rank 7" in errors[0] and "nowhere" in errors[1]
+
+
+@pytest.mark.parametrize("follow", [[], ["--follow"]])
+def test_a_folder_of_several_runs_names_them_the_newest_first(tmp_path, capsys, follow):
+    for age, name in enumerate(("d", "c", "b", "a")):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        log_of(tmp_path / name, 0).write_text("a line\n")
+        os.utime(tmp_path / name, (age, age))
+    (tmp_path / "no_run").mkdir()
+    assert main(["logs", str(tmp_path), *follow]) == 1
+    named = " or ".join(str(tmp_path / name) for name in "abc")
+    assert f"{tmp_path} has no logs of its own; there are runs in it: give {named}, or another of 4" in (
+        capsys.readouterr().err
+    )

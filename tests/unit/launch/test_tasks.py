@@ -86,8 +86,11 @@ def test_what_is_no_task(variables):
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "6"}, ["OMPI_COMM_WORLD_RANK is 6", "OMPI_COMM_WORLD_SIZE 6"]),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, ["OMPI_COMM_WORLD_RANK is 3", "one after the other"]),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "7"}, ["OMPI_COMM_WORLD_SIZE is 7", "as many tasks on each node"]),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_RANK is not set"]),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["MPI_LOCALNRANKS is not set"]),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_RANK is not set, and OMPI_COMM_WORLD_SIZE is:"]),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            ["MPI_LOCALNRANKS is not set, and PMI_SIZE, PMI_RANK are:", "set MPI_LOCALNRANKS too", "NNODES, NODE_RANK"],
+        ),
         (SLURM | {"SLURM_NODEID": "3"}, ["SLURM_NODEID is 3", "3 nodes"]),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, ["SLURM_STEP_TASKS_PER_NODE is 'two'"]),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1,2(x2)"}, ["is 1,2(x2)", "as many tasks on each node"]),
