@@ -49,6 +49,7 @@ from mimo_train.launch.restarts import (
 from mimo_train.launch.scratch import FLIGHT, scratch_folder
 from mimo_train.launch.supervisor import Supervisor
 
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 FAILURE_SECONDS = 5
 ASKED_FOR = {
     16: "a loss was wrong twice: start the run again on another machine, which makes the step again and compares",
@@ -159,8 +160,14 @@ def main(arguments: list[str] | None = None) -> int:
             signal.signal(signum, ranks.ask_to_stop)
     signal.signal(signal.SIGALRM, ranks.end_of_grace)
 
+    # The launcher that has torchrun's store leaves first; the others' C++ would tell of it at the end of a good run.
+    before = os.environ.get(CPP_LOG_LEVEL)
+    os.environ[CPP_LOG_LEVEL] = before or "ERROR"
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    if before is None:  # the ranks' own warnings stay
+        del os.environ[CPP_LOG_LEVEL]
 
     _adapt(SubprocessContext, ranks)
     if "LOGLEVEL" not in os.environ:

@@ -12,6 +12,7 @@ import pytest
 from mimo_train.launch import torchrun as launch
 from tests.e2e.fake_python import pid_runs
 from tests.hang import HANG_SECONDS
+from tests.unit.launch.test_meeting import free_port
 
 RANK = """
 import os, signal, sys, time
@@ -173,3 +174,26 @@ def test_a_wrong_time_of_grace_is_told(monkeypatch, seconds):
     monkeypatch.setenv("MIMO_GRACE_SECONDS", seconds)
     with pytest.raises(ValueError, match=f"MIMO_GRACE_SECONDS is '{seconds}'"):
         launch.main([])
+
+
+def test_a_launcher_that_waits_for_one_that_has_left_is_quiet(tmp_path):
+    """As at the end of a run, where the launcher with the store may be the first to leave; here it is killed."""
+    leave = "touch over1; echo ${TORCH_CPP_LOG_LEVEL-unset}"
+    lose = "until test -e over1; do sleep 0.05; done; sleep 1; kill -9 $PPID"
+    nodes = ["--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}", "--nproc-per-node=1"]
+    launchers = []
+    for node, does in enumerate((lose, leave)):
+        options = [*nodes, f"--node-rank={node}", "--no-python", "sh", "-c", does]
+        launchers.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "mimo_train.launch.torchrun", *options],
+                cwd=tmp_path,
+                env={name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [launcher.communicate(timeout=HANG_SECONDS)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [-signal.SIGKILL, 0], outputs
+    assert outputs[1] == "unset\n", "of the rank, whose own warnings stay"
