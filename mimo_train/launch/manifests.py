@@ -59,8 +59,9 @@ def volumes_of(texts: Sequence[str]) -> Volumes:
     """
     found: dict[str, str] = {}
     for text in texts:
-        name, _, folder = text.partition(":")
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,60}[a-z0-9])?", name) or not folder.startswith("/"):
+        name, _, given = text.partition(":")
+        folder = str(PurePosixPath(given))  # without / at the end, which SkyPilot refuses
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,60}[a-z0-9])?", name) or not re.match("/[^/]", folder):
             raise UserError(f"--volume is {text}: give its name, a colon and a folder from /, such as runs:/runs")
         if found.setdefault(folder, name) != name:
             raise UserError(f"--volume is {text}, and {found[folder]} is mounted at {folder}: give another folder")
@@ -226,7 +227,7 @@ def sky_task(launch: Launch, name: str, nodes: int, accelerators: str, script: s
             "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [AGAIN]},
         },
         "volumes": {folder: volume for volume, folder in volumes},
-        "envs": {"MIMO_EXTRAS": "demo,dev,gpu"} | _stops(),
+        "envs": {"MIMO_EXTRAS": "demo,gpu,remote"} | _stops(),  # checkpoints and shards are in object storage
         "setup": _SKY_SETUP,
         "run": shlex.join([f"scripts/{script}", launch.config, *launch.overrides]),
     }

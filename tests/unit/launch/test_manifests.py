@@ -111,7 +111,8 @@ def test_a_task_of_skypilot(rendered):
     (task,) = rendered(*SKYPILOT)
     assert task["run"] == "scripts/train_vlm.sh vlm_digits layout=images_dp2_language_dp2 'run.dir=/runs/a b'"
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == "H100:2"
-    assert task["volumes"] == {"/runs": "shared"}
+    assert task["volumes"] == {"/runs": "shared"} == rendered(*SKYPILOT[:-1], "shared:/runs/")[0]["volumes"]
+    assert "remote" in task["envs"]["MIMO_EXTRAS"], "for checkpoint.dir in object storage"
     assert "volumes" not in rendered(*SKYPILOT[:-2])[0]
     sky = pytest.importorskip("sky")
     assert sky.Task.from_yaml_config(task).num_nodes == 2
@@ -146,6 +147,7 @@ def test_what_skypilot_sets_up_has_python_from_uv_where_there_is_none(rendered, 
         ([*KUBERNETES, "--nodes", "3"], ["needs 4 processes", "3 nodes"]),
         ([*KUBERNETES, "--name", "My_Run"], ["--name is 'My_Run'", "small letters"]),
         ([*KUBERNETES, "--volume", "runs"], ["--volume is runs: give", "a colon"]),
+        ([*SKYPILOT, "--volume", "other:/"], ["--volume is other:/: give its name"]),
         ([*SKYPILOT, "--volume", "other:/runs"], ["--volume is other:/runs, and shared is mounted at /runs"]),
         ([*KUBERNETES, "--image", "here mimo:1"], ["--image is 'here mimo:1'"]),
         ([*KUBERNETES, "--image", ""], ["--image is ''"]),
