@@ -15,7 +15,10 @@ pytestmark = pytest.mark.skipif(not os.environ.get("MIMO_SLURM"), reason="set MI
 
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 CALLBACKS = """
+import json
+import os
 import time
+from pathlib import Path
 from mimo_train.training.callbacks import Callback
 
 class Slow(Callback):
@@ -27,7 +30,14 @@ class Broken(Callback):
     def on_step_start(self, state):
         if state.train_state.step == 6:
             raise RuntimeError("broken")
+
+class Told(Callback):
+    '''Writes down the variables of each rank.'''
+    def on_step_start(self, state):
+        if state.train_state.step == 0:
+            Path(__file__).with_name(f"rank_{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
 """
+TOLD = "train.callbacks=[test_callbacks:Told]"
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +159,43 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, submit, tmp_path):
         assert one == pytest.approx(other, rel=1e-4)
 
 
+def told(tmp_path: Path, ranks: int) -> list[dict[str, str]]:
+    """The variables of each rank of a run with TOLD."""
+    return [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
+
+
 def test_every_task_is_a_rank_with_a_gpu_of_its_own(cluster, submit, tmp_path):
     run = tmp_path / "run"
     options = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpus-per-task=1", "--time=9"]
-    job = submit(options, "vlm_digits", "layout=images_dp2_language_dp2", "train.iters=6", f"run.dir={run}")
+    job = submit(options, "vlm_digits", "layout=images_dp2_language_dp2", "train.iters=6", f"run.dir={run}", TOLD)
     require_state(cluster, job, "COMPLETED")
     (start,) = [line for line in events_of(run) if line.kind == "start"]
     assert start.facts["world_size"] == "4" and len(curve(run)) == 6
+    gpus = [(rank["SLURMD_NODENAME"], rank["CUDA_VISIBLE_DEVICES"]) for rank in told(tmp_path, 4)]
+    assert gpus == [("n1", "0"), ("n1", "1"), ("n2", "0"), ("n2", "1")]
+
+
+def test_nodes_have_their_copies_before_options_of_containers_reach_each_task(cluster, submit, tmp_path):
+    run = tmp_path / "run"
+    given = ["--container-image=/images/mimo 1.sqsh", "--container-mounts=/a:/a,/b:/c", "--no-container-mount-home"]
+    job = submit(
+        ["--nodes=2", "--time=9"],
+        *(*given, "vlm_digits", "layout=two_processes", "train.iters=2", f"run.dir={run}", TOLD),
+        MIMO_STAGE=f"test ! -e '{run}' && touch '{tmp_path}'/copy_of_$SLURMD_NODENAME",
+    )
+    require_state(cluster, job, "COMPLETED")
+    assert {path.name for path in tmp_path.glob("copy_of_*")} == {"copy_of_n1", "copy_of_n2"}
+    for rank in told(tmp_path, 2):
+        found = [rank[f"MIMO_TEST_CONTAINER_{name}"] for name in ("IMAGE", "MOUNTS", "NO_HOME")]
+        assert found == ["/images/mimo 1.sqsh", "/a:/a,/b:/c", "yes"]
+    assert outcomes(run) == [], "it was finished"
+
+
+def test_a_node_without_its_copy_ends_the_job(cluster, submit, tmp_path):
+    run = tmp_path / "run"
+    job = submit(["--nodes=2", "--time=9"], "vlm_digits", f"run.dir={run}", MIMO_STAGE="test $SLURMD_NODENAME = n1")
+    require_state(cluster, job, "FAILED")
+    assert not run.exists()
 
 
 def test_tasks_of_an_array_are_runs_of_their_own_and_go_on_alone(cluster, submit, tmp_path):
