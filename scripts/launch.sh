@@ -49,6 +49,9 @@ mimo_arguments() { # DEFAULT_CONFIG [CONFIG] [key=value ...]
   for argument in "$@"; do
     case "$argument" in
       -h | --help) mimo_usage "$default"; exit 0 ;;
+      --container-* | --no-container-*)
+        mimo_fail "$argument is an option of scripts/slurm/train_vlm.sbatch: give it before the config"
+        ;;
       -*) mimo_fail "unknown option $argument; see $0 --help" ;;
       *=* | '~'*) overrides+=("$argument") ;;
       *)

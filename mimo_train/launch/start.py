@@ -87,7 +87,12 @@ def _line_of_task(environment: Mapping[str, str]) -> list[str]:
     file = environment.get(ARRAY_FILE)
     if not file:
         return []
-    task = number("SLURM_ARRAY_TASK_ID", environment.get("SLURM_ARRAY_TASK_ID", ""), 1)
+    if not environment.get("SLURM_ARRAY_TASK_ID"):
+        raise UserError(
+            f"{ARRAY_FILE} is {file}, and SLURM_ARRAY_TASK_ID is not set: submit a job array (sbatch --array=1-N), or "
+            f"unset {ARRAY_FILE}"
+        )
+    task = number("SLURM_ARRAY_TASK_ID", environment["SLURM_ARRAY_TASK_ID"], 1)
     try:
         lines = [shlex.split(line) for line in Path(file).read_text().splitlines()]
     except (OSError, ValueError) as error:

@@ -47,7 +47,12 @@ def test_the_exit_code_of_the_launcher_is_that_of_the_script(checkout):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [("a b", "two configs, a and b"), ("--iters 3", "unknown option --iters")]
+    ("arguments", "words"),
+    [
+        ("a b", "two configs, a and b"),
+        ("--iters 3", "unknown option --iters"),
+        ("a --container-image=b", "--container-image=b is an option of scripts/slurm/train_vlm.sbatch: give it before"),
+    ],
 )
 def test_arguments_that_mean_nothing_are_told(checkout, arguments, words):
     result = checkout.run(f"scripts/train_vlm.sh {arguments}")

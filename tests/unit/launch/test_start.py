@@ -178,7 +178,7 @@ def test_tasks_of_an_array_have_folders_and_lines_of_their_own(tmp_path):
     [
         ({"SLURM_ARRAY_TASK_ID": "3"}, ["has 2 lines", "task 3"]),
         ({"SLURM_ARRAY_TASK_ID": "0"}, ["SLURM_ARRAY_TASK_ID is '0'", "at least 1"]),
-        ({}, ["SLURM_ARRAY_TASK_ID is ''"]),
+        ({}, ["SLURM_ARRAY_TASK_ID is not set", "sbatch --array=1-N"]),
         ({"SLURM_ARRAY_TASK_ID": "1", "MIMO_ARRAY_FILE": "nowhere.txt"}, ["nowhere.txt", "No such file"]),
     ],
 )
