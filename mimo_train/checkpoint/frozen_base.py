@@ -104,15 +104,24 @@ def _hash(held: Held, span: Span, data: torch.Tensor) -> int:
         data: [span.numel], a whole box.
     """
     of_tensor = seed_for(0, held.module, held.name, *span.shape, data.dtype)
-    places = torch.zeros((), dtype=torch.long, device=data.device)
-    for offset, size, whole in zip(span.offset, span.size, span.shape, strict=True):
-        places = places[..., None] * whole + torch.arange(offset, offset + size, device=data.device)
     bits = data.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
     total = 0
-    for place, value in zip(places.reshape(-1).split(_CHUNK), bits.reshape(-1).split(_CHUNK), strict=True):
-        mixed = _mixed(place * _MIX[0] + of_tensor) ^ value.long()
+    for number, value in enumerate(bits.reshape(-1).split(_CHUNK)):
+        mixed = _mixed(_places(span, number * _CHUNK, value) * _MIX[0] + of_tensor) ^ value.long()
         total += int(_mixed(mixed * _MIX[0]).sum())
     return total
+
+
+def _places(span: Span, first: int, values: torch.Tensor) -> torch.Tensor:
+    """Places in the whole tensor of elements of a box from `first` on; of all elements they would take several times
+    the memory of the box."""
+    left = torch.arange(first, first + values.numel(), device=values.device)
+    places, step = torch.zeros_like(left), 1
+    for offset, size, whole in reversed(list(zip(span.offset, span.size, span.shape, strict=True))):
+        places += (left % size + offset) * step
+        left //= size
+        step *= whole
+    return places
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ def _install_loads(given: Run, files: Files) -> None:
                 one.into.shape,
             )
 
-    of_runs.resume = dry_resume  # type: ignore[method-assign, assignment]
+    of_runs.resume = dry_resume  # type: ignore[method-assign]
     of_runs._read_initial_weights = lambda self: False  # type: ignore[method-assign]
     checkpointer.load_start_weights = lambda model: False
     checkpointer.load_checkpoint = without_plain_state  # type: ignore[assignment]
@@ -111,9 +111,9 @@ def _install_loads(given: Run, files: Files) -> None:
     for module in (checkpointer, modules, store):
         module.chosen_by_first = by_itself  # type: ignore[attr-defined]
     # Of other ranks nothing is known, of weights no values, and of a step that is not made no state.
-    store.require_taken = modules._require_all = store.require_same = _nothing  # type: ignore[assignment]
-    store.ModuleOptimizer.load_plain_state = _nothing  # type: ignore[method-assign, assignment]
-    folders.finish_renames = _nothing  # type: ignore[assignment]
+    store.require_taken = modules._require_all = store.require_same = _nothing
+    store.ModuleOptimizer.load_plain_state = _nothing  # type: ignore[method-assign]
+    folders.finish_renames = _nothing
 
 
 class _Complete:

@@ -263,13 +263,15 @@ class DotProductAttention(_Base):
         assert attention_mask is None or attn_mask_type == "no_mask" or "causal" in attn_mask_type, attn_mask_type
         is_row = query.dim() == 3
         parts = (each.unsqueeze(1) if is_row else each for each in (query, key, value))
-        heads = [part.permute(1, 2, 0, 3) for part in parts]
+        query_BNSD, key_BNSD, value_BNSD = (part.permute(1, 2, 0, 3) for part in parts)
         context = F.scaled_dot_product_attention(
-            *heads,
+            query_BNSD,
+            key_BNSD,
+            value_BNSD,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal="causal" in attn_mask_type,
             scale=self.scale,
-            enable_gqa=heads[0].size(1) != heads[1].size(1),
+            enable_gqa=query_BNSD.size(1) != key_BNSD.size(1),
         )
         context = context.permute(2, 0, 1, 3).flatten(2)
         return context.squeeze(1) if is_row else context

@@ -1,4 +1,6 @@
-"""What a dry run says of a rank is what the rank does: two processes over gloo, counted by the same mode."""
+"""What a dry run says of a rank is what the rank does: processes over gloo, counted by the same mode."""
+
+import os
 
 import pytest
 
@@ -10,7 +12,12 @@ DEMOS = {"vlm_digits": "digits", "gpt_tiny": "prose"}
 RUNS = {
     "a bridge, evaluation": ("vlm_digits", "layout=two_processes", "data.validation_shards={demo}/held_out"),
     "tensor parallel, packed": ("gpt_tiny", "layout=language_tp2", "modules.language.layout.sp=true", "data.pack=true"),
-}
+    "shared ranks": ("vlm_digits", "placement.mode=shared", "modules.images.layout.dp=2",
+                     "modules.language.layout.tp=2"),
+    "three kinds of ranks": ("vlm_digits", "layout=images_tp2_language_pp2"),
+}  # fmt: skip
+"""Every one was tried; these by default, and all with MIMO_ALL_LAYOUTS=1."""
+DEFAULT = ("a bridge, evaluation", "tensor parallel, packed")
 
 
 def _dry(run, rank: int):
@@ -33,7 +40,7 @@ def _real(run):
         return observe(run, counts)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", RUNS if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT)
 def test_memory_messages_and_flops_are_those_of_a_real_run(name, request, tmp_path):
     config_name, *overrides = RUNS[name]
     demo = request.getfixturevalue(DEMOS[config_name])
@@ -41,7 +48,7 @@ def test_memory_messages_and_flops_are_those_of_a_real_run(name, request, tmp_pa
     from mimo_train.dry_run.one_rank import prepared
 
     run = resolve(cfg)
-    for rank, real in enumerate(run_ranks(_real, 2, prepared(run, tmp_path))):
+    for rank, real in enumerate(run_ranks(_real, run.layout.world_size, prepared(run, tmp_path))):
         (dry,) = run_ranks(_dry, 1, run, rank)
         assert dry.messages == real["messages"] and dry.messages
         assert dry.flops == real["flops"] > 0
