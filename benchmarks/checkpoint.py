@@ -6,10 +6,11 @@
 Every round saves in each way, one after the other, into a new folder, and loads what was saved. Of a save are measured:
 the wall time for which training would stand still and that thread's CPU time, both until it may go on; wall and CPU
 time of the process until the checkpoint is complete; and the largest resident memory above that before. Numbers are
-those of the slowest rank. Beside each stands the median over rounds of its ratio to the yardstick of its round: for a
-stall a copy of the rank's bytes into memory that has been used, for a whole save torch.save and fsync, and for a load
-torch.load of what the rank needs: all of the model's weights that it computes with, and its part of the moments. CPU
-time says more than wall time on a machine that is shared.
+those of the slowest rank. Beside each stands the median over rounds of its ratio to the yardstick of its round, and the
+lowest and the highest: for a stall a copy of the rank's bytes into memory that has been used, for a whole save
+torch.save and fsync, and for a load torch.load of what the rank needs: all of the model's weights that it computes
+with, and its part of the moments. A plain read of that file into memory that has been used is what no load can do
+without: torch.load fills new memory. CPU time says more than wall time on a machine that is shared.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from mimo_train.checkpoint.format.index import BLOCK
 from mimo_train.config.compose import load
 
 SIZES = (
@@ -53,8 +55,13 @@ CORE = {
     "distrib_optim_sharding_type": "fully_reshardable",
 }
 
+TORCH_LOAD = "torch.load"
+"""Yardstick of loads."""
+
 Save = Callable[[Path], Callable[[], object]]
 """Begins to save into a folder; what it returns waits until the checkpoint is complete."""
+Load = Callable[[Path], object]
+"""Loads what was saved into a folder."""
 
 
 def nothing() -> None:
@@ -111,6 +118,7 @@ class Ways:
         trained = {f"{one.module}{one.name}": one.tensor.detach().clone() for one in held}
         moments = {name: value for name, value in self._values.items() if "exp_avg" in name}
         self._needed = trained | moments
+        self._read = bytearray()
         self.saves: dict[str, Save] = {
             "copy in memory": self.copy,
             "torch.save, fsync": self.torch_save,
@@ -118,11 +126,12 @@ class Ways:
             "ours, asynchronous": self.asynchronous,
             "Megatron-Core": self.core,
         }
-        self.loads: dict[str, Callable[[Path], object]] = {
-            "torch.save, fsync": self.torch_load,
-            "ours": self.load,
-            "Megatron-Core": self.core_load,
+        self.loads: dict[str, dict[str, Load]] = {
+            "torch.save, fsync": {TORCH_LOAD: self.torch_load, "plain read": self.read},
+            "ours": {"ours": self.load},
+            "Megatron-Core": {"Megatron-Core": self.core_load},
         }
+        """By the way of saving whose folder they read."""
 
     def copy(self, _folder: Path) -> Callable[[], object]:
         self._copy.copy_(self._live)
@@ -142,6 +151,16 @@ class Ways:
 
     def prepare_load(self, folder: Path) -> None:
         torch.save(self._needed, folder / f"{dist.get_rank()}.pt")
+
+    def read(self, folder: Path) -> None:
+        """The bytes of `torch_load`, into memory that is kept."""
+        with open(folder / f"{dist.get_rank()}.pt", "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if len(self._read) != size:
+                self._read = bytearray(size)
+            left = memoryview(self._read)
+            while left:
+                left = left[file.readinto(left[:BLOCK]) :]
 
     def ours(self, folder: Path) -> Callable[[], object]:
         self.checkpointer.save(run_dir=folder)
@@ -195,7 +214,7 @@ class Ways:
 
 
 def table(rows: dict[str, list[list[float]]], names: tuple[str, ...], yardsticks: dict[int, str]) -> None:
-    """Medians, and in brackets those of the ratio to the yardstick of the same round."""
+    """Medians, and in brackets those of the ratio to the yardstick of the same round, with the lowest and highest."""
     for way, numbers in rows.items():
         cells = []
         for column, name in enumerate(names):
@@ -203,7 +222,7 @@ def table(rows: dict[str, list[list[float]]], names: tuple[str, ...], yardsticks
             if column in yardsticks and way != yardsticks[column]:
                 other = rows[yardsticks[column]]
                 ratios = [row[column] / base[column] for row, base in zip(numbers, other, strict=True)]
-                cell += f" ({statistics.median(ratios):.2f} x)"
+                cell += f" ({statistics.median(ratios):.2f} x, {min(ratios):.2f} to {max(ratios):.2f})"
             cells.append(cell)
         print(f"{way:20s} " + "  ".join(cells), flush=True)
 
@@ -231,7 +250,7 @@ def main() -> None:
         print(f"{ways.nbytes / 1e6:.0f} MB on rank 0, {count / 1e6:.1f}M weights there", flush=True)
     names = [name for name in ways.saves if name not in options.without]
     saved: dict[str, list[list[float]]] = {name: [] for name in names}
-    loaded: dict[str, list[list[float]]] = {name: [] for name in names if name in ways.loads}
+    loaded: dict[str, list[list[float]]] = {load: [] for name in names for load in ways.loads.get(name, ())}
     for turn in range(options.rounds + 1):
         for name in names:
             into = folder if name == "ours, asynchronous" else folder / name.replace(" ", "_").replace(",", "")
@@ -242,22 +261,23 @@ def main() -> None:
             numbers = measured(ways.saves[name], into)
             if turn:  # the first round takes new memory
                 saved[name].append(numbers)
-            if name in loaded:
-                if name == "torch.save, fsync":
-                    ways.prepare_load(into)
+            loads = ways.loads.get(name, {})
+            if TORCH_LOAD in loads:
+                ways.prepare_load(into)
+            for load_name, load_way in loads.items():
                 dist.barrier()
                 begin, cpu = time.perf_counter(), time.process_time()
-                ways.loads[name](into)
+                load_way(into)
                 numbers = largest([time.perf_counter() - begin, time.process_time() - cpu])
                 if turn:
-                    loaded[name].append(numbers)
+                    loaded[load_name].append(numbers)
             if rank == 0:
                 print(f"round {turn}: {name} done", file=sys.stderr, flush=True)
     if rank == 0:
         stall, whole = "copy in memory", "torch.save, fsync"
         table(saved, NAMES, {STALL: stall, STALL_CPU: stall, TOTAL: whole, TOTAL_CPU: whole})
         print("loading:")
-        table(loaded, ("wall s", "CPU s"), dict.fromkeys(range(2), whole))
+        table(loaded, ("wall s", "CPU s"), dict.fromkeys(range(2), TORCH_LOAD))
         shutil.rmtree(folder)
     dist.barrier()
     run.close()

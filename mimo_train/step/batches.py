@@ -105,7 +105,6 @@ class StepIterator:
         self._waiting: deque[int] = deque()
         self.is_fresh = False
         self._finds_learned = learned_logits and pipeline.is_last_stage
-        self._logits = 0
 
     def advance(self) -> StepBatch | None:
         """Make the next step the current one; None at the end. Collective over all ranks at the start, after a step of
@@ -198,12 +197,6 @@ class StepIterator:
         """Positions of each sample of the next step that count, for the step's sum."""
         return self._learned_of(self._upcoming)
 
-    def own_logits(self) -> list[int]:
-        """Positions that got logits since the last call, over the microbatches that were taken; on one rank of those
-        that compute the same. For the step's sum."""
-        logits, self._logits = self._logits, 0
-        return [logits]
-
     def close(self) -> None:
         """End the reading threads."""
         self._loader.close()
@@ -216,7 +209,6 @@ class StepIterator:
         learned = own_places(mask, language.cp.rank(), language.cp.size())
         # No layer takes an empty batch; the loss of a position that does not count is multiplied by 0.
         learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
-        self._logits += len(learned) if language.tp.rank() == 0 else 0
         return microbatch | {"learned": learned}
 
     def _all_flags_of(self, step: StepBatch) -> torch.Tensor:

@@ -37,6 +37,7 @@ from mimo_train.metrics.stopwatch import Stopwatch
 from mimo_train.model.build import build_model
 from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import use_transformer_engine
+from mimo_train.model.llm.gpt import TrainedLogits
 from mimo_train.model.names import modules_of
 from mimo_train.model.seeds import seed_for
 from mimo_train.optim.factory import build_optimizer
@@ -288,7 +289,7 @@ def _open_sections(
     if data.weighs:
         step_sum.open("learned", samples, data.own_learned)
     if run.cfg.train.logits == "learned":
-        step_sum.open("logits", 1, data.own_logits)
+        step_sum.open("logits", 1, TrainedLogits(pipeline.model).own)
 
 
 def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:

@@ -15,7 +15,7 @@ from mimo_train.checkpoint.format.blocks import require_size
 from mimo_train.checkpoint.format.dtypes import NAMES
 from mimo_train.checkpoint.format.durable import PARTIAL, digest, flush_folder, put_in_place, write_file
 from mimo_train.checkpoint.format.files import INDEX, Damage, objects_in, of_rank, read_files, write_marker
-from mimo_train.checkpoint.format.index import BLOCK, File, Index, Key, Piece
+from mimo_train.checkpoint.format.index import BLOCK, WEIGHT, File, Index, Key, Piece
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.flight.recorder import RECORDER
 
@@ -45,8 +45,9 @@ class NotFinite(ValueError):
 
 def in_order(parts: Iterable[Part]) -> list[Part]:
     """Parts as they follow each other in a file: the widest first, so that every element is at a multiple of its size,
-    and within one block."""
-    return sorted(parts, key=lambda part: -part.values.dtype.itemsize)
+    and within one block; of those weights before the optimizer's values, since other ranks, and who loads weights
+    alone, would else read most blocks for a part of them."""
+    return sorted(parts, key=lambda part: (-part.values.dtype.itemsize, part.key.state != WEIGHT))
 
 
 def write_rank(folder: Place, rank: int, parts: Sequence[Part]) -> None:

@@ -45,6 +45,8 @@ class SeededGPTModel(GPTModel):
         """What the first layers add behind them; for the next pass alone."""
         self.learned_N: torch.Tensor | None = None
         """Positions that get logits, see `choose_logits`; for the next pass alone."""
+        self.trained_logits = 0
+        """Positions that got logits so far in passes that are trained, on one rank of those that compute the same."""
         llm: LlmSpec = config.llm
         self._tokens = tokens or self.vocab_size
         if self.position_embedding_type == "rope":
@@ -135,11 +137,29 @@ class SeededGPTModel(GPTModel):
                 logits[..., padding_V] = torch.finfo(logits.dtype).min
         return super().compute_language_model_loss(labels, logits)
 
-    def _postprocess(self, *arguments: Any, labels: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-        output = super()._postprocess(*arguments, labels=labels, **options)
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        *arguments: Any,
+        labels: torch.Tensor | None = None,
+        output_processor: partial | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if self.post_process and self.training and torch.is_grad_enabled() and self.pg_collection.tp.rank() == 0:
+            self.trained_logits += self._positions(hidden_states, output_processor)
+        output = super()._postprocess(
+            hidden_states, *arguments, labels=labels, output_processor=output_processor, **options
+        )
         if labels is None and self.post_process and (padding_V := self._padding(output)) is not None:
             output[..., padding_V] = torch.finfo(output.dtype).min
         return output
+
+    def _positions(self, hidden_states: torch.Tensor, chosen: partial | None) -> int:
+        """How many get logits, of `hidden_states` [S, B, H]: another head than ours has all of them."""
+        if chosen is not None:
+            return len(chosen.args[0])
+        parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+        return hidden_states.size(0) * hidden_states.size(1) * parts
 
     def _padding(self, logits: torch.Tensor) -> slice | None:
         """The padded columns of logits [..., V]; None if they have none, or another head made them."""
@@ -149,6 +169,21 @@ class SeededGPTModel(GPTModel):
         begin = 0 if columns == self.vocab_size else self.pg_collection.tp.rank() * columns
         first = max(self._tokens - begin, 0)
         return slice(first, columns) if first < columns else None
+
+
+class TrainedLogits:
+    """How many positions got logits in the passes of this rank's chunks of the language model, whoever's forward step
+    made them: one that does not call `choose_logits` computes all."""
+
+    def __init__(self, model: list[MegatronModule]):
+        self._chunks = [one for chunk in model for one in chunk.modules() if isinstance(one, SeededGPTModel)]
+        self._before = 0
+
+    def own(self) -> list[int]:
+        """Those since the last call, for the step's sum."""
+        now = sum(one.trained_logits for one in self._chunks)
+        before, self._before = self._before, now
+        return [now - before]
 
 
 def choose_logits(model: MegatronModule, learned_N: torch.Tensor) -> None:

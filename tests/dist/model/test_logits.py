@@ -10,7 +10,7 @@ from mimo_train.plan.flops import StepFlops
 from mimo_train.plan.parameters import embedding_rows
 from tests.dist.layout_tables import ALL_LOGITS, ONE, WHOLE_ROWS, apart, same
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config, train_on_ranks
+from tests.dist.runs import config, train_rank
 from tests.dist.steps import Steps
 
 STEPS = ("train.global_batch_size=8", "train.iters=2")
@@ -75,16 +75,31 @@ def test_places_of_a_pass_that_failed_are_not_those_of_the_next(digits, tmp_path
     assert "out of range" in said and rows == {cfg.data.sequence_length}
 
 
+def _train_all(cfg) -> int:
+    """With a forward step of a user's own, which knows nothing of `train.logits`."""
+    from mimo_train.step.mimo_step import forward_step
+    from mimo_train.training.pretrain import pretrain
+
+    def own(state, data_iterator, model):
+        batch = next(data_iterator)
+        return forward_step(state, iter([{key: value for key, value in batch.items() if key != "learned"}]), model)
+
+    return pretrain(cfg, forward_step_func=own)
+
+
 def test_flops_are_those_of_the_logits_that_were_computed(digits, tmp_path):
-    """Of a run whose rows are as long as any may be, so that the number of positions is known."""
+    """Of a run whose rows are as long as any may be, so that the number of positions is known. A forward step that does
+    not choose among them computes all."""
     flops = {}
-    for logits in ("learned", "all"):
-        keys = (*STEPS, "layout=one_process", "train.micro_batch_size=4", WHOLE_ROWS, f"train.logits={logits}")
+    for logits, train in (("learned", train_rank), ("own", _train_all), ("all", train_rank)):
+        chosen = f"train.logits={'all' if logits == 'all' else 'learned'}"
+        keys = (*STEPS, "layout=one_process", "train.micro_batch_size=4", WHOLE_ROWS, chosen)
         cfg = config("vlm_digits", tmp_path / logits, digits, *keys, "train.log_interval=2")
-        train_on_ranks(cfg)
+        run_ranks(train, 1, cfg)
         record = json.loads((folders.newest(tmp_path / logits) / folders.RECORD).read_text())
         flops[logits] = record["train_state"]["floating_point_operations_so_far"]
     ((_, learned, _, of_one),) = run_ranks(_two_steps, 1, config("vlm_digits", tmp_path / "steps", digits, *keys[:-1]))
     positions = 2 * 8 * cfg.data.sequence_length
     assert 0 < learned < positions / 2
     assert flops["all"] - flops["learned"] == pytest.approx((positions - learned) * of_one, rel=1e-12)
+    assert flops["own"] == pytest.approx(flops["all"], rel=1e-12)

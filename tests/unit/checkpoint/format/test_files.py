@@ -95,6 +95,23 @@ def test_a_file_is_one_that_safetensors_reads(folder):
     ]  # fmt: skip
 
 
+def test_who_reads_weights_alone_reads_the_blocks_of_weights_alone(tmp_path, monkeypatch):
+    """As do the other ranks of data parallelism, whatever order parts are given in."""
+    keys = [Key("language", f"{number}.weight", state) for number in range(8) for state in (WEIGHT, "exp_avg")]
+    span = Span.of_whole((2**18,))
+    (tmp_path / "step.partial").mkdir()
+    parts = [Part(key, span, torch.full(span.shape, float(number))) for number, key in enumerate(keys)]
+    write_rank(tmp_path / "step.partial", 0, parts)
+    complete(tmp_path / "step.partial", tmp_path / "step", 1, {"run.json": b"{}"})
+    reader, blocks, take = Reader(tmp_path / "step"), [], Reader.read
+    monkeypatch.setattr(Reader, "read", lambda self, *place: blocks.append(place[:2]) or take(self, *place))
+    wanted = [Wanted(key, span, torch.empty(span.shape)) for key in keys if key.state == WEIGHT]
+    reader.fill(wanted)
+    assert [one.into.unique().tolist() for one in wanted] == [[float(number)] for number in range(0, 16, 2)]
+    assert len(blocks) == sum(one.into.nbytes for one in wanted) // BLOCK < len(reader.index.files[0].hashes) - 1
+    reader.close()
+
+
 def test_values_are_cast_to_what_is_asked_for(folder):
     key, tensor = next(iter(TENSORS.items()))
     half = torch.empty(tensor.numel(), dtype=torch.bfloat16)
