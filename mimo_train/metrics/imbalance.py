@@ -22,19 +22,29 @@ def imbalance(
             work are tokens inside the encoder.
 
     Returns:
-        {"imbalance/NAME": 1.0 where all have as much}.
+        {"imbalance/NAME": 1.0 where all have as much}; of the language model's two kinds of work also
+        "imbalance_tokens/language", and "imbalance_attention/language" of the squares of the lengths of texts.
     """
     found = {}
     for name, module in layout.modules.items():
         if module.dp == 1:
             continue
         if name == LANGUAGE:
-            work = [work_of_texts(texts) for texts in batch.plan.texts_of_ranks()]
+            of_ranks = batch.plan.texts_of_ranks()
+            work = [work_of_texts(texts) for texts in of_ranks]
+            for what, power in (("tokens", 1), ("attention", 2)):
+                loads = [sum(length**power * number for length, number in texts.items()) for texts in of_ranks]
+                found[f"imbalance_{what}/{name}"] = _busiest(loads)
         else:
             work = [0.0] * module.dp
-            for microbatch, loads in enumerate(batch.loads[name]):
+            for microbatch, of_samples in enumerate(batch.loads[name]):
                 for rank, (first, last) in enumerate(spans(module, microbatch)):
-                    work[rank] += sum(loads[first:last])
+                    work[rank] += sum(of_samples[first:last])
         if any(work):
-            found[f"imbalance/{name}"] = max(work) * module.dp / sum(work)
+            found[f"imbalance/{name}"] = _busiest(work)
     return found
+
+
+def _busiest(work: Sequence[float]) -> float:
+    """The most over the mean."""
+    return max(work) * len(work) / sum(work)

@@ -9,6 +9,7 @@ from mimo_train.config.fault import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.products import language_products
 
 UNIT = 8
 """Rows are multiples of it: few shapes, and those that matrix units like."""
@@ -43,7 +44,16 @@ def _packing(cfg: ConfigContainer, budget: int) -> Packing:
     layout = cfg.language.layout
     # Interleaved stages take microbatches in groups of as many as there are stages.
     groups = layout.pp if layout.vpp > 1 else 1
-    return Packing(budget, math.lcm(UNIT, _parts(cfg)), groups, equal=_has_router_losses(cfg.llm))
+    pair = _pair(cfg.llm, cfg.data.sequence_length)
+    return Packing(budget, math.lcm(UNIT, _parts(cfg)), groups, equal=_has_router_losses(cfg.llm), pair=pair)
+
+
+def _pair(llm: LlmSpec, length: int) -> float:
+    """FLOPs of attention in a sample of `length` tokens, over its square and over those of one token in all else but
+    the output layer, whose positions are those that learn."""
+    products = language_products(llm, length, vocab=0)
+    others = sum(product.forward for product in products)
+    return sum(product.attention for product in products) / length / others
 
 
 def _parts(cfg: ConfigContainer) -> int:

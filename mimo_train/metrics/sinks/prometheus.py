@@ -18,7 +18,7 @@ PREFIX = "mimo_train_"
 _LABELLED = [
     (re.compile(pattern), name)
     for pattern, name in (
-        (r"(?P<name>learning_rate|tflops|mfu|hfu|imbalance)(/(?P<module>.+))?", "{name}"),
+        (r"(?P<name>learning_rate|tflops|mfu|hfu|imbalance(_tokens|_attention)?)(/(?P<module>.+))?", "{name}"),
         (r"time/(?P<module>[^/]+)/(?P<part>[^/]+)", "module_seconds"),
         (r"straggler/(?P<module>[^/]+)/(?P<name>[^/]+)", "straggler_{name}"),
         (r"loss/(?P<source>.+)", "source_loss"),

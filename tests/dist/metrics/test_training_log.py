@@ -141,7 +141,7 @@ def test_the_page_names_the_keys_that_are_logged_and_no_others(digits, tmp_path)
     written |= set(*run_ranks(_rare_keys, 1))
     # Where nothing goes wrong, there are none of these.
     written |= {"skipped_iters", "bad_samples", "empty_steps", "nan_iters"}
-    written.add("imbalance/language")  # of several data-parallel ranks
+    written |= {f"imbalance{what}/language" for what in ("", "_tokens", "_attention")}  # of several data-parallel ranks
     keys = documented()
     assert len(keys) > 40
     assert [key for key, pattern in keys.items() if not any(map(pattern.fullmatch, written))] == []

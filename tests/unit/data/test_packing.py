@@ -61,18 +61,32 @@ def balance(found: StepPlan, replicas: int, work) -> float:
     return max(of_ranks) / (sum(of_ranks) / replicas)
 
 
+PAIR = 1 / 12 / 1024
+"""Work of a pair of tokens over that of a token, of a language model of hidden size 1024: 2h / 24h^2."""
+
+
 @pytest.mark.parametrize("kind", [text, mixed])
-@pytest.mark.parametrize(("samples", "replicas"), [(256, 1), (256, 4), (1024, 16)])
-@pytest.mark.parametrize("budget", [2048, 4096, 8192])
+@pytest.mark.parametrize(("samples", "replicas"), [(256, 1), (256, 4), (256, 8), (256, 16), (1024, 16), (1024, 64)])
+@pytest.mark.parametrize("budget", [2048, 8192])
 def test_rows_are_full_and_ranks_have_as_much_to_do(kind, samples, replicas, budget):
-    for seed in range(3):
+    for seed in range(4):
         lengths = kind(samples, seed)
-        found = plan(lengths, replicas, budget=budget)
+        found = plan(lengths, replicas, budget=budget, pair=PAIR)
         assert lengths.sum() / found.positions >= 0.975
-        assert balance(found, replicas, lambda places: lengths[places].sum()) <= 1.05  # noqa: B023
-        assert balance(found, replicas, lambda places: (lengths[places] ** 2).sum()) <= 1.06  # noqa: B023
+        tokens, squares = (balance(found, replicas, lambda places: of[places].sum()) for of in (lengths, lengths**2))  # noqa: B023
+        assert tokens <= 1.05
+        assert balance(found, replicas, lambda places: (lengths + PAIR * lengths**2)[places].sum()) <= 1.05  # noqa: B023
+        if kind is mixed or samples >= 64 * replicas:
+            assert squares <= 1.05
         least = replicas * -(-lengths.sum() // (budget * replicas))
         assert len(found.shares) * replicas <= 1.25 * least + replicas, "few packs more than tokens need"
+
+
+def test_the_packs_of_a_microbatch_cost_about_as_much():
+    lengths = text(1024, 0)
+    for shares in plan(lengths, 4, budget=4096, pair=PAIR).shares:
+        work = [(lengths + PAIR * lengths**2)[share.places].sum() for share in shares]
+        assert max(work) <= 1.1 * min(work)
 
 
 def test_a_step_with_fewer_samples_than_ranks_has_rows_of_padding():

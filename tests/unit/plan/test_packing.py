@@ -43,14 +43,24 @@ def test_bridges_of_megatron_core_carry_no_packs():
 def test_rows_are_what_the_layout_can_divide():
     sizes = ("data.pack=true", "train.micro_batch_size=2", "data.sequence_length=96", "train.global_batch_size=16")
     one = load("gpt_tiny", ("layout=language_one", *sizes))
-    assert padding_of(one) == Packing(pack_length(one), 8, 1) and pack_length(one) == 192
+    pair = padding_of(one).pair
+    assert padding_of(one) == Packing(pack_length(one), 8, 1, pair=pair) and pack_length(one) == 192
     axes = {"cp": 3, "tp": 2, "sp": "true", "pp": 2, "vpp": 2}
     cut = load(
         "gpt_tiny", ("layout=language_one", *sizes, *(f"modules.language.layout.{a}={n}" for a, n in axes.items()))
     )
     packing = padding_of(cut)
-    assert packing == Packing(192, 24, 2)
+    assert packing == Packing(192, 24, 2, pair=pair)
     assert packing.row_length(97) % (2 * 3 * 2) == 0 and len(plan_of([60] * 5, 1, packing).shares) % 2 == 0
+
+
+def test_the_weight_of_attention_is_that_of_the_model_by_hand():
+    sizes = ("hidden_size=16", "num_attention_heads=4", "num_query_groups=2", "ffn_hidden_size=24", "activation=swiglu")
+    cfg = load("gpt_tiny", ("data.pack=true", "data.sequence_length=99", *(f"modules.language.llm.{x}" for x in sizes)))
+    # Products of a token in a layer: qkv 16 * (16 + 8 + 8), output 16 * 16, up 16 * 48, down 24 * 16; 2 FLOPs each.
+    # Attention: 4 * 16 for each of 99 * 100 / 2 pairs, of 99^2.
+    weights = 16 * 32 + 16 * 16 + 16 * 48 + 24 * 16
+    assert padding_of(cfg).pair == pytest.approx(4 * 16 * (100 / 99 / 2) / (2 * weights))
 
 
 def plan_of(lengths: list[int], replicas: int, packing: Packing):
@@ -84,7 +94,15 @@ def test_imbalance_is_the_busiest_rank_s_work_over_the_mean():
     def tokens(texts):
         return float(sum(length * number for length, number in texts.items()))
 
-    assert imbalance(batch, layout, tokens, spans) == {"imbalance/images": 2.0, "imbalance/language": 1.0}
+    assert imbalance(batch, layout, tokens, spans) == {
+        "imbalance/images": 2.0,
+        **{f"imbalance{what}/language": 1.0 for what in ("", "_tokens", "_attention")},
+    }
     uneven = StepBatch(plan_of([30, 10], 2, Packing(64, 1)), [], [], {}, {"images": [[0, 0]]}, {}, np.zeros(2, bool))
     longest = imbalance(uneven, layout, lambda texts: float(max(texts)), spans)
-    assert longest == {"imbalance/language": pytest.approx(30 * 2 / (30 + 22))}
+    # Rows of 32: 30 tokens and 2 of padding, 10 and 22.
+    assert longest == {
+        "imbalance/language": pytest.approx(30 * 2 / (30 + 22)),
+        "imbalance_tokens/language": 1.0,
+        "imbalance_attention/language": pytest.approx((30**2 + 2**2) * 2 / (30**2 + 2**2 + 10**2 + 22**2)),
+    }
