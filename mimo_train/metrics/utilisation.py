@@ -6,28 +6,33 @@ from mimo_train.plan.flops import Flops
 from mimo_train.plan.layout import RunLayout
 
 PEAK_TFLOPS = {
-    "A100": 312.0,
-    "A800": 312.0,
-    "B200": 2250.0,
-    "GB200": 2500.0,
-    "H100": 989.0,
-    "H100 NVL": 835.0,
-    "H100 PCIe": 756.0,
-    "H200": 989.0,
-    "H800": 989.0,
-    "L40S": 362.0,
+    "A100": (312.0, 19.5),
+    "A800": (312.0, 19.5),
+    "B200": (2250.0, 75.0),
+    "GB200": (2500.0, 80.0),
+    "H100": (989.0, 67.0),
+    "H100 NVL": (835.0, 60.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H200": (989.0, 67.0),
+    "H800": (989.0, 67.0),
+    "L40S": (362.0, 91.6),
 }
-"""Dense peak of one device in bf16, in TFLOP/s, by what its name contains; the longest of several such names counts.
+"""Dense peaks of one device in TFLOP/s, by what its name contains; the longest of several such names counts: in bf16
+and fp16, and in fp32, whose products torch does not round to TF32 unless it is told to.
 
 From NVIDIA's data sheets; where they quote 2:4 sparsity, half of it. H100 and H800 alone are the SXM boards."""
 
 
-def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 peak of a device in TFLOP/s by the name that CUDA gives it; None if it is not known, or if the device
-    is a part of one (MIG)."""
+def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
+    """Dense peak of a device in TFLOP/s by the name that CUDA gives it; None if it is not known, or if the device is a
+    part of one (MIG).
+
+    Args:
+        precision: of the products, as `train.precision`: bf16, fp16 or fp32.
+    """
     words = device_name.replace("-", " ").split()
     known = [name for name in PEAK_TFLOPS if _contains(words, name.split())]
-    return PEAK_TFLOPS[max(known, key=len)] if known and "MIG" not in words else None
+    return PEAK_TFLOPS[max(known, key=len)][precision == "fp32"] if known and "MIG" not in words else None
 
 
 def _contains(words: list[str], part: list[str]) -> bool:

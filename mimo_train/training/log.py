@@ -244,7 +244,7 @@ class StepLog:
             values["padding"] = 1 - numbers.tokens / numbers.positions
         values |= self._imbalance
         flops = {module: total * (1 / numbers.steps) for module, total in numbers.flops.items()}
-        peak = log.peak_tflops or peak_tflops(devices.name(self._pipeline.device))
+        peak = log.peak_tflops or peak_tflops(devices.name(self._pipeline.device), state.cfg.train.precision)
         values |= utilisation(flops, values["step_seconds"], state.layout, peak)
         if log.module_times:
             work = {module: total.hardware for module, total in flops.items()}

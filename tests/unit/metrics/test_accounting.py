@@ -27,6 +27,11 @@ def test_peak_by_the_name_of_the_device(name, peak):
     assert peak_tflops(name) == peak
 
 
+@pytest.mark.parametrize(("precision", "peak"), [("bf16", 989), ("fp16", 989), ("fp32", 67)])
+def test_the_peak_is_that_of_the_precision_in_use(precision, peak):
+    assert peak_tflops("NVIDIA H100 80GB HBM3", precision) == peak
+
+
 def layout(images: int, language: int) -> RunLayout:
     sizes = {"modules.images.layout.dp": images, "modules.language.layout.dp": language}
     return resolve(changed({**sizes, "train.global_batch_size": 6, "train.micro_batch_size": 1})).layout

@@ -131,6 +131,42 @@ def test_recomputation_is_hardware_work_where_there_is_a_backward_pass(upstream,
         assert flops.hardware - flops.model == gradients * again
 
 
+def test_adapters_let_gradients_pass_from_the_first_of_them_on_by_hand():
+    # Of the frozen second layer: its first product with an adapter gives no gradient of its input, since nothing in
+    # front of it is trained; all behind it does.
+    frozen, first = ["*"], "decoder.layers.1.mlp.linear_fc1.weight"
+    products = {product.name: product.forward for product in LANGUAGE}
+    behind = products["decoder.layers.1.mlp.linear_fc2.weight"] + OUTPUT
+    assert count(LANGUAGE, frozen, upstream=False, adapted=[first]).model == LAYERS + CORE + OUTPUT + behind
+    # With full recomputation, layers are run again from the first product that gradients go back to.
+    again = count(LANGUAGE, frozen, upstream=False, adapted=[first], recompute="full").hardware
+    assert again == LAYERS + CORE + OUTPUT + behind + products[first] + behind - OUTPUT
+
+
+def test_a_step_with_adapters_by_hand():
+    adapted = changed({"modules.language.lora.rank": 2}, "gpt_tiny")
+    spec, length = adapted.language.llm, 16
+    products = language_products(spec, length, 384, logits=0)
+    layers, core = sum(one.forward for one in products), sum(one.attention for one in products)
+    (done,) = StepFlops(adapted, vocab=384)(texts={length: 1}, counts={}, loads={}, pairs={}, step=1).values()
+    # All weights are frozen, and nothing asks for the gradient of the first product's input. The cores of attention are
+    # all behind an adapter.
+    first = next(one.forward for one in products if one.forward)
+    assert done.model == 2 * layers - first + 3 * core
+
+
+def test_experts_of_a_step_by_hand():
+    sizes = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "router_balancing": "none"}
+    cfg = changed({f"modules.language.llm.{key}": value for key, value in sizes.items()}, "gpt_tiny")
+    llm, length = cfg.language.llm, 16
+    h, q, k, f = llm.hidden_size, llm.query_width, llm.head_width * llm.key_heads, 24
+    gated = 2 if llm.activation == "swiglu" else 1
+    weights = h * (q + 2 * k) + q * h + h * 6 + 2 * (h * gated * f + f * h)
+    expected = 3 * llm.num_layers * (2 * length * weights + 2 * q * length * (length + 1))
+    flops = StepFlops(cfg, vocab=384)(texts={length: 1}, counts={}, loads={}, pairs={}, step=1)
+    assert flops["language"].model == expected, "two of six experts a token, however many a rank holds"
+
+
 EMBED, LAYER_PICTURE, CORE_PICTURE, PROJECT = 192, 3 * 288, 3 * 128, 2 * 4 * 48
 
 
