@@ -9,11 +9,14 @@ single samples, one after the other, which the plan was made of before. Processo
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.pipeline import Batching, Dataset, Padding, TextLengths
 from mimo_train.config.compose import load

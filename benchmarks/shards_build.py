@@ -14,6 +14,7 @@ import json
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from pathlib import Path
 import numpy as np
 import webdataset
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.build import Settings, build_shards
 from data.building.columns import Columns
