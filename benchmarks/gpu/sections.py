@@ -37,7 +37,7 @@ class Sections:
 
     def __init__(self, jobs: Jobs, tiny: bool = False):
         self._jobs, self.sizes = jobs, TINY if tiny else GPU
-        self._checks = checks.Checks(jobs, self.sizes.device)
+        self._checks = checks.Checks(jobs, self.sizes.device, SECTIONS["b"].seconds)
         self._ends = 0.0
         self.ceiling: float | None = None
         """TFLOP/s of a matrix product, once it is measured."""
@@ -299,8 +299,8 @@ class Section:
 SECTIONS = {
     "a": Section("ceiling of the device", 25, Sections.ceiling_rows),
     "b": Section("tests/gpu", 50, Sections.tests),
-    "c": Section("steps of three models in bf16", 205, Sections.models),
-    "d": Section("against transformers", 100, Sections.versus),
+    "c": Section("steps of three models in bf16", 195, Sections.models),
+    "d": Section("against transformers", 120, Sections.versus),
     "e": Section("fp8 against bf16, of a matrix product", 25, Sections.fp8),
     "f": Section("frozen encoder, LoRA, packed against padded", 75, Sections.variants),
     "g": Section("heaviest kernels, and time without one", 5, Sections.kernels),

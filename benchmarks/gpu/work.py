@@ -62,7 +62,7 @@ def quick_weights(device: str):
     import torch
 
     def drawn(block: torch.Tensor, std: float, seed: int, row: int = 0, column: int = 0) -> None:
-        block.copy_(torch.empty(block.shape, device=device).normal_(0.0, std))
+        block.copy_(torch.empty(block.shape, dtype=block.dtype, device=device).normal_(0.0, std))
 
     with patch("encoders.normal.fill", drawn):
         yield
@@ -188,7 +188,8 @@ def reading(
 
     shards = runs.write_pictures(Path(folder), picture, [characters] * 64)
     fixed = [*runs.FIXED, f"run.dir={folder}/run", f"run.device={device}", f"data.shards={shards}"]
-    run = SteppedRun(load(config, [*fixed, *overrides]))
+    with quick_weights(device):
+        run = SteppedRun(load(config, [*fixed, *overrides]))
     data, samples, began = run.session.data, 0, 0.0
     for step in range(2 * steps):
         if step == steps:

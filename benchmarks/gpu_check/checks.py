@@ -86,10 +86,11 @@ class Checks:
 
     Args:
         device: cuda, or cpu for a rehearsal.
+        tests_seconds: that tests/gpu may take.
     """
 
-    def __init__(self, jobs: Jobs, device: str = "cuda"):
-        self._jobs, self._device = jobs, device
+    def __init__(self, jobs: Jobs, device: str = "cuda", tests_seconds: float = 240):
+        self._jobs, self._device, self._tests_seconds = jobs, device, tests_seconds
         self._sizes = Sizes() if device == "cuda" else REHEARSAL
 
     @cached_property
@@ -193,7 +194,9 @@ class Checks:
         except work.Missing as missing:
             yield line(self._sizes.tests[0], Outcome("skipped", text=str(missing)))
             return
-        found = self._jobs.command([sys.executable, "-P", "-m", "pytest", *options, *self._sizes.tests], 240)
+        found = self._jobs.command(
+            [sys.executable, "-P", "-m", "pytest", *options, *self._sizes.tests], self._tests_seconds
+        )
         if found.state == "ok" and not report.exists():
             found = Outcome("failed", text=found.value[1])
         if found.state != "ok":

@@ -10,6 +10,7 @@ Experts (`moe`) are seeded one by one.
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.utils import get_pg_rank
 
+from mimo_train.config.fault import UserError
 from mimo_train.model.attention import SdpaAttention
 from mimo_train.model.dense_layer import DenseLayer
 from mimo_train.model.documents import attention_inside_documents
@@ -107,8 +109,23 @@ class TorchNorm:
 
 
 def use_transformer_engine(kind: str) -> bool:
-    """Whether layers are built from Transformer Engine: on CUDA, where it is installed."""
-    return kind == "cuda" and find_spec("transformer_engine") is not None
+    """Whether layers are built from Transformer Engine: on CUDA, where it is installed.
+
+    Raises:
+        UserError: it is installed and cannot be imported. Megatron-Core would take it for absent, while layers are
+            built from it.
+    """
+    if kind != "cuda" or find_spec("transformer_engine") is None:
+        return False
+    try:
+        import_module("transformer_engine.pytorch")
+    except Exception as error:  # of a library that is missing or of another version, whatever it raises
+        raise UserError(
+            "Transformer Engine is installed and cannot be imported "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}): "
+            "repair it, or uninstall it, and layers are torch's"
+        ) from error
+    return True
 
 
 def layer_spec(config: TransformerConfig, mask: AttnMaskType, te: bool, *, dense: bool = False) -> ModuleSpec:
