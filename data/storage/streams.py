@@ -40,12 +40,8 @@ class Stream:
     def __init__(self, place: Origin, retries: int = RETRIES) -> None:
         self._place = place
         self._raw = _opened(place, retries)
+        self._file: io.BufferedIOBase | None = None  # known by its first bytes, which a command may let wait
         self._held, self._start = b"", 0
-        try:
-            self._file = _decompressed(place, io.BufferedReader(self._raw, _CHUNK))
-        except BaseException:
-            self._raw.close()
-            raise
 
     def read(self, length: int, offset: int) -> bytes:
         """What is at `offset`: `length` bytes, or fewer at the end."""
@@ -72,6 +68,8 @@ class Stream:
 
     def _next(self, size: int) -> bytes:
         try:
+            if self._file is None:
+                self._file = _decompressed(self._place, io.BufferedReader(self._raw, _CHUNK))
             content = self._file.read1(min(size, _CHUNK))
         except EOFError as error:
             raise ShardError(

@@ -27,8 +27,8 @@ def add_repeats(report: Report, cfg: ConfigContainer) -> None:
                 f"{key}: {plural(len(twice), 'shard')}, such as {twice[0]}, "
                 "named more than once: an epoch has their samples as often"
             )
-        trained = next(iter(files))
-        both = sorted(files[trained] & files[key], key=str) if key not in ("data.mix", "data.shards") else []
+        trained = "data.mix" if cfg.data.mix else "data.shards"
+        both = sorted(files[trained] & files[key], key=str) if trained in files and key != trained else []
         if both:
             report.warnings.append(
                 f"{key}: {plural(len(both), 'shard')}, such as {both[0]}, also in {trained}: "

@@ -1,20 +1,17 @@
 """What `data.stream` leaves of the other keys. Imports no torch."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from data.bounds import BOUNDS
 from mimo_train.config.fault import Fault
 
-if TYPE_CHECKING:
-    from mimo_train.config.schema import DataConfig
 
-
-def stream_faults(data: "DataConfig", epochs: float) -> Iterator[Fault]:
+def stream_faults(data: Any, epochs: float) -> Iterator[Fault]:
     """Keys that cannot be beside `data.stream`, or that need it.
 
     Args:
-        epochs: `train.epochs`.
+        data: the section, a `DataConfig`; epochs: `train.epochs`.
     """
     if not data.stream:
         if data.bounds.sample_bytes != BOUNDS.sample_bytes:

@@ -1,0 +1,354 @@
+"""Shards read from beginning to end: the samples of an index, exact after any cut; what is damaged says where."""
+
+import bz2
+import gzip
+import io
+import random
+import tarfile
+import threading
+import time
+
+import numpy as np
+import pytest
+import webdataset
+
+from data.bounds import BOUNDS, Bounds
+from data.errors import DataError, ReadError, ShardError
+from data.fields import NO_FIELDS, read_fields
+from data.pipeline import Batching, Dataset, Reader, Source, StepLoader, StreamDataset
+from data.reading import READS
+from data.storage.command import Command
+from data.storage.streams import Stream
+from data.storage.url import Url
+from data.storage.web_bytes import WebBytes
+from data.streams.find import find_streams
+from data.streams.shard import StreamedShard
+from data.tokens import build_tokenizer
+from tests.http_server import serving
+from tests.tars import write_tar
+from tests.unit.data.helpers import chat, encode_picture, images
+
+BATCH = 4
+
+
+@pytest.fixture
+def squeezed(small, tmp_path):
+    """`small` as .tar.gz."""
+    folder = tmp_path / "squeezed"
+    folder.mkdir()
+    for path in small.glob("*.tar"):
+        (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    return folder
+
+
+def stream(shards, **options):
+    media = options.pop("media", (images(),))
+    tokenizer = build_tokenizer("bytes", [item.placeholder for item in media])
+    options = {"sequence_length": 24, "max_bad_samples": 99} | options
+    return StreamDataset(Source("", str(shards)), tokenizer=tokenizer, media=media, **options)
+
+
+def one_shard(place, bounds=BOUNDS):
+    return [sample.index.key(0) for sample in StreamedShard(place, bounds, NO_FIELDS, 0, 0).each()]
+
+
+def trained(dataset, steps, *, consumed=0, dp=1, workers=1):
+    """Keys of every sample of some steps, in the order of the batch, as each data-parallel rank has read them."""
+    keys = {}
+    for rank in range(dp):
+        readers = [Reader("language", rank, dp), Reader("images", rank, dp)]
+        batching = Batching(BATCH, 2, replicas=dp)
+        with StepLoader(
+            dataset(), batching, readers, consumed_samples=consumed, workers=workers, limit=steps
+        ) as loader:
+            for step in loader:
+                for microbatch, numbers in zip(step.microbatches, step.numbers, strict=True):
+                    assert numbers["language"] == numbers["images"]
+                    texts = microbatch["input_ids"].tolist()
+                    pictures = microbatch["modality_inputs"]["images"]
+                    means = [] if pictures is None else pictures["images"]["pixels"].double().mean((1, 2, 3)).tolist()
+                    for number, text in zip(numbers["language"], texts, strict=True):
+                        keys[number] = (loader.dataset.locate(number), tuple(text), tuple(means))
+                        # Of a microbatch with one sample the pictures are its own.
+                        assert len(texts) > 1 or dp == 2
+            loader.dataset.close()
+    return [keys[number][:2] for number in sorted(keys)]
+
+
+def test_a_stream_has_the_samples_of_an_index(small, squeezed, dataset):
+    def steps(data):
+        readers = [Reader("language", 0, 1), Reader("images", 0, 1)]
+        with StepLoader(data, Batching(BATCH, 2), readers, limit=8) as loader:
+            yield from loader
+        data.close()
+
+    indexed = dataset(small, shuffle=False)
+    for places in (squeezed, f"pipe:cat '{small}'/a-00000{{0,1}}.tar"):
+        for one, other in zip(steps(indexed), steps(stream(places, shuffle=False)), strict=True):
+            assert (one.token_counts, one.loads, one.pairs) == (other.token_counts, other.loads, other.pairs)
+            for own, streamed in zip(one.microbatches, other.microbatches, strict=True):
+                for name in ("input_ids", "labels", "loss_mask", "position_ids", "sample_numbers"):
+                    assert own[name].equal(streamed[name]), name
+                pictures, read = own["modality_inputs"]["images"], streamed["modality_inputs"]["images"]
+                assert (pictures is None) == (read is None)
+                assert pictures is None or pictures["images"]["pixels"].equal(read["images"]["pixels"])
+
+
+def test_samples_are_those_of_webdataset(squeezed):
+    paths = sorted(squeezed.iterdir())
+    theirs = [sample["__key__"] for path in paths for sample in webdataset.WebDataset(str(path), shardshuffle=False)]
+    assert [key for path in paths for key in one_shard(path)] == theirs and len(theirs) == 13
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_any_cut_gives_the_sequence_of_a_run_that_was_not_interrupted(squeezed, dp):
+    """13 samples in epochs whose shards are in other orders; 12 steps are almost four epochs."""
+
+    def opened():
+        return stream(squeezed, seed=7)
+
+    whole = trained(opened, 12)
+    rng = random.Random(3)
+    for _ in range(4):
+        cuts = sorted(rng.sample(range(1, 12), 2))
+        parts = []
+        for first, last in zip([0, *cuts], [*cuts, 12], strict=True):
+            parts += trained(opened, last - first, consumed=first * BATCH, dp=dp, workers=rng.choice([0, 2]))
+        assert parts == whole, cuts
+    keys = [key for (_, key), _ in whole]
+    for epoch in range(3):
+        assert len(set(keys[13 * epoch : 13 * epoch + 13])) == 13, "each sample once an epoch"
+    orders = {tuple(dict.fromkeys(shard for (shard, _), _ in whole[13 * at : 13 * at + 13])) for at in range(3)}
+    assert len(orders) == 2, "shards are in another order in some epoch"
+
+
+def test_shards_that_were_counted_are_passed_over_unread(squeezed):
+    data = stream(squeezed, shuffle=False)
+    data.plan_step(0, 20)  # all shards once
+    opened, original = [], data._open
+    data._open = lambda shard, skip: opened.append((shard, skip)) or original(shard, skip)
+    data.plan_step(13 * 1000 + 7, 2)
+    assert opened[0] == (1, 1) and data.locate(13 * 1000 + 7)[1] == "0007"
+    data.close()
+
+
+def test_members_that_a_rank_does_not_read_are_not_held(squeezed):
+    data = stream(squeezed, shuffle=False)
+    with StepLoader(data, Batching(BATCH, 4), [Reader("language", 0, 1)], limit=1, workers=0) as loader:
+        next(loader)
+        held = [data._held[number].contents for number in range(4)]
+    assert [len(contents) for contents in held] == [1, 1, 1, 1]
+    with pytest.raises(KeyError):
+        data.read_media(0, "images")[0]
+    data.close()
+
+
+def test_a_window_of_steps_is_held(squeezed):
+    data = stream(squeezed)
+    for step in range(40):
+        data.plan_step(step * BATCH, BATCH)
+        assert len(data._held) <= 8 * BATCH
+    assert data.is_bad(3) is False
+    with pytest.raises(AssertionError, match="none of the steps that were planned last"):
+        data.outline(0)
+    assert data.locate(0)[1].startswith("sample ")
+    data.close()
+
+
+def test_bad_samples_are_counted_once_in_all_epochs(tmp_path):
+    members = [(f"{n}.json", chat("q", f"a{n}") if n != 2 else b"{") for n in range(5)]
+    members[4:] = [("4.png", encode_picture(8, 8, "PNG")[:60]), ("4.json", chat("<image>", "a"))]
+    write_tar(tmp_path / "a.tar", members)
+    data = stream(tmp_path)
+    readers = [Reader("language", 0, 1), Reader("images", 0, 1)]
+    with StepLoader(data, Batching(5, 5), readers, limit=3, workers=0) as loader:
+        for step in loader:
+            assert step.bad.sum() == 2
+    found = data.bad_samples.take()
+    assert (
+        sorted(bad.key for bad in found) == ["2", "4"] and "is not JSON" in min(found, key=lambda one: one.key).reason
+    )
+    data.close()
+
+
+def test_fields_and_identities(tmp_path):
+    picture = encode_picture(8, 8, "PNG", value=1)
+    other = encode_picture(8, 8, "PNG", value=2)
+    members = [
+        ("a.png", picture),
+        ("a.cls", b"7"),
+        ("b.png", other),
+        ("b.cls", b"8"),
+        ("c.png", picture),
+        ("c.cls", b"7"),
+    ]
+    write_tar(tmp_path / "a.tar", members)
+    data = stream(tmp_path, fields=read_fields({"label": "cls"}), shuffle=False)
+    data.plan_step(0, 3)
+    assert data.prompt_and_truth(1)[1] == "8"
+    one, two, three = map(data.identity, range(3))
+    assert one == three != two, "of what is read, wherever it stands"
+    data.close()
+
+
+def test_a_sample_above_its_bound_is_bad_and_not_held(tmp_path):
+    """A member of 64 MB of zeros is 64 kB compressed."""
+    with gzip.open(tmp_path / "a.tar.gz", "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for name, raw in (("a.json", chat("q", "a")), ("b.png", bytes(64 << 20)), ("b.json", chat("<image>", "a"))):
+            info = tarfile.TarInfo(name)
+            info.size = len(raw)
+            tar.addfile(info, io.BytesIO(raw))
+    data = stream(tmp_path, bounds=Bounds(sample_bytes=1 << 20), shuffle=False)
+    data.plan_step(0, 2)
+    assert sum(len(content) for held in data._held.values() for content in held.contents.values()) < 1000
+    assert data.read_text(0)[1] is None
+    assert "above data.bounds.sample_bytes 1048576" in data.read_text(1)[1].reason
+    data.close()
+
+
+def test_endless_zeros_and_members_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.storage.tar._LONGEST_END", 1 << 20)
+    with pytest.raises(ShardError, match=r"pipe:cat /dev/zero: 1048576 zero bytes behind its last member, at byte 0"):
+        one_shard(Command("cat /dev/zero"))
+    monkeypatch.setattr("data.streams.shard._MOST_MEMBERS", 3)
+    write_tar(tmp_path / "a.tar", [(f"a.{at}.txt", b"x") for at in range(5)])
+    with pytest.raises(ShardError, match="the key 'a' has more than 3 members"):
+        one_shard(tmp_path / "a.tar")
+
+
+def cases(raw):
+    """(damaged shard, what is said, how many samples come before)."""
+    squeezed = gzip.compress(raw)
+    flipped = bytearray(squeezed)
+    flipped[-6] ^= 1  # of the checksum
+    yield squeezed[: len(squeezed) // 2], "the compressed data end too early"
+    yield bytes(flipped), "the compressed data are damaged .*CRC check failed"
+    yield gzip.compress(raw[:700]), "truncated at 700 bytes"
+    yield gzip.compress(raw[:1024]), r"truncated at 1024 bytes: a tar ends in 1024 zero bytes, this one in 0"
+    yield gzip.compress(raw[:1024] + b"\1" * 512 + raw[1536:]), "damaged header at byte 1024"
+    yield gzip.compress(b"no tar" * 200), "not a readable uncompressed tar"
+    yield gzip.compress(b""), "the file is empty"
+    yield bz2.compress(raw), "is compressed by bzip2, and gzip and zstd are read"
+
+
+def test_damage_is_an_error_with_shard_and_sample(tmp_path):
+    write_tar(tmp_path / "whole.tar", [(f"{n}.txt", np.random.default_rng(n).bytes(400)) for n in range(20)])
+    for raw, said in cases((tmp_path / "whole.tar").read_bytes()):
+        path = tmp_path / "a.tar.gz"
+        path.write_bytes(raw)
+        with pytest.raises(DataError, match=rf"a\.tar\.gz: (.|\n)*{said}"):
+            one_shard(path)
+    path.write_bytes(gzip.compress((tmp_path / "whole.tar").read_bytes())[:5000])
+    data = stream(path, media=(), sequence_length=8)
+    with pytest.raises(ShardError, match=r"end too early.*\(in sample \d+ of the shard, counted from 0\)"):
+        data.plan_step(0, 20)
+    data.close()
+
+
+def test_a_command_that_fails_names_its_code_and_words(small):
+    tar = small / "a-000000.tar"
+    with pytest.raises(
+        ShardError, match=r"^pipe:.*the command ended with exit code 3 after .* bytes: no more \(in sample"
+    ):
+        one_shard(Command(f"head -c 4000 '{tar}'; echo no more >&2; exit 3"))
+    with pytest.raises(ShardError, match="exit code 1 .*No such file"):  # of a part of a pipeline
+        one_shard(Command("cat /nowhere/a.tar | cat"))
+    with pytest.raises(ShardError, match="was ended by SIGTERM"):
+        one_shard(Command("kill -TERM $$"))
+    with pytest.raises(ShardError, match="truncated at "):  # it says that all is well
+        one_shard(Command(f"head -c 4000 '{tar}'"))
+    assert len(one_shard(Command(f"cat '{tar}'; sleep 0.1"))) == 6
+
+
+def test_a_command_that_stands_still_is_named_and_ends_with_the_run(small, tmp_path):
+    mark = tmp_path / "ended"
+    data = stream(f"pipe:trap 'touch {mark}' EXIT; head -c 2000 '{small}/a-000000.tar'; exec sleep 1000")
+    waiting = threading.Thread(target=lambda: pytest.raises(ShardError, data.plan_step, 0, 13))
+    waiting.start()
+    while not READS.longest().endswith("exec sleep 1000"):
+        time.sleep(0.01)
+    process = data._reading._current._stream._raw._process
+    data._reading.close()
+    waiting.join()
+    assert process.wait() < 0
+
+
+def test_another_number_of_samples_the_second_time_is_an_error(small, tmp_path):
+    count = tmp_path / "count"
+    command = f"n=$(cat {count} 2>/dev/null || echo 0); echo 1 > {count}; cat '{small}/a-00000'$n.tar"
+    data = stream(f"pipe:{command}")
+    with pytest.raises(ShardError, match="has 7 samples, and had 6 when it was read before"):
+        for step in range(20):
+            data.plan_step(step, 1)
+    data.close()
+
+
+def test_a_web_server_without_ranges(small):
+    content = gzip.compress((small / "a-000000.tar").read_bytes())
+    with serving({"a.tar.gz": content}) as server:
+        whole = one_shard(Url.parse(server.url("ignores_range", "a.tar.gz")))
+        assert whole == one_shard(Url.parse(server.url("right", "a.tar.gz"))) and len(whole) == 6
+        with pytest.raises(ReadError, match="404"):
+            one_shard(Url.parse(server.url("404", "a.tar.gz")))
+        with pytest.raises(ReadError, match="500"):
+            one_shard(Url.parse(server.url("500", "a.tar.gz")))
+
+
+def test_a_connection_that_is_cut_goes_on_where_it_was(small, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    content = (small / "a-000000.tar").read_bytes()
+    with serving({"a.tar": content}) as server:
+        raw = WebBytes(Url.parse(server.url("ignores_range", "a.tar")), 2)
+        begun = raw.read(1000)
+        raw._drop()
+        assert begun + raw.readall() == content
+        raw = WebBytes(Url.parse(server.url("ignores_range", "a.tar")), 2)
+        raw.read(1000)
+        raw._drop()
+        server.tags["a.tar"] = '"two"'
+        with pytest.raises(ShardError, match="the file changed while it was read"):
+            raw.read(10)
+
+
+def test_a_file_that_changes_is_an_error(tmp_path):
+    path = write_tar(tmp_path / "a.tar", [(f"{n}.txt", bytes(100_000)) for n in range(40)])
+    data = stream(path, media=(), sequence_length=8)
+    opened = Stream(path, 0)
+    opened.read(10, 0)
+    path.write_bytes(path.read_bytes() + bytes(1024))
+    with pytest.raises(ShardError, match="the shard changed while it was read"):
+        opened.read(10, 3_000_000)
+    opened.close()
+    data.close()
+
+
+def test_what_is_found(small, squeezed, tmp_path):
+    assert [path.name for path in find_streams(str(squeezed))] == ["a-000000.tar.gz", "a-000001.tar.gz"]
+    assert find_streams("pipe:cat x-{0..1}.tar, y") == [Command("cat x-0.tar, y"), Command("cat x-1.tar, y")]
+    assert str(find_streams("http://host/a-{0..1}.tgz")[1]) == "http://host/a-1.tgz"
+    with pytest.raises(DataError, match="no command"):
+        find_streams("pipe: ")
+    with pytest.raises(DataError, match="a command among others"):
+        find_streams([str(squeezed), "pipe:cat b.tar"])
+    (small / "a-000000.tar.gz").write_bytes(b"")
+    with pytest.raises(DataError, match="would both be read"):
+        find_streams(str(small))
+    with pytest.raises(DataError, match=r"no \*\.tar and no \*\.tar\.gz"):
+        find_streams(str(tmp_path))
+
+
+def test_shards_without_samples_are_said(tmp_path):
+    write_tar(tmp_path / "a.tar", [("README", b"none")])
+    data = stream(tmp_path)
+    with pytest.raises(DataError, match=r"the 1 shard\(s\) hold no sample"):
+        data.plan_step(0, 1)
+    data.close()
+
+
+def test_fingerprints_follow_files(small, squeezed):
+    one = stream(squeezed).fingerprint
+    assert one == stream(squeezed).fingerprint != stream(small).fingerprint
+    assert isinstance(one, str) and Dataset is not StreamDataset
+    path = squeezed / "a-000001.tar.gz"
+    path.write_bytes(path.read_bytes()[:-1] + b"\7")
+    assert stream(squeezed).fingerprint != one
