@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class Samples(SourcesView, ABC):
     ahead; set before they begin."""
     lengths: np.ndarray | None
     """int32 [samples], by row: tokens of each sample; None until they have been counted (`TextLengths.serve`)."""
-    shards: list[Place]
+    shards: Sequence[Place]
     """Files that hold the samples."""
     fingerprint: str
     """Of what the order of samples follows from, but for seed and weights."""
