@@ -18,6 +18,7 @@ from data.storage.remote import Range, RemoteReader
 from data.storage.retry import RETRIES, retrying
 from data.storage.url import Place, Url
 from data.storage.version import ShardVersion, open_file
+from data.storage.whole_read import pread_all
 
 _OPEN_FILES = 128
 _LOOK_AGAIN = 5.0  # seconds between looks at what stands at a path, besides that at the open file after each read
@@ -83,15 +84,11 @@ class ShardReader:
     def _read(self, path: Path, offset: int, size: int, version: ShardVersion | None) -> bytes:
         try:
             with self._open(path, version) as fd:
-                raw = os.pread(fd, size, offset)
-                while len(raw) < size:  # signals and sizes over 2 GiB cut a read short
-                    more = os.pread(fd, size - len(raw), offset + len(raw))
-                    if not more:
-                        raise ShardError(
-                            f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its "
-                            "index"
-                        )
-                    raw += more
+                raw = pread_all(fd, size, offset)
+                if len(raw) < size:
+                    raise ShardError(
+                        f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its index"
+                    )
                 if version is not None:
                     self._confirm(path, fd, version)
                 return raw
