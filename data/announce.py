@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from data.outline import SampleOutline
-from data.storage.remote import Range
-from data.storage.url import Url
+from data.storage.url import Place, Url
+from data.storage.version import ShardVersion
 
 if TYPE_CHECKING:
     from data.dataset import Dataset
@@ -33,7 +33,9 @@ def expect_texts(dataset: Dataset, shard: int, rows: range) -> None:
         dataset.reader.expect(one for outline in outlines for one in _ranges(dataset, outline, (), text=True))
 
 
-def _ranges(dataset: Dataset, outline: SampleOutline, modules: Collection[str], *, text: bool) -> Iterator[Range]:
+def _ranges(
+    dataset: Dataset, outline: SampleOutline, modules: Collection[str], *, text: bool
+) -> Iterator[tuple[Place, int, int, ShardVersion]]:
     shard = dataset.shards[outline.shard]
     if outline.bad_reason is not None:
         return
