@@ -1,5 +1,5 @@
-"""Announcing reads of remote shards, so that they are on their way together, neighbours in one read: a reading thread
-waits for one at a time. Nothing is announced of files, whose reads do not wait for a network."""
+"""Announcing reads, so that they are on their way together: a reading thread waits for one at a time. Of remote shards
+neighbours come in one read; of files the system is told, which then reads what it does not have in memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from data.outline import SampleOutline
-from data.storage.remote import Range
-from data.storage.url import Url
+from data.storage.url import Place, Url
+from data.storage.version import ShardVersion
 
 if TYPE_CHECKING:
     from data.dataset import Dataset
@@ -33,9 +33,11 @@ def expect_texts(dataset: Dataset, shard: int, rows: range) -> None:
         dataset.reader.expect(one for outline in outlines for one in _ranges(dataset, outline, (), text=True))
 
 
-def _ranges(dataset: Dataset, outline: SampleOutline, modules: Collection[str], *, text: bool) -> Iterator[Range]:
+def _ranges(
+    dataset: Dataset, outline: SampleOutline, modules: Collection[str], *, text: bool
+) -> Iterator[tuple[Place, int, int, ShardVersion]]:
     shard = dataset.shards[outline.shard]
-    if outline.bad_reason is not None or not isinstance(shard, Url):
+    if outline.bad_reason is not None:
         return
     kinds = dict.fromkeys(spec.kind for spec in dataset.modules if spec.module in modules)
     # Once each: of a video there are many pictures.

@@ -37,6 +37,7 @@ from data.storage.retry import RETRIES, retrying
 from data.storage.tar import ReadRange, walk_tar
 from data.storage.url import Place, Url, place_of
 from data.storage.version import ShardVersion, open_file
+from data.storage.whole_read import pread_all
 
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
@@ -245,7 +246,7 @@ def build_index(shard: str | os.PathLike[str] | Url, retries: int = RETRIES) -> 
 
     def read(length: int, offset: int) -> bytes:
         what = f"{shard}: cannot read {length} bytes at byte {offset}"
-        return retrying(lambda: os.pread(fd, length, offset), what, retries)
+        return retrying(lambda: pread_all(fd, length, offset), what, retries)
 
     try:
         before = retrying(lambda: ShardVersion.of(fd), f"{shard}: cannot read it", retries)

@@ -124,8 +124,11 @@ class StepLoader:
         plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents)
         text = self._dataset.read_text
         own = self._own(plan, samples)
-        if isinstance(self._dataset, Dataset) and self._dataset.is_remote:
-            self._expect(self._dataset, own)  # before a thread can read it: what is announced too late is read again
+        if isinstance(self._dataset, Dataset):
+            if self._dataset.is_remote:
+                self._expect(self._dataset, own)  # before a thread can read it: what comes too late is read again
+            elif self._pool is not None and self._dataset.reader.ahead.pays:
+                self._pool.submit(self._expect, self._dataset, own)  # of files it may; a reading thread does it
         read = [{module: one[module] for module in one if module not in self._sizes_only} for one in own]
         self._dataset.will_read(read)
         return _Step(

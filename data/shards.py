@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from data.braces import expand_braces, split_commas
 from data.energon import energon_part, energon_shards
 from data.errors import DataError, ShardError
 from data.remote_shards import find_remote
+from data.storage.place_list import PlaceList
 from data.storage.retry import retrying
 from data.storage.url import Place, Url, is_url
 from data.storage.version import require_file
@@ -20,7 +21,7 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.
 
 def find_shards(
     pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url], suffixes: Sequence[str] = (".tar",)
-) -> list[Place]:
+) -> PlaceList:
     """Paths and URLs of the shards that `pattern` names.
 
     Accepted: a folder (its `*.tar`, sorted by name), a file, a glob (sorted), a brace range such as
@@ -41,11 +42,7 @@ def find_shards(
         raise DataError(
             "data.shards is empty: give a folder, a glob, a brace range such as 'x-{000000..000003}.tar', or a list"
         )
-    found = [path for part in parts for path in _find_one(part, suffixes)]
-    for path in found:
-        if not isinstance(path, Url):
-            require_file(path, retrying(path.stat, f"{path}: cannot look at it"))
-    return found
+    return PlaceList(path for part in parts for path in _find_one(part, suffixes))
 
 
 def patterns_of(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]) -> list[str]:
@@ -76,7 +73,7 @@ def _take_any(path: str | os.PathLike[str]) -> None:
     """What `data.stream` refuses by its name: nothing."""
 
 
-def _find_one(part: str, suffixes: Sequence[str]) -> list[Place]:
+def _find_one(part: str, suffixes: Sequence[str]) -> Sequence[Place | str]:
     refuse = refuse_compressed if len(suffixes) == 1 else _take_any
     if part.startswith("pipe:"):
         raise DataError(
@@ -87,20 +84,14 @@ def _find_one(part: str, suffixes: Sequence[str]) -> list[Place]:
     if is_url(part) and not part.startswith("file://"):
         return [*find_remote(expand_braces(part), refuse)]
     if (of_energon := energon_part(part.removeprefix("file://"))) is not None:
-        return [*energon_shards(*of_energon)]
+        return _files(energon_shards(*of_energon))
     path = Path(part.removeprefix("file://")).expanduser()
     if path.is_dir():
-        found_there = [one for suffix in suffixes for one in path.glob(f"*{suffix}")]
-        there = sorted(found_there, key=lambda one: one.name)  # ten times as fast as by paths
-        if not there:
-            for name in sorted(os.listdir(path)):
-                refuse(path / name)
-            raise DataError(f"data.shards: the folder {path} holds no *{' and no *'.join(suffixes)} file")
-        return [*there]
+        return _of_folder(path, suffixes, refuse)
     if path.exists():
         refuse(path)
-        return [path]
-    found: list[Place] = []
+        return _files([path])
+    found: list[Path] = []
     for name in expand_braces(str(path)):
         matches = [Path(name)] if os.path.exists(name) else [Path(match) for match in sorted(glob.glob(name))]
         if not matches:
@@ -110,4 +101,24 @@ def _find_one(part: str, suffixes: Sequence[str]) -> list[Place]:
         for match in matches:
             refuse(match)
         found.extend(matches)
-    return found
+    return _files(found)
+
+
+def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os.PathLike[str]], None]) -> list[str]:
+    with os.scandir(folder) as entries:
+        # What the folder itself says is a file needs no look of its own here: the catalogue looks at each.
+        there = sorted((entry.name, entry.is_file()) for entry in entries if entry.name.endswith(tuple(suffixes)))
+    if not there:
+        for name in sorted(os.listdir(folder)):
+            refuse(folder / name)
+        raise DataError(f"data.shards: the folder {folder} holds no *{' and no *'.join(suffixes)} file")
+    _files(folder / name for name, is_file in there if not is_file)
+    before = str(folder / "_")[:-1]
+    return [before + name for name, _ in there]
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    paths = [*paths]
+    for path in paths:
+        require_file(path, retrying(path.stat, f"{path}: cannot look at it"))
+    return paths

@@ -21,7 +21,8 @@ from data.fields import Fields
 from data.mixture import Phase, Phases, whole_weights
 from data.order import GlobalOrder, splitmix, splitmix_all
 from data.shards import find_shards
-from data.storage.url import Place, Url
+from data.storage.place_list import PlaceList
+from data.storage.url import Url
 from data.streams.order import StreamOrder
 
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
@@ -147,7 +148,7 @@ def sources_of(shards: Shards | Sequence[Source]) -> tuple[Source, ...]:
     return (Source("", cast(Shards, shards)),)
 
 
-def found_shards(source: Source) -> list[Place]:
+def found_shards(source: Source) -> PlaceList:
     """The shards of a source. Raises DataError as `find_shards`, with the source's key."""
     try:
         return find_shards(source.shards)

@@ -125,8 +125,11 @@ class TextLengths:
         return self._dataset.shards[shard]
 
     def _load(self, shard: int) -> bool:
-        for path in dict.fromkeys([self.path(shard), self.path(shard, writable=True)]):
-            found = _read(path, self._head(shard))
+        head, tried = self._head(shard), None
+        for writable in (False, True):
+            path = self.path(shard, writable)
+            found = None if path == tried else _read(path, head)
+            tried = path
             if found is not None:
                 self._found[shard] = found
                 return True

@@ -28,6 +28,7 @@ from data.errors import RecordError
 from data.index import build_index
 from data.members import READABLE, arrange, unread
 from data.shown import shown
+from data.storage.whole_read import pread_all
 
 _NAME = re.compile(r"([^.]+)[.](.+)")
 _STATS = "_stats.json"  # of img2dataset, beside a shard
@@ -135,7 +136,7 @@ def _sample(
         require_name(member.extension, where)
     record, media = members[at], [member for member in members if member.kind in READABLE]
     with open(record.place.path, "rb", buffering=0) as file:
-        raw = os.pread(file.fileno(), record.place.size, record.place.offset or 0)
+        raw = pread_all(file.fileno(), record.place.size, record.place.offset or 0)
     is_json = record.extension.rpartition(".")[2] == "json"
     if columns.changes_records:
         read = [Medium(one.kind, one.extension, one.place, f".{one.extension}") for one in media]

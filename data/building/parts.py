@@ -21,6 +21,7 @@ from xxhash import xxh3_64_intdigest
 from data.building.samples import Place, Sample, Source
 from data.errors import DataError, NothingToLearn, RecordError, ShardError
 from data.storage.replace import replacing
+from data.storage.whole_read import pread_all
 from data.storage.write import tar_bytes
 
 ROW = np.dtype([("at", "<i8"), ("length", "<i8"), ("bytes", "<i8"), ("name", "<u8")])
@@ -141,14 +142,14 @@ class Contents:
 
     def of(self, part: int, at: int, length: int) -> list[tuple[str, bytes]]:
         """(extension, content) of a sample's members. Raises DataError: a file is not as it was when it was read."""
-        line = os.pread(self._fd(str(part_path(self._folder, part, "lines"))), length, at)
+        line = pread_all(self._fd(str(part_path(self._folder, part, "lines"))), length, at)
         members = []
         for extension, path, offset, size in json.loads(line):
             if offset is None:
                 members.append((extension, self._whole(path, size)))
                 continue
             path = path or str(part_path(self._folder, part, "bytes"))
-            content = os.pread(self._fd(path), size, offset)
+            content = pread_all(self._fd(path), size, offset)
             _require_size(path, size, len(content))
             members.append((extension, content))
         return members
@@ -156,7 +157,7 @@ class Contents:
     def _whole(self, path: str, size: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            content = os.read(fd, size + 1)
+            content = pread_all(fd, size + 1, 0)
         finally:
             os.close(fd)
         _require_size(path, size, len(content))

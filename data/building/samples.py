@@ -22,6 +22,7 @@ from data.media.video_headers import parse_video_header
 from data.members import READABLE
 from data.records import parse_record
 from data.shown import shown
+from data.storage.whole_read import pread_all
 from data.storage.write import LONGEST_NAME
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
@@ -197,7 +198,7 @@ def require_header(kind: str, content: bytes | Place, what: str) -> None:
         path, offset, size = content
         fd, start = os.open(path, os.O_RDONLY | os.O_CLOEXEC), offset or 0
         try:
-            found = _extent(kind, lambda at, length: os.pread(fd, max(min(length, size - at), 0), start + at), size)
+            found = _extent(kind, lambda at, length: pread_all(fd, max(min(length, size - at), 0), start + at), size)
         finally:
             os.close(fd)
     require_extent(kind, found, what)

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from data.catalogue.file import CatalogueFile
 from data.catalogue.folder import Folder, Progress
+from data.catalogue.found import Found
 from data.catalogue.rows import Rows
 from data.errors import DataError
 from data.index import ShardIndex
+from data.storage.place_list import PlaceList
 from data.storage.retry import RETRIES
 from data.storage.url import Place, Url, place_of
 from data.storage.version import ShardVersion
@@ -25,17 +26,9 @@ class Catalogue:
         errors: shard's number -> why it has no index; only of those that were opened not to be `strict`.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Place],
-        found: Mapping[int, tuple[CatalogueFile, int]],
-        errors: Mapping[int, DataError],
-    ) -> None:
+    def __init__(self, shards: Sequence[Place], found: Found, errors: Mapping[int, DataError]) -> None:
         self._shards, self.errors = shards, dict(errors)
-        self._files = list({id(file): file for file, _ in found.values()}.values())
-        at = {id(file): number for number, file in enumerate(self._files)}
-        self._file = np.array([at[id(found[n][0])] if n in found else -1 for n in range(len(shards))], dtype=np.int32)
-        self._row = np.array([found[n][1] if n in found else -1 for n in range(len(shards))], dtype=np.int64)
+        self._files, self._file, self._row = found.files, found.file, found.row
         self.counts, self._starts = np.zeros(len(shards), dtype=np.int64), np.zeros(len(shards), dtype=np.int64)
         self._checked = np.zeros(len(shards), dtype=bool)
         for number, file in enumerate(self._files):
@@ -117,17 +110,17 @@ def open_catalogue(
         ReadError: one cannot be read.
         DataError: the file cannot be written.
     """
+    places = shards if isinstance(shards, PlaceList) else PlaceList(shards)
     folders: dict[str, list[int]] = {}
-    for number, shard in enumerate(shards):
-        folders.setdefault(str(shard).rpartition("/")[0], []).append(number)
-    found: dict[int, tuple[CatalogueFile, int]] = {}
-    errors: dict[int, DataError] = {}
+    for number, folder_name in enumerate(places.folders()):
+        folders.setdefault(folder_name, []).append(number)
+    found, errors = Found.of_none(len(places)), dict[int, DataError]()
     for numbers in folders.values():
-        own = [shards[number] for number in numbers]
+        own = places if len(folders) == 1 else PlaceList(places.texts[number] for number in numbers)
         folder = Folder(own, cache_dir, retries, processes, progress, strict)
-        found |= {numbers[at]: one for at, one in folder.opened().items()}
+        found.add(folder.opened(), numbers)
         errors |= {numbers[at]: error for at, error in folder.errors.items()}
-    return Catalogue(shards, found, errors)
+    return Catalogue(places, found, errors)
 
 
 def open_index(

@@ -4,7 +4,8 @@ It is one JSON line (padded), texts (names and tags of the shards, what the code
 row for each shard, and a part for each: rows of its samples and members (`data.index`), and its keys, compressed.
 Nothing in a part says where it stands, so that a part is copied as it is when another one changes.
 
-Two kinds of checksums: one of all that is before the parts, compared when the file is opened, and one of each part.
+Three kinds of checksums: one of all that is before the parts, compared when the file is opened, one of all parts
+together, and one of each.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from data.catalogue.checks import codes_of, require_head, require_table, require_texts, rows_fault
 from data.errors import DataError
@@ -32,7 +34,7 @@ _log = logging.getLogger(__name__)
 CHECKED_AT_ONCE = 256 << 20
 """Bytes of a file up to which all parts that are used are compared with their checksums when it is opened; of a larger
 one each is when it is first used."""
-_VERSION = 7
+_VERSION = 8
 _HEAD = 256  # bytes of the JSON line
 _UNIT = 64  # parts begin at multiples of it
 _SHARD = np.dtype(
@@ -97,15 +99,19 @@ class CatalogueFile:
     """An open file.
 
     Attributes:
-        number_of: shard's name -> its row in `table`.
+        names: of the shards, each of a row in `table`.
+        number_of: the row of a name.
         table: [shards] of `_SHARD`.
         words: int64, the whole file.
     """
 
-    def __init__(self, path: Path, blob: np.ndarray, table: np.ndarray, texts: dict[str, Any], begin: int) -> None:
+    def __init__(
+        self, path: Path, blob: np.ndarray, table: np.ndarray, texts: dict[str, Any], begin: int, check: int
+    ) -> None:
         """
         Args:
             begin: first byte of the parts.
+            check: of all parts together.
 
         Raises:
             DataError, KeyError, TypeError: table and texts do not fit each other or the file.
@@ -113,11 +119,15 @@ class CatalogueFile:
         self.path, self.table = path, table
         self.words = blob[: len(blob) // 8 * 8].view("<i8")
         require_texts(texts, len(table))
-        self.number_of: dict[str, int] = {name: number for number, name in enumerate(texts["names"])}
         self.codes = [codes_of(codes) for codes in texts["codes"]]
-        self._names, self._tags, self._bytes = texts["names"], texts["tags"], memoryview(blob)
+        self.names: list[str] = texts["names"]
+        self._tags, self._bytes, self._check = texts["tags"], memoryview(blob), check
         lengths = body_bytes(table["samples"], table["members"], table["keys"])
         require_table(table, lengths, begin, len(blob), _UNIT, len(self.codes))
+
+    @cached_property
+    def number_of(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
 
     @property
     def is_checked_at_once(self) -> bool:
@@ -140,7 +150,18 @@ class CatalogueFile:
         rows = int(row["samples"]), int(row["members"]), int(row["keys"])
         start = int(row["at"])
         body = self._bytes[start : start + body_bytes(*rows)]
-        return Part(self._names[number], self.version(number), self.codes[int(row["codes"])], rows, body)
+        return Part(self.names[number], self.version(number), self.codes[int(row["codes"])], rows, body)
+
+    def numbers_of(self, names: Sequence[str]) -> np.ndarray:
+        """The rows of shards in `table`, int64; -1: it has none."""
+        if names == self.names:
+            return np.arange(len(names))
+        return np.array([self.number_of.get(name, -1) for name in names], dtype=np.int64)
+
+    def are_all_whole(self) -> bool:
+        """Whether all parts together have their checksum: much faster than one by one."""
+        begin = int(self.table["at"][0]) if len(self.table) else len(self._bytes)
+        return xxh3_64_intdigest(self._bytes[begin:]) == self._check
 
     def is_whole(self, number: int) -> bool:
         """Whether a part has its checksum."""
@@ -180,7 +201,11 @@ def write_catalogue(path: Path, parts: Iterable[Part]) -> None:
     begin = _HEAD + len(text) + table.nbytes + gap
     table["at"] = begin + np.cumsum([0, *lengths])[:-1]
     before = text + table.tobytes() + bytes(gap)
+    whole = xxh3_64()
+    for part in parts:
+        whole.update(part.body)
     meta = {"version": _VERSION, "texts": len(text), "shards": len(parts), "bytes": begin + sum(lengths)}
+    meta |= {"parts": whole.intdigest()}
     line = json.dumps(meta | {"check": f"{_check(meta, before):016x}"}).encode()
     head = line + b" " * (_HEAD - len(line) - 1) + b"\n"
     try:
@@ -222,7 +247,7 @@ def load_catalogue(path: Path) -> CatalogueFile | None:
             raise DataError("its checksum is wrong")
         texts = json.loads(bytes(blob[len(head) : at]))
         table = blob[at : at + meta["shards"] * _SHARD.itemsize].view(_SHARD)
-        return CatalogueFile(path, blob, table, texts, end)
+        return CatalogueFile(path, blob, table, texts, end, meta["parts"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

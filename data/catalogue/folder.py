@@ -18,11 +18,15 @@ from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
+
 from data.catalogue.file import CatalogueFile, Part, cannot_write, load_catalogue, with_version, write_catalogue
+from data.catalogue.found import Found
 from data.catalogue.journal import Journal, opened_journal
 from data.catalogue.places import catalogue_path
 from data.errors import DataError
 from data.index import build_index, build_remote
+from data.storage.place_list import PlaceList
 from data.storage.remote import WholeObject
 from data.storage.retry import retrying
 from data.storage.url import Place, Url
@@ -33,6 +37,7 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[int], None]
 """Gets how many more shards are indexed; those that were first."""
 
+_SEEN = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8")])
 _ATTEMPTS = 3
 _TELL = 20.0  # seconds between messages about what is being built
 
@@ -42,7 +47,7 @@ class Folder:
 
     def __init__(
         self,
-        shards: Sequence[Place],
+        shards: PlaceList,
         cache_dir: str | os.PathLike[str] | None,
         retries: int,
         processes: int,
@@ -53,17 +58,17 @@ class Folder:
         self._progress, self._strict = progress or _Told().progress, strict
         self._path = catalogue_path(shards[0], cache_dir, writable=True)
         self._paths = list(dict.fromkeys([catalogue_path(shards[0], cache_dir), self._path]))
-        self._names = [shard.name for shard in shards]
+        self._names = shards.names()
         self._objects: dict[Place, WholeObject] = {}
-        self._seen: list[os.stat_result] | None = None
+        self._seen: np.ndarray | None = None  # of files, `_SEEN`
         self.errors: dict[int, DataError] = {}
 
-    def opened(self) -> dict[int, tuple[CatalogueFile, int]]:
-        """Shard's number -> where its part is."""
+    def opened(self) -> Found:
+        """Where the parts of the shards are; of those in `errors` there is none."""
         found, moved = self._kept()
-        self._progress(len(found))
+        self._progress(int(np.count_nonzero(~found.missing)))
         for _ in range(_ATTEMPTS):  # more than one only where others write the same file, and it cannot be locked
-            if len(found) + len(self.errors) == len(self._shards):
+            if np.count_nonzero(found.missing) == len(self.errors):
                 break
             found = self._completed()
         else:
@@ -75,31 +80,26 @@ class Folder:
                 pass  # then the next start compares again; reads compare the content themselves
         return found
 
-    def _kept(self) -> tuple[dict[int, tuple[CatalogueFile, int]], dict[int, ShardVersion]]:
+    def _kept(self) -> tuple[Found, dict[int, ShardVersion]]:
         """(where the parts of shards are that are as they were, those of them that have other times by now)."""
         files = [file for path in self._paths if (file := load_catalogue(path)) is not None]
-        found: dict[int, tuple[CatalogueFile, int]] = {}
-        moved: dict[int, ShardVersion] = {}
+        found, moved = Found.of_none(len(self._shards)), dict[int, ShardVersion]()
         self._look()
         for file in files:
-            same = self._same_object if isinstance(self._shards[0], Url) else self._same_file
-            sizes, times, changes = (file.table[name].tolist() for name in ("size", "mtime_ns", "ctime_ns"))
-            checks, broken = file.is_checked_at_once, list[str]()
-            for at, name in enumerate(self._names):
-                number = file.number_of.get(name)
-                if at in found or at in self.errors or number is None:
-                    continue
-                version = same(at, file, number, sizes[number], times[number], changes[number])
-                if version is None:
-                    continue
-                if checks and not file.is_whole(number):
-                    broken.append(name)
-                    continue
-                found[at] = file, number
-                if version is not _AS_IT_WAS:
-                    moved[at] = version
-            if broken:
-                _log.warning("%s: the index is damaged where it has %s, and built again", file.path, broken[0])
+            rows = file.numbers_of(self._names)
+            wanted = found.missing & (rows >= 0)
+            wanted[[*self.errors]] = False
+            same = self._same_objects if isinstance(self._shards[0], Url) else self._same_files
+            which, other_times = same(file, rows, np.flatnonzero(wanted))
+            if file.is_checked_at_once and not file.are_all_whole():
+                broken = [at for at in which.tolist() if not file.is_whole(int(rows[at]))]
+                if broken:
+                    name = self._names[broken[0]]
+                    _log.warning("%s: the index is damaged where it has %s, and built again", file.path, name)
+                which = which[~np.isin(which, broken)]
+            found.take(file, rows, which)
+            taken = set(which.tolist()) if other_times else set()
+            moved |= {at: version for at, version in other_times.items() if at in taken}
         return found, moved
 
     def _look_again(self) -> None:
@@ -108,49 +108,68 @@ class Folder:
 
     def _look(self) -> None:
         """What stands at the places of shards; each is looked at once."""
-        if self._seen is not None or isinstance(self._shards[0], Url):
-            if self._seen is None:
+        if isinstance(self._shards[0], Url):
+            if not self._objects:
                 self._look_at_objects()
             return
+        if self._seen is not None:
+            return
         seen = []
-        for at, shard in enumerate(self._shards):
-            assert isinstance(shard, Path)
+        for at, path in enumerate(self._shards.texts):
             try:
-                seen.append(_looked_at(shard, self._retries))
-            except DataError as error:
-                self._failed(at, error)
-                seen.append(os.stat_result((0,) * 10))
-        self._seen = seen
+                found = os.stat(str(path))
+                if not stat.S_ISREG(found.st_mode):
+                    raise OSError
+            except OSError:
+                try:
+                    found = _looked_at(Path(str(path)), self._retries)
+                except DataError as error:
+                    self._failed(at, error)
+                    found = os.stat_result((0,) * 10)
+            seen.append((found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+        self._seen = np.array(seen, dtype=_SEEN)
 
     def _look_at_objects(self) -> None:
         unseen = [shard for shard in self._shards if isinstance(shard, Url) and shard not in self._objects]
         with ThreadPoolExecutor(8) as pool:
             self._objects |= zip(unseen, pool.map(lambda url: WholeObject(url, self._retries), unseen), strict=True)
 
-    def _same_object(self, at: int, file: CatalogueFile, number: int, *_: int) -> ShardVersion | None:
-        return _AS_IT_WAS if self._objects[self._shards[at]].is_same(file.version(number)) else None
+    def _same_objects(
+        self, file: CatalogueFile, rows: np.ndarray, which: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, ShardVersion]]:
+        """As `_same_files`."""
+        objects = ((at, self._objects[self._shards[at]]) for at in which.tolist())
+        same = [at for at, one in objects if one.is_same(file.version(int(rows[at])))]
+        return np.array(same, dtype=np.int64), {}
 
-    def _same_file(
-        self, at: int, file: CatalogueFile, number: int, size: int, mtime_ns: int, ctime_ns: int
-    ) -> ShardVersion | None:
-        """The version of a shard whose content is that of a part; None if it is another."""
+    def _same_files(
+        self, file: CatalogueFile, rows: np.ndarray, which: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, ShardVersion]]:
+        """(of the shards `which`, those whose content is that of their parts, the version of those of them that have
+        other times by now)."""
         assert self._seen is not None
-        found, shard = self._seen[at], self._shards[at]
-        if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
-            return None
-        if found.st_ctime_ns == ctime_ns:
-            return _AS_IT_WAS
-        assert isinstance(shard, Path)
-        return retrying(partial(_confirmed, shard, file.version(number)), f"{shard}: cannot read it", self._retries)
+        seen, table = self._seen[which], file.table[rows[which]]
+        same = (seen["size"] == table["size"]) & (seen["mtime_ns"] == table["mtime_ns"])
+        moved = {}
+        for place in np.flatnonzero(same & (seen["ctime_ns"] != table["ctime_ns"])).tolist():
+            at = int(which[place])
+            shard, was = self._shards[at], file.version(int(rows[at]))
+            assert isinstance(shard, Path)
+            version = retrying(partial(_confirmed, shard, was), f"{shard}: cannot read it", self._retries)
+            same[place] = version is not None
+            if version is not None:
+                moved[at] = version
+        return which[same], moved
 
-    def _completed(self) -> dict[int, tuple[CatalogueFile, int]]:
+    def _completed(self) -> Found:
         """All of them, after what is missing has been built."""
         stopped: DataError | None = None
         try:
             with opened_journal(self._path.with_name(self._path.name + ".journal")) as journal:
                 self._look_again()  # another process may have worked meanwhile
                 found, moved = self._kept()
-                missing = {name: at for at, name in enumerate(self._names) if at not in found and at not in self.errors}
+                lacking = (at for at in np.flatnonzero(found.missing).tolist() if at not in self.errors)
+                missing = {self._names[at]: at for at in lacking}
                 records = self._of_journal(journal, missing)
                 left = [at for name, at in missing.items() if name not in records]
                 for at, part in self._built(left):
@@ -191,7 +210,7 @@ class Folder:
         if isinstance(shard, Url):
             return self._objects[shard].is_same(version)
         assert self._seen is not None
-        return not version.dated(self._seen[at]) and version.ctime_ns == self._seen[at].st_ctime_ns
+        return (version.size, version.mtime_ns, version.ctime_ns) == self._seen[at].item()
 
     def _built(self, missing: Sequence[int]) -> Iterator[tuple[int, Part | DataError]]:
         """The parts of shards, as they are done; an error in place of one that has none."""
@@ -244,9 +263,6 @@ class Folder:
         if self._strict:
             raise error
         self.errors[at] = error
-
-
-_AS_IT_WAS = ShardVersion(0, 0, 0, "as it was")
 
 
 def _part_of(shard: Place, retries: int) -> Part | DataError:

@@ -61,7 +61,7 @@ class TokenDataset(Samples):
         self.reader = ShardReader(read_retries)
         found = [_files_of(source, read_retries) for source in self.sources]
         self.files = [file for files in found for file in files]
-        self.shards: list[Place] = [file.path for file in self.files]
+        self.shards: Sequence[Place] = [file.path for file in self.files]
         self._ends_of_sources = np.cumsum([len(files) for files in found])
         spans = [span_of(file, part) for file in self.files]
         self._firsts = np.array([first for first, _ in spans], dtype=np.int64)

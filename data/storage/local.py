@@ -7,17 +7,19 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from data.errors import ShardError
 from data.reading import READS
 from data.storage.file_cache import FileCache
+from data.storage.read_ahead import ReadAhead
 from data.storage.remote import Range, RemoteReader
 from data.storage.retry import RETRIES, retrying
 from data.storage.url import Place, Url
 from data.storage.version import ShardVersion, open_file
+from data.storage.whole_read import pread_all
 
 _OPEN_FILES = 128
 _LOOK_AGAIN = 5.0  # seconds between looks at what stands at a path, besides that at the open file after each read
@@ -31,6 +33,7 @@ class ShardReader:
         cache: keeps what was read of remote shards.
 
     `bytes_read`: bytes read so far by extension, for accounting and for the proof that a rank reads only its members.
+    `ahead`: whether it pays to announce ranges of files.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class ShardReader:
         cache: FileCache | None = None,
     ) -> None:
         self.bytes_read: dict[str, int] = Counter()
+        self.ahead = ReadAhead()
         self._retries, self._clock = retries, clock
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, _File] = OrderedDict()
@@ -67,9 +71,20 @@ class ShardReader:
             self.bytes_read[extension] += len(raw)
         return raw
 
-    def expect(self, ranges: Iterable[Range]) -> None:
-        """Begin to read what will be asked for."""
-        self._remote.expect(ranges)
+    def expect(self, ranges: Iterable[tuple[Place, int, int, ShardVersion]]) -> None:
+        """Begin to read what will be asked for: (place, first byte, bytes, version).
+
+        Of files the system reads into its own memory what it does not have there. Raises nothing: what is wrong with a
+        file, its read says.
+        """
+        remote: list[Range] = []
+        for place, offset, size, version in ranges:
+            if isinstance(place, Url):
+                remote.append((place, offset, size, version))
+                continue
+            with suppress(OSError, ShardError), self._open(place, version) as fd:
+                self.ahead.announce(fd, offset, size)
+        self._remote.expect(remote)
 
     def close(self) -> None:
         """Closes the files that no thread is reading, and forgets what it expects."""
@@ -83,15 +98,12 @@ class ShardReader:
     def _read(self, path: Path, offset: int, size: int, version: ShardVersion | None) -> bytes:
         try:
             with self._open(path, version) as fd:
-                raw = os.pread(fd, size, offset)
-                while len(raw) < size:  # signals and sizes over 2 GiB cut a read short
-                    more = os.pread(fd, size - len(raw), offset + len(raw))
-                    if not more:
-                        raise ShardError(
-                            f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its "
-                            "index"
-                        )
-                    raw += more
+                self.ahead.reads(fd, offset)
+                raw = pread_all(fd, size, offset)
+                if len(raw) < size:
+                    raise ShardError(
+                        f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its index"
+                    )
                 if version is not None:
                     self._confirm(path, fd, version)
                 return raw

@@ -33,7 +33,7 @@ _HEADER = 1 << 16
 
 
 Range = tuple[Url, int, int, ShardVersion]
-"""Of an object: first byte, bytes, and what the object has to be."""
+"""Of an object: first byte, bytes, and what it has to be."""
 
 
 class RemoteReader:

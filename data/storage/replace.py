@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int | None = None, buffer: int = -1) -> Iterator[BinaryIO]:
     """A binary file to write; it takes the place of `path` when the block ends, and vanishes when the block raises.
 
     Threads, processes and machines may replace one path at the same time: each writes its own file with a random
@@ -17,12 +17,13 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
     Args:
         mode: permissions of the file, such as 0o644; None: what the umask leaves of 0o666.
+        buffer: bytes that are gathered for one write; -1: what Python has.
 
     Raises:
         OSError: the folder cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    file = temporary.open("xb")
+    file = temporary.open("xb", buffer)
     try:
         with file:
             if mode is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,7 @@ def _count_texts(cfg: Any, workers: int) -> int:
     return 0
 
 
-def _index_all(paths: list[Place], cache_dir: str | None, workers: int) -> int:
+def _index_all(paths: Sequence[Place], cache_dir: str | None, workers: int) -> int:
     from data.catalogue.catalogue import open_catalogue
     from data.errors import DataError
     from mimo_train.metrics.count_bar import CountBar

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from data.catalogue.places import catalogue_path
 from data.errors import DataError, ShardError
 from data.index import MEMBER, SAMPLE, Codes, build_index, pack_keys
 from data.shards import find_shards
+from data.storage.place_list import PlaceList
+from data.storage.url import Url
 from data.storage.version import ShardVersion
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture
@@ -234,3 +237,57 @@ def test_a_shard_of_large_numbers_is_told_as_it_is(tmp_path):
     index = open_index(shard)
     assert index.record(0) == 40_000 and index.record(1) is None and "no .json" in index.bad_reason(1)
     assert [index.key(row) for row in range(2)] == ["a", "b"] and len(index.members(0)) == 40_001
+
+
+def test_a_start_looks_at_each_shard_once_and_makes_no_path_of_it(folder, monkeypatch):
+    open_catalogue(find_shards(folder))
+    looked, whole = [], os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **how: looked.append(str(path)) or whole(path, **how))
+    shards = find_shards(folder)
+    catalogue = open_catalogue(shards)
+    of_shards = [path for path in looked if path.endswith(".tar")]
+    assert of_shards == [str(folder / f"s-{n}.tar") for n in range(5)] == shards.texts
+    assert catalogue.counts.tolist() == [1, 2, 3, 4, 5] and len(shards._made) <= 1
+
+
+def test_parts_are_compared_one_by_one_only_where_all_together_differ(folder, monkeypatch):
+    shards = find_shards(folder)
+    open_catalogue(shards)
+    path, compared = catalogue_path(shards[0]), []
+    one_by_one = catalogue_file.CatalogueFile.is_whole
+    monkeypatch.setattr(
+        catalogue_file.CatalogueFile, "is_whole", lambda own, at: compared.append(at) or one_by_one(own, at)
+    )
+    open_catalogue(shards)
+    assert not compared
+    content, at = bytearray(path.read_bytes()), int(load_catalogue(path).table["at"][3])
+    content[at + 20] ^= 1
+    path.write_bytes(content)
+    assert open_catalogue(shards).index(3).key(1) == "31"
+    assert {0, 1, 2, 3, 4} <= set(compared)
+
+
+def test_places_are_paths_when_they_are_asked_for(tmp_path, monkeypatch):
+    url = Url.parse("s3://bucket/folder/x.tar")
+    places = PlaceList(["/a/b.tar", Path("c/d.tar"), url])
+    assert places.names() == ["b.tar", "d.tar", "x.tar"]
+    assert places.folders() == ["/a", "c", "s3://bucket/folder"]
+    assert places == [Path("/a/b.tar"), Path("c/d.tar"), url] and places[1:] == [Path("c/d.tar"), url]
+    assert places[0] is places[0] and repr(places) == repr([*places]) and places != [url]
+    write_tar(tmp_path / "s.tar", [("a.txt", b"x")])
+    monkeypatch.chdir(tmp_path)
+    assert find_shards(".") == find_shards("./") == find_shards("s.tar") == [Path("s.tar")]
+    assert find_shards(".").texts == ["s.tar"]
+
+
+def test_a_folder_with_what_is_no_file_names_it(tmp_path):
+    write_tar(tmp_path / "a.tar", [("a.txt", b"x")])
+    (tmp_path / "b.tar").symlink_to(tmp_path / "a.tar")
+    assert [place.name for place in find_shards(tmp_path)] == ["a.tar", "b.tar"]
+    os.mkfifo(tmp_path / "c.tar")
+    with pytest.raises(ShardError, match=r"c\.tar: is a FIFO"):
+        find_shards(tmp_path)
+    (tmp_path / "c.tar").unlink()
+    (tmp_path / "c.tar").symlink_to(tmp_path / "gone.tar")
+    with pytest.raises(DataError, match=r"c\.tar: cannot look at it"):
+        find_shards(tmp_path)

@@ -1,6 +1,6 @@
 """The data path at scale: what a rank pays before its first step, and for the plan of each.
 
-    python -m benchmarks.data start [--shards 10000] [--of-shard 100]    # makes shards of texts in a temporary folder
+    python -m benchmarks.data_path start [--shards 10000] [--of-shard 100]    # texts, in a temporary folder
 
 `start`: indexes of many shards built by one process and by as many as there are cores, one changed shard built again;
 then, each in a process of its own, with the files in the page cache: the catalogue opened (all shards looked at and
@@ -63,7 +63,7 @@ def start(folder: Path, shards: int, of_shard: int) -> None:
     print(f"one changed shard: {timed(lambda: open_catalogue(paths)):.2f} s")
     for _ in range(REPEATS):
         sys.stdout.flush()
-        subprocess.run([sys.executable, "-m", "benchmarks.data", "opened", "--folder", folder], check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.data_path", "opened", "--folder", folder], check=True)
 
 
 def opened(folder: str) -> None:
