@@ -30,8 +30,8 @@ def test_a_rehearsal_writes_its_numbers_and_a_record(tmp_path, monkeypatch, caps
     found = json.loads(out.read_text())["sections"]
     assert list(found) == ["a", "c", "d", "e", "g", "h", "i"]
     rows = {letter: [row["values"] for row in section["rows"]] for letter, section in found.items()}
-    (step, _) = (values for values in rows["c"] if values)
-    assert step["tokens_per_second"] / step["samples_per_second"] > 64, "rows are full"
+    step, last = (values for values in rows["c"] if values)  # of one name here: the last one counts
+    assert step["tokens_per_second"] > step["samples_per_second"] > 0
     assert step["estimate"] > 0 and len(step["kernels"]) == 10
     (against,) = rows["d"]
     assert set(against["seconds"]) == {"transformers", "mimo-train"} and against["rounds"] == 1
@@ -40,7 +40,7 @@ def test_a_rehearsal_writes_its_numbers_and_a_record(tmp_path, monkeypatch, caps
     assert synchronous["steps_in_flight"] == 0 and asynchronous["steps_in_flight"] > 0
     assert synchronous["bytes"] == pytest.approx(asynchronous["bytes"], rel=0.01)
     (reading,) = rows["i"]
-    assert reading["samples"] == 4 * sizes.TINY.read_steps and reading["wanted"] == step["samples_per_second"]
+    assert reading["samples"] == 4 * sizes.TINY.read_steps and reading["wanted"] == last["samples_per_second"]
     text = record.read_text()
     assert sections.FORMULA in text and "python -m benchmarks.gpu --tiny" in text and "| (h) | " in text
 
