@@ -212,7 +212,13 @@ def _forked(start: Start, connection: Connection, signals: set[signal.Signals]) 
                 os.close(reader)
                 os.close(writer)
                 connection.close()
-                _become(start, between, signals)
+                code = 1
+                try:
+                    code = _become(start, between, signals)
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                finally:
+                    os._exit(code)
             os.write(writer, str(rank).encode())
         finally:
             os._exit(0)
@@ -223,8 +229,9 @@ def _forked(start: Start, connection: Connection, signals: set[signal.Signals]) 
     return rank
 
 
-def _become(start: Start, between: int, signals: set[signal.Signals]) -> NoReturn:
-    """Run a rank, in the state that a process has which `subprocess.Popen` has started in a session of its own."""
+def _become(start: Start, between: int, signals: set[signal.Signals]) -> int:
+    """Run a rank, in the state that a process has which `subprocess.Popen` has started in a session of its own; returns
+    its exit code."""
     while os.getppid() == between:  # a rank that asks for a signal at the end of its parent means the launcher
         time.sleep(0.001)
     os.setsid()
@@ -241,7 +248,7 @@ def _become(start: Start, between: int, signals: set[signal.Signals]) -> NoRetur
     os.environ.update(start.environment)
     _prctl(_NAME, f"rank {start.environment.get('RANK', '')}".encode())
     _own_state()
-    os._exit(_run(start))
+    return _run(start)
 
 
 def _own_state() -> None:

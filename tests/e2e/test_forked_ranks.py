@@ -85,6 +85,8 @@ server = forked.open_server("auto")
 for code in (0, 3):
     rank = server.start(forked.Start("rank", [str(code)], dict(os.environ), (None, sys.argv[1])))
     assert rank.wait(60) == rank.poll() == code
+rank = server.start(forked.Start("rank", ["0"], dict(os.environ), ("/no/such/file", None)))
+assert rank.wait(60) == 1
 rank = server.start(forked.Start("rank", ["wait"], dict(os.environ), (None, None)))
 try:
     rank.wait(0.01)
@@ -116,7 +118,8 @@ def test_ranks_end_as_children_of_the_launcher_whatever_becomes_of_the_server(tm
         text=True,
         timeout=HANG_SECONDS,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'"
     assert said.read_text() == "said\nsaid\n"
 
 

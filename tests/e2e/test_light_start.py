@@ -37,7 +37,11 @@ def test_a_step_of_the_demo_imports_nothing_that_it_does_not_use(tmp_path):
     from data.demo.make import make_demo
 
     make_demo(tmp_path / "digits", train_samples=32, held_out_samples=8, shards=1)
-    shards = [f"data.shards={tmp_path}/digits/train", f"data.validation_shards={tmp_path}/digits/held_out"]
+    shards = [
+        f"data.shards={tmp_path}/digits/train",
+        f"data.validation_shards={tmp_path}/digits/held_out",
+        "data.demo=",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", ONE_STEP, *shards],
         cwd=tmp_path,
