@@ -196,7 +196,7 @@ def _serve(connection: Connection, launcher: int) -> NoReturn:
     os._exit(0)
 
 
-def _forked(start: Start, connection: Connection, signals: set[signal.Signals]) -> int:
+def _forked(start: Start, connection: Connection, signals: set[int | signal.Signals]) -> int:
     """The process of a rank that the launcher adopts.
 
     Args:
@@ -229,7 +229,7 @@ def _forked(start: Start, connection: Connection, signals: set[signal.Signals]) 
     return rank
 
 
-def _become(start: Start, between: int, signals: set[signal.Signals]) -> int:
+def _become(start: Start, between: int, signals: set[int | signal.Signals]) -> int:
     """Run a rank, in the state that a process has which `subprocess.Popen` has started in a session of its own; returns
     its exit code."""
     while os.getppid() == between:  # a rank that asks for a signal at the end of its parent means the launcher
@@ -239,10 +239,10 @@ def _become(start: Start, between: int, signals: set[signal.Signals]) -> int:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-    for number, output in enumerate(start.outputs, 1):
+    for descriptor, output in enumerate(start.outputs, 1):
         if output is not None:
             file = os.open(output, os.O_WRONLY | os.O_APPEND)
-            os.dup2(file, number)
+            os.dup2(file, descriptor)
             os.close(file)
     os.environ.clear()
     os.environ.update(start.environment)
