@@ -195,8 +195,9 @@ class ShardIndex:
     def _keys(self) -> tuple[list[int], bytes]:
         unpacking = zlib.decompressobj()
         try:
-            # The shard has each of them, in the name of a member.
-            raw = unpacking.decompress(self.packed_keys, 4 * len(self) + self.version.size + 1)
+            # What a file says is bounded: the shard has each of them, in the name of a member.
+            most = 0 if self.kept_in is None else 4 * len(self) + self.version.size + 1
+            raw = unpacking.decompress(self.packed_keys, most)
         except zlib.error as error:
             raise self._no_keys(str(error)) from error
         lengths = np.frombuffer(raw[: len(raw) // 4 * 4][: 4 * len(self)], dtype="<u4").astype(np.int64)

@@ -92,7 +92,10 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     import torch.distributed as dist
 
     adopt_torch()
-    from mimo_train.training.pretrain import pretrain
+    from mimo_train.parallel.light_imports import light_imports
+
+    with light_imports(run.cfg.run.device):
+        from mimo_train.training.pretrain import pretrain
 
     try:
         code = pretrain(run, exit_signal=exit_signal)

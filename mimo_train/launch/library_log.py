@@ -4,15 +4,19 @@ Importing Megatron-Core 0.19.2 warns a dozen times on every rank, on most machin
 run. What mimo-train or the user's own modules warn of stays on the console, and so do errors of libraries.
 """
 
+import json
 import logging
 import os
 import sysconfig
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from mimo_train.launch.own_packages import HOME, NAMES
 from mimo_train.launch.rank_log import RankLog
+from mimo_train.launch.scratch import SCRATCH
 
 OWN = tuple(f"{HOME / name}{os.sep}" for name in (*NAMES, "mimo_train"))
 LIBRARIES = tuple(
@@ -20,6 +24,8 @@ LIBRARIES = tuple(
     for key in ("purelib", "platlib", "stdlib", "platstdlib")
     for folder in {sysconfig.get_path(key), os.path.realpath(sysconfig.get_path(key))}
 )
+_HELD = "imports.json"
+"""In the launcher's folder."""
 STAND_IN = str(HOME / "mimo_train" / "parallel" / "cuda_stand_in.py")
 """On the CPU every call of torch passes through it, so that warnings about the caller name this file."""
 
@@ -34,12 +40,54 @@ def divert(path: Path) -> RankLog:
     """Send warnings and log records of libraries, below errors, to the end of a file from now on; the file is made when
     there is one. They stay on the console if it cannot be written, and where TORCH_LOGS asks torch for its own.
 
-    Called before the libraries are imported, and `adopt_torch` after torch was.
+    Called before the libraries are imported, and `adopt_torch` after torch was. What a launcher has `held` of its
+    import comes first.
 
     Returns:
         The file's log.
     """
     log = RankLog(path)
+    with suppress(KeyError, OSError):
+        for text in json.loads(Path(os.environ[SCRATCH], _HELD).read_text()):
+            log.write(text)
+    _divert(log)
+    return log
+
+
+@contextmanager
+def held() -> Iterator[list[str]]:
+    """A block whose warnings and log records of libraries, as of `divert`, are kept for the logs of ranks; those so
+    far."""
+    log = _Held()
+    console = warnings.showwarning
+    handler = _divert(log)
+    try:
+        yield log.texts
+    finally:
+        warnings.showwarning = console
+        logging.getLogger().removeHandler(handler)
+
+
+def hand_on(texts: list[str], scratch: Path) -> None:
+    """Leave what was held in the launcher's folder, for its ranks."""
+    if texts:
+        (scratch / _HELD).write_text(json.dumps(texts))
+
+
+class _Held:
+    """In the place of a rank's log."""
+
+    has_console = False
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def write(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def _divert(log: "RankLog | _Held") -> logging.Handler:
+    """Returns the handler of log records, which was added to those of the root."""
     console = warnings.showwarning
 
     def show(
@@ -56,8 +104,9 @@ def divert(path: Path) -> RankLog:
             log.write(warnings.formatwarning(message, category, filename, lineno, line).rstrip())
 
     warnings.showwarning = show
-    logging.getLogger().addHandler(_Handler(log))
-    return log
+    handler = _Handler(log)
+    logging.getLogger().addHandler(handler)
+    return handler
 
 
 def adopt_torch() -> None:
@@ -75,7 +124,7 @@ class _Handler(logging.Handler):
     """Records of libraries into the file; errors of theirs, and everything of others, on the console, as Python's
     handler of last resort prints them."""
 
-    def __init__(self, log: RankLog):
+    def __init__(self, log: RankLog | _Held):
         super().__init__()
         self._log = log
         self._format = logging.Formatter("%(levelname)s %(name)s: %(message)s")

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.launch.forked import OPTION as FORKED
 from mimo_train.launch.nodes import Nodes, nodes_of, without_torchruns
 from mimo_train.launch.restarts import OPTION
 from mimo_train.launch.tasks import number
@@ -116,14 +117,19 @@ def command(config: str, overrides: Sequence[str], environment: Mapping[str, str
     variables = without_torchruns(environment) | _speed(launch.cfg, environment)
     if nodes.ranks is not None:
         return rank, variables
-    options = ["--standalone"]
+    forked = []
+    # Restarts inside processes ask torch for other messages, before its import.
+    if _on_cpu(launch.cfg.run.device, environment) and not launch.cfg.run.inprocess_restarts:
+        forked = [f"{FORKED}{launch.cfg.run.device}"]
+    options = [*forked, "--standalone"]
     if nodes.number > 1:
-        options = [f"--nnodes={nodes.number}", f"--node-rank={nodes.node}"]
+        options = [*forked, f"--nnodes={nodes.number}", f"--node-rank={nodes.node}"]
         options += [f"--master-addr={nodes.address}", f"--master-port={nodes.port}"]
     if nodes.max_restarts:
         options.append(f"{OPTION}={nodes.max_restarts}")
     options += [f"--nproc-per-node={per_node}", "--no-python"]
-    return [sys.executable, "-P", "-m", "mimo_train.launch.torchrun", *options, *rank], variables
+    # -u: of the ranks, which may be forked from the launcher.
+    return [sys.executable, "-P", "-u", "-m", "mimo_train.launch.torchrun", *options, *rank], variables
 
 
 def processes_per_node(cfg: ConfigContainer, nodes: int) -> int:

@@ -13,6 +13,7 @@ options. What it adds to torchrun:
   meet before each start: all start again, or none.
 - A launcher that is killed leaves no ranks (``supervisor``) and no temporary files (``scratch``) behind.
 - A MASTER_PORT that is in use ends the launchers of all nodes, or of one, with one message (``meeting``).
+- ``--forked=DEVICE``, the first option, forks the ranks from one process that has imported the program (``forked``).
 
 It imports no torch at module level: its signal handlers are installed before that import begins.
 """
@@ -26,14 +27,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mimo_train.config.fault import UserError
 from mimo_train.flight.recorder import START
 from mimo_train.flight.watch import HANG_CODE, hand_down, say
+from mimo_train.launch.forked import OPTION, open_server, start_from
 from mimo_train.launch.grace import grace_seconds
+from mimo_train.launch.library_log import hand_on
 from mimo_train.launch.meeting import meet, require_free
 from mimo_train.launch.own_packages import require_own_packages, working_directory_last
 from mimo_train.launch.restarts import (
@@ -163,20 +166,28 @@ def main(arguments: list[str] | None = None) -> int:
     # The launcher that has torchrun's store leaves first; the others' C++ would tell of it at the end of a good run.
     before = os.environ.get(CPP_LOG_LEVEL)
     os.environ[CPP_LOG_LEVEL] = before or "ERROR"
+    arguments, server = list(sys.argv[1:] if arguments is None else arguments), None
+    if arguments and arguments[0].startswith(OPTION):
+        server = open_server(arguments.pop(0).removeprefix(OPTION))
+
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     if before is None:  # the ranks' own warnings stay
         del os.environ[CPP_LOG_LEVEL]
-
+    if server is not None:
+        start_from(server, SubprocessHandler)
     _adapt(SubprocessContext, ranks)
     if "LOGLEVEL" not in os.environ:
         for name in [*logging.root.manager.loggerDict]:
             if name.startswith("torch.distributed"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        with scratch_folder() as folder:  # torchrun's own would be left behind
+        with ExitStack() as ends, scratch_folder() as folder:  # torchrun's own would be left behind
+            if server is not None:
+                ends.callback(server.close)
+                hand_on(server.said, folder)
             # SIGQUIT alone is left to torchrun: it ends the run at once.
             options = run.parse_args(["--signals-to-handle=SIGQUIT", f"--log-dir={folder}", *arguments])
             _meet(options)

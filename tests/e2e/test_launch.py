@@ -58,16 +58,29 @@ open(f"saved{rank}", "w").write(str(received))
 """
 
 
+FORKED = """
+import sys
+from mimo_train.launch import forked, torchrun
+forked.PROGRAM = "json"  # ours takes seconds, and these ranks need nothing of it
+sys.exit(torchrun.main(["--forked=cpu", *sys.argv[1:]]))
+"""
+both_ways = pytest.mark.parametrize("start", ["own", "forked"], indirect=True)
+
+
 @pytest.fixture
-def start(tmp_path):
-    """Starts two ranks of a behaviour, as nohup does, and returns the launcher once both run."""
+def start(request, tmp_path):
+    """Starts two ranks of a behaviour, as nohup does, and returns the launcher once both run. The ranks are processes
+    of their own, or forked."""
+    program = (
+        ["-u", "-c", FORKED] if getattr(request, "param", "own") == "forked" else ["-m", "mimo_train.launch.torchrun"]
+    )
     (tmp_path / "rank.py").write_text(RANK)
     started = [tmp_path / f"started{rank}" for rank in (0, 1)]
     launchers = []
 
     def start(behaviour: str, *more: str, **variables: str) -> subprocess.Popen:
-        options = ["--standalone", "--nproc-per-node=2", *more, "rank.py", behaviour]
-        command = [sys.executable, "-m", "mimo_train.launch.torchrun", *options]
+        options = ["--standalone", "--nproc-per-node=2", *more, "-m", "rank", behaviour]
+        command = [sys.executable, *program, *options]
         env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
         launcher = subprocess.Popen(
             ["nohup", *command], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -91,6 +104,7 @@ def ranks(folder: Path) -> list[int]:
     return [int((folder / f"started{rank}").read_text()) for rank in (0, 1)]
 
 
+@both_ways
 def test_a_stop_reaches_each_rank_once_and_waits_for_it(start, tmp_path):
     launcher = start("save")
     # Between them a moment, in which a launcher that does it wrong would send its ranks one signal more.
@@ -126,8 +140,12 @@ def test_ranks_that_do_not_finish_in_time_are_ended(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "words"),
-    [("fail", ["error: learning rate is 7", "exit code 1"]), ("die", ["rank 1", "SIGKILL"])],
+    ("start", "behaviour", "words"),
+    [
+        ("own", "fail", ["error: learning rate is 7", "exit code 1"]),
+        ("forked", "die", ["rank 1", "SIGKILL"]),
+    ],
+    indirect=["start"],
 )
 def test_one_failed_rank_ends_the_others_and_has_the_word(start, tmp_path, behaviour, words):
     launcher = start(behaviour)
@@ -146,6 +164,7 @@ def test_a_run_that_asks_for_another_machine_ends_with_its_exit_code(start):
     assert len(err.splitlines()) == 1 and "exit code 16" in err and "another machine" in err
 
 
+@pytest.mark.parametrize("start", ["forked"], indirect=True)
 def test_a_failed_run_is_started_again_until_it_fails_twice_in_the_same_way(start):
     launcher = start("break", "--max-restarts=5", MIMO_RESTART_SECONDS="0")
     _, err = launcher.communicate(timeout=HANG_SECONDS)
@@ -157,6 +176,7 @@ def test_a_failed_run_is_started_again_until_it_fails_twice_in_the_same_way(star
     assert len(told) == 3
 
 
+@both_ways
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
 def test_ranks_save_and_end_when_the_launcher_is_killed_also_stopped_ones(start, tmp_path):
     launcher = start("follow", MIMO_GRACE_SECONDS="3", TMPDIR=str(tmp_path))

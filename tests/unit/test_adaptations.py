@@ -19,6 +19,13 @@ CORE = "megatron.core."
 ROOT = Path(__file__).resolve().parents[2]
 REASONS = [
     # adaptation, place in Megatron-Core, what is written there
+    ("parallel/light_imports.py", "timers", "try: import wandb except ImportError: wandb = None"),
+    (
+        "parallel/light_imports.py",
+        "timers",
+        "try: from torch.utils.tensorboard import SummaryWriter except ImportError",
+    ),
+    ("parallel/light_imports.py", "jit", "jit_fuser = torch.compile"),
     ("parallel/groups.py", "utils:get_tensor_model_parallel_group_if_none", "parallel_state.get_tensor_model_parallel"),
     (
         "parallel/bridge/communicator.py",
@@ -169,6 +176,14 @@ def test_torch_s_launcher_passes_a_signal_to_ranks_as_an_error():
     assert "raise SignalException(" in inspect.getsource(api._terminate_process_handler)
 
 
+def test_torch_s_launcher_starts_a_program_for_each_rank():
+    """Else `launch/forked.py` would have another place for its ranks."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    assert "return Popen(" in inspect.getsource(SubprocessHandler._popen)
+    assert "self.proc: Popen = self._popen(args_str, env_vars)" in inspect.getsource(SubprocessHandler.__init__)
+
+
 def test_a_message_of_torch_has_no_place_for_what_a_recorder_knows_of_it():
     """Else `parallel/recorded.py` need not keep works by their identity."""
     from torch.distributed import Work
@@ -235,7 +250,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     assert len(rows) > 20
     looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py", "parallel/recorded.py"}
     looked_at |= {f"data/media/{name}.py" for name in ("headers", "audio_headers", "resample")}
-    looked_at |= {"data/jinja_bounds.py"}
+    looked_at |= {"data/jinja_bounds.py", "launch/forked.py"}
     by_running = (
         "tests/dist/model/test_dense_layer.py",
         "tests/dist/optim/test_own_weights.py",

@@ -19,9 +19,10 @@ ON_NODE_1 = ["--nnodes=2", "--node-rank=1", "--master-addr=node1", "--master-por
 def options(variables: dict[str, str], *overrides: str) -> list[str]:
     """Of the launcher."""
     line, _ = command("vlm_digits", [*FOUR, *overrides], variables)
-    head = [sys.executable, "-P", "-m", "mimo_train.launch.torchrun"]
-    assert line[:4] == head and line[-len(RANK) - len(overrides) :] == [*RANK, *overrides]
-    return line[4 : -len(RANK) - len(overrides)]
+    head = [sys.executable, "-P", "-u", "-m", "mimo_train.launch.torchrun"]
+    assert line[:5] == head and line[-len(RANK) - len(overrides) :] == [*RANK, *overrides]
+    assert line[5] == "--forked=cpu"
+    return line[6 : -len(RANK) - len(overrides)]
 
 
 def test_one_node_starts_what_the_layout_needs():
@@ -58,6 +59,20 @@ def test_restarts_are_handed_on_and_torchrun_reads_nothing_twice():
     line, variables = command("vlm_digits", FOUR, TORCHRUN | {"PET_MAX_RESTARTS": "2", "PET_LOG_DIR": "x"})
     assert "--max-restarts=2" in line
     assert [name for name in variables if name.startswith("PET_")] == ["PET_LOG_DIR"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "forked"),
+    [
+        (["run.device=cpu"], "0", ["--forked=cpu"]),
+        (["run.device=auto"], "", ["--forked=auto"]),
+        (["run.device=cuda"], "", []),
+        (["run.device=cpu", "run.inprocess_restarts=1"], "", []),
+    ],
+)
+def test_ranks_of_the_cpu_are_forked(overrides, devices, forked):
+    line, _ = command("vlm_digits", overrides, {"CUDA_VISIBLE_DEVICES": devices})
+    assert [part for part in line if part.startswith("--forked")] == forked
 
 
 @pytest.mark.parametrize("tasks", [SLURM, OPEN_MPI], ids=["slurm", "open mpi"])
