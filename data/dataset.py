@@ -57,7 +57,7 @@ class Dataset(OutlinedSamples):
     """
 
     order: GlobalOrder | MixedOrder
-    shards: list[Place]
+    shards: PlaceList
 
     def __init__(
         self,
