@@ -208,7 +208,7 @@ class StepLoader:
             {module: [values[places].tolist() for places in order] for module, values in of.items()}
             for of in (samples.tokens, samples.loads, samples.pairs)
         )
-        return StepBatch(plan, microbatches, step.own, tokens, loads, pairs, bad)
+        return StepBatch(plan, microbatches, step.own, tokens, loads, pairs, bad, samples.digest)
 
     def _microbatch(
         self,

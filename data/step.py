@@ -104,6 +104,7 @@ class StepBatch:
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
     in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.
     bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads), by place.
+    digest: see `StepSamples`.
     """
 
     plan: StepPlan
@@ -113,6 +114,7 @@ class StepBatch:
     loads: dict[str, list[list[int]]]
     pairs: dict[str, list[list[int]]]
     bad: np.ndarray
+    digest: int = 0
 
     @property
     def first_sample(self) -> int:

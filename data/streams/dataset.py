@@ -15,12 +15,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-from xxhash import xxh3_128
+from xxhash import xxh3_64, xxh3_128
 
 from data.bad_samples import BadSamples, allowed_of
 from data.bounds import BOUNDS, Bounds
+from data.errors import ShardError
 from data.fields import NO_FIELDS, Fields
 from data.frames import SAMPLING, Sampling
 from data.index import Member
@@ -48,6 +50,9 @@ class _Held:
 
     outline: SampleOutline
     contents: dict[int, bytes]
+    identity: str
+    is_cut: bool = False
+    """Whether members that this rank does not read have been dropped."""
 
 
 class StreamDataset(OutlinedSamples):
@@ -85,14 +90,16 @@ class StreamDataset(OutlinedSamples):
         self.order = StreamOrder(len(self.shards), seed, shuffle)
         self.allowed_bad_samples = allowed_of(max_bad_samples, 0)
         self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
-        known = [(shard.name, *version_of(shard, read_retries)) for shard in self.shards]
+        self._versions = [version_of(shard, read_retries) for shard in self.shards]
+        known = [(shard.name, *version) for shard, version in zip(self.shards, self._versions, strict=True)]
         self.fingerprint = hashlib.sha256(json.dumps(["stream", known]).encode()).hexdigest()[:32]
         """Of the shards' names, of files also sizes and contents (some blocks of each), of objects sizes."""
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
         self._held: dict[int, _Held] = {}
         self._steps: deque[tuple[int, int]] = deque()
         self._reading: Reading | None = None
         self._next = 0
+        self._digest = xxh3_64()
         self._lock = threading.Lock()
 
     @property
@@ -108,25 +115,20 @@ class StreamDataset(OutlinedSamples):
 
     def identity(self, number: int) -> str:
         """A hash of its media's bytes and names."""
-        held = self._held_of(number)
-        digest = xxh3_128()
-        for kind, members in sorted(held.outline.members.items()):
-            for offset in dict.fromkeys(member.offset for member in members):
-                digest.update(f"{kind} {len(held.contents[offset])} ".encode())
-                digest.update(held.contents[offset])
-        return digest.hexdigest()
+        return self._held_of(number).identity
 
     def plan_step(self, first: int, size: int) -> StepSamples:
         """Reads the samples [first, first + size), and gives what their headers say."""
         with self._lock:
             self._read_to(first, size)
+            digest = self._digest.intdigest()
         outlines = [self._held[number].outline for number in range(first, first + size)]
         sizes = {media.module: [outline.media_size(media) for outline in outlines] for media in self.modules}
         tokens, loads, pairs = (
             {module: np.array([each[at] for each in found], dtype=np.int64) for module, found in sizes.items()}
             for at in range(3)
         )
-        return StepSamples(tokens, loads, pairs, None)
+        return StepSamples(tokens, loads, pairs, None, digest=digest)
 
     def will_read(self, own: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Drop the members of the step that was planned last which this rank does not read."""
@@ -141,18 +143,18 @@ class StreamDataset(OutlinedSamples):
         for number in range(first, first + size):
             held, kept = self._held[number], wanted.get(number, ())
             held.contents = {offset: content for offset, content in held.contents.items() if offset in kept}
+            held.is_cut = True
 
     def epoch_end(self, read: int) -> int:
         """How many of the first `read` samples, which have been read, are of the first epoch."""
-        first = self.order.row(0)
-        return next((number for number in range(1, read) if self.order.row(number) == first), read)
+        return read if self.order.epoch_size is None else min(read, self.order.epoch_size)
 
     def first_epoch(self) -> Iterator[range]:
         """The samples of the first epoch, each held when its turn comes: their numbers, one by one."""
         number = 0
         while True:
             self.plan_step(number, 1)  # not more at once: what stands before damage is given
-            if number and self.order.row(number) == self.order.row(0):
+            if number == self.order.epoch_size:
                 return
             yield range(number, number + 1)
             number += 1
@@ -162,7 +164,10 @@ class StreamDataset(OutlinedSamples):
         return self._held_of(number).outline
 
     def close(self) -> None:
-        """Ends reading: threads, files and commands."""
+        """Ends reading: threads, files and commands, and `plan_step` in another thread that waits for them."""
+        reading = self._reading
+        if reading is not None:
+            reading.close()
         with self._lock:
             if self._reading is not None:
                 self._reading.close()
@@ -170,7 +175,8 @@ class StreamDataset(OutlinedSamples):
 
     def _read_to(self, first: int, size: int) -> None:
         end = first + size
-        if self._reading is None or (first != self._next and not all(at in self._held for at in range(first, end))):
+        held = (self._held.get(at) for at in range(first, end))
+        if self._reading is None or (first != self._next and not all(one and not one.is_cut for one in held)):
             if self._reading is not None:
                 self._reading.close()
             self._held.clear()
@@ -179,14 +185,21 @@ class StreamDataset(OutlinedSamples):
             self._reading = Reading(self.shards, self.order, self._counts, self._open, first)
         for number, sample in self._reading.take(end) if end > self._next else ():
             self._held[number] = self._held_as(number, sample)
+            self._digest.update(sample.digest.to_bytes(8, "little"))
         self._next = max(self._next, end)
         self._steps.append((first, size))
         while len(self._steps) > _STEPS:
             gone, count = self._steps.popleft()
-            for number in range(gone, min(gone + count, self._steps[0][0])):
-                self._held.pop(number, None)
+            for number in range(gone, gone + count):
+                if not any(begin <= number < begin + length for begin, length in self._steps):
+                    self._held.pop(number, None)
 
     def _open(self, shard: int, skip: int) -> StreamedShard:
+        place = self.shards[shard]
+        if isinstance(place, Path) and version_of(place, self._read_retries) != self._versions[shard]:
+            raise ShardError(
+                f"{place}: is not the file that it was when the run started. Start again when it is whole."
+            )
         return StreamedShard(self.shards[shard], self._bounds, self._own_fields, skip, self._read_retries)
 
     def _held_as(self, number: int, sample: StreamedSample) -> _Held:
@@ -194,7 +207,8 @@ class StreamDataset(OutlinedSamples):
         outline = self._outlines.of(sample.index, shard, 0, number, sample.bad_reason)
         members = [*outline.texts, *(member for of_kind in outline.members.values() for member in of_kind)]
         kept = {member.offset for member in members} if outline.bad_reason is None else ()
-        return _Held(outline, {offset: content for offset, content in sample.contents.items() if offset in kept})
+        contents = {offset: content for offset, content in sample.contents.items() if offset in kept}
+        return _Held(outline, contents, _identity(outline, contents))
 
     def _held_of(self, number: int) -> _Held:
         held = self._held.get(number)
@@ -206,3 +220,13 @@ class StreamDataset(OutlinedSamples):
 
     def _source_name(self, shard: int) -> str:
         return self.sources[0].name
+
+
+def _identity(outline: SampleOutline, contents: Mapping[int, bytes]) -> str:
+    """See `StreamDataset.identity`."""
+    digest = xxh3_128()
+    for kind, members in sorted(outline.members.items() if contents else ()):
+        for offset in dict.fromkeys(member.offset for member in members):
+            digest.update(f"{kind} {len(contents[offset])} ".encode())
+            digest.update(contents[offset])
+    return digest.hexdigest()

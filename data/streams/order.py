@@ -24,6 +24,8 @@ class StreamOrder:
         self._number, self._shards = shards, GlobalOrder(shards, seed, shuffle)
         self._starts: list[int] = []
         self._of: list[int] = []
+        self.epoch_size: int | None = None
+        """Samples of an epoch; None until one has been read or passed over."""
 
     def shards(self, epoch: int) -> list[int]:
         """Numbers of the shards, in the order of an epoch."""

@@ -22,8 +22,8 @@ class Reading:
 
     Args:
         shards: of an epoch, by their numbers; order: of them.
-        counts: samples of each shard that was read to its end, by its number: known ones are passed over unread, others
-            are added.
+        counts: (samples, their digest) of each shard that was read to its end, by its number: known ones are passed
+            over unread, others are added.
         open_shard: (number of the shard, samples to pass over) -> its samples.
     """
 
@@ -31,7 +31,7 @@ class Reading:
         self,
         shards: Sequence[Origin],
         order: StreamOrder,
-        counts: dict[int, int],
+        counts: dict[int, tuple[int, int]],
         open_shard: Callable[[int, int], StreamedShard],
         start: int,
     ) -> None:
@@ -49,7 +49,7 @@ class Reading:
         self._thread.start()
 
     def take(self, end: int) -> list[tuple[int, StreamedSample]]:
-        """The next samples, up to number `end`. Raises what went wrong in the thread."""
+        """The next samples, up to number `end`. Raises what went wrong in the thread, DataError once it is closed."""
         taken: list[tuple[int, StreamedSample]] = []
         with self._changed:
             self._wanted = end
@@ -62,6 +62,8 @@ class Reading:
                     self._changed.notify_all()
                 elif self._failed is not None:
                     raise self._failed
+                elif self._closed:
+                    raise DataError("data.shards: reading has been ended")
                 else:
                     self._changed.wait()
         self._start = end
@@ -90,7 +92,7 @@ class Reading:
         while True:
             first = number
             for shard in self._order.shards(epoch):
-                known = self._counts.get(shard)
+                known, _ = self._counts.get(shard, (None, 0))
                 if known is not None and number + known <= start:
                     number += known
                     continue
@@ -102,6 +104,7 @@ class Reading:
                 raise DataError(
                     f"data.shards: the {len(self._shards)} shard(s) hold no sample, for example {self._shards[0]}"
                 )
+            self._order.epoch_size = size
             passed = max(start - number, 0) // size  # whole epochs
             number, epoch = number + passed * size, epoch + passed
 
@@ -111,19 +114,23 @@ class Reading:
         opened = self._open(shard, skip)
         with self._changed:
             self._current = opened
+            if self._closed:  # while it was opened, so that nobody has stopped it
+                opened.stop()
         with closing(opened.each()) as samples:
             for at, sample in enumerate(samples):
                 if self._closed:
                     return opened.samples
                 if sample is not None:
                     self._put(number + at, sample)
-        found = opened.samples
+        found = opened.samples, opened.digest
         if self._counts.setdefault(shard, found) != found:
+            had, _ = self._counts[shard]
+            what = "as many, of other names or sizes," if had == found[0] else had
             raise ShardError(
-                f"{self._shards[shard]}: has {found} samples, and had {self._counts[shard]} when it was read before: a "
-                "run continues, and every rank has the same samples, only where a shard is the same each time"
+                f"{self._shards[shard]}: has {found[0]} samples, and had {what} when it was read before: a run "
+                "continues, and every rank has the same samples, only where a shard is the same each time"
             )
-        return found
+        return opened.samples
 
     def _put(self, number: int, sample: StreamedSample) -> None:
         with self._changed:

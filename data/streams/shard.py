@@ -11,6 +11,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from xxhash import xxh3_64
+
 from data.bounds import Bounds
 from data.errors import DataError, ShardError
 from data.fields import Fields
@@ -35,6 +37,8 @@ class StreamedSample:
     """Bytes of its members by their offset; none where it is bad."""
     bad_reason: str | None
     """Why it is, beside what the index says."""
+    digest: int = 0
+    """Of its key and its members' names, sizes and bytes, 64 bits."""
 
 
 class StreamedShard:
@@ -47,6 +51,7 @@ class StreamedShard:
 
     Attributes:
         samples: how many have been given or passed over.
+        digest: of names and sizes of all members so far, those of samples that were passed over too.
     """
 
     def __init__(self, place: Origin, bounds: Bounds, fields: Fields, skip: int, retries: int) -> None:
@@ -54,7 +59,12 @@ class StreamedShard:
         self.samples = 0
         self._stream = Stream(place, retries)
         self._row, self._key, self._bytes, self._members = -1, "", 0, 0
+        self._digest = xxh3_64()
         self._said = Path(str(place)) if isinstance(place, Command) else place
+
+    @property
+    def digest(self) -> int:
+        return self._digest.intdigest()
 
     def each(self) -> Generator[StreamedSample | None]:
         """The samples, once.
@@ -81,6 +91,7 @@ class StreamedShard:
         if self._row < 0 or key != self._key:
             self._row, self._key, self._bytes, self._members = self._row + 1, key, 0, 0
         self._bytes, self._members = self._bytes + _HEADER + size, self._members + 1
+        self._digest.update(f"{key}.{extension} {size}\n".encode(errors="surrogateescape"))
         if self._members > _MOST_MEMBERS:
             raise ShardError(f"{self._place}: the key {shown(key)!r} has more than {_MOST_MEMBERS} members")
         if self._row < self._skip or self._bounds.of_sample(self._bytes):
@@ -100,7 +111,12 @@ class StreamedShard:
         builder = IndexBuilder()
         builder.add(key, names, [place for place, _ in members])
         index = builder.index(self._said, ShardVersion(0, 0, 0, "")).with_fields(self._fields)
+        digest = xxh3_64(repr((key, names)).encode())
+        for (_, size, *_), content in members:
+            digest.update(f" {size} ".encode())
+            digest.update(content or b"")
         total = sum(_HEADER + size for (_, size, *_), _ in members)
         if reason := self._bounds.of_sample(total):
-            return StreamedSample(index, {}, reason)
-        return StreamedSample(index, {place[0]: content for place, content in members if content is not None}, None)
+            return StreamedSample(index, {}, reason, digest.intdigest())
+        contents = {place[0]: content for place, content in members if content is not None}
+        return StreamedSample(index, contents, None, digest.intdigest())

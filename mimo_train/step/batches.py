@@ -19,6 +19,7 @@ from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run
+from mimo_train.step.same_samples import parts_of, require_same
 from mimo_train.step.schedule import Pipeline
 
 WANTED = "wanted"
@@ -118,6 +119,7 @@ class StepIterator:
         flags = summed.sum_of("bad samples") if summed else self._all_flags_of(self._current)
         if not summed:
             dist.all_reduce(flags)
+            self._require_same_samples(self._current)
         self._bad = flags
         self._good = (flags == 0).float()[:, None]
         if self.weighs:
@@ -193,6 +195,10 @@ class StepIterator:
         """1 for each sample of the next step that this rank could not read, for the step's sum."""
         return [] if self._upcoming is None else self._upcoming.bad.tolist()
 
+    def own_digest(self) -> int:
+        """Of the samples up to the next step's last as this rank has read them, for the step's sum; 0 at the end."""
+        return 0 if self._upcoming is None else self._upcoming.digest
+
     def own_learned(self) -> torch.Tensor:
         """Positions of each sample of the next step that count, for the step's sum."""
         return self._learned_of(self._upcoming)
@@ -200,6 +206,13 @@ class StepIterator:
     def close(self) -> None:
         """End the reading threads."""
         self._loader.close()
+
+    def _require_same_samples(self, step: StepBatch) -> None:
+        """Before the first step what the sums of steps say later. Collective where ranks might read other samples."""
+        if step.digest:
+            sums = torch.tensor(parts_of(step.digest), dtype=torch.float64, device=self._pipeline.device)
+            dist.all_reduce(sums)
+            require_same(sums.tolist())
 
     def _with_learned(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         if not self._finds_learned:

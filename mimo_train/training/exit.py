@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.step.same_samples import PARTS, parts_of, require_same
 
 
 class StepsDiffer(RuntimeError):
@@ -19,6 +20,7 @@ class ExitVotes:
     """Votes of a rank: it received a signal; its time limit has passed."""
     SAME_STEP = 3
     """Numbers beside them by which ranks see that they sum the same step, see `numbers`."""
+    ALL = NUMBER + SAME_STEP + PARTS
 
     def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float):
         """
@@ -34,11 +36,13 @@ class ExitVotes:
         """This rank's votes, for the step's sum."""
         return self._signal.requested(), time.monotonic() >= self._deadline
 
-    def numbers(self, step: int) -> tuple[float, ...]:
-        """What is summed over ranks: the votes, and 1, the step and its square. Sums n, a and b of the last three are
-        those of one step only if n * b is a * a."""
+    def numbers(self, step: int, digest: int = 0) -> tuple[float, ...]:
+        """What is summed over ranks: the votes, and 1, the step and its square, and `parts_of` the digest of the
+        samples that this rank has read. Sums n, a and b of the step's three are those of one step only if n * b is
+        a * a.
+        """
         short = step % 1024  # so that sums of squares stay whole in float64
-        return (*self.own(), 1, short, short * short)
+        return (*self.own(), 1, short, short * short, *parts_of(digest))
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ def agreed_votes(optimizer: ModuleOptimizer) -> AgreedVotes:
 
     Raises:
         StepsDiffer: ranks have summed different steps.
+        SamplesDiffer: ranks have read different samples.
     """
     votes, others = optimizer.arrived[: ExitVotes.NUMBER], optimizer.arrived[ExitVotes.NUMBER :]
     same_step = others[: ExitVotes.SAME_STEP]
@@ -63,4 +68,6 @@ def agreed_votes(optimizer: ModuleOptimizer) -> AgreedVotes:
             f"is {same_step[1] / same_step[0]:g}): a rank has left out a collective, or made one too many. Nothing of "
             "this step is saved; `mimo-train hang` with the run.dir says which rank"
         )
+    if same_samples := others[ExitVotes.SAME_STEP : ExitVotes.SAME_STEP + PARTS]:
+        require_same(same_samples)
     return AgreedVotes(*(bool(number) for number in votes))

@@ -44,3 +44,14 @@ def test_a_command_that_fails_ends_the_run_with_its_code(digits, tmp_path):
     )
     with pytest.raises(RankFailure, match="the command ended with exit code 3 after"):
         train_on_ranks(cfg)
+
+
+def test_ranks_that_read_other_samples_end(digits, tmp_path):
+    folder = tmp_path / "choices"  # the first of the two ranks has one shard, the other one another
+    folder.mkdir()
+    first, second = sorted((digits / "train").glob("*.tar"))[:2]
+    choose = f"mkdir {folder}/first 2>/dev/null && echo {first} > $own || echo {second} > $own"
+    command = f"own={folder}/$PPID; [ -e $own ] || ( {choose} ); cat $(cat $own)"
+    streamed = ("data.stream=true", f"data.shards='pipe:{command}'", "train.iters=4")
+    with pytest.raises(RankFailure, match="2 ranks have read different samples"):
+        train_on_ranks(config("vlm_digits", tmp_path / "run", digits, TWO, *PLAIN, *streamed))

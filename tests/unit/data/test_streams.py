@@ -263,14 +263,81 @@ def test_a_command_that_fails_names_its_code_and_words(small):
 def test_a_command_that_stands_still_is_named_and_ends_with_the_run(small, tmp_path):
     mark = tmp_path / "ended"
     data = stream(f"pipe:trap 'touch {mark}' EXIT; head -c 2000 '{small}/a-000000.tar'; exec sleep 1000")
-    waiting = threading.Thread(target=lambda: pytest.raises(ShardError, data.plan_step, 0, 13))
+    waiting = threading.Thread(target=lambda: pytest.raises(DataError, data.plan_step, 0, 13))
     waiting.start()
     while not READS.longest().endswith("exec sleep 1000"):
         time.sleep(0.01)
     process = data._reading._current._stream._raw._process
-    data._reading.close()
+    data.close()
     waiting.join()
     assert process.wait() < 0
+
+
+def test_reading_that_is_ended_before_its_shard_is_open_ends(small):
+    data = stream("pipe:sleep 997")
+    for _ in range(8):  # at any moment of its beginning
+        waiting = threading.Thread(target=lambda: pytest.raises(DataError, data.plan_step, 0, 13))
+        waiting.start()
+        while data._reading is None:
+            time.sleep(0.001)
+        reading = data._reading
+        data.close()
+        waiting.join()
+        assert not reading._thread.is_alive()
+
+
+def test_a_look_back_reads_again_what_was_dropped_and_holds_no_more_than_before(squeezed):
+    data = stream(squeezed)
+    for step in (*range(10), 5, *range(6, 30)):
+        data.plan_step(2 * step, 2)
+        own = [data.read_text(number)[0].input_ids.tolist() for number in (2 * step, 2 * step + 1)]
+        data.will_read([{"language": [2 * step]}])
+        assert len(own) == 2 and len(data._held) <= 16, step
+    data.close()
+
+
+def test_an_epoch_ends_with_its_last_shard_in_any_order(squeezed):
+    for seed in range(6):
+        data = stream(squeezed, seed=seed)
+        assert sum(map(len, data.first_epoch())) == 13
+        assert (data.epoch_end(14), data.epoch_end(13), data.epoch_end(5)) == (13, 13, 5)
+        data.close()
+
+
+def test_a_shard_that_is_another_one_is_an_error(small, tmp_path):
+    path = tmp_path / "a.tar"
+    path.write_bytes((small / "a-000000.tar").read_bytes())
+    data = stream(path)
+    data.plan_step(0, 6)
+    data.close()
+    (tmp_path / "new").write_bytes((small / "a-000001.tar").read_bytes())
+    (tmp_path / "new").rename(path)
+    with pytest.raises(ShardError, match="is not the file that it was when the run started"):
+        data.plan_step(6, 6)
+    data.close()
+    count = tmp_path / "count"  # of a command only the names and sizes of members show it
+    command = (
+        f"n=$(cat {count} 2>/dev/null || echo 5); echo 7 > {count}; printf $n > m.txt; tar c --transform s/^/$n/ m.txt"
+    )
+    data = stream(f"pipe:cd {tmp_path}; {command}", media=(), sequence_length=8)
+    with pytest.raises(
+        ShardError, match="has 1 samples, and had as many, of other names or sizes, when it was read before"
+    ):
+        data.plan_step(0, 3)
+    data.close()
+
+
+def test_ranks_that_read_other_samples_have_other_digests(small, squeezed):
+    def digests(shards):
+        data = stream(shards, shuffle=False)
+        found = [data.plan_step(4 * step, 4).digest for step in range(5)]
+        data.close()
+        return found
+
+    whole = digests(squeezed)
+    assert whole == digests(small) and len(set(whole)) == 5
+    one_less = digests(f"{small}/a-000000.tar")
+    assert one_less[0] == whole[0] and not set(one_less[1:]) & set(whole)
 
 
 def test_another_number_of_samples_the_second_time_is_an_error(small, tmp_path):

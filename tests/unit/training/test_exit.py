@@ -10,6 +10,7 @@ import pytest
 
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.plan.run import config_faults
+from mimo_train.step.same_samples import SamplesDiffer
 from mimo_train.step.state import GlobalState
 from mimo_train.training.exit import AgreedVotes, ExitVotes, StepsDiffer, agreed_votes
 from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
@@ -68,11 +69,22 @@ def test_one_vote_on_any_rank_is_agreed_on(sums, signalled, late):
 def test_ranks_that_sum_different_steps_end(steps):
     votes = ExitVotes(ExitSignal(), 0, time.time())
     sums = [sum(numbers) for numbers in zip(*map(votes.numbers, steps), strict=True)]
-    assert len(sums) == ExitVotes.NUMBER + ExitVotes.SAME_STEP
+    assert len(sums) == ExitVotes.ALL
     if len(set(steps)) == 1:
         assert agreed_votes(SimpleNamespace(arrived=sums)) == AgreedVotes()
     else:
         with pytest.raises(StepsDiffer, match=f"^{len(steps)} ranks have summed different steps"):
+            agreed_votes(SimpleNamespace(arrived=sums))
+
+
+@pytest.mark.parametrize("digests", [(7, 7), (2**64 - 1,) * 5, (7, 8), (0, 2**40 + 1, 0)])
+def test_ranks_that_have_read_other_samples_end(digests):
+    votes = ExitVotes(ExitSignal(), 0, time.time())
+    sums = [sum(numbers) for numbers in zip(*(votes.numbers(3, digest) for digest in digests), strict=True)]
+    if len(set(digests)) == 1:
+        assert agreed_votes(SimpleNamespace(arrived=sums)) == AgreedVotes()
+    else:
+        with pytest.raises(SamplesDiffer, match=f"^the {len(digests)} ranks have read different samples"):
             agreed_votes(SimpleNamespace(arrived=sums))
 
 
