@@ -107,7 +107,7 @@ def _find_one(part: str, suffixes: Sequence[str]) -> Sequence[Place | str]:
 def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os.PathLike[str]], None]) -> list[str]:
     with os.scandir(folder) as entries:
         # What the folder itself says is a file needs no look of its own here: the catalogue looks at each.
-        there = sorted((entry.name, entry.is_file()) for entry in entries if entry.name.endswith(tuple(suffixes)))
+        there = sorted((entry.name, _is_file(entry)) for entry in entries if entry.name.endswith(tuple(suffixes)))
     if not there:
         for name in sorted(os.listdir(folder)):
             refuse(folder / name)
@@ -115,6 +115,14 @@ def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os
     _files(folder / name for name, is_file in there if not is_file)
     before = str(folder / "_")[:-1]
     return [before + name for name, _ in there]
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry of a folder is known to be a file: of a link that leads in a circle, nothing is."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:

@@ -67,12 +67,11 @@ class Folder:
         """Where the parts of the shards are; of those in `errors` there is none."""
         found, moved = self._kept()
         self._progress(int(np.count_nonzero(~found.missing)))
-        for _ in range(_ATTEMPTS):  # more than one only where others write the same file, and it cannot be locked
-            if np.count_nonzero(found.missing) == len(self.errors):
-                break
-            found = self._completed()
-        else:
-            raise DataError(f"{self._path}: other processes write this index too: start again when they are done")
+        attempts = 0  # more than one only where others write the same file, and it cannot be locked
+        while np.count_nonzero(found.missing) != len(self.errors):
+            if attempts == _ATTEMPTS:
+                raise DataError(f"{self._path}: other processes write this index too: start again when they are done")
+            found, attempts = self._completed(), attempts + 1
         if moved:
             try:
                 return self._completed()

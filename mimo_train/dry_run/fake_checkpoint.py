@@ -60,7 +60,9 @@ def _install_saves(files: Files) -> None:
 
 def _install_loads(given: Run, files: Files) -> None:
     from mimo_train.checkpoint import checkpointer, folders, modules, store
+    from mimo_train.checkpoint.format.files import Damage
     from mimo_train.checkpoint.format.read import Reader
+    from mimo_train.checkpoint.format.spans import common_numel
 
     of_runs, load_checkpoint = checkpointer.Checkpointer, store.load_checkpoint
     resume, settings = of_runs.resume, given.cfg.checkpoint
@@ -97,11 +99,10 @@ def _install_loads(given: Run, files: Files) -> None:
         wanted = list(wanted)
         read(self, [one for one in wanted if not isinstance(one.into, FakeTensor)])
         for one in wanted:
-            assert self.index.pieces[one.key] and one.into.numel() == one.span.numel, (
-                one.key,
-                one.span,
-                one.into.shape,
-            )
+            assert one.into.numel() == one.span.numel, (one.key, one.span, one.into.shape)
+            there = sum(common_numel(one.span, piece.span) for piece in self.index.pieces[one.key])
+            if there != one.span.numel:
+                raise Damage(f"{' '.join(one.key)} has {there} of {one.span.numel} elements")
 
     of_runs.resume = dry_resume  # type: ignore[method-assign]
     of_runs._read_initial_weights = lambda self: False  # type: ignore[method-assign]

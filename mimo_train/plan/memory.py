@@ -195,7 +195,7 @@ def _layer_activations(run: Run, tokens: int, *, experts: bool, frozen: bool) ->
         head_norms=llm.qk_norm,
         fused_norms=_has_fused_norms(cfg, llm.normalization),
         frozen=frozen,
-        plain=_is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout),
+        plain=not llm.post_norms and _is_plain(cfg, LANGUAGE, sizes.tp, llm.dropout),
         whole_rows=_has_row_kernel(cfg),
         tp=sizes.tp,
         sp=sizes.sp,
@@ -222,7 +222,8 @@ def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
 
 
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
-    """Whether dense layers of a module are computed by `mimo_train.model.dense_layer`."""
+    """Whether dense layers of a module, without norms or learned scales behind their parts, are computed by
+    `mimo_train.model.dense_layer`."""
     module = cfg.modules[name]
     return tp == 1 and not module.lora.rank and not dropout and cfg.recompute_of(name) != "selective"
 
@@ -259,6 +260,7 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: EncoderSpec, t
     module, precision = cfg.modules[name], cfg.train.precision
     size, hidden, gated = BYTES[precision], encoder.hidden_size, encoder.activation == GATED
     frozen, flying, recompute = _keeps_nothing(module), in_flight(run, name, stage), cfg.recompute_of(name)
+    scaled = layer_options(encoder)["layer_scale"] > 0
     layer = layer_activations(
         tokens,
         hidden,
@@ -266,10 +268,10 @@ def _layers_activations(run: Run, name: str, stage: int, encoder: EncoderSpec, t
         precision,
         gated=gated,
         rope=getattr(encoder, "rotary_positions", False),
-        scaled=layer_options(encoder)["layer_scale"] > 0,
+        scaled=scaled,
         dropout=encoder.dropout > 0,
         fused_norms=_has_fused_norms(cfg, encoder.normalization),
-        plain=_is_plain(cfg, name, sizes.tp, encoder.dropout),
+        plain=not scaled and _is_plain(cfg, name, sizes.tp, encoder.dropout),
         tp=sizes.tp,
         sp=sizes.sp,
     )

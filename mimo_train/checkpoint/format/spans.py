@@ -85,6 +85,11 @@ def common_range(wanted: Span, stored: Span) -> tuple[int, int] | None:
     return (min(first for first, _ in found), max(last for _, last in found)) if found else None
 
 
+def common_numel(wanted: Span, stored: Span) -> int:
+    """The number of elements that both have. Both of one tensor."""
+    return sum(prod(b - a for a, b in zip(low, high, strict=True)) for *_, low, high in _common_blocks(wanted, stored))
+
+
 def copy_common(wanted: Span, into: "torch.Tensor", stored: Span, values: "torch.Tensor") -> int:
     """Copy the elements that both spans of a tensor have; returns their number.
 

@@ -23,6 +23,7 @@ WIDE = (
 )
 ENCODER = ("modules.images.encoder.hidden_size=256", "modules.images.encoder.ffn_hidden_size=1024",
            "modules.images.encoder.num_layers=4")  # fmt: skip
+GATED = ("modules.language.llm.activation=swiglu", "modules.language.llm.ffn_hidden_size=2048")
 TP_SP = (f"{LANGUAGE}tp=2", f"{LANGUAGE}sp=true")
 MOE = "llm@modules.language.llm=gpt_tiny_moe"
 CASES = {
@@ -40,6 +41,7 @@ CASES = {
     "all logits": ("gpt_tiny", 0, ("train.logits=all", "modules.language.llm.vocab_size=32000", HALF)),
     "head norms": ("gpt_tiny", 0, ("modules.language.llm.num_query_groups=2", "modules.language.llm.qk_norm=true",
                                    HALF)),
+    "norms behind": ("gpt_tiny", 0, ("modules.language.llm.post_norms=true", *GATED, HALF)),
     "few tokens": ("gpt_tiny", 0, ("train.micro_batch_size=1", "data.sequence_length=32", HALF)),
     "on the CPU": ("gpt_tiny", 0, ("run.device=cpu", HALF)),
     "packed": ("gpt_tiny", 0, ("data.pad=microbatch", "data.pack=true", HALF)),

@@ -67,3 +67,30 @@ def _without_a_tensor(run):
 
     Reader.__init__ = init
     return _dry(run, 4)
+
+
+def test_a_part_of_a_tensor_that_a_checkpoint_lacks_is_a_fault(saved, digits):
+    run = resolve(config("vlm_digits", saved, digits, *OTHER_LAYOUT, HALF))
+    (found,) = run_ranks(_without_a_part, 1, run)
+    assert "linear_fc1" in found.what and " elements" in found.what and " has " in found.what
+
+
+def _without_a_part(run):
+    """Of tensors that are cut in two by columns, the first half is not there."""
+    from dataclasses import replace
+
+    from mimo_train.checkpoint.format.read import Reader
+    from mimo_train.checkpoint.format.spans import Span
+
+    original = Reader.__init__
+
+    def init(self, folder):
+        original(self, folder)
+        for key, (piece, *_) in self.index.pieces.items():
+            if key.module == "language" and "linear_fc1.weight" in key.name:
+                rows, columns = piece.span.shape
+                half = Span((rows, columns), (0, columns // 2), (rows, columns // 2), 0, rows * (columns // 2))
+                self.index.pieces[key] = [replace(piece, span=half)]
+
+    Reader.__init__ = init
+    return _dry(run, 4)

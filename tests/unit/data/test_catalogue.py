@@ -287,7 +287,27 @@ def test_a_folder_with_what_is_no_file_names_it(tmp_path):
     os.mkfifo(tmp_path / "c.tar")
     with pytest.raises(ShardError, match=r"c\.tar: is a FIFO"):
         find_shards(tmp_path)
-    (tmp_path / "c.tar").unlink()
-    (tmp_path / "c.tar").symlink_to(tmp_path / "gone.tar")
-    with pytest.raises(DataError, match=r"c\.tar: cannot look at it"):
-        find_shards(tmp_path)
+    for target in ("gone.tar", "c.tar"):  # nowhere, and in a circle
+        (tmp_path / "c.tar").unlink()
+        (tmp_path / "c.tar").symlink_to(tmp_path / target)
+        with pytest.raises(DataError, match=r"c\.tar: cannot look at it"):
+            find_shards(tmp_path)
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_an_index_that_others_write_over_is_there_as_soon_as_one_attempt_succeeds(folder, built, monkeypatch, lost):
+    """Each loses what was written before, as where files cannot be locked; the third attempt is the last."""
+    shards, writes = find_shards(folder), []
+
+    def write(path, parts):
+        writes.append(path)
+        if len(writes) > lost:
+            write_catalogue(path, parts)
+
+    monkeypatch.setattr("data.catalogue.folder.write_catalogue", write)
+    if lost == 3:
+        with pytest.raises(DataError, match="other processes write this index too"):
+            open_catalogue(shards)
+    else:
+        assert open_catalogue(shards).index(3).key(1) == "31"
+    assert len(writes) == 3 and len(built) == 3 * len(shards)

@@ -405,3 +405,24 @@ def test_shipped_runs_keep_the_rows_of_their_embedding(config, ids):
     """Another number of rows would be other initial weights and another softmax."""
     size = tokenizer_of(load(config)).vocab_size
     assert (size, parameters.padded_vocab_size(size)) == (ids, 384)
+
+
+def test_a_gated_layer_with_norms_or_scales_behind_its_parts_keeps_copies_of_its_halves():
+    """Its additions are no plain ones, so that no layer is `mimo_train.model.dense_layer`'s: 5 f, not 4 f."""
+    gated = ("layout=language_one", "modules.language.llm.activation=swiglu")
+    runs = [resolved(*gated, f"modules.language.llm.post_norms={on}", config="gpt_tiny") for on in ("false", "true")]
+    (plain,), (normed,) = (memory.stage_memory(run, "language", 384) for run in runs)
+    llm, tokens = runs[0].cfg.llm, runs[0].batch.microbatch_samples * runs[0].cfg.data.sequence_length
+    each = tokens * (2 * llm.hidden_size + llm.ffn_hidden_size) * 4
+    assert normed.memory.activations - plain.memory.activations == llm.num_layers * each
+    overrides = ("encoder@modules.images.encoder=dinov3_vitl16", "modules.images.encoder.image_size=64")
+    kept = {}
+    for activation in ("gelu", "swiglu"):
+        run = resolved(*overrides, f"modules.images.encoder.activation={activation}")
+        (stage,) = memory.stage_memory(run, "images", 384)
+        kept[activation] = stage.memory.activations
+    encoder, flying = run.cfg.modules["images"].encoder, in_flight(run, "images", 0)
+    media = run.batch.microbatch_samples
+    tokens = media * encoder.most_inner_tokens(1)
+    more = kept["swiglu"] - kept["gelu"]
+    assert more == encoder.num_layers * tokens * 3 * encoder.ffn_hidden_size * 4 * flying
