@@ -76,6 +76,7 @@ def main(run: "Run") -> int:
 
 
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
+    from mimo_train.launch.cpp_log import errors_only
     from mimo_train.launch.library_log import adopt_torch, divert
     from mimo_train.launch.output import show
     from mimo_train.launch.rank_log import log_of
@@ -87,7 +88,7 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
         show(_first_line(run))
     if run.cfg.run.inprocess_restarts:
         # Its threads poll the other ranks every second, and torch would print a warning each time.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        errors_only()
 
     import torch.distributed as dist
 

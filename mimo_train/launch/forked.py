@@ -30,6 +30,8 @@ OPTION = "--forked="
 """Of this launcher, in front of torchrun's: with the run's `run.device`, `cpu` or `auto`."""
 PROGRAM = "mimo_train.training.preload"
 """Imports all that a rank needs. By name, since it is above this package."""
+ANSWER_SECONDS = 30
+"""How long the launcher waits for the server, which answers at once unless it was stopped."""
 _PDEATHSIG, _NAME, _CHILD_SUBREAPER = 1, 15, 36
 """Of Linux's prctl."""
 
@@ -85,25 +87,42 @@ class ForkServer:
         self._connection, theirs = Pipe()
         launcher = os.getpid()
         with _adopting():
-            self._pid = os.fork()
-        if self._pid == 0:
+            pid = os.fork()
+        if pid == 0:
             try:
                 _serve(theirs, launcher)
             finally:
                 os._exit(1)
         theirs.close()
+        self._process = ForkedRank(pid, PROGRAM)
 
     def start(self, start: Start) -> ForkedRank | None:
-        """A rank; None where the server has been killed."""
+        """A rank, which leads its session; None where the server has been killed, or does not answer."""
         with _adopting(), suppress(OSError, EOFError):
             self._connection.send(start)
-            return ForkedRank(self._connection.recv(), start.module)
+            if self._connection.poll(ANSWER_SECONDS):
+                rank = ForkedRank(self._connection.recv(), start.module)
+                self._connection.send(True)
+                return rank
+        self._end(within=0)
         return None
 
     def close(self) -> None:
         """End the server."""
+        self._end(within=ANSWER_SECONDS)
+
+    def _end(self, within: float) -> None:
+        """Also of a rank that was forked, and that this process does not know of.
+
+        Args:
+            within: the seconds after which the server is killed.
+        """
         self._connection.close()
-        os.waitpid(self._pid, 0)
+        try:
+            self._process.wait(within)
+        except subprocess.TimeoutExpired:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def open_server(device: str) -> ForkServer | None:
@@ -192,12 +211,13 @@ def _serve(connection: Connection, launcher: int) -> NoReturn:
             start = connection.recv()
         except EOFError:
             break
-        connection.send(_forked(start, connection, given))
+        if not _forked(start, connection, given):
+            break
     os._exit(0)
 
 
-def _forked(start: Start, connection: Connection, signals: set[int | signal.Signals]) -> int:
-    """The process of a rank that the launcher adopts.
+def _forked(start: Start, connection: Connection, signals: set[int | signal.Signals]) -> bool:
+    """Fork a rank that the launcher adopts; whether the two have met over the connection.
 
     Args:
         signals: blocked in the rank.
@@ -207,29 +227,24 @@ def _forked(start: Start, connection: Connection, signals: set[int | signal.Sign
     if between == 0:
         try:
             between = os.getpid()
-            rank = os.fork()
-            if rank == 0:
+            if os.fork() == 0:
                 os.close(reader)
-                os.close(writer)
-                connection.close()
                 code = 1
                 try:
-                    code = _become(start, between, signals)
+                    code = _become(start, between, signals, connection, writer)
                 except BaseException:
                     sys.excepthook(*sys.exc_info())
                 finally:
                     os._exit(code)
-            os.write(writer, str(rank).encode())
         finally:
             os._exit(0)
     os.close(writer)
-    with open(reader) as file:
-        rank = int(file.read())
     os.waitpid(between, 0)
-    return rank
+    with open(reader, "rb") as file:
+        return bool(file.read())
 
 
-def _become(start: Start, between: int, signals: set[int | signal.Signals]) -> int:
+def _become(start: Start, between: int, signals: set[int | signal.Signals], connection: Connection, writer: int) -> int:
     """Run a rank, in the state that a process has which `subprocess.Popen` has started in a session of its own; returns
     its exit code."""
     while os.getppid() == between:  # a rank that asks for a signal at the end of its parent means the launcher
@@ -239,6 +254,14 @@ def _become(start: Start, between: int, signals: set[int | signal.Signals]) -> i
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+    try:
+        connection.send(os.getpid())  # by now the launcher can send signals to it, and to its session
+        connection.recv()
+    except (OSError, EOFError):
+        return 1  # the launcher has given the server up, and starts this rank in another way
+    connection.close()
+    os.write(writer, b"met")
+    os.close(writer)
     for descriptor, output in enumerate(start.outputs, 1):
         if output is not None:
             file = os.open(output, os.O_WRONLY | os.O_APPEND)

@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 from mimo_train.config.fault import UserError
 from mimo_train.flight.recorder import START
 from mimo_train.flight.watch import HANG_CODE, hand_down, say
+from mimo_train.launch.cpp_log import errors_only
 from mimo_train.launch.forked import OPTION, open_server, start_from
 from mimo_train.launch.grace import grace_seconds
 from mimo_train.launch.library_log import hand_on
@@ -52,7 +53,6 @@ from mimo_train.launch.restarts import (
 from mimo_train.launch.scratch import FLIGHT, scratch_folder
 from mimo_train.launch.supervisor import Supervisor
 
-CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 FAILURE_SECONDS = 5
 ASKED_FOR = {
     16: "a loss was wrong twice: start the run again on another machine, which makes the step again and compares",
@@ -163,9 +163,6 @@ def main(arguments: list[str] | None = None) -> int:
             signal.signal(signum, ranks.ask_to_stop)
     signal.signal(signal.SIGALRM, ranks.end_of_grace)
 
-    # The launcher that has torchrun's store leaves first; the others' C++ would tell of it at the end of a good run.
-    before = os.environ.get(CPP_LOG_LEVEL)
-    os.environ[CPP_LOG_LEVEL] = before or "ERROR"
     arguments, server = list(sys.argv[1:] if arguments is None else arguments), None
     if arguments and arguments[0].startswith(OPTION):
         server = open_server(arguments.pop(0).removeprefix(OPTION))
@@ -174,8 +171,6 @@ def main(arguments: list[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    if before is None:  # the ranks' own warnings stay
-        del os.environ[CPP_LOG_LEVEL]
     if server is not None:
         start_from(server, SubprocessHandler)
     _adapt(SubprocessContext, ranks)
@@ -258,7 +253,7 @@ def _meet(options: Any, *, again: bool = False, leaves: bool = False) -> None:
 
 def _adapt(context_class: Any, ranks: Ranks) -> None:
     """Patches torch's class of running ranks: it notifies ``ranks`` when they have started, and waits less for the
-    others when one has failed."""
+    others when one has failed, and is quiet when all have ended well."""
     start, close = context_class._start, context_class._close
 
     def started(self: Any) -> None:
@@ -267,6 +262,10 @@ def _adapt(context_class: Any, ranks: Ranks) -> None:
         ranks.started(self)
 
     def closed(self: Any, death_sig: signal.Signals, timeout: int = 30) -> None:
+        handlers = self.subprocess_handlers.values()
+        if handlers and all(handler.proc.poll() == 0 for handler in handlers):
+            # The launcher that has torchrun's store may leave first: the others' C++ would tell of it.
+            errors_only()
         close(self, death_sig, min(timeout, FAILURE_SECONDS))
 
     context_class._start, context_class._close = started, closed

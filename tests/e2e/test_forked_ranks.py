@@ -32,7 +32,10 @@ found = {
     "folder": os.getcwd(),
 }
 def write():
-    open(f"{os.environ['RANK']}.json", "w").write(json.dumps(found))
+    open("written", "w").write(json.dumps(found))
+    os.replace("written", f"{os.environ['RANK']}.json")
+while os.environ["RANK"] == "1" and not os.path.exists("0.json"):  # the failure of this one ends the other
+    time.sleep(0.01)
 atexit.register(write)
 threading.Thread(target=lambda: (time.sleep(0.2), found.update(waited=True))).start()
 sys.exit("the last word" if os.environ["RANK"] == "1" else None)
@@ -62,7 +65,7 @@ def found_by_ranks(folder, *program: str) -> list[dict]:
             pass_fds=[inherited.fileno()],
         )
     assert done.returncode == 1, done.stderr
-    assert done.stderr.splitlines()[0] == "the last word" and "exit code 1" in done.stderr
+    assert done.stderr.splitlines()[0] == "the last word" and "exit code 1" in done.stderr, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -88,19 +91,54 @@ for code in (0, 3):
 rank = server.start(forked.Start("rank", ["0"], dict(os.environ), ("/no/such/file", None)))
 assert rank.wait(60) == 1
 rank = server.start(forked.Start("rank", ["wait"], dict(os.environ), (None, None)))
+os.killpg(rank.pid, 0)  # it leads its session already
 try:
     rank.wait(0.01)
 except forked.subprocess.TimeoutExpired:
     pass
 else:
     raise AssertionError
-os.kill(server._pid, signal.SIGKILL)
+os.kill(server._process.pid, signal.SIGKILL)
 assert rank.poll() is None  # its parent is this process
 os.kill(rank.pid, signal.SIGTERM)
 assert rank.wait(60) == -signal.SIGTERM
 assert server.start(forked.Start("rank", ["0"], dict(os.environ), (None, None))) is None
 server.close()
 """
+STOPPED = """
+import os, signal
+from mimo_train.launch import forked
+forked.PROGRAM, forked.ANSWER_SECONDS = "json", 0.5
+for asked in (True, False):
+    server = forked.open_server("auto")
+    os.kill(server._process.pid, signal.SIGSTOP)
+    if asked:
+        for _ in range(2):
+            assert server.start(forked.Start("rank", ["0"], dict(os.environ), (None, None))) is None
+    server.close()
+    assert server._process.poll() == -signal.SIGKILL
+# A rank that the launcher gives up while it starts does not run.
+forked.ANSWER_SECONDS = 60
+server = forked.open_server("auto")
+with forked._adopting():
+    server._connection.send(forked.Start("rank", ["0"], dict(os.environ), (None, None)))
+    pid = server._connection.recv()
+server._end(0)
+assert forked.ForkedRank(pid, "rank").wait(60) == 1
+"""
+
+
+def test_a_server_that_does_not_answer_is_ended(tmp_path):
+    (tmp_path / "rank.py").write_text("print('ran')")
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED],
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_ranks_end_as_children_of_the_launcher_whatever_becomes_of_the_server(tmp_path):
