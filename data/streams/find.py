@@ -20,7 +20,8 @@ _ENDINGS = re.compile(r"\.(tar|tar\.gz|tgz|tar\.zst|tzst)$", re.IGNORECASE)
 
 def find_streams(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]) -> list[Origin]:
     """Shards in a fixed order: what `find_shards` takes, compressed or not, and `pipe:COMMAND`, which is one command
-    for each number of its ranges `{000..127}`; commas and all other braces are the shell's. Files of a web server are not asked for before they are read.
+    for each number of its ranges `{000..127}`; commas and all other braces are the shell's. Files of a web server are
+    not asked for before they are read.
 
     Raises:
         DataError: as of `find_shards`.
