@@ -14,11 +14,7 @@ def expand_braces(text: str) -> list[str]:
         return [text]
     numbers = re.fullmatch(r"(\d+)\.\.(\d+)", group[1])
     if numbers:
-        first, last = int(numbers[1]), int(numbers[2])
-        if last < first:
-            raise DataError(f"data.shards: the range {group[0]} in {text!r} runs backwards")
-        width = len(numbers[1])
-        choices = [str(number).zfill(width) for number in range(first, last + 1)]
+        choices = _numbers(numbers, text)
     elif "," in group[1]:
         choices = group[1].split(",")
     else:
@@ -27,6 +23,23 @@ def expand_braces(text: str) -> list[str]:
         )
     rest = expand_braces(text[group.end() :])
     return [text[: group.start()] + choice + tail for choice in choices for tail in rest]
+
+
+def expand_ranges(text: str) -> list[str]:
+    """As `expand_braces`, but that braces with anything else than a range of numbers stay as they are."""
+    numbers = re.search(r"\{(\d+)\.\.(\d+)\}", text)
+    if numbers is None:
+        return [text]
+    rest = expand_ranges(text[numbers.end() :])
+    return [text[: numbers.start()] + one + tail for one in _numbers(numbers, text) for tail in rest]
+
+
+def _numbers(found: re.Match[str], text: str) -> list[str]:
+    """Those of a range, as wide as its first."""
+    first, last = int(found[1]), int(found[2])
+    if last < first:
+        raise DataError(f"data.shards: the range {{{found[1]}..{found[2]}}} in {text!r} runs backwards")
+    return [str(number).zfill(len(found[1])) for number in range(first, last + 1)]
 
 
 def split_commas(text: str) -> list[str]:

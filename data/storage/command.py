@@ -40,7 +40,8 @@ class Command:
 
 class CommandBytes(io.RawIOBase):
     """What a command writes to its standard output. It has nothing to read, and a group of processes of its own, which
-    ends with `close`. Where a part of a pipeline fails, all of it has failed.
+    ends with `close`, or with this process, however that ends. What it leaves behind after its own end stays. Where a
+    part of a pipeline fails, all of it has failed.
 
     Raises:
         ShardError: there is no shell; when its output ends: the command ended with another exit code than 0.
@@ -48,6 +49,11 @@ class CommandBytes(io.RawIOBase):
 
     def __init__(self, command: Command) -> None:
         self._command, self._count = command, 0
+        self._ending_it = threading.Lock()
+        try:
+            self._guard = _Guard()
+        except OSError as error:
+            raise ShardError(f"{command}: cannot be started: {error}") from error
         try:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 ["bash", "-o", "pipefail", "-c", command.text],
@@ -57,7 +63,9 @@ class CommandBytes(io.RawIOBase):
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
+            self._guard.dismiss()
             raise ShardError(f"{command}: cannot be started: {error}") from error
+        self._guard.watch(self._process.pid)
         self._said: deque[bytes] = deque(maxlen=8)
         self._listener = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
         self._listener.start()
@@ -72,7 +80,7 @@ class CommandBytes(io.RawIOBase):
             while len(content) < min(_AT_LEAST, len(buffer)):  # who looks at the first bytes gets them together
                 more = os.read(fd, len(buffer) - len(content))
                 if not more:
-                    code = 0 if content else self._process.wait()
+                    code = 0 if content else self._ended()
                     break
                 content += more
         if code:
@@ -82,19 +90,29 @@ class CommandBytes(io.RawIOBase):
         return len(content)
 
     def stop(self) -> None:
-        """End the command, and all that it has started, if they still run; from any thread."""
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """End the command, and all that it has started, also where the shell has ended before them; from any thread."""
+        with self._ending_it:
+            if self._process.returncode is None:  # nobody has waited for it: the number of its group is no other's
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         if not self.closed:
             self.stop()
-            self._process.wait()
+            self._ended()
             self._listener.join(_PATIENCE)
             assert self._process.stdout is not None
             self._process.stdout.close()
         super().close()
+
+    def _ended(self) -> int:
+        """Its exit code, when it has ended."""
+        if self._process.returncode is None:  # without taking its number from it, which `stop` may still need
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        with self._ending_it:
+            code = self._process.wait()
+        self._guard.dismiss()
+        return code
 
     def _listen(self, stderr: IO[bytes]) -> None:
         with stderr:
@@ -110,3 +128,35 @@ class CommandBytes(io.RawIOBase):
         self._listener.join(_PATIENCE)
         said = b"".join(self._said).decode(errors="replace").strip()
         return f": {shown(' '.join(said[-_SAID:].split()))}" if said else ""
+
+
+class _Guard:
+    """A process that ends a group of processes when this process is gone: killed, it ends nothing itself."""
+
+    _SCRIPT = 'read -r group && [ "$group" ] || exit; read -r || kill -KILL -- "-$group"'
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            ["bash", "-c", self._SCRIPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # what ends the group of this process is not to end it first
+        )
+
+    def watch(self, group: int) -> None:
+        self._write(f"{group}\n")
+
+    def dismiss(self) -> None:
+        """End it, and nothing else. May be called twice."""
+        self._write("\n")
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # it was killed, or dismissed before
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()

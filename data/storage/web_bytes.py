@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import http.client
 import io
+import re
 import urllib.error
 import urllib.request
 from typing import Any
@@ -21,6 +22,7 @@ PATIENCE = 60.0
 """Seconds without any byte, after which a connection is given up."""
 _CODES = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 410: errno.ENOENT}
 _SKIP = 1 << 20
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class WebBytes(io.RawIOBase):
@@ -71,26 +73,43 @@ class WebBytes(io.RawIOBase):
     def _opened(self) -> http.client.HTTPResponse:
         headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={self._at}-"} if self._at else {})
         request = urllib.request.Request(str(self._url), headers=headers)
-        answer = urllib.request.urlopen(request, timeout=self._patience)
-        length = answer.headers.get("Content-Length")
-        begin, size = 0, None if length is None else int(length)
-        if answer.status == http.client.PARTIAL_CONTENT:
-            begin = self._at
-            said = answer.headers.get("Content-Range", "")
-            if not said.startswith(f"bytes {begin}-"):
-                raise OSError(errno.EIO, f"the server sent {said!r} for bytes from {begin} on")
-            size = None if size is None else begin + size
+        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=self._patience)
+        try:
+            self._pass_over(answer)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def _pass_over(self, answer: http.client.HTTPResponse) -> None:
+        """Let the next byte of an answer be the one that is read next."""
+        begin, size = self._place(answer)
         tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-        if self._at and (tag, size) != (self._tag, self._size):
+        # Of one and the same file an answer may give the size, and the next not.
+        if self._at and (tag != self._tag or (None not in (size, self._size) and size != self._size)):
             raise ShardError(f"{self._url}: the file changed while it was read. Start again when it stays as it is.")
-        self._tag, self._size = tag, size
+        self._tag, self._size = tag, self._size if size is None else size
         while begin < self._at:
             passed = answer.read(min(_SKIP, self._at - begin))
             if not passed:
                 raise OSError(errno.EIO, f"the answer ends after {begin} bytes")
             READS.count += 1
             begin += len(passed)
-        return answer
+
+    def _place(self, answer: http.client.HTTPResponse) -> tuple[int, int | None]:
+        """(first byte of an answer, bytes of the file where they are known)."""
+        length = answer.headers.get("Content-Length")
+        if length is not None and not _NUMBER.fullmatch(length.strip()):
+            raise OSError(errno.EIO, f"the server sent Content-Length: {length!r}, which is no number")
+        if answer.status != http.client.PARTIAL_CONTENT:
+            return 0, None if length is None else int(length)
+        said = answer.headers.get("Content-Range", "")
+        if not said.startswith(f"bytes {self._at}-"):
+            raise OSError(errno.EIO, f"the server sent {said!r} for bytes from {self._at} on")
+        whole = said.rpartition("/")[2].strip()
+        if _NUMBER.fullmatch(whole):
+            return self._at, int(whole)
+        return self._at, None if length is None else self._at + int(length)
 
     def _drop(self) -> None:
         answer, self._answer = self._answer, None

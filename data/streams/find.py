@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from data.braces import expand_braces
+from data.braces import expand_braces, expand_ranges
 from data.errors import DataError
 from data.shards import find_shards, patterns_of
 from data.storage.command import PIPE, Command
@@ -20,13 +20,14 @@ _ENDINGS = re.compile(r"\.(tar|tar\.gz|tgz|tar\.zst|tzst)$", re.IGNORECASE)
 
 def find_streams(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]) -> list[Origin]:
     """Shards in a fixed order: what `find_shards` takes, compressed or not, and `pipe:COMMAND`, which is one command
-    for each choice of its braces, commas and all. Files of a web server are not asked for before they are read.
+    for each number of its ranges `{000..127}`; commas and all other braces are the shell's. Files of a web server are
+    not asked for before they are read.
 
     Raises:
         DataError: as of `find_shards`.
     """
     if isinstance(pattern, str) and pattern.lstrip().startswith(PIPE):
-        commands = [text.removeprefix(PIPE).strip() for text in expand_braces(pattern.strip())]
+        commands = [text.removeprefix(PIPE).strip() for text in expand_ranges(pattern.strip())]
         if not all(commands):
             raise DataError(f"data.shards: {pattern!r} is no command: write pipe: and what the shell is to run")
         return [Command(text) for text in commands]

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
@@ -95,9 +95,8 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
             _open(config, overrides)
         for number, one in enumerate(_sets_of(cfg)):
             try:
-                dataset = _dataset_of(cfg, one)
-                found = _verify_set(number, one, cfg, dataset, pool)
-                dataset.close()
+                with closing(_dataset_of(cfg, one)) as dataset:
+                    found = _verify_set(number, one, cfg, dataset, pool)
             except DataError as error:  # a shard that cannot be read, or tokens of another tokenizer
                 code = 1
                 print(f"bad shard: {shown(str(error))}")

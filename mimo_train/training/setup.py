@@ -105,8 +105,8 @@ class Session:
     checkpointer: Checkpointer
     bad_samples: BadSampleCount
     empty_steps: EmptySteps
-    locks: ExitStack
-    """Those of `run.dir` and `checkpoint.dir`, on rank 0."""
+    opened: ExitStack
+    """The training data, and on rank 0 the locks of `run.dir` and `checkpoint.dir`."""
 
     @property
     def held_out(self) -> HeldOut | None:
@@ -122,7 +122,7 @@ class Session:
         """End threads, profilers and writers, also after a failure."""
         state, parts = self.state, self.parts
         with ExitStack() as ends:  # all of them, whichever fails
-            ends.callback(self.locks.close)  # the last of all
+            ends.callback(self.opened.close)  # the last of all
             for part in (state.metrics, state.console, self.checkpointer, parts.profiler, self.data):
                 ends.callback(part.close)
 
@@ -148,7 +148,7 @@ def setup(
             or ranks were started with different configs or see different folders; with the config key.
     """
     kind, device = start_processes(run.cfg, store)
-    locks, saves = ExitStack(), run.checkpoints
+    opened, saves = ExitStack(), run.checkpoints
     RECORDER.to("lock")
     start, longest = Start.of(run.cfg, devices.identity(device)), 30 * run.cfg.run.timeout_minutes
     try:
@@ -156,10 +156,10 @@ def setup(
             with agreed(start) as starts:
                 make_folder(run.dir)
                 if dist.get_rank() == 0:
-                    locks.callback(RunLock(run.dir, min(LONGEST_LOCK, longest), start.mark).close)
+                    opened.callback(RunLock(run.dir, min(LONGEST_LOCK, longest), start.mark).close)
                     remove_old_starts(run.dir)
                     if isinstance(saves, Url):
-                        locks.callback(ObjectLock(saves, start.mark).close)
+                        opened.callback(ObjectLock(saves, start.mark).close)
         except UserError:
             RECORDER.discard()  # the folder is another run's
             raise
@@ -169,9 +169,9 @@ def setup(
         if isinstance(saves, Url):
             with agreed():
                 require_seen(saves, starts[0].mark)
-        return _build(run, votes, kind, device, locks, start_time, pre_wrap_hook)
+        return _build(run, votes, kind, device, opened, start_time, pre_wrap_hook)
     except BaseException:
-        locks.close()
+        opened.close()
         raise
 
 
@@ -180,7 +180,7 @@ def _build(
     votes: ExitVotes,
     kind: str,
     device: torch.device,
-    locks: ExitStack,
+    opened: ExitStack,
     start_time: float,
     pre_wrap_hook: ModelHook | None,
 ) -> Session:
@@ -208,6 +208,7 @@ def _build(
     )
     RECORDER.to("index")
     dataset, padding = dataset or build_dataset(cfg, parts.tokenizer), padding_of(cfg)
+    opened.callback(dataset.close)
     mixing = Mixing(cfg, run.batch, dataset.source_sizes)
     if padding is not None and isinstance(dataset, Dataset):
         count_texts(run, dataset)
@@ -236,6 +237,7 @@ def _build(
         size_at=run.batch.size_at,
         padding=padding,
     )
+    opened.callback(loader.close)
     data = StepIterator(loader, pipeline, step_sum, learned_logits=cfg.train.logits == "learned")
     _open_sections(run, step_sum, pipeline, losses, votes, train_state, data, checkpointer)
     # The votes first, as `exit.agreed_votes` reads them, and the save last, as `Checkpointer.hear` does.
@@ -262,7 +264,7 @@ def _build(
         checkpointer=checkpointer,
         bad_samples=BadSampleCount(train_state, dataset, report, device),
         empty_steps=EmptySteps(train_state, cfg.train.max_empty_steps, step_sum, device),
-        locks=locks,
+        opened=opened,
     )
 
 

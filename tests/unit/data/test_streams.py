@@ -83,7 +83,7 @@ def test_a_stream_has_the_samples_of_an_index(small, squeezed, dataset):
         data.close()
 
     indexed = dataset(small, shuffle=False)
-    for places in (squeezed, f"pipe:cat '{small}'/a-00000{{0,1}}.tar"):
+    for places in (squeezed, f"pipe:cat '{small}'/a-00000{{0..1}}.tar"):
         for one, other in zip(steps(indexed), steps(stream(places, shuffle=False)), strict=True):
             assert (one.token_counts, one.loads, one.pairs) == (other.token_counts, other.loads, other.pairs)
             for own, streamed in zip(one.microbatches, other.microbatches, strict=True):
