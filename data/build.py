@@ -101,6 +101,8 @@ def build_shards(
         faults = [fault for part in parts for fault in part.faults]
         samples = sum(part.samples for part in parts)
         wrong = _wrong(source, settings, samples, faults)
+        if wrong and faults and not samples and sum(part.unknown for part in parts) == len(faults):
+            wrong += "\nNo record has a name that says what it is: give it with --columns, such as caption=COLUMN"
         if wrong:
             shutil.rmtree(work)
             if not was_there:

@@ -28,6 +28,9 @@ OF_THE_MACHINE = (MemoryShortage, MissingLibrary)
 class SampleError(DataError):
     """A sample that cannot be used: it is bad, and a stand-in takes its place."""
 
+    remedy = ""
+    """Key of a run's config that helps, as the end of a sentence; empty: none does."""
+
 
 class DecodeError(SampleError):
     """A picture or an audio clip that cannot be decoded."""
@@ -39,6 +42,14 @@ class RecordError(SampleError):
 
 class NothingToLearn(RecordError):
     """A record whose caption or answer is null: bad, or without loss where `data.null_captions` says so."""
+
+    remedy = "data.null_captions=skip takes such samples without loss"
+
+
+class UnknownRecord(RecordError):
+    """A record with none of the names that say what it is."""
+
+    remedy = "data.fields says what else is read, such as data.fields.caption=json[KEY]"
 
 
 class TooManyBadSamples(DataError):

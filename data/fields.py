@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,24 +61,27 @@ class Fields:
     key: str = field(default="data.fields", compare=False)
     """Of the config."""
 
-    def require(self, found: Collection[str]) -> None:
+    def require(self, found: Collection[str], there: Mapping[str, Sequence[str]]) -> None:
         """Looks for what a sample lacks of the texts that are named.
 
         found: names of those that it has. Of those that are learned one is enough; a question goes with the last four.
+        there: keys of its JSON members, by member, for the message.
 
         Raises:
             RecordError: a text that may not be absent is.
         """
+        has = "".join(f"; its {member} has {list(keys)}" for member, keys in there.items())
         learned = [name for name, _ in self.texts if name in LEARNED]
         if not any(name in found for name in learned):
             sought = " and no ".join(str(source) for name, source in self.texts if name in LEARNED)
-            raise RecordError(f"{self.key}.{learned[0]}: the sample has no {sought}")
+            raise RecordError(f"{self.key}.{learned[0]}: the sample has no {sought}{has}")
         is_whole = any(name in found for name in CONVERSATIONS)
         for name, source in self.texts:
             if name in (*learned, *found) or source.may_be_absent or (name == "question" and is_whole):
                 continue
             raise RecordError(
-                f'{self.key}.{name}: the sample has no {source}; where not all samples have one: {name}: "{source}?"'
+                f"{self.key}.{name}: the sample has no {source}{has}; where not all samples have one: "
+                f'{name}: "{source}?"'
             )
 
     @property

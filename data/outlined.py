@@ -161,7 +161,8 @@ class OutlinedSamples(Samples):
         if not isinstance(error, (SampleError, RecursionError, UnicodeError)):
             error.add_note(f"in sample {outline.number}: {place}" if outline.number >= 0 else f"in {place}")
             raise error
-        return reason_of(error)
+        remedy = error.remedy if isinstance(error, SampleError) else ""
+        return reason_of(error) + (f"; {remedy}" if remedy else "")
 
     def _positioned(self, sample: collate.TextSample, outline: SampleOutline) -> collate.TextSample:
         """The sample with positions on three axes, if the language model has them."""

@@ -28,7 +28,7 @@ from data.conversation import (
     with_frames,
     with_media,
 )
-from data.errors import NothingToLearn, RecordError
+from data.errors import NothingToLearn, RecordError, UnknownRecord
 from data.fields import ABSENT, LEARNED, Fields
 from data.frames import Picture
 from data.sample_key import Key
@@ -120,7 +120,7 @@ def parse_fields(
         if value is not ABSENT:
             record[name] = value
     try:
-        fields.require(record)
+        fields.require(record, {name: _keys(one) for name, one in parsed.items() if isinstance(one, dict)})
     except RecordError as error:
         raise RecordError(f"key {key!r}: {error}") from None
     for name in ("conversations", "messages"):
@@ -243,9 +243,8 @@ def _from_json(
         raise NothingToLearn(f"key {key!r}: {captions[0]} is null, not a text")
     if captions:
         raise RecordError(f"key {key!r}: {captions[0]} is {_called(record[captions[0]])}, not a text")
-    raise RecordError(
-        f"key {key!r}: the record has none of conversations, messages, caption, text; it has "
-        f"{sorted(name[:_SHOWN] for name in record)[:8]}"
+    raise UnknownRecord(
+        f"key {key!r}: the record has none of conversations, messages, caption, text; it has {_keys(record)}"
     )
 
 
@@ -286,6 +285,11 @@ def _with_system(record: dict[str, Any], turns: tuple[Turn, ...], key: Key) -> t
     if turns[0].role == "system":
         raise RecordError(f"key {key!r}: the record has a system text and a system turn too: remove one of them")
     return (Turn("system", (Part("text", text),)), *turns)
+
+
+def _keys(record: Mapping[str, Any]) -> list[str]:
+    """The first keys of a record, none of them too long."""
+    return sorted(name[:_SHOWN] for name in record)[:8]
 
 
 def _cut(value: Any) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from data.building.samples import Place, Sample, Source
-from data.errors import DataError, NothingToLearn, RecordError, ShardError
+from data.errors import DataError, NothingToLearn, RecordError, ShardError, UnknownRecord
 from data.storage.replace import replacing
 from data.storage.whole_read import pread_all
 from data.storage.write import tar_bytes
@@ -43,6 +43,8 @@ class Part:
     first_null: str
     rules: dict[str, int]
     """How many samples each rule changed."""
+    unknown: int = 0
+    """Of `faults`, those of records with none of the names that say what they are."""
 
 
 def part_path(folder: Path, number: int, suffix: str) -> Path:
@@ -70,7 +72,7 @@ def read_part(source: Source, folder: Path, number: int, progress: Callable[[int
     rows: list[tuple[int, int, int, int]] = []
     faults: list[str] = []
     rules: Counter[str] = Counter()
-    nulls, first_null, seen = 0, "", 0
+    nulls, first_null, seen, unknown = 0, "", 0, 0
     with (
         replacing(part_path(folder, number, "bytes")) as spool,
         replacing(part_path(folder, number, "lines")) as lines,
@@ -87,6 +89,7 @@ def read_part(source: Source, folder: Path, number: int, progress: Callable[[int
                 continue
             except RecordError as error:
                 faults.append(str(error)[:_SHOWN])
+                unknown += isinstance(error, UnknownRecord)
                 continue
             if sample is None:
                 continue
@@ -104,7 +107,7 @@ def read_part(source: Source, folder: Path, number: int, progress: Callable[[int
             rules.update(sample.rules)
     with replacing(part_path(folder, number, "rows")) as file:
         file.write(np.array(rows, dtype=ROW).tobytes())
-    part = Part(len(rows), faults, nulls, first_null, dict(rules))
+    part = Part(len(rows), faults, nulls, first_null, dict(rules), unknown)
     with replacing(part_path(folder, number, "json")) as file:
         file.write(json.dumps(part.__dict__).encode())
     if progress:

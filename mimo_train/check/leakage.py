@@ -1,17 +1,38 @@
-"""Held-out samples that were, in part, trained on."""
+"""Held-out samples that were, in part, trained on, or that have nothing to do with what is."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mimo_train.check.findings import Report
-from mimo_train.plan.inputs import HeldOutSet
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.inputs import HeldOutSet, training_sources
 
 if TYPE_CHECKING:
     from data.samples import Samples
 
 LOOKED_AT = 1000
 """Held-out samples of each set."""
+
+
+def add_demo_beside_own(report: Report, cfg: ConfigContainer) -> None:
+    """Warns of a run on data of the user's own that is evaluated on a demo's, whose shards a config still names."""
+    if cfg.data.demo or not cfg.data.validation_shards:
+        return
+    from data.demo.make import MARKER
+
+    held_out = Path(cfg.data.validation_shards)
+    demo = next((folder for folder in (held_out, *held_out.parents[:2]) if (folder / MARKER).is_file()), None)
+    trained_on = [Path(str(source.shards)).resolve() for source in training_sources(cfg)]
+    if demo is None or any(path.is_relative_to(demo.resolve()) for path in trained_on):
+        return
+    report.warnings.append(
+        f"data.validation_shards: {held_out} is of the demo in {demo}, and the run trains on other data: its "
+        "evaluation says nothing about these; give held-out shards of your own, or data.validation_shards= and "
+        "data.validation_fraction=0.01, which holds out some of data.shards (data.validation_shards= alone: no "
+        "evaluation)"
+    )
 
 
 def add_leakage(report: Report, one: HeldOutSet, dataset: Samples, held_out: Samples) -> None:

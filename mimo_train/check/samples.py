@@ -21,7 +21,7 @@ from data.text_lengths import TextLengths
 from mimo_train.check.blocks import add_blocks
 from mimo_train.check.findings import Report, Table, fault_of, plural, spread
 from mimo_train.check.indexed import look_at_indexed
-from mimo_train.check.leakage import add_leakage
+from mimo_train.check.leakage import add_demo_beside_own, add_leakage
 from mimo_train.check.rendered import add_rendered
 from mimo_train.check.repeats import add_repeats
 from mimo_train.check.streams import open_stream
@@ -114,6 +114,7 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
     if len(counts) == len(sources):
         _add_whole(report, cfg, tokenizer, counts, seen, rows)
     add_repeats(report, cfg)
+    add_demo_beside_own(report, cfg)
     report.tables.append(Table("Data", (), rows))
     return seen
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +69,7 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
         print("\n".join(lines_of(found, cfg, request)))
     if options.write is not None:
         _write(options.write, found, cfg, config)
+        print(_said_of_file(options.write, found), file=sys.stderr if options.as_json else sys.stdout)
     return 0
 
 
@@ -112,6 +115,14 @@ def _require_folder(path: Path, option: str) -> None:
         raise UserError(f"{option}: {path.parent}, the folder of {path.name}, is not there: make it, or give another")
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{option}: {path.parent}, the folder of {path.name}, cannot be written into: give another")
+
+
+def _said_of_file(path: Path, found: Plan) -> str:
+    """What was written, and what to do with it."""
+    chosen = found.proposals[0].candidate
+    ranks, given = chosen.world_size, chosen.gpus
+    used = f"{ranks:,} of the {given:,} GPUs: the others would stand idle" if ranks < given else f"all {given:,} GPUs"
+    return f"wrote {path}: proposal 1, on {used}; next: mimo-train check {shlex.quote(str(path))}"
 
 
 def _write(path: Path, found: Plan, cfg: ConfigContainer, config: str) -> None:

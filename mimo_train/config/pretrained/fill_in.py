@@ -1,14 +1,16 @@
 """`pretrained: DIR` -> the keys that follow from the directory, in a config as it is composed. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from encoders.errors import EncoderError
 from encoders.joined.spec import PARTS as JOINED
+from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import FAMILIES
 from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.adapter import adapter_keys
 from mimo_train.config.pretrained.composites import COMPOSITES, UNREAD, Composite
@@ -16,6 +18,7 @@ from mimo_train.config.pretrained.directory import TOKENIZER_FILES, Directory, r
 from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import PlaceholderConfig
 
 CHOICES = {
     "llm": {"name", "dropout", "init_std", "router_balancing", "router_aux_loss", "router_z_loss"},
@@ -257,9 +260,28 @@ def _contradictions(
             f"{directory.key}",
         )
         for key, value in keys.items()
-        if key in given and key not in CHOICES[part] and given[key] != value and not _enlarges(part, key, given, keys)
+        if key in given and key not in CHOICES[part] and not _enlarges(part, key, given, keys)
+        if not _are_alike(given[key], value, _spec(part, keys), key)
         if key != "image_size" or keys.get("family") not in ANY_SIZE
     ]
+
+
+def _spec(part: str, keys: Mapping[str, Any]) -> type:
+    """The dataclass of a part's keys."""
+    known: dict[str, type] = {"llm": LlmSpec, "projector": ProjectorSpec}
+    return known.get(part) or (FAMILIES[keys["family"]].spec if part == "encoder" else PlaceholderConfig)
+
+
+def _are_alike(given: Any, value: Any, spec: type, key: str) -> bool:
+    """Whether two values of a field of `spec` are the same, once keys inside them that are left out have their
+    defaults: a config that was written down has all of them."""
+    if given == value or not (isinstance(given, Mapping) and isinstance(value, Mapping)):
+        return bool(given == value)
+    made = next(field.default_factory for field in fields(spec) if field.name == key)
+    default = made() if made is not MISSING else None
+    if not is_dataclass(default) or isinstance(default, type):
+        return False
+    return {**asdict(default), **given} == {**asdict(default), **value}
 
 
 def _enlarges(part: str, key: str, given: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:

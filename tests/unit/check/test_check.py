@@ -116,6 +116,34 @@ def test_a_demo_is_never_made_over_other_shards(capsys):
             assert said in fault and "data.demo=" in fault
 
 
+@pytest.mark.parametrize(
+    ("data", "warned"),
+    [
+        ("data.demo= data.shards=mine", True),
+        ("data.demo= data.shards=mine data.validation_shards=runs/demo/digits/held_out/held_out-000000.tar", True),
+        ("data.demo= data.shards=mine data.validation_shards=", False),
+        ("data.demo= data.shards=mine data.validation_shards=mine_too", False),
+        ("data.demo=", False),
+        ("", False),
+    ],
+)
+def test_own_data_that_are_evaluated_on_a_demo_are_a_warning(capsys, data, warned):
+    demo = Path("runs/demo/digits")
+    for path in (demo / "train/train-000000.tar", demo / "held_out/held_out-000000.tar"):
+        shard(path, *sound(3))
+    (demo / "demo.json").write_text("{}")
+    shard(Path("mine/a.tar"), *sound(3))
+    shard(Path("mine_too/a.tar"), *sound(3))
+    code, out, _ = run(capsys, "vlm_digits", *data.split())
+    assert code == 0
+    found = [line for line in out.splitlines() if "is of the demo in" in line]
+    assert len(found) == warned
+    if warned:
+        assert found[0].startswith("warning: data.validation_shards: runs/demo/digits/held_out")
+        for words in ("demo in runs/demo/digits,", "data.validation_shards= and data.validation_fraction="):
+            assert words in found[0]
+
+
 def test_members_that_are_not_read_are_named(capsys):
     """A picture that cannot be decoded does not vanish, so that its caption would become a plain text."""
     shard(Path("a.tar"), *sound(), ("0009.avi", b"video"), ("0009.txt", b"A text."))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mimo_train.config.compose import load
+from mimo_train.config.compose import load, to_dict, to_yaml
 from mimo_train.config.fault import ConfigError
 from tests.unit.config.test_pretrained import LLAMA
 
@@ -146,6 +146,31 @@ def test_the_placeholder_is_the_token_of_the_id(directory):
     assert load("vlm_digits", [f"pretrained={folder}"]).modules["images"].placeholder.pad == "<a>"
     fault = said(folder, "modules.images.placeholder.pad=<b>")
     assert fault.startswith("modules.images.placeholder.pad: is '<b>', and ") and "makes it '<a>'" in fault
+
+
+SCALED = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize("key", ["pretrained", "modules.images.pretrained", "modules.language.pretrained"])
+def test_a_config_that_was_written_down_can_be_read_again(directory, tmp_path, key):
+    folder = directory({"text_config": {**LLAMA, **SCALED}})
+    cfg = load("vlm_digits", [f"{key}={folder}"])
+    written = tmp_path / "written.yaml"
+    written.write_text(to_yaml(cfg))
+    assert to_dict(load(str(written))) == to_dict(cfg)
+
+
+@pytest.mark.parametrize(
+    "key", ["modules.images.projector.resampler.latents=4", "modules.language.llm.rope_scaling.factor=3.0"]
+)
+def test_a_key_inside_a_key_that_the_directory_contradicts_is_refused(directory, tmp_path, key):
+    folder = directory({"text_config": {**LLAMA, **SCALED}})
+    written = tmp_path / "written.yaml"
+    written.write_text(to_yaml(load("vlm_digits", [f"pretrained={folder}"])))
+    with pytest.raises(
+        ConfigError, match=rf"{key.partition('=')[0].rpartition('.')[0]}: is .*config.json makes it .*remove the key"
+    ):
+        load(str(written), [key])
 
 
 def test_one_directory_for_two_encoders_is_refused(directory, tmp_path):

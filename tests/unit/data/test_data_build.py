@@ -139,6 +139,17 @@ def test_a_record_that_cannot_be_used_is_named_before_anything_is_written(bad, w
     assert found(out / "train") == [([6], RECORDS[0])]
 
 
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_where_no_record_has_a_known_name_columns_are_the_remedy_once(skip_bad, media, tmp_path):
+    records = [{"image": "two.png", "prose": "A cat."}, {"image": "two.png", "prose": "A dog."}]
+    with pytest.raises(DataError, match="none of conversations") as error:
+        build(written(tmp_path, records), tmp_path / "out", Settings(skip_bad=skip_bad), media)
+    assert str(error.value).count("--columns, such as caption=COLUMN") == 1
+    with pytest.raises(DataError, match="1 of 3 records") as error:
+        build(written(tmp_path, [*RECORDS[:2], records[0]]), tmp_path / "out", media=media)
+    assert "--columns" not in str(error.value)
+
+
 def test_files_that_cannot_be_read_are_named(media, tmp_path):
     out = tmp_path / "out"
     (tmp_path / "records.json").write_text('{"conversations": ')

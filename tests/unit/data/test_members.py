@@ -156,9 +156,15 @@ def test_a_text_that_is_named_and_not_there_is_no_null():
     given = {"question": "json[q]", "answer": "json[a][0]", "caption": "txt", "system": "json[s]?"}
     assert [turn.role for turn in fields(given, {"json": '{"q": "Why?", "a": ["So."]}'}).turns] == ["user", "assistant"]
     for raws, said in (
-        ({"json": '{"q": "Why?", "a": []}'}, r"data.fields.answer: the sample has no json\[a\]\[0\] and no txt$"),
-        ({"json": "[]"}, r"data.fields.answer: the sample has no json\[a\]"),
-        ({"json": "{}", "txt": "So."}, r'fields.question: the sample has no json\[q\]; .* question: "json\[q\]\?"'),
+        (
+            {"json": '{"q": "Why?", "a": []}'},
+            r"data.fields.answer: the sample has no json\[a\]\[0\] and no txt; its json has \['a', 'q'\]$",
+        ),
+        ({"json": "[]"}, r"data.fields.answer: the sample has no json\[a\]\[0\] and no txt$"),
+        (
+            {"json": "{}", "txt": "So."},
+            r'fields.question: the sample has no json\[q\]; its json has \[\]; where .* question: "json\[q\]\?"',
+        ),
     ):
         with pytest.raises(RecordError, match=said) as raised:
             fields(given, raws)
@@ -210,10 +216,16 @@ def test_an_index_with_fields_has_other_records_and_the_same_members(tmp_path):
     assert {name for name, _ in own.unread()} == {"json"}
 
 
+def test_a_record_of_other_names_is_bad_with_the_key_that_names_them(tmp_path, dataset):
+    reason = dataset(shard(tmp_path, pictures("k", ["png"], {"prose": "A cat."}))).read_text(0)[1].reason
+    assert "it has ['prose']; data.fields says what else is read, such as data.fields.caption=json[KEY]" in reason
+
+
 @pytest.mark.parametrize("record", [{"caption": None}, {"caption": " \n"}])
 def test_captions_that_are_null_have_no_loss_where_the_config_says_so(record, tmp_path, dataset):
     path = shard(tmp_path, pictures("k", ["png"], record))
     if record["caption"] is None:
-        assert "caption is null" in dataset(path).read_text(0)[1].reason
+        reason = dataset(path).read_text(0)[1].reason
+        assert "caption is null" in reason and "; data.null_captions=skip takes" in reason
     sample, bad = dataset(path, skip_null=True).read_text(0)
     assert bad is None and not sample.loss_mask.any() and sample.length == 4

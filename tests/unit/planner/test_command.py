@@ -5,6 +5,8 @@ import json
 import pytest
 
 from mimo_train.cli import main
+from mimo_train.config.compose import load
+from mimo_train.plan.run import resolve
 from mimo_train.planner.command import Options, device_of
 
 CONFIG, SMALL = ("plan", "vlm_digits"), ("--gpus", "4", "--top", "2")
@@ -45,6 +47,20 @@ def test_data_say_the_same(capsys):
         assert one["samples_per_second_per_gpu"] == pytest.approx(samples)
         assert one["tokens_per_second_per_gpu"] == pytest.approx(72 * samples)
         assert set(one["idle"]) == {"images", "language"} and sum(one["shares"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(("speed", "ranks"), [("0.00001", 4), ("1000", 1)])
+def test_what_is_written_is_said(capsys, monkeypatch, tmp_path, as_json, speed, ranks):
+    monkeypatch.chdir(tmp_path)
+    extra = ["--json"] if as_json else []
+    code, printed, said = run(capsys, *CONFIG, *SMALL, "--tflops", speed, "--write", "my layout.yaml", *extra)
+    used = "all 4 GPUs" if ranks == 4 else f"{ranks} of the 4 GPUs: the others would stand idle"
+    line = f"wrote my layout.yaml: proposal 1, on {used}; next: mimo-train check 'my layout.yaml'\n"
+    assert code == 0 and (said if as_json else printed).endswith(line)
+    if as_json:
+        assert json.loads(printed)["proposals"][0]["ranks"] == ranks
+    assert resolve(load("my layout.yaml")).layout.world_size == ranks
 
 
 @pytest.mark.parametrize(
