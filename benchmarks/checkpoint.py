@@ -278,10 +278,11 @@ def main() -> None:
         table(saved, NAMES, {STALL: stall, STALL_CPU: stall, TOTAL: whole, TOTAL_CPU: whole})
         print("loading:")
         table(loaded, ("wall s", "CPU s"), dict.fromkeys(range(2), TORCH_LOAD))
-        shutil.rmtree(folder)
     dist.barrier()
-    run.close()
+    run.close()  # which writes metrics.jsonl again where it is gone
     dist.destroy_process_group()
+    if rank == 0:
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
