@@ -58,11 +58,10 @@ def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: float, merge:
     cfg = recorded_config(folder, trust_code=trust_code)
     new_directory(to)
 
-    from mimo_train.launch.library_log import adopt_torch, divert
+    from mimo_train.launch.library_log import adopt_torch, divert_of
 
     run_dir = folders.run_of(folder)
-    if isinstance(run_dir, Path):
-        divert(run_dir / "logs" / "export.log")
+    divert_of("export", run_dir if isinstance(run_dir, Path) else None)
     import torch.distributed as dist
 
     adopt_torch()

@@ -4,6 +4,8 @@ torch."""
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from mimo_train.config.fault import Fault
 
 PLACED = ("encoder", "llm", "projector")
@@ -25,14 +27,29 @@ def override_slips(overrides: Sequence[str], groups: Collection[str], picked: Co
         group = key.partition("@")[0]
         if value.strip(" '\"") == UNSET:
             yield Fault(key, f"{UNSET} is no value: give one, or leave the override away")
-        elif group not in groups or key[:1] == "~" or "=" not in override:
+        elif key[:1] == "~" or "=" not in override:
             continue
+        elif group not in groups or "." in group:
+            yield from _yaml_slips(key, value)
         elif value.strip() in ("", "null") or value.lstrip().startswith("["):
             yield Fault(key, f"picks one file of the group {group}, is {value or 'empty'}: name one, or leave it away")
         elif key in PLACED and key not in picked:
             places = sorted(place for place in picked if place.startswith(f"{key}@"))
             forms = places or [f"{key}@modules.NAME.{key}"]
             yield Fault(key, f"needs its place in the config: {' or '.join(f'{form}={value}' for form in forms)}")
+
+
+def _yaml_slips(key: str, value: str) -> Iterator[Fault]:
+    try:
+        yaml.safe_load(value)
+    except yaml.MarkedYAMLError as error:
+        at = f" at character {error.problem_mark.index + 1}" if error.problem_mark else ""
+        quoted = '{name: "json[a]"}' if value.lstrip()[:1] in ("{", "[") else f'"{value}"'
+        yield Fault(
+            key,
+            f"{value} cannot be read: {error.problem}{at}. Texts with special characters need quotes of their own, inside "
+            f"of those of the shell: '{key}={quoted}'",
+        )
 
 
 def left_open(plain: Any, key: str = "") -> Iterator[Fault]:

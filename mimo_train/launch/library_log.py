@@ -54,6 +54,15 @@ def divert(path: Path) -> RankLog:
     return log
 
 
+def divert_of(command: str, run_dir: Path | None) -> None:
+    """As `divert`, of a command that looks at a run: into `logs/COMMAND.log` of the run's folder. Of what has no such
+    folder on this machine, as a model of transformers, what libraries warn of is left out."""
+    if run_dir is None:
+        _divert(_Nowhere())
+    else:
+        divert(run_dir / "logs" / f"{command}.log")
+
+
 @contextmanager
 def held() -> Iterator[list[str]]:
     """A block whose warnings and log records of libraries, as of `divert`, are kept for the logs of ranks; those so
@@ -86,7 +95,16 @@ class _Held:
         self.texts.append(text)
 
 
-def _divert(log: "RankLog | _Held") -> logging.Handler:
+class _Nowhere:
+    """In the place of a rank's log."""
+
+    has_console = False
+
+    def write(self, text: str) -> None:
+        """Leave it out."""
+
+
+def _divert(log: "RankLog | _Held | _Nowhere") -> logging.Handler:
     """Returns the handler of log records, which was added to those of the root."""
     console = warnings.showwarning
 
@@ -124,7 +142,7 @@ class _Handler(logging.Handler):
     """Records of libraries into the file; errors of theirs, and everything of others, on the console, as Python's
     handler of last resort prints them."""
 
-    def __init__(self, log: RankLog | _Held):
+    def __init__(self, log: RankLog | _Held | _Nowhere):
         super().__init__()
         self._log = log
         self._format = logging.Formatter("%(levelname)s %(name)s: %(message)s")

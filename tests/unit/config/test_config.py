@@ -178,6 +178,8 @@ def test_wrong_types_are_faults_with_key_and_value(override, key, said):
         ("encoder=vit_small", "encoder", "its place in the config: encoder@modules.images.encoder=vit_small"),
         ("+encoder=vit_small", "encoder", "encoder@modules.images.encoder=vit_small"),
         ("data.shards=???", "data.shards", "??? is no value"),
+        ("data.fields={answer: json[x]}", "data.fields", """'data.fields={name: "json[a]"}'"""),
+        ("data.shards=*.tar", "data.shards", """'data.shards="*.tar"'"""),
         ("optim=[]", "optim", "picks one file of the group optim, is []"),
         ("optim=", "optim", "is empty: name one"),
         ("data=null", "data", "is null: name one"),

@@ -27,7 +27,10 @@ from pathlib import Path
 from mimo_train.launch import library_log
 
 library_log.LIBRARIES += (sys.argv[2] + "/",)
-library_log.divert(Path(sys.argv[1]))
+if sys.argv[1] == "nowhere":
+    library_log.divert_of("generate", None)
+else:
+    library_log.divert(Path(sys.argv[1]))
 import a_library
 a_library.warn()
 warnings.warn("a warning of the user's")
@@ -41,7 +44,7 @@ def test_the_stand_in_for_cuda_is_where_it_was():
     assert is_library(cuda_stand_in.__file__) and not is_library(library_log.__file__)
 
 
-def run(tmp_path: Path, log: Path, more: str = "") -> str:
+def run(tmp_path: Path, log: Path | str, more: str = "") -> str:
     """What a program prints on stderr that diverts to `log`."""
     library = tmp_path / "libraries"
     library.mkdir()
@@ -72,6 +75,12 @@ def test_what_libraries_warn_of_is_in_the_file_and_their_errors_are_in_both(tmp_
     ):
         assert printed.count(f"{text}\n") == on_console, (text, printed)
         assert written.count(f"{text}\n") == in_file, (text, written)
+
+
+def test_a_command_without_a_folder_leaves_them_out_and_shows_errors(tmp_path):
+    printed = run(tmp_path, "nowhere")
+    assert "a warning of a library" not in printed and "a record of a library" not in printed
+    assert "an error of a library" in printed and "a warning of the user's" in printed
 
 
 def test_a_file_that_cannot_be_written_leaves_them_on_the_console(tmp_path):
