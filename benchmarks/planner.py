@@ -71,6 +71,8 @@ EMPTY = {
                                                                "num_attention_heads=1", "ffn_hidden_size=16")),
 }  # fmt: skip
 """Sizes of modules in which nearly nothing is computed: what is left of a step is the program around them."""
+TENSOR = 2
+"""The largest tp of LAYOUTS."""
 SHARED, APART = ("placement.mode=shared",), ("placement.mode=disjoint",)
 LAYOUTS = {
     "gpt": {
@@ -164,8 +166,8 @@ def _profiled(shape: str) -> tuple[Profile, float]:
     """Costs of layers of a process that is alone, and how many such processes the cores are."""
     cfg = config(shape, "one")
     rows = embedding_rows(cfg.llm, tokenizer_of(cfg).vocab_size)
-    (alone,) = in_processes(measure, 1, cfg, rows)
-    together = in_processes(measure, CORES, cfg, rows)
+    (alone,) = in_processes(measure, 1, cfg, rows, TENSOR)
+    together = in_processes(measure, CORES, cfg, rows, TENSOR)
     longer = [
         (there.forward_seconds + there.backward_seconds) / (here.forward_seconds + here.backward_seconds)
         for one in together

@@ -63,7 +63,7 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
         _require_folder(options.profile, "--profile")
         from mimo_train.planner.measure import measure
 
-        measure(cfg, _rows(cfg)).write(options.profile)
+        measure(cfg, _rows(cfg), options.node).write(options.profile)
     steps, missing = ((), "--without-data") if options.without_data else steps_at_hand(cfg)
     request = _request(cfg, options, steps, missing)
     found = plan(cfg, request)
