@@ -1,6 +1,6 @@
 """Process groups of a rank and what it costs to make them, by the size of the world.
 
-    python -m benchmarks.groups [--worlds 64,512,2048] [--real 4,8,16]
+    python -m benchmarks.groups [--worlds 64,512,2048] [--real 4,8,16,32]
 
 An encoder with tensor and data parallelism beside a language model with tensor, pipeline and data parallelism. For the
 large worlds one process is a rank of each kind, on torch's fake process group: calls of `new_group`, seconds of
@@ -75,7 +75,7 @@ def main() -> None:
     """Print a line for each world."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=_numbers, default=[64, 512, 2048], help="of which one rank of a kind is run")
-    parser.add_argument("--real", type=_numbers, default=[4, 8, 16], help="of which all ranks are run")
+    parser.add_argument("--real", type=_numbers, default=[4, 8, 16, 32], help="of which all ranks are run")
     args = parser.parse_args()
     import megatron.core.hyper_comm_grid  # noqa: F401  # forked with this process, so that no rank waits for it
 

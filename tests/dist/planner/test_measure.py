@@ -87,7 +87,8 @@ def test_an_encoder_without_layers_is_refused():
 def test_a_rank_of_several_has_its_part_of_a_layer():
     """At every tp that a module can have the layer computes what the profile says of it."""
     cfg = load("vlm_digits", "train.micro_batch_size=2", "run.device=cpu",
-               "modules.images.encoder.num_attention_heads=4", "modules.language.llm.num_attention_heads=2")  # fmt: skip
+               "modules.images.encoder.num_attention_heads=4", "modules.language.llm.num_attention_heads=2",
+               )  # fmt: skip
     (profile,) = run_ranks(_counted, 1, cfg, 8)
     assert [(cost.module, cost.tp) for cost in profile.layers] == [
         ("images", 1), ("language", 1), ("images", 2), ("language", 2), ("images", 4)
