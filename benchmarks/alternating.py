@@ -1,12 +1,16 @@
 """Runs that are there at once and train in turn, one step at a time: what makes this machine slower, now and then, does
 so for all of them.
 
-Ranks are forked from this process, which has imported the program. A rank that is not its run's turn waits for a pipe,
-and takes no time of a processor.
+Ranks are forked from this process, which has imported the program (`import_program`). A rank whose run's turn it is not
+waits for a pipe, and takes no time of a processor.
 """
 
+import ctypes
+import gc
+import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -18,11 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-import mimo_train.training.preload  # noqa: F401  # forked with this process, so that no rank waits for it
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import lay_out
-from mimo_train.training.callbacks import Callback
-from mimo_train.training.pretrain import pretrain
 
 START_SECONDS = 180
 """After which a run that has not begun, or a step that has not ended, is given up."""
@@ -83,6 +84,8 @@ class Ranks:
 
 
 def _rank(pipe: Connection, place: dict[str, Any], function: Callable[..., Any], arguments: tuple) -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)  # none outlives the benchmark
     # The store is that of the first rank: a process that forks must have no thread, which may hold a lock meanwhile.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if place["RANK"] == 0 else None
     if store is not None:
@@ -99,25 +102,32 @@ def _rank(pipe: Connection, place: dict[str, Any], function: Callable[..., Any],
     os._exit(0)  # without waiting for peers
 
 
-class _InTurn(Callback):
-    """Begins a step when it is told to, and says how many seconds of a processor the rank took for it."""
-
-    def __init__(self, pipe: Connection):
-        self._pipe, self._began = pipe, 0.0
-
-    def on_train_start(self, state: Any, model: Any) -> None:
-        self._pipe.send((True, 0.0))
-
-    def on_step_start(self, state: Any) -> None:
-        self._pipe.recv()
-        self._began = time.process_time()
-
-    def on_step_end(self, state: Any, result: Any) -> None:
-        self._pipe.send((True, time.process_time() - self._began))
+def import_program() -> None:
+    """Before the first rank is forked, so that none imports it for itself."""
+    importlib.import_module("mimo_train.training.preload")
+    gc.freeze()  # what is imported is no garbage: collections in ranks would only copy its pages
 
 
 def _train(pipe: Connection, cfg: ConfigContainer) -> None:
-    pretrain(cfg, callbacks=[_InTurn(pipe)])
+    from mimo_train.training.callbacks import Callback
+    from mimo_train.training.pretrain import pretrain
+
+    class InTurn(Callback):
+        """Begins a step when it is told to, and says how many seconds of a processor the rank took for it."""
+
+        began = 0.0
+
+        def on_train_start(self, state: Any, model: Any) -> None:
+            pipe.send((True, 0.0))
+
+        def on_step_start(self, state: Any) -> None:
+            pipe.recv()
+            self.began = time.process_time()
+
+        def on_step_end(self, state: Any, result: Any) -> None:
+            pipe.send((True, time.process_time() - self.began))
+
+    pretrain(cfg, callbacks=[InTurn()])
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Predictions of `mimo-train plan` beside measured steps: layouts of one to eight processes on this machine's cores.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.planner [--turns 30] [--only gpt] [--layouts 'dp2;tp2']
+    OMP_NUM_THREADS=1 python -m benchmarks.planner [--minutes 20] [--only gpt] [--layouts 'dp2;tp2']
 
 For a plain GPT and for vision + language. All runs are started at first, and then train in turn, a step of each, there
 and back. Five times meanwhile layers are measured on one process, as `--measure` does, and on as many at once as there
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.alternating import Ranks, in_processes, started, step, working_in_a_temporary_folder
+from benchmarks.alternating import Ranks, import_program, in_processes, started, step, working_in_a_temporary_folder
 from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.inputs import tokenizer_of
@@ -34,13 +34,13 @@ from mimo_train.plan.parameters import embedding_rows
 from mimo_train.planner.candidate import Candidate
 from mimo_train.planner.costs import Costs
 from mimo_train.planner.devices import DEVICES, LINKS, Device, Links
-from mimo_train.planner.measure import measure
 from mimo_train.planner.predict import Predictor
 from mimo_train.planner.profile import Profile
 
 CORES = len(os.sched_getaffinity(0))
 WARM_UP = 2
 """Steps of a run that do not count."""
+LEAST_TURNS = 4
 LOOKS = 4
 """How often layers and messages are measured, and once more at the end."""
 LLM = ("hidden_size=256", "num_layers=8", "num_attention_heads=8", "ffn_hidden_size=704")
@@ -164,6 +164,8 @@ def _sizes(shape: str) -> tuple[str, ...]:
 
 def _profiled(shape: str) -> tuple[Profile, float]:
     """Costs of layers of a process that is alone, and how many such processes the cores are."""
+    from mimo_train.planner.measure import measure
+
     cfg = config(shape, "one")
     rows = embedding_rows(cfg.llm, tokenizer_of(cfg).vocab_size)
     (alone,) = in_processes(measure, 1, cfg, rows, TENSOR)
@@ -258,32 +260,44 @@ class Result(NamedTuple):
 def main() -> None:
     """Print predictions beside measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=30, help="of every layout: steps that count")
+    parser.add_argument("--minutes", type=float, default=20, help="of turns, behind the start of all runs")
     parser.add_argument("--only", choices=SHAPES, help="one of the two shapes")
     parser.add_argument("--layouts", type=lambda text: text.split(";"), help="of that shape, some of its names")
     args = parser.parse_args()
     chosen = [
         (shape, layout) for shape in ([args.only] if args.only else SHAPES) for layout in args.layouts or LAYOUTS[shape]
     ]
+    import_program()
     with working_in_a_temporary_folder():
-        machine, results = compared(chosen, args.turns)
+        machine, results = compared(chosen, 60 * args.minutes)
     print(machine)
     for shape, own in results.items():
-        print(f"\n{shape}: predicted, measured (median of {args.turns} turns), ratio, quartiles, seconds of processors")
+        turns = len(own[0].measured)
+        print(f"\n{shape}: predicted, measured (median of {turns} turns), ratio, quartiles, seconds of processors")
         _tell(own)
     if len(results) > 1:
         print("\nboth shapes together:")
         _tell_correlations([one for own in results.values() for one in own])
 
 
-def compared(chosen: Sequence[tuple[str, str]], turns: int) -> tuple[Machine, dict[str, list[Result]]]:
-    """Layouts of shapes, which train in turn, and the machine as it was before, between and after."""
+def compared(chosen: Sequence[tuple[str, str]], limit: float) -> tuple[Machine, dict[str, list[Result]]]:
+    """Layouts of shapes, which train in turn, and the machine as it was before, between and after.
+
+    Args:
+        limit: seconds after which no turn begins, but for the first ones.
+    """
     shapes = list(dict.fromkeys(shape for shape, _ in chosen))
     cfgs = {(shape, layout): config(shape, layout) for shape, layout in chosen}
     cfgs |= {(shape, NOTHING): _empty(shape) for shape in shapes}
     found: dict[tuple[str, str], list[tuple[float, float]]] = {one: [] for one in cfgs}
     profiles: dict[str, list[tuple[Profile, float]]] = {shape: [] for shape in shapes}
     messages = []
+
+    def look() -> None:
+        messages.append(_messages())
+        for shape in shapes:
+            profiles[shape].append(_profiled(shape))
+
     with ExitStack() as ends:
         runs = {}
         for one, cfg in cfgs.items():
@@ -293,14 +307,15 @@ def compared(chosen: Sequence[tuple[str, str]], turns: int) -> tuple[Machine, di
             for _ in range(WARM_UP):
                 step(runs[one])
             print(f"{' '.join(one)}: started in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
-        for turn in range(turns + 1):
-            if turn % max(1, turns // LOOKS) == 0 or turn == turns:
-                messages.append(_messages())
-                for shape in shapes:
-                    profiles[shape].append(_profiled(shape))
-            if turn < turns:
-                for one in runs if turn % 2 == 0 else reversed(runs):
-                    found[one].append(step(runs[one]))
+        began, looks, turn = time.perf_counter(), 0, 0
+        while turn < LEAST_TURNS or time.perf_counter() - began < limit:
+            if time.perf_counter() - began >= looks * limit / LOOKS:
+                look()
+                looks += 1
+            for one in runs if turn % 2 == 0 else reversed(runs):
+                found[one].append(step(runs[one]))
+            turn += 1
+        look()
     machine = Machine.of(messages, [each for own in profiles.values() for _, each in own])
     results: dict[str, list[Result]] = {shape: [] for shape in shapes}
     for shape, layout in chosen:

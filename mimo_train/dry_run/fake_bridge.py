@@ -55,7 +55,7 @@ class Answers:
         counts = self._shapes.counts[self._giver.name][microbatch]
         givers, own = giving_replicas(self._giver), self._replica()
         first, last = self._shapes.taken(self._giver.name, self._taker, microbatch)[own]
-        rows = {}
+        rows: dict[int, int] = {}
         for replica, (begin, end) in zip(givers, self._shapes.spans(self._giver, microbatch), strict=True):
             both = counts[max(first, begin) : min(last, end)]
             rows |= dict.fromkeys(replica, sum(both))
@@ -113,7 +113,7 @@ def install(run: Run) -> None:
                 _answer_stages(stages.p2p_communicator, _texts(run, layout, shapes, dist.get_rank(pgs)))
 
     schedule.MegatronSizes = Sizes  # type: ignore[misc]
-    schedule.MegatronCommunicator = Communicator  # type: ignore[misc]
+    schedule.MegatronCommunicator = Communicator  # type: ignore[misc, assignment]
 
 
 def _texts(run: Run, layout: RunLayout, shapes: StepShapes, stage: int) -> TextShapes:
@@ -146,13 +146,14 @@ def _answer(bridge: Any, answers: Answers, broadcasts: _Broadcasts) -> None:
         return call
 
     bridge._communicate_shapes = communicate
-    for name, steps in {
+    before: dict[str, tuple[Callable, ...]] = {
         "send_forward": (answers.note,),
         "recv_backward": (answers.gradients,),
         "send_forward_recv_backward": (answers.note, answers.gradients),
         "recv_forward": (answers.features,),
         "send_backward_recv_forward": (answers.features,),
-    }.items():
+    }
+    for name, steps in before.items():
         setattr(bridge, name, prepared(getattr(bridge, name), *steps))
 
 

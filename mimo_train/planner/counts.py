@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from data.divide import balanced_parts, equal_parts
+from data.divide import balanced_parts, spread_parts
 from data.errors import DataError
 from data.indexed.find import find_any
 from mimo_train.config.parts import LANGUAGE
@@ -38,15 +39,23 @@ COUNTED = 20_000
 
 
 class Load(NamedTuple):
-    """What a stage has to do in each microbatch of a step, over what its costs are of."""
+    """What a stage has to do in the microbatches of a step, over what its costs are of."""
 
     shares: tuple[float, ...]
+    """Of each microbatch; of several steps of the first one and the last."""
     total: float
+    microbatches: float
 
     @classmethod
     def of(cls, shares: Sequence[float]) -> Load:
-        """With their sum."""
-        return cls(tuple(shares), sum(shares))
+        """Of one step."""
+        return cls(tuple(shares), sum(shares), len(shares))
+
+    @classmethod
+    def mean(cls, loads: Sequence[Load]) -> Load:
+        """Of several steps."""
+        ends = fmean(load.shares[0] for load in loads), fmean(load.shares[-1] for load in loads)
+        return cls(ends, fmean(load.total for load in loads), fmean(load.microbatches for load in loads))
 
 
 Loads = Mapping[str, Load]
@@ -77,19 +86,25 @@ class Counts:
         self._full = {name: _whole(module_work(cfg, name, vocab, media[name])) for name in cfg.encoders}
         self._of_sample = [self._encoders(step.samples) for step in steps]
         self._plans = cache(self._plans_of)
-        self._of_language = cache(self._language)
-        self._of_encoder = cache(self._encoder)
+        self._of_module = cache(self._loads_of)
 
     def loads(self, candidate: Candidate) -> list[Loads]:
         """Of each step."""
+        found = {name: each for name, (each, _) in self._found(candidate).items()}
+        return [{name: each[step] for name, each in found.items()} for step in range(len(self._steps))]
+
+    def mean(self, candidate: Candidate) -> Loads:
+        """Of all steps."""
+        return {name: mean for name, (_, mean) in self._found(candidate).items()}
+
+    def _found(self, candidate: Candidate) -> dict[str, tuple[list[Load], Load]]:
         layout, micro = candidate.language, candidate.micro_batch_size
         key = micro, layout.dp, layout.cp, layout.tp if layout.sp else 1, layout.pp if layout.vpp > 1 else 0
-        found: list[dict[str, Load]] = [{LANGUAGE: load} for load in self._of_language(key)]
-        for name in candidate.layouts:
-            if name != LANGUAGE:
-                for own, load in zip(found, self._of_encoder(key, name, candidate.layouts[name].dp), strict=True):
-                    own[name] = load
-        return list(found)
+        return {name: self._of_module(key, name, own.dp) for name, own in candidate.layouts.items()}
+
+    def _loads_of(self, key: tuple[int, ...], name: str, dp: int) -> tuple[list[Load], Load]:
+        loads = self._language(key) if name == LANGUAGE else self._encoder(key, name, dp)
+        return loads, Load.mean(loads)
 
     def _plans_of(self, key: tuple[int, ...]) -> list[StepPlan]:
         from data.pipeline import Batching
@@ -131,22 +146,32 @@ class Counts:
 
     def _of_share(self, plan: StepPlan, microbatch: int, replica: int) -> float:
         """FLOPs of the language model in one microbatch of a rank."""
+        if not plan.packed:
+            share = plan.shares[microbatch][replica]
+            return len(share.places) * self._of_text(share.length)
         texts = plan.texts_of(microbatch, replica)
         return sum(number * self._of_text(length) for length, number in texts.items())
 
     def _encoder(self, key: tuple[int, ...], name: str, dp: int) -> list[Load]:
-        balanced = self._cfg.modules[name].balance == "patches"
-        found = []
-        for plan, step, of_sample in zip(self._plans(key), self._steps, self._of_sample, strict=True):
-            work = []
-            for microbatch in range(len(plan.shares)):
-                places = plan.places(microbatch)
-                own, loads = of_sample[name][places], step.samples.loads[name][places]
-                parts = balanced_parts(loads.tolist(), dp) if balanced else equal_parts(len(loads), dp)
-                work.append([float(own[first:last].sum()) for first, last in parts])
-            full = self._full[name] * key[0] * key[1] / dp
-            found.append(_of_busiest(np.array(work) / full))
-        return found
+        full = self._full[name] * key[0] * key[1] / dp
+        return [
+            _of_busiest(self._of_ranks(plan, step.samples.loads[name], of_sample[name], name, dp) / full)
+            for plan, step, of_sample in zip(self._plans(key), self._steps, self._of_sample, strict=True)
+        ]
+
+    def _of_ranks(self, plan: StepPlan, loads: np.ndarray, work: np.ndarray, name: str, dp: int) -> np.ndarray:
+        """[microbatches, dp]: FLOPs of the ranks of an encoder; as `StepShapes.spans` divides samples."""
+        places = [plan.places(microbatch) for microbatch in range(len(plan.shares))]
+        own = [loads[of].tolist() for of in places]
+        if plan.packed:
+            parts = spread_parts(own, dp)
+        elif self._cfg.modules[name].balance == "patches":
+            parts = [balanced_parts(each, dp) for each in own]
+        else:
+            return work[np.concatenate(places)].reshape(len(places), dp, -1).sum(axis=2)
+        return np.array(
+            [[work[of[first:last]].sum() for first, last in spans] for of, spans in zip(places, parts, strict=True)]
+        )
 
     def _text(self, texts: Mapping[int, int]) -> float:
         return self._flops.of_texts(texts, AT_THE_END).hardware

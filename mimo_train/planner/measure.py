@@ -96,9 +96,10 @@ def _divides(cfg: ConfigContainer, name: str, tp: int) -> bool:
 
 
 def _cost(name: str, tp: int, tokens: int, work: Work, samples: int, passes: list[tuple[float, float]]) -> LayerCost:
-    flops = work.products + work.attention, work.products_back + work.attention_back
+    share = samples / tp
+    ahead, back = share * (work.products + work.attention), share * (work.products_back + work.attention_back)
     forward, backward = (sum(each) for each in zip(*passes, strict=True))
-    return LayerCost(name, tp, tokens, *(samples * each / tp for each in flops), forward, backward)
+    return LayerCost(name, tp, tokens, ahead, back, forward, backward)
 
 
 def _of_one_layer(cfg: ConfigContainer, tp: int, names: Sequence[str]) -> ConfigContainer:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import fmean
 from typing import NamedTuple
 
 from mimo_train.config.parts import LANGUAGE
@@ -66,7 +66,8 @@ class Pipeline:
 
     stages: tuple[Stage, ...]
     work: tuple[RankWork, ...]
-    microbatches: int
+    microbatches: float
+    """A whole number, but for the mean of several steps."""
     chunks: int
 
 
@@ -107,12 +108,6 @@ class Predictor:
         cfg = self._cfg
         return pack_length(cfg) // cfg.data.sequence_length if cfg.data.pack_length else micro_batch_size
 
-    def pipelines(self, candidate: Candidate) -> list[Pipeline]:
-        """Stages of a candidate with their costs, in each step of the data that is known, or in one."""
-        if self._counts is None:
-            return [self._pipeline(candidate, {})]
-        return [self._pipeline(candidate, loads) for loads in self._counts.loads(candidate)]
-
     def _pipeline(self, candidate: Candidate, loads: Loads) -> Pipeline:
         language, cfg = candidate.language, self._cfg
         samples = self.rows(candidate.micro_batch_size)
@@ -146,7 +141,7 @@ class Predictor:
                 work.append(own)
         send = self._links.send(self._costs.boundary(language, samples), across)
         shared = tuple(name for name in candidate.layouts if name in candidate.shared)
-        overlapped = cfg.optim.overlap_grad_reduce
+        overlapped, parts = cfg.optim.overlap_grad_reduce, tuple[Part, ...]()
         for stage, cost in enumerate(of_language):
             if stage > 1 and cost is of_language[stage - 1]:
                 own = own._replace(stage=stage)
@@ -159,28 +154,27 @@ class Predictor:
             work.append(own)
         # Of packed rows the data says how many there are.
         even = self.microbatches(candidate.micro_batch_size, language.dp)
-        number = len(loads[LANGUAGE].shares) if loads else even
+        number = loads[LANGUAGE].microbatches if loads else even
         return Pipeline(tuple(stages), tuple(work), number, language.vpp)
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """A lower bound of `predict(candidate).seconds`."""
-        return mean(self._least_of(pipeline) for pipeline in self.pipelines(candidate))
-
-    def _least_of(self, pipeline: Pipeline) -> float:
+        """A lower bound of `predict(candidate).seconds`: that of the mean of all steps, which is below the mean of theirs."""
+        pipeline = self._pipeline(candidate, {} if self._counts is None else self._counts.mean(candidate))
         gradients = max(work.gradients for work in pipeline.work)
         schedule = least_seconds(pipeline.stages, pipeline.microbatches, pipeline.chunks)
         return max(schedule, gradients, self._on_cores(pipeline)) + self._update(pipeline)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Simulate a step, or some of the data."""
-        found = [self._predict(pipeline) for pipeline in self.pipelines(candidate)]
+        loads = [{}] if self._counts is None else self._counts.loads(candidate)
+        found = [self._predict(self._pipeline(candidate, each)) for each in loads]
         first = found[0]
         return replace(
             first,
-            seconds=mean(one.seconds for one in found),
-            bubble=mean(one.bubble for one in found),
-            idle={name: mean(one.idle[name] for one in found) for name in first.idle},
-            shares={name: mean(one.shares[name] for one in found) for name in first.shares},
+            seconds=fmean(one.seconds for one in found),
+            bubble=fmean(one.bubble for one in found),
+            idle={name: fmean(one.idle[name] for one in found) for name in first.idle},
+            shares={name: fmean(one.shares[name] for one in found) for name in first.shares},
         )
 
     def _predict(self, pipeline: Pipeline) -> Prediction:
@@ -213,7 +207,7 @@ class Predictor:
         return idle
 
     def _ends(self, pipeline: Pipeline) -> list[float]:
-        cores, cut = self._cores(pipeline), (pipeline.microbatches, pipeline.chunks)
+        cores, cut = self._cores(pipeline), (int(pipeline.microbatches), pipeline.chunks)
         if not cores:
             return ends(pipeline.stages, *cut)
         return ends_on_cores(pipeline.stages, [work.ranks for work in pipeline.work], cores, *cut)
@@ -256,7 +250,7 @@ def _loaded(costs: Sequence[tuple[str, StageCost]], loads: Loads) -> tuple[list[
 
 
 def _mean(cost: StageCost, load: Load) -> StageCost:
-    share = load.total / len(load.shares)
+    share = load.total / load.microbatches
     return replace(
         cost,
         forward=share * cost.forward,

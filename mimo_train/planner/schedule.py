@@ -45,13 +45,13 @@ class Stage(NamedTuple):
         )
 
 
-def least_seconds(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> float:
+def least_seconds(stages: Sequence[Stage], microbatches: float, chunks: int = 1) -> float:
     """A lower bound of the largest of `ends`: of each stage what it computes, and the way of the first microbatch to it
     and of the last gradient back. With equal stages and no messages it is that largest."""
     before = [0.0] * len(stages)
     for at, stage in enumerate(stages):
         if stage.taker is not None:
-            ways = stage.seconds(0)[0] + stage.seconds(microbatches - 1)[1]
+            ways = stage.seconds(0)[0] + stage.seconds(-1)[1]
             way = before[at] + ways / chunks + 2 * stage.send
             before[stage.taker] = max(before[stage.taker], way)
     return max(way + microbatches * (stage.forward + stage.backward) for way, stage in zip(before, stages, strict=True))

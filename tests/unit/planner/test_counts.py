@@ -7,8 +7,10 @@ from data.sample_table import StepSamples
 from mimo_train.plan.flops import StepFlops
 from mimo_train.plan.padding import padding_of
 from mimo_train.planner.candidate import Candidate
+from mimo_train.planner.costs import Costs
 from mimo_train.planner.counts import Counts, KnownStep, steps_at_hand
-from mimo_train.planner.devices import DEVICES
+from mimo_train.planner.devices import DEVICES, Links
+from mimo_train.planner.predict import Predictor
 from mimo_train.planner.search import Request, plan
 from mimo_train.planner.work import AT_THE_END
 from tests.tars import write_tar
@@ -78,6 +80,23 @@ def test_packs_are_as_many_as_the_lengths_make():
     # Two rows of 256 tokens hold 16 samples of 32; their attention is that of 32 tokens.
     assert len(loads["language"].shares) == 2 and loads["images"].total == pytest.approx(8)
     assert 1.5 < loads["language"].total < 2
+    (loads,) = Counts(cfg, ROWS, MEDIA, [step]).loads(candidate(cfg, shared=False, dp=2))
+    assert loads["images"].total == pytest.approx(8), "the same share of half as much"
+
+
+@pytest.mark.parametrize("rows", ["data.pad=microbatch", "data.pack=true"])
+def test_the_bound_of_several_steps_is_below_what_is_predicted_of_them(rows):
+    cfg = load("vlm_digits", *BATCH, rows, "modules.language.layout.pp=2")
+    steps = [
+        step_of(cfg, [8 * (1 + at * at % 16) for at in range(16)], [at % number for at in range(16)])
+        for number in (1, 2, 4)
+    ]
+    steps.append(step_of(cfg, [16] * 16, [1] * 16))
+    links = Links(DEVICES["l40s"], 8)
+    one = Predictor(cfg, Costs({"none": cfg}, ROWS, MEDIA, links, None), links, Counts(cfg, ROWS, MEDIA, steps))
+    for chosen in (candidate(cfg, dp=1), candidate(cfg, shared=False, dp=1), candidate(cfg, shared=False, dp=2)):
+        least, predicted = one.least_seconds(chosen), one.predict(chosen).seconds
+        assert 0.3 * predicted < least <= predicted * (1 + 1e-9)
 
 
 def shards(folder, texts: list[str]):
