@@ -158,7 +158,7 @@ class Predictor:
         return Pipeline(tuple(stages), tuple(work), number, language.vpp)
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """A lower bound of `predict(candidate).seconds`: that of the mean of all steps, which is below the mean of theirs."""
+        """A lower bound of `predict(candidate).seconds`: of a mean step, whose bound is below the mean of theirs."""
         pipeline = self._pipeline(candidate, {} if self._counts is None else self._counts.mean(candidate))
         gradients = max(work.gradients for work in pipeline.work)
         schedule = least_seconds(pipeline.stages, pipeline.microbatches, pipeline.chunks)
