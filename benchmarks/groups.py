@@ -1,6 +1,6 @@
 """Process groups of a rank and what it costs to make them, by the size of the world.
 
-    python -m benchmarks.groups [--worlds 64,512,2048] [--real 4,8,16]
+    python -m benchmarks.groups [--worlds 64,512,2048] [--real 4,8,16,32]
 
 An encoder with tensor and data parallelism beside a language model with tensor, pipeline and data parallelism. For the
 large worlds one process is a rank of each kind, on torch's fake process group: calls of `new_group`, seconds of
@@ -75,7 +75,7 @@ def main() -> None:
     """Print a line for each world."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=_numbers, default=[64, 512, 2048], help="of which one rank of a kind is run")
-    parser.add_argument("--real", type=_numbers, default=[4, 8, 16], help="of which all ranks are run")
+    parser.add_argument("--real", type=_numbers, default=[4, 8, 16, 32], help="of which all ranks are run")
     args = parser.parse_args()
     import megatron.core.hyper_comm_grid  # noqa: F401  # forked with this process, so that no rank waits for it
 
@@ -86,8 +86,7 @@ def main() -> None:
     for world in args.real:
         layout = layout_of(world)
         for backend, how in (("gloo", "gloo"), ("fake", "no connections")):
-            meeting = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            made = _in_children(_real, layout, [*range(world)], meeting.port, backend)
+            made = _in_children(_real, layout, [*range(world)], backend, meets=True)
             _tell(world, layout, made, f"{how}, {world} processes")
 
 
@@ -105,17 +104,27 @@ def _tell(world: int, layout: RunLayout, made: list[Made], how: str) -> None:
     print(f"{world:,} ranks ({modules}), {how}: {said}", flush=True)
 
 
-def _in_children(function: Any, layout: RunLayout, ranks: list[int], *arguments: Any) -> list[Made]:
-    """What ranks do, each in a process of its own, at once."""
+def _in_children(
+    function: Any, layout: RunLayout, ranks: list[int], *arguments: Any, meets: bool = False
+) -> list[Made]:
+    """What ranks do, each in a process of its own, at once.
+
+    Args:
+        meets: whether they are told the port of a store first.
+    """
     context = multiprocessing.get_context("fork")
     started = []
     for rank in ranks:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(sender, function, layout, rank, *arguments), daemon=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(theirs, function, layout, rank, *arguments), daemon=True)
         process.start()
-        sender.close()
-        started.append((process, receiver))
-    found = [receiver.recv() for _, receiver in started]
+        theirs.close()
+        started.append((process, ours))
+    # Behind all forks: the store has a thread, and a process that is forked while a thread holds a lock may stop at it.
+    meeting = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if meets else None
+    for _, pipe in started:
+        pipe.send(meeting.port if meeting else None)
+    found = [pipe.recv() for _, pipe in started]
     for process, _ in started:
         process.join()
     return found
@@ -123,12 +132,12 @@ def _in_children(function: Any, layout: RunLayout, ranks: list[int], *arguments:
 
 def _child(pipe: Connection, function: Any, layout: RunLayout, rank: int, *arguments: Any) -> None:
     torch.set_num_threads(1)
-    pipe.send(function(layout, rank, *arguments))
+    pipe.send(function(layout, rank, pipe.recv(), *arguments))
     pipe.close()
     os._exit(0)
 
 
-def _fake(layout: RunLayout, rank: int) -> Made:
+def _fake(layout: RunLayout, rank: int, _port: None) -> Made:
     from mimo_train.dry_run import fake_world
 
     fake_world.join(rank, layout.world_size)

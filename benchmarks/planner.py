@@ -1,30 +1,31 @@
 """Predictions of `mimo-train plan` beside measured steps: layouts of one to eight processes on this machine's cores.
 
-    OMP_NUM_THREADS=1 python benchmarks/planner.py [--rounds 3] [--steps 8] [--only gpt] [--layouts dp2,tp2]
+    OMP_NUM_THREADS=1 python -m benchmarks.planner [--minutes 20] [--only gpt] [--layouts 'dp2;tp2']
 
-For a plain GPT and for vision + language: layers are measured on one process (`--measure`), steps of each layout are
-predicted with cores that ranks share, and then measured, in rounds over all layouts, there and back, so that a machine
-that becomes slower is slower for all. Printed are both times, their rank correlation, that of two rounds with each
-other, which no prediction can be better than, and how much slower the layout predicted to be best is than the best; for
-each shape, and the correlations for all layouts together. A quiet machine is needed: with other work, rounds differ
-more than layouts.
+For a plain GPT and for vision + language. All runs are started at first, and then train in turn, a step of each, there
+and back. Five times meanwhile layers are measured on one process, as `--measure` does, and on as many at once as there
+are cores, and messages between two processes. What a process does beside layers is the time of a step in which next to
+nothing is computed. With the medians steps are predicted, with cores that ranks share. Printed are both times, their
+rank correlation, that of some turns with the others, which no prediction can be better than, and how much slower the
+layout predicted to be best is than the best; for each shape, and the correlations for all layouts together. A quiet
+machine is needed.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import combinations
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+import torch.distributed as dist
 
+from benchmarks.alternating import Ranks, import_program, in_processes, started, step, working_in_a_temporary_folder
 from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.inputs import tokenizer_of
@@ -32,21 +33,27 @@ from mimo_train.plan.layout import lay_out
 from mimo_train.plan.parameters import embedding_rows
 from mimo_train.planner.candidate import Candidate
 from mimo_train.planner.costs import Costs
-from mimo_train.planner.devices import DEVICES, Device, Links
+from mimo_train.planner.devices import DEVICES, LINKS, Device, Links
 from mimo_train.planner.predict import Predictor
-from mimo_train.planner.profile import Profile, read_profile
+from mimo_train.planner.profile import Profile
 
-ROOT = Path(__file__).resolve().parents[1]
+CORES = len(os.sched_getaffinity(0))
+WARM_UP = 2
+"""Steps of a run that do not count."""
+LEAST_TURNS = 4
+LOOKS = 4
+"""How often layers and messages are measured, and once more at the end."""
 LLM = ("hidden_size=256", "num_layers=8", "num_attention_heads=8", "ffn_hidden_size=704")
 ENCODER = ("hidden_size=192", "num_layers=8", "num_attention_heads=8", "ffn_hidden_size=768")
 SHAPES = {
-    "gpt": ("gpt_tiny", ("train.global_batch_size=16", "train.micro_batch_size=2")),
+    "gpt": ("gpt_tiny", ("train.global_batch_size=8", "train.micro_batch_size=1")),
     "vlm": ("vlm_digits", ("train.global_batch_size=16", "train.micro_batch_size=4",
                            *(f"modules.images.encoder.{size}" for size in ENCODER))),
 }  # fmt: skip
 """Runs whose steps take some tenths of a second on one core."""
 QUIET = ("run.device=cpu", "train.eval_interval=0", "train.report_samples=0", "checkpoint.save_interval=0",
-         "data.pad=sequence", "log.tensorboard=false", "data.validation_shards=")  # fmt: skip
+         "data.pad=sequence", "log.tensorboard=false", "data.validation_shards=", "data.workers=0",
+         "run.hang_report_seconds=0", "train.iters=100000", "checkpoint.resume=never")  # fmt: skip
 
 
 def _language(**sizes: int) -> tuple[str, ...]:
@@ -57,6 +64,15 @@ def _images(**sizes: int) -> tuple[str, ...]:
     return tuple(f"modules.images.layout.{axis}={size}" for axis, size in sizes.items())
 
 
+NOTHING = "nothing"
+EMPTY = {
+    "gpt": (),
+    "vlm": tuple(f"modules.images.encoder.{size}" for size in ("hidden_size=16", "num_layers=1",
+                                                               "num_attention_heads=1", "ffn_hidden_size=16")),
+}  # fmt: skip
+"""Sizes of modules in which nearly nothing is computed: what is left of a step is the program around them."""
+TENSOR = 2
+"""The largest tp of LAYOUTS."""
 SHARED, APART = ("placement.mode=shared",), ("placement.mode=disjoint",)
 LAYOUTS = {
     "gpt": {
@@ -88,9 +104,47 @@ LAYOUTS = {
 """Shape -> name -> overrides."""
 
 
-def cpu(cores: float) -> Device:
-    """A core of this machine: messages of gloo as a trial measured them; only layers are measured here."""
-    return replace(DEVICES["h100"], name="a core", memory=1e12, traffic=5e9, inside=2e9, across=2e9, cores=cores)
+class Messages(NamedTuple):
+    """Between two processes over gloo."""
+
+    latency: float
+    """Seconds."""
+    rate: float
+    """Bytes in a second of an all-reduce, which are as many as in a message."""
+
+
+class Machine(NamedTuple):
+    """What ranks share, as measured."""
+
+    messages: Messages
+    cores: float
+    """Processes that compute at once, of as many as there are cores, in time of one that is alone."""
+
+    def __str__(self) -> str:
+        messages = f"messages {self.messages.latency * 1e6:.0f} us and {self.messages.rate / 1e9:.2f} GB/s"
+        return f"{CORES} cores that compute as {self.cores:.2f}; {messages}"
+
+    @classmethod
+    def of(cls, messages: Sequence[Messages], cores: Sequence[float]) -> "Machine":
+        """The medians."""
+        latency, rate = (statistics.median(each) for each in zip(*messages, strict=True))
+        return cls(Messages(latency, rate), statistics.median(cores))
+
+    def device(self, process: float) -> Device:
+        """A core of it; its memory's rate is assumed.
+
+        Args:
+            process: seconds of a step beside layers.
+        """
+        latency, rate = self.messages
+        own = {
+            "inside": rate / LINKS,
+            "across": rate / LINKS,
+            "latency": latency,
+            "cores": self.cores,
+            "process": process,
+        }
+        return replace(DEVICES["h100"], name="a core", memory=1e12, traffic=5e9, **own)
 
 
 def config(shape: str, layout: str, *overrides: str) -> ConfigContainer:
@@ -99,11 +153,66 @@ def config(shape: str, layout: str, *overrides: str) -> ConfigContainer:
     return load(name, (*_sizes(shape), *LAYOUTS[shape][layout], *overrides))
 
 
+def _empty(shape: str) -> ConfigContainer:
+    sizes = ("hidden_size=16", "num_layers=1", "num_attention_heads=1", "ffn_hidden_size=16")
+    return config(shape, "one", *(f"modules.language.llm.{size}" for size in sizes), *EMPTY[shape])
+
+
 def _sizes(shape: str) -> tuple[str, ...]:
     return (*SHAPES[shape][1], *(f"modules.language.llm.{size}" for size in LLM), *QUIET)
 
 
-def predicted(cfg: ConfigContainer, profile: Profile, cores: float) -> float:
+def _profiled(shape: str) -> tuple[Profile, float]:
+    """Costs of layers of a process that is alone, and how many such processes the cores are."""
+    from mimo_train.planner.measure import measure
+
+    cfg = config(shape, "one")
+    rows = embedding_rows(cfg.llm, tokenizer_of(cfg).vocab_size)
+    (alone,) = in_processes(measure, 1, cfg, rows, TENSOR)
+    together = in_processes(measure, CORES, cfg, rows, TENSOR)
+    longer = [
+        (there.forward_seconds + there.backward_seconds) / (here.forward_seconds + here.backward_seconds)
+        for one in together
+        for here, there in zip(alone.layers, one.layers, strict=True)
+    ]
+    return alone, CORES / statistics.mean(longer)
+
+
+def _middle(profiles: Sequence[Profile]) -> Profile:
+    """The median of each time."""
+    layers = []
+    for each in zip(*(profile.layers for profile in profiles), strict=True):
+        forward = statistics.median(one.forward_seconds for one in each)
+        backward = statistics.median(one.backward_seconds for one in each)
+        layers.append(replace(each[0], forward_seconds=forward, backward_seconds=backward))
+    return replace(profiles[0], layers=tuple(layers))
+
+
+def _messages() -> Messages:
+    ranks = Ranks(_reduce, 2)
+    try:
+        return Messages(*ranks.told()[0])
+    finally:
+        ranks.end()
+
+
+def _reduce(pipe: Connection) -> None:
+    """A rank of two: the latency of a message, and bytes in a second."""
+    dist.init_process_group("gloo")
+    seconds = []
+    for elements in (16, 1 << 20):
+        values, found = torch.zeros(elements), []
+        for _ in range(20):
+            began = time.perf_counter()
+            dist.all_reduce(values)
+            found.append(time.perf_counter() - began)
+        seconds.append(statistics.median(found))
+    small, large = seconds
+    pipe.send((True, (small / 2, 4 * (1 << 20) / (large - small))))
+    pipe.recv()
+
+
+def predicted(cfg: ConfigContainer, profile: Profile, machine: Machine, process: float) -> float:
     """Seconds of a step."""
     layout = lay_out(cfg)
     candidate = Candidate(
@@ -116,32 +225,10 @@ def predicted(cfg: ConfigContainer, profile: Profile, cores: float) -> float:
         0,
         layout.world_size,
     )
-    links = Links(cpu(cores), node=layout.world_size)
+    links = Links(machine.device(process), node=layout.world_size)
     rows = embedding_rows(cfg.llm, tokenizer_of(cfg).vocab_size)
     costs = Costs({cfg.train.recompute: cfg}, rows, dict.fromkeys(cfg.encoders, 1.0), links, profile)
-    one = Predictor(cfg, costs, links)
-    return one.predict(one.pipeline(candidate)).seconds
-
-
-def measured(shape: str, layout: str, folder: Path, steps: int) -> float:
-    """Median seconds of a step, without the first three."""
-    run = folder / f"{shape} {layout}".replace(" ", "_").replace(",", "")
-    name, processes = SHAPES[shape][0], lay_out(config(shape, layout)).world_size
-    command = [sys.executable, "-m", "mimo_train.launch.torchrun", "--standalone", "--nproc-per-node", str(processes)]
-    command += ["-m", "mimo_train.cli", "train", name, *_sizes(shape), *LAYOUTS[shape][layout]]
-    command += [f"run.dir={run}", f"train.iters={3 + steps}", "checkpoint.resume=never"]
-    _run(command, folder.parent)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    seconds = [line["step_seconds"] for line in lines if line.get("step", 0) > 3 and "step_seconds" in line]
-    return statistics.median(seconds[-steps:])
-
-
-def _run(command: list[str], folder: Path) -> None:
-    """Run a command there; ends this program with what it said if it fails."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return Predictor(cfg, costs, links).predict(candidate).seconds
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -160,65 +247,114 @@ class Result(NamedTuple):
     predicted: float
     """Seconds of a step."""
     measured: list[float]
-    """In each round."""
+    """Of every turn."""
+    processors: list[float]
+    """Seconds of processors of every turn, of all ranks."""
 
     @property
     def median(self) -> float:
-        """Of the rounds."""
+        """Of the turns."""
         return statistics.median(self.measured)
 
 
 def main() -> None:
     """Print predictions beside measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="over all layouts")
-    parser.add_argument("--steps", type=int, default=8, help="of each run that count")
+    parser.add_argument("--minutes", type=float, default=20, help="of turns, behind the start of all runs")
     parser.add_argument("--only", choices=SHAPES, help="one of the two shapes")
-    parser.add_argument("--layouts", type=lambda text: text.split(","), help="of that shape, some of its names")
+    parser.add_argument("--layouts", type=lambda text: text.split(";"), help="of that shape, some of its names")
     args = parser.parse_args()
-    cores = float(len(os.sched_getaffinity(0)))
-    shapes = [args.only] if args.only else [*SHAPES]
-    results: dict[str, list[Result]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for shape in shapes:
-            names = args.layouts or [*LAYOUTS[shape]]
-            results[shape] = _compared(shape, names, Path(folder), args.rounds, args.steps, cores)
-            print(f"\n{shape}, {cores:g} cores: predicted, measured (median of {args.rounds} rounds), ratio")
-            _tell(results[shape])
-    if len(shapes) > 1:
+    chosen = [
+        (shape, layout) for shape in ([args.only] if args.only else SHAPES) for layout in args.layouts or LAYOUTS[shape]
+    ]
+    import_program()
+    with working_in_a_temporary_folder():
+        machine, results = compared(chosen, 60 * args.minutes)
+    print(machine)
+    for shape, own in results.items():
+        turns = len(own[0].measured)
+        print(f"\n{shape}: predicted, measured (median of {turns} turns), ratio, quartiles, seconds of processors")
+        _tell(own)
+    if len(results) > 1:
         print("\nboth shapes together:")
-        _tell_correlations([one for shape in shapes for one in results[shape]])
+        _tell_correlations([one for own in results.values() for one in own])
 
 
-def _compared(shape: str, names: list[str], folder: Path, rounds: int, steps: int, cores: float) -> list[Result]:
-    costs, name = folder / f"{shape}.json", SHAPES[shape][0]
-    command = [sys.executable, "-m", "mimo_train.cli", "plan", name, *_sizes(shape), "--gpus", "1", "--measure"]
-    _run([*command, "--profile", str(costs)], folder)
-    cfgs = {layout: config(shape, layout) for layout in names}
-    profile = read_profile(costs, list(cfgs[names[0]].modules), cfgs[names[0]].train.precision)
-    results = [Result(layout, predicted(cfgs[layout], profile, cores), []) for layout in names]
-    for at in range(rounds):
-        for one in results if at % 2 == 0 else reversed(results):
-            one.measured.append(measured(shape, one.layout, folder / str(at), steps))
-    return results
+def compared(chosen: Sequence[tuple[str, str]], limit: float) -> tuple[Machine, dict[str, list[Result]]]:
+    """Layouts of shapes, which train in turn, and the machine as it was before, between and after.
+
+    Args:
+        limit: seconds after which no turn begins, but for the first ones.
+    """
+    shapes = list(dict.fromkeys(shape for shape, _ in chosen))
+    cfgs = {(shape, layout): config(shape, layout) for shape, layout in chosen}
+    cfgs |= {(shape, NOTHING): _empty(shape) for shape in shapes}
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {one: [] for one in cfgs}
+    profiles: dict[str, list[tuple[Profile, float]]] = {shape: [] for shape in shapes}
+    messages = []
+
+    def look() -> None:
+        messages.append(_messages())
+        for shape in shapes:
+            profiles[shape].append(_profiled(shape))
+
+    with ExitStack() as ends:
+        runs = {}
+        for one, cfg in cfgs.items():
+            began = time.perf_counter()
+            cfg = replace(cfg, run=replace(cfg.run, dir=f"runs/{len(runs)}"))
+            runs[one] = ends.enter_context(started(cfg))
+            for _ in range(WARM_UP):
+                step(runs[one])
+            print(f"{' '.join(one)}: started in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        began, looks, turn = time.perf_counter(), 0, 0
+        while turn < LEAST_TURNS or time.perf_counter() - began < limit:
+            if time.perf_counter() - began >= looks * limit / LOOKS:
+                look()
+                looks += 1
+            for one in runs if turn % 2 == 0 else reversed(runs):
+                found[one].append(step(runs[one]))
+            turn += 1
+        look()
+    machine = Machine.of(messages, [each for own in profiles.values() for _, each in own])
+    results: dict[str, list[Result]] = {shape: [] for shape in shapes}
+    for shape, layout in chosen:
+        profile = _middle([profile for profile, _ in profiles[shape]])
+        process = statistics.median(processors for _, processors in found[shape, NOTHING])
+        expected = predicted(cfgs[shape, layout], profile, machine, process)
+        seconds, processors = (list(each) for each in zip(*found[shape, layout], strict=True))
+        results[shape].append(Result(layout, expected, seconds, processors))
+    for shape in shapes:
+        processors = statistics.median(processors for _, processors in found[shape, NOTHING])
+        print(f"{shape}: {processors * 1e3:.0f} ms of a step of a process beside layers")
+    return machine, results
 
 
 def _tell(results: Sequence[Result]) -> None:
     for one in results:
-        rounds = ", ".join(f"{each * 1e3:.0f}" for each in one.measured)
-        ratio = one.predicted / one.median
-        print(f"  {one.layout:16} {one.predicted * 1e3:8.0f} ms {one.median * 1e3:8.0f} ms {ratio:6.2f}  ({rounds})")
+        low, _, high = statistics.quantiles(one.measured, n=4)
+        print(
+            f"  {one.layout:16} {one.predicted * 1e3:8.0f} ms {one.median * 1e3:8.0f} ms "
+            f"{one.predicted / one.median:6.2f}  {low * 1e3:6.0f} {high * 1e3:6.0f}  "
+            f"{statistics.median(one.processors):6.2f} s"
+        )
     best = min(results, key=lambda one: one.predicted)
     print(f"  chosen {best.layout}: {best.median / min(one.median for one in results):.2f} of the best")
     _tell_correlations(results)
 
 
 def _tell_correlations(results: Sequence[Result]) -> None:
+    """Of predictions with medians, and of medians of some turns with those of the others."""
     expected, medians = [one.predicted for one in results], [one.median for one in results]
     print(f"  rank correlation over {len(results)} layouts {rank_correlation(expected, medians):.2f}", end="")
-    rounds = list(zip(*(one.measured for one in results), strict=True))
-    each = [rank_correlation(one, other) for one, other in combinations(rounds, 2)]
-    print(f"; of two rounds with each other {', '.join(f'{one:.2f}' for one in each)}" if each else "")
+    turns = len(results[0].measured)
+    for title, some, others in (
+        ("even turns with odd ones", slice(0, None, 2), slice(1, None, 2)),
+        ("the first half with the second", slice(0, turns // 2), slice(turns // 2, None)),
+    ):
+        pairs = [[statistics.median(one.measured[part]) for one in results] for part in (some, others)]
+        print(f"; of {title} {rank_correlation(*pairs):.2f}", end="")
+    print()
 
 
 if __name__ == "__main__":

@@ -91,20 +91,25 @@ class StepPlan:
     def texts_of_ranks(self) -> list[Counter[int]]:
         """`texts_of_length` of each data-parallel rank of the language model."""
         found = [Counter[int]() for _ in self.shares[0]]
-        for of_ranks in self.shares:
-            for texts, share in zip(found, of_ranks, strict=True):
-                if not self.packed:
-                    texts[share.length] += len(share.places)
-                    continue
-                assert self.lengths is not None, "packs follow from lengths"
-                lengths = self.lengths[share.places]
-                if self.documents is None:
-                    texts.update(lengths.tolist())
-                else:
-                    texts.update(length for place in share.places for length in self.documents[place].tolist())
-                if rest := share.length - int(lengths.sum()):
-                    texts[rest] += 1
+        for microbatch in range(len(self.shares)):
+            for replica, texts in enumerate(found):
+                texts.update(self.texts_of(microbatch, replica))
         return found
+
+    def texts_of(self, microbatch: int, replica: int) -> Counter[int]:
+        """`texts_of_length` of one share."""
+        share = self.shares[microbatch][replica]
+        if not self.packed:
+            return Counter({share.length: len(share.places)})
+        assert self.lengths is not None, "packs follow from lengths"
+        lengths = self.lengths[share.places]
+        if self.documents is None:
+            texts = Counter(lengths.tolist())
+        else:
+            texts = Counter(length for place in share.places for length in self.documents[place].tolist())
+        if rest := share.length - int(lengths.sum()):
+            texts[rest] += 1
+        return texts
 
     @cached_property
     def positions(self) -> int:

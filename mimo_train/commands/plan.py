@@ -16,8 +16,9 @@ def add(commands: Any) -> None:
         _plan,
         "layouts that fit on so many GPUs, the fastest first",
         "Tries every legal layout of the modules, drops what does not fit into memory, predicts the time of a\n"
-        "step of the others, and prints the best, with the overrides that choose them. Needs no GPU, no data and\n"
-        "no torch. See docs/planner.md for what is assumed.\n\n"
+        "step of the others, and prints the best, with the overrides that choose them. Needs no GPU and no\n"
+        "torch; where the shards are there, steps are as their samples make them. See\n"
+        "docs/planner.md for what is assumed.\n\n"
         "examples:\n"
         "  mimo-train plan recipes/llava_1_5_finetune --gpus 64\n"
         "  mimo-train plan recipes/llava_1_5_finetune --gpus 64 --gpu a100 --write llava_64.yaml\n"
@@ -48,6 +49,11 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--write", type=Path, metavar="FILE", help="write the config with the first proposal, such as layout.yaml"
     )
+    command.add_argument(
+        "--without-data",
+        action="store_true",
+        help="do not look at the shards: every row counts as full, every picture as the largest",
+    )
     command.add_argument("--json", action="store_true", help="print data instead of text")
 
 
@@ -76,6 +82,7 @@ def _plan(args: argparse.Namespace) -> int:
         profile=args.profile,
         measure=args.measure,
         write=args.write,
+        without_data=args.without_data,
         as_json=args.json,
     )
     return main(args.config, args.overrides, options)

@@ -1,4 +1,5 @@
-"""`mimo-train plan`: what it reads, asks for and writes. Imports no torch, unless it measures."""
+"""`mimo-train plan`: what it reads, asks for and writes. Imports no torch, unless it measures or reads
+shards."""
 
 import json
 import os
@@ -13,6 +14,7 @@ from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.inputs import tokenizer_of
 from mimo_train.plan.parameters import embedding_rows
+from mimo_train.planner.counts import KnownStep, steps_at_hand
 from mimo_train.planner.devices import DEVICES, Device
 from mimo_train.planner.profile import read_profile
 from mimo_train.planner.report import data_of, lines_of
@@ -39,6 +41,7 @@ class Options:
     profile: Path | None = None
     measure: bool = False
     write: Path | None = None
+    without_data: bool = False
     as_json: bool = False
 
 
@@ -60,8 +63,9 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
         _require_folder(options.profile, "--profile")
         from mimo_train.planner.measure import measure
 
-        measure(cfg, _rows(cfg)).write(options.profile)
-    request = _request(cfg, options)
+        measure(cfg, _rows(cfg), options.node).write(options.profile)
+    steps, missing = ((), "--without-data") if options.without_data else steps_at_hand(cfg)
+    request = _request(cfg, options, steps, missing)
     found = plan(cfg, request)
     if options.as_json:
         print(json.dumps(data_of(found, cfg, request), indent=1))
@@ -87,7 +91,7 @@ def device_of(options: Options) -> Device:
     return replace(device, **changes, name=f"{device.name}, changed" if changes else device.name)
 
 
-def _request(cfg: ConfigContainer, options: Options) -> Request:
+def _request(cfg: ConfigContainer, options: Options, steps: tuple[KnownStep, ...], missing: str) -> Request:
     profile = None
     if options.profile is not None:
         profile = read_profile(options.profile, [*cfg.modules], cfg.train.precision)
@@ -100,6 +104,8 @@ def _request(cfg: ConfigContainer, options: Options) -> Request:
         margin=options.margin,
         top=options.top,
         profile=profile,
+        steps=steps,
+        even_since=missing,
     )
 
 

@@ -38,6 +38,10 @@ class Device:
     """Those to other nodes, for each GPU."""
     cores: float = 0.0
     """Ranks of a node that compute at once; more share them. 0: each has its own."""
+    latency: float = LATENCY_INSIDE
+    """Seconds of a message inside of a node."""
+    process: float = 0.0
+    """Seconds of a step that a rank takes beside its layers, messages and update: the program around them."""
 
     def rate(self, precision: str) -> float:
         """Floating point operations in a second, by `train.precision`."""
@@ -102,7 +106,7 @@ class Links:
         return (ranks - 1) * self._latency(across) + (ranks - 1) / ranks * nbytes / rate
 
     def _latency(self, across: bool) -> float:
-        return LATENCY_ACROSS if across else LATENCY_INSIDE
+        return LATENCY_ACROSS if across else self.device.latency
 
     def _rate(self, across: bool) -> float:
         return (self.device.across if across else self.device.inside) * LINKS

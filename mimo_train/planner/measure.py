@@ -1,16 +1,18 @@
-"""Measures one layer of each module on the device at hand: seconds forward and backward, at tp 1.
+"""Measures one layer of each module on the device at hand: seconds forward and backward, at every tp that it can have.
 
-The program's own modules are built, with one layer each, on one process and with initial weights; no data is read.
+The program's own modules are built, with one layer each, on one process and with initial weights; no data is read. Of a
+larger tp the process is the first rank, in a world whose messages take no time: these are counted apart.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from encoders.joined.model import JoinedEncoder
@@ -23,8 +25,10 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig, LayoutConfig, LoraConfig, ModuleConfig
 from mimo_train.config.schema_placement import PlacementConfig
+from mimo_train.dry_run import fake_world
 from mimo_train.model.names import modules_of
 from mimo_train.parallel import device as devices
+from mimo_train.plan.divisibility import encoder_faults, language_faults, projector_faults
 from mimo_train.plan.run import resolve
 from mimo_train.planner.profile import LayerCost, Profile
 from mimo_train.planner.work import Work, module_work
@@ -34,11 +38,13 @@ _WARM_UP, _TIMED = 2, 5
 """Calls that are not timed, and those of which the median counts."""
 
 
-def measure(cfg: ConfigContainer, vocab: int) -> Profile:
-    """Costs of a layer of each module of a run, for the samples of its microbatches.
+def measure(cfg: ConfigContainer, vocab: int, most: int = 1) -> Profile:
+    """Costs of a layer of each module of a run, for the samples of its microbatches. Where `most` is above 1 this
+    process has no other ranks any more.
 
     Args:
         vocab: rows of the embedding.
+        most: the largest tp, of which all divisors are measured that the module can have.
 
     Raises:
         UserError: an encoder of plain torch, which has no layers.
@@ -49,11 +55,26 @@ def measure(cfg: ConfigContainer, vocab: int) -> Profile:
                 f"--measure: modules.{name}.encoder.family {module.encoder.family} is a plain torch module, of whose "
                 "layers nothing is known: plan without --profile"
             )
-    small = _of_one_layer(cfg)
+    costs = []
+    for tp in (size for size in range(1, most + 1) if most % size == 0):
+        if names := [name for name in cfg.modules if _divides(cfg, name, tp)]:
+            costs += _of_size(cfg, vocab, tp, names)
+    return Profile(devices.name(devices.current()) or "the CPU", cfg.train.precision, tuple(costs))
+
+
+def _of_size(cfg: ConfigContainer, vocab: int, tp: int, names: Sequence[str]) -> list[LayerCost]:
+    """Costs of the modules `names`, as one of `tp` ranks has them."""
+    small = _of_one_layer(cfg, tp, names)
+    if tp > 1:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        fake_world.join(0, tp, per_node=1)  # which has the device
     kind, device = start_processes(small)
     parts = build_parts(resolve(small), kind, device)
     samples, costs = cfg.train.micro_batch_size, []
     for name, (chunk, *_) in modules_of(parts.pipeline.model).items():
+        if name not in names:
+            continue
         module = unwrap_model(chunk)
         calls = _language_calls(small, module) if name == LANGUAGE else _encoder_calls(small, name, module)
         tokens, passes = 0, []
@@ -61,35 +82,56 @@ def measure(cfg: ConfigContainer, vocab: int) -> Profile:
             tokens += math.prod(inputs.shape[:-1])
             passes.append(_timed(layers, inputs))
         work = module_work(small, name, vocab, 1.0).layers[0]
-        costs.append(_cost(name, tokens, work, samples, passes))
-    return Profile(devices.name(device) or "the CPU", cfg.train.precision, tuple(costs))
+        costs.append(_cost(name, tp, tokens, work, samples, passes))
+    return costs
 
 
-def _cost(name: str, tokens: int, work: Work, samples: int, passes: list[tuple[float, float]]) -> LayerCost:
-    flops = samples * (work.products + work.attention), samples * (work.products_back + work.attention_back)
+def _divides(cfg: ConfigContainer, name: str, tp: int) -> bool:
+    """Whether a module can have that tp."""
+    layout = LayoutConfig(tp=tp)
+    if name == LANGUAGE:
+        return not [*language_faults(cfg.llm, layout, f"modules.{LANGUAGE}")]
+    module = replace(cfg.modules[name], layout=layout)
+    return not [*encoder_faults(module, name), *projector_faults(module, cfg.llm.hidden_size, name)]
+
+
+def _cost(name: str, tp: int, tokens: int, work: Work, samples: int, passes: list[tuple[float, float]]) -> LayerCost:
+    share = samples / tp
+    ahead, back = share * (work.products + work.attention), share * (work.products_back + work.attention_back)
     forward, backward = (sum(each) for each in zip(*passes, strict=True))
-    return LayerCost(name, 1, tokens, *flops, forward, backward)
+    return LayerCost(name, tp, tokens, ahead, back, forward, backward)
 
 
-def _of_one_layer(cfg: ConfigContainer) -> ConfigContainer:
-    """The run with one layer in each module, all trained, on one process."""
+def _of_one_layer(cfg: ConfigContainer, tp: int, names: Sequence[str]) -> ConfigContainer:
+    """The run with one layer in each of the modules `names`, all trained, at that tp on as many ranks; with replicas of
+    a language model that is not one of them."""
+    language = LayoutConfig(tp=tp) if LANGUAGE in names else LayoutConfig(dp=tp)
     return replace(
         cfg,
-        modules={name: _with_one_layer(name, module) for name, module in cfg.modules.items()},
+        modules={
+            name: _with_one_layer(name, module, language if name == LANGUAGE else LayoutConfig(tp=tp))
+            for name, module in cfg.modules.items()
+            if name in {*names, LANGUAGE}
+        },
         pretrained="",
         placement=PlacementConfig(mode="shared"),
         data=replace(cfg.data, tokenizer="bytes", chat_template="auto"),
-        train=replace(cfg.train, global_batch_size=cfg.train.micro_batch_size, rampup_batch_size=[], recompute="none"),
+        train=replace(
+            cfg.train,
+            global_batch_size=cfg.train.micro_batch_size * language.dp,
+            rampup_batch_size=[],
+            recompute="none",
+        ),
         checkpoint=replace(cfg.checkpoint, load_modules={}),
         log=LogConfig(),
         profiling=ProfilingConfig(),
     )
 
 
-def _with_one_layer(name: str, module: ModuleConfig) -> ModuleConfig:
+def _with_one_layer(name: str, module: ModuleConfig, layout: LayoutConfig) -> ModuleConfig:
     bare = replace(
         module,
-        layout=LayoutConfig(),
+        layout=layout,
         freeze=[],
         freeze_until={},
         lora=LoraConfig(),

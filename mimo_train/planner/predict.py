@@ -1,7 +1,8 @@
 """The time of a step of a candidate, from the costs of its stages and the schedule. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import NamedTuple
 
 from mimo_train.config.parts import LANGUAGE
@@ -10,8 +11,9 @@ from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.plan.padding import pack_length
 from mimo_train.planner.candidate import Candidate, ranks_of
 from mimo_train.planner.costs import Costs, StageCost
+from mimo_train.planner.counts import Counts, Load, Loads
 from mimo_train.planner.devices import Links
-from mimo_train.planner.schedule import Stage, ends, least_seconds
+from mimo_train.planner.schedule import Part, Stage, ends, ends_on_cores, least_seconds
 
 
 class RankWork(NamedTuple):
@@ -64,13 +66,9 @@ class Pipeline:
 
     stages: tuple[Stage, ...]
     work: tuple[RankWork, ...]
-    microbatches: int
+    microbatches: float
+    """A whole number, but for the mean of several steps."""
     chunks: int
-
-    @property
-    def update(self) -> float:
-        """Seconds of the update, which waits for the gradients of all."""
-        return max(work.update for work in self.work)
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,9 @@ class Prediction:
 class Predictor:
     """Predicts steps of one run."""
 
-    def __init__(self, cfg: ConfigContainer, costs: Costs, links: Links):
-        self._cfg, self._costs, self._links = cfg, costs, links
+    def __init__(self, cfg: ConfigContainer, costs: Costs, links: Links, counts: Counts | None = None):
+        """`counts`: of the data; without, every microbatch is as large as any."""
+        self._cfg, self._costs, self._links, self._counts = cfg, costs, links, counts
 
     def microbatches(self, micro_batch_size: int, replicas: int) -> int:
         """Of a step; packed rows are as if every sample were as long as any."""
@@ -109,8 +108,7 @@ class Predictor:
         cfg = self._cfg
         return pack_length(cfg) // cfg.data.sequence_length if cfg.data.pack_length else micro_batch_size
 
-    def pipeline(self, candidate: Candidate) -> Pipeline:
-        """Stages of a candidate with their costs."""
+    def _pipeline(self, candidate: Candidate, loads: Loads) -> Pipeline:
         language, cfg = candidate.language, self._cfg
         samples = self.rows(candidate.micro_batch_size)
         divided, recompute = candidate.distributed_optimizer, candidate.recompute
@@ -136,37 +134,54 @@ class Predictor:
             nbytes = sum(self._costs.features(name, microbatch / candidate.layouts[name].dp) for name in chain)
             send = self._links.send(nbytes, across)
             for stage in range(layout.pp):
-                own = RankWork.of(chain, stage, layout, [of_encoders[name][stage] for name in chain])
+                costs, parts = _loaded([(name, of_encoders[name][stage]) for name in chain], loads)
+                own = RankWork.of(chain, stage, layout, costs)
                 taker = len(stages) + 1 if stage < layout.pp - 1 else first
-                stages.append(Stage(own.forward, own.backward, taker, send))
+                stages.append(Stage(own.forward, own.backward, taker, send, parts))
                 work.append(own)
         send = self._links.send(self._costs.boundary(language, samples), across)
         shared = tuple(name for name in candidate.layouts if name in candidate.shared)
-        overlapped = cfg.optim.overlap_grad_reduce
+        overlapped, parts = cfg.optim.overlap_grad_reduce, tuple[Part, ...]()
         for stage, cost in enumerate(of_language):
             if stage > 1 and cost is of_language[stage - 1]:
                 own = own._replace(stage=stage)
             else:
                 beside = shared if stage == 0 else ()
-                costs = [*(of_encoders[name][0] for name in beside), cost]
+                costs, parts = _loaded([*((name, of_encoders[name][0]) for name in beside), (LANGUAGE, cost)], loads)
                 own = RankWork.of((*beside, LANGUAGE), stage, language, costs, overlapped=overlapped)
             following = len(stages) + 1 if stage < language.pp - 1 else None
-            stages.append(Stage(own.forward, own.backward, following, send))
+            stages.append(Stage(own.forward, own.backward, following, send, parts))
             work.append(own)
-        number = self.microbatches(candidate.micro_batch_size, language.dp)
+        # Of packed rows the data says how many there are.
+        even = self.microbatches(candidate.micro_batch_size, language.dp)
+        number = loads[LANGUAGE].microbatches if loads else even
         return Pipeline(tuple(stages), tuple(work), number, language.vpp)
 
-    def least_seconds(self, pipeline: Pipeline) -> float:
-        """A lower bound of `predict(pipeline).seconds`."""
+    def least_seconds(self, candidate: Candidate) -> float:
+        """A lower bound of `predict(candidate).seconds`: of a mean step, whose bound is below the mean of theirs."""
+        pipeline = self._pipeline(candidate, {} if self._counts is None else self._counts.mean(candidate))
         gradients = max(work.gradients for work in pipeline.work)
         schedule = least_seconds(pipeline.stages, pipeline.microbatches, pipeline.chunks)
-        return max(schedule, gradients, self._on_cores(pipeline)) + pipeline.update
+        return max(schedule, gradients, self._on_cores(pipeline)) + self._update(pipeline)
 
-    def predict(self, pipeline: Pipeline) -> Prediction:
-        """Simulate a step."""
-        done, number = ends(pipeline.stages, pipeline.microbatches, pipeline.chunks), pipeline.microbatches
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Simulate a step, or some of the data."""
+        loads = [{}] if self._counts is None else self._counts.loads(candidate)
+        found = [self._predict(self._pipeline(candidate, each)) for each in loads]
+        first = found[0]
+        return replace(
+            first,
+            seconds=fmean(one.seconds for one in found),
+            bubble=fmean(one.bubble for one in found),
+            idle={name: fmean(one.idle[name] for one in found) for name in first.idle},
+            shares={name: fmean(one.shares[name] for one in found) for name in first.shares},
+        )
+
+    def _predict(self, pipeline: Pipeline) -> Prediction:
+        done, number = self._ends(pipeline), pipeline.microbatches
         after = [end + work.gradients for end, work in zip(done, pipeline.work, strict=True)]
-        seconds = max(*after, self._on_cores(pipeline)) + pipeline.update
+        update = self._update(pipeline)
+        seconds = max(*after, self._on_cores(pipeline)) + update
         busy = [number * (stage.forward + stage.backward) for stage in pipeline.stages]
         of_language = [at for at, work in enumerate(pipeline.work) if LANGUAGE in work.modules]
         bubble = max(0.0, 1 - sum(busy[at] for at in of_language) / (len(of_language) * max(done)))
@@ -176,7 +191,7 @@ class Predictor:
             "computing": busy[at] - number * one.messages,
             "messages": number * one.messages,
             "gradients": one.gradients,
-            "update": pipeline.update,
+            "update": update,
         }
         parts["waiting"] = max(0.0, seconds - sum(parts.values()))
         shares = {name: part / seconds for name, part in parts.items()}
@@ -191,11 +206,55 @@ class Predictor:
             idle[name] = max(0.0, 1 - sum(own) / (len(own) * seconds))
         return idle
 
+    def _ends(self, pipeline: Pipeline) -> list[float]:
+        cores, cut = self._cores(pipeline), (int(pipeline.microbatches), pipeline.chunks)
+        if not cores:
+            return ends(pipeline.stages, *cut)
+        return ends_on_cores(pipeline.stages, [work.ranks for work in pipeline.work], cores, *cut)
+
     def _on_cores(self, pipeline: Pipeline) -> float:
-        """Seconds that the cores of the nodes need for all ranks, where ranks share them."""
-        cores = self._links.device.cores
+        """Seconds that the cores need for all ranks up to the update, where ranks share them; messages take time of a
+        core too."""
+        number = pipeline.microbatches
+        return self._shared(
+            pipeline, [number * (work.forward + work.backward) + work.gradients for work in pipeline.work]
+        )
+
+    def _update(self, pipeline: Pipeline) -> float:
+        """Seconds of the update, which waits for the gradients of all, and of what a process does beside layers."""
+        updates = [work.update + self._links.device.process for work in pipeline.work]
+        return max(*updates, self._shared(pipeline, updates))
+
+    def _shared(self, pipeline: Pipeline, seconds: Sequence[float]) -> float:
+        """Of cores, for so many seconds of each rank of each stage; 0 where every rank has its own."""
+        cores = self._cores(pipeline)
         if not cores:
             return 0.0
-        total = sum(work.ranks * pipeline.microbatches * (work.forward + work.backward) for work in pipeline.work)
-        ranks = sum(work.ranks for work in pipeline.work)
-        return total / (min(cores, self._links.node) * max(1.0, ranks / self._links.node))
+        return sum(work.ranks * own for work, own in zip(pipeline.work, seconds, strict=True)) / cores
+
+    def _cores(self, pipeline: Pipeline) -> float:
+        """Of all nodes of a candidate; 0: every rank has its own."""
+        ranks, node = sum(work.ranks for work in pipeline.work), self._links.node
+        return min(self._links.device.cores, node) * max(1.0, ranks / node)
+
+
+def _loaded(costs: Sequence[tuple[str, StageCost]], loads: Loads) -> tuple[list[StageCost], tuple[Part, ...]]:
+    """Costs of modules on one stage, of a mean microbatch, and what differs between microbatches."""
+    if not loads:
+        return [cost for _, cost in costs], ()
+    parts = tuple(
+        Part(cost.forward + cost.forward_messages, cost.backward + cost.backward_messages, loads[name].shares)
+        for name, cost in costs
+    )
+    return [_mean(cost, loads[name]) for name, cost in costs], parts
+
+
+def _mean(cost: StageCost, load: Load) -> StageCost:
+    share = load.total / load.microbatches
+    return replace(
+        cost,
+        forward=share * cost.forward,
+        backward=share * cost.backward,
+        forward_messages=share * cost.forward_messages,
+        backward_messages=share * cost.backward_messages,
+    )

@@ -39,6 +39,7 @@ def data_of(plan: Plan, cfg: ConfigContainer, request: Request) -> dict[str, Any
     return {
         "gpus": request.gpus,
         "device": request.device.name,
+        "steps_of_data": len(request.steps),
         "layouts": {
             "legal": plan.legal,
             "bounded": plan.bounded,
@@ -118,10 +119,17 @@ def _notes(request: Request) -> list[str]:
         )
     return [
         f"{rates} memory {devices.TRAFFIC:.0%} and links {devices.LINKS:.0%} of theirs",
-        f"{request.margin:.0%} of the memory are kept free for what is not estimated; every row counts as full, every "
-        "picture as the largest",
+        f"{request.margin:.0%} of the memory are kept free for what is not estimated",
+        _counts(request),
         "compare proposals with each other, not with a clock: docs/planner.md has the limits of the model",
     ]
+
+
+def _counts(request: Request) -> str:
+    """What microbatches are as large as."""
+    if request.steps:
+        return f"texts and media of microbatches as the data has them, in {len(request.steps)} steps spread over it"
+    return f"even counts: every row is as if full, every picture the largest ({request.even_since})"
 
 
 def _rate(number: float) -> str:

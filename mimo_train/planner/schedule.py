@@ -12,25 +12,47 @@ _Operation = tuple[bool, int, int]
 """(is backward, model chunk, microbatch)."""
 
 
+class Part(NamedTuple):
+    """What a stage does in microbatches that differ."""
+
+    forward: float
+    """Seconds of a share of 1."""
+    backward: float
+    shares: Sequence[float]
+    """Of each microbatch."""
+
+
 class Stage(NamedTuple):
     """A pipeline stage."""
 
     forward: float
-    """Seconds of one microbatch, of all chunks of the stage."""
+    """Seconds of one microbatch, of all chunks of the stage; the mean, where they differ."""
     backward: float
     taker: int | None
     """The stage that gets its output, a later one of all; None: it is the last."""
     send: float = 0.0
     """Seconds of a message to the taker, and of its gradient back."""
+    parts: tuple[Part, ...] = ()
+    """Where microbatches differ."""
+
+    def seconds(self, microbatch: int) -> tuple[float, float]:
+        """Forward and backward, of one microbatch."""
+        if not self.parts:
+            return self.forward, self.backward
+        return (
+            sum(part.forward * part.shares[microbatch] for part in self.parts),
+            sum(part.backward * part.shares[microbatch] for part in self.parts),
+        )
 
 
-def least_seconds(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> float:
+def least_seconds(stages: Sequence[Stage], microbatches: float, chunks: int = 1) -> float:
     """A lower bound of the largest of `ends`: of each stage what it computes, and the way of the first microbatch to it
     and of the last gradient back. With equal stages and no messages it is that largest."""
     before = [0.0] * len(stages)
     for at, stage in enumerate(stages):
         if stage.taker is not None:
-            way = before[at] + (stage.forward + stage.backward) / chunks + 2 * stage.send
+            ways = stage.seconds(0)[0] + stage.seconds(-1)[1]
+            way = before[at] + ways / chunks + 2 * stage.send
             before[stage.taker] = max(before[stage.taker], way)
     return max(way + microbatches * (stage.forward + stage.backward) for way, stage in zip(before, stages, strict=True))
 
@@ -43,33 +65,84 @@ def ends(stages: Sequence[Stage], microbatches: int, chunks: int = 1) -> list[fl
         chunks: of each stage; above 1 the stages are one line.
     """
     orders = [list(_order(stages, at, microbatches, chunks)) for at in range(len(stages))]
-    forward_from, backward_from = _needs(stages, chunks)
+    needs = _needs(stages, chunks)
     done: dict[tuple[int, _Operation], float] = {}
+    seconds = [[stage.seconds(microbatch) for microbatch in range(microbatches)] for stage in stages]
     at, clock = [0] * len(stages), [0.0] * len(stages)
     waiting = True
     while waiting:
         waiting, moved = False, False
-        for number, (stage, order) in enumerate(zip(stages, orders, strict=True)):
-            seconds = stage.forward / chunks, stage.backward / chunks
-            position = at[number]
-            while position < len(order):
-                operation = is_backward, chunk, microbatch = order[position]
-                begin = clock[number]
-                for other, other_chunk, late, same in (backward_from if is_backward else forward_from)[number, chunk]:
-                    # The last stage has what its gradient needs from its own forward pass.
-                    ready = done.get((other, (is_backward and not same, other_chunk, microbatch)))
-                    if ready is None:
-                        break
-                    begin = max(begin, ready + late)
-                else:
-                    clock[number] = done[number, operation] = begin + seconds[is_backward]
-                    position, moved = position + 1, True
-                    continue
-                break
-            at[number] = position
-            waiting = waiting or position < len(order)
+        for number, order in enumerate(orders):
+            while at[number] < len(order):
+                operation = order[at[number]]
+                ready = _ready(operation, number, needs, done)
+                if ready is None:
+                    break
+                is_backward, _, microbatch = operation
+                begin = max(clock[number], ready)
+                clock[number] = done[number, operation] = begin + seconds[number][microbatch][is_backward] / chunks
+                at[number], moved = at[number] + 1, True
+            waiting = waiting or at[number] < len(order)
         assert moved or not waiting, "stages wait for each other"
     return clock
+
+
+def ends_on_cores(
+    stages: Sequence[Stage], ranks: Sequence[int], cores: float, microbatches: int, chunks: int = 1
+) -> list[float]:
+    """`ends` of stages whose ranks share cores: as many as compute at once, and are more than these, all become slower
+    alike, as a fair scheduler of an operating system makes them.
+
+    Args:
+        ranks: of each stage.
+        cores: that all of them share.
+    """
+    orders = [list(_order(stages, at, microbatches, chunks)) for at in range(len(stages))]
+    needs = _needs(stages, chunks)
+    done: dict[tuple[int, _Operation], float] = {}
+    at, ended, clock = [0] * len(stages), [0.0] * len(stages), 0.0
+    left: dict[int, float] = {}
+    """Seconds that the operation of a stage still takes alone."""
+    while any(position < len(order) for position, order in zip(at, orders, strict=True)):
+        begins = []
+        for number, order in enumerate(orders):
+            if number in left or at[number] == len(order):
+                continue
+            begin = _ready(order[at[number]], number, needs, done)
+            if begin is not None and begin <= clock:
+                is_backward, _, microbatch = order[at[number]]
+                left[number] = stages[number].seconds(microbatch)[is_backward] / chunks
+            elif begin is not None:
+                begins.append(begin - clock)
+        assert left or begins, "stages wait for each other"
+        rate = min(1.0, cores / max(1, sum(ranks[number] for number in left)))
+        following = min([*(seconds / rate for seconds in left.values()), *begins])
+        clock += following
+        for number in [*left]:
+            left[number] -= following * rate
+            if left[number] <= 1e-12:
+                del left[number]
+                done[number, orders[number][at[number]]] = ended[number] = clock
+                at[number] += 1
+    return ended
+
+
+def _ready(
+    operation: _Operation,
+    stage: int,
+    needs: "tuple[dict[tuple[int, int], list[_Need]], ...]",
+    done: dict[tuple[int, _Operation], float],
+) -> float | None:
+    """When an operation has all that it waits for; None: not known yet."""
+    is_backward, chunk, microbatch = operation
+    ready = 0.0
+    for other, other_chunk, late, same in needs[is_backward][stage, chunk]:
+        # The last stage has what its gradient needs from its own forward pass.
+        found = done.get((other, (is_backward and not same, other_chunk, microbatch)))
+        if found is None:
+            return None
+        ready = max(ready, found + late)
+    return ready
 
 
 _Need = tuple[int, int, float, bool]

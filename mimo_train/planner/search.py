@@ -16,6 +16,7 @@ from mimo_train.plan.memory import GIB, Memory, memory_of_stage
 from mimo_train.plan.run import INPUT_KEYS, Run, config_faults
 from mimo_train.planner.candidate import Candidate, ranks_of
 from mimo_train.planner.costs import Costs
+from mimo_train.planner.counts import Counts, KnownStep
 from mimo_train.planner.devices import MARGIN, Device, Links
 from mimo_train.planner.predict import Prediction, Predictor
 from mimo_train.planner.profile import Profile
@@ -46,6 +47,10 @@ class Request:
     margin: float = MARGIN
     top: int = 5
     profile: Profile | None = None
+    steps: tuple[KnownStep, ...] = ()
+    """Of the data, by whose counts steps are simulated; empty: every sample is as large as any."""
+    even_since: str = ""
+    """Why there are none."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,10 @@ class _Search:
             for recompute in self._space.recomputes()
         }
         costs = Costs(cfgs, request.vocab, dict(request.media), links, request.profile)
-        self._predictor = Predictor(cfg, costs, links)
+        counts = None
+        if request.steps:
+            counts = Counts(cfg, request.vocab, request.media, request.steps)
+        self._predictor = Predictor(cfg, costs, links, counts)
         self._room = request.device.memory * (1 - request.margin)
         self._memory = cache(self._memory_of)
         self._least_memory = math.inf
@@ -153,7 +161,7 @@ class _Search:
             if slowest and -least >= slowest[0]:
                 break
             simulated += 1
-            prediction = self._predictor.predict(self._predictor.pipeline(candidate))
+            prediction = self._predictor.predict(candidate)
             if faults := faults_of(candidate.config(self._cfg)):
                 refused = faults
                 continue
@@ -195,7 +203,7 @@ class _Search:
         )
 
     def _bound(self, candidate: Candidate) -> float:
-        return self._predictor.least_seconds(self._predictor.pipeline(candidate))
+        return self._predictor.least_seconds(candidate)
 
     def _candidates(self, option: LanguageOption) -> Iterator[Candidate]:
         """All places and layouts of the encoders beside a language model."""

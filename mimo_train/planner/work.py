@@ -13,7 +13,7 @@ from mimo_train.plan.flops import Passes, StepFlops
 from mimo_train.plan.products import Media, encoder_products, language_products
 
 _LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
-_LATE = 2**62
+AT_THE_END = 2**62
 """A step after all of `freeze_until`."""
 
 
@@ -66,7 +66,7 @@ def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: f
         module = cfg.modules[name]
         media = _largest(module, media_per_sample)
         products = encoder_products(name, module.encoder, module.projector, cfg.llm.hidden_size, media)
-    return _by_layer(StepFlops(cfg, vocab).passes(name, products, _LATE))
+    return _by_layer(StepFlops(cfg, vocab).passes(name, products, AT_THE_END))
 
 
 def _largest(module: ModuleConfig, number: float) -> Media:

@@ -24,7 +24,8 @@ LEVELS = (
     {"step"},
     {"evaluation", "generation", "diagnose", "check", "report"},
     {"training"},
-    {"compat", "dry_run", "planner"},
+    {"compat", "dry_run"},
+    {"planner"},
     {"commands"},
     {"cli"},
 )

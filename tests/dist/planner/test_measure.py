@@ -1,5 +1,7 @@
 """Costs of layers, measured on the program's own modules."""
 
+import pytest
+
 from encoders.plain.spec import PictureSpec
 from mimo_train.config.fault import UserError
 from mimo_train.planner.profile import read_profile
@@ -17,16 +19,30 @@ class Plain(PictureSpec):
         return 1
 
 
-def _measured(cfg):
+def _measured(cfg, most=1):
     import warnings
 
     from mimo_train.planner.measure import measure
 
     warnings.filterwarnings("ignore")
     try:
-        return measure(cfg, 384)
+        return measure(cfg, 384, most)
     except UserError as error:
         return str(error)
+
+
+def _counted(cfg, most):
+    """A profile with floating point operations of the forward pass in the place of its seconds."""
+    from mimo_train.dry_run.counts import Counts
+    from mimo_train.planner import measure
+
+    def counted(layers, inputs):
+        with Counts(lambda tensor: False) as counts:
+            layers(inputs)
+        return float(counts.flops), 1.0
+
+    measure._timed = counted
+    return _measured(cfg, most)
 
 
 def test_one_layer_of_each_module_is_measured(tmp_path):
@@ -66,3 +82,20 @@ def test_an_encoder_without_layers_is_refused():
     cfg.modules["images"].encoder = Plain(family="own:Plain")
     (said,) = run_ranks(_measured, 1, cfg)
     assert said.startswith("--measure: modules.images.encoder.family own:Plain") and "plain torch module" in said
+
+
+def test_a_rank_of_several_has_its_part_of_a_layer():
+    """At every tp that a module can have the layer computes what the profile says of it."""
+    cfg = load("vlm_digits", "train.micro_batch_size=2", "run.device=cpu",
+               "modules.images.encoder.num_attention_heads=4", "modules.language.llm.num_attention_heads=2",
+               )  # fmt: skip
+    (profile,) = run_ranks(_counted, 1, cfg, 8)
+    assert [(cost.module, cost.tp) for cost in profile.layers] == [
+        ("images", 1), ("language", 1), ("images", 2), ("language", 2), ("images", 4)
+    ]  # fmt: skip
+    length = cfg.data.sequence_length
+    unmasked = 2 * 4 * cfg.llm.query_width * (length**2 - length * (length + 1) / 2)
+    for cost in profile.layers:
+        above = unmasked / cost.tp if cost.module == "language" else 0
+        assert cost.forward_seconds == pytest.approx(cost.forward_flops + above), cost
+    assert profile.rates("language", 8) == profile.rates("language", 2)

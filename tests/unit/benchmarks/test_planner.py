@@ -10,6 +10,10 @@ PROFILE = Profile(
 )
 
 
+def seconds(cfg, cores: float, process: float = 0.0) -> float:
+    return planner.predicted(cfg, PROFILE, planner.Machine(planner.Messages(1e-4, 1e9), cores), process)
+
+
 def test_ranks_are_compared():
     assert planner.rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]) == 1
     assert planner.rank_correlation([1.0, 2.0, 3.0], [30.0, 20.0, 10.0]) == -1
@@ -20,9 +24,12 @@ def test_ranks_are_compared():
 def test_every_layout_is_predicted_and_cores_are_shared(shape):
     for layout in planner.LAYOUTS[shape]:
         cfg = planner.config(shape, layout)
-        few, many = (planner.predicted(cfg, PROFILE, cores) for cores in (1.0, 8.0))
+        few, many = (seconds(cfg, cores) for cores in (1.0, 8.0))
         assert 0.1 < many <= few < 30, layout
     one, two = (planner.config(shape, layout) for layout in list(planner.LAYOUTS[shape])[:2])
     # Two replicas on one core take no less than one, on two cores about half.
-    assert planner.predicted(two, PROFILE, 1.0) >= 0.99 * planner.predicted(one, PROFILE, 1.0)
-    assert planner.predicted(two, PROFILE, 2.0) < 0.6 * planner.predicted(one, PROFILE, 2.0)
+    assert seconds(two, 1.0) >= 0.99 * seconds(one, 1.0)
+    assert seconds(two, 2.0) < 0.6 * seconds(one, 2.0)
+    # What a process does beside layers is done by each, and shares the cores too.
+    assert seconds(two, 1.0, 0.5) - seconds(two, 1.0) == pytest.approx(2 * 0.5)
+    assert seconds(two, 2.0, 0.5) - seconds(two, 2.0) == pytest.approx(0.5)

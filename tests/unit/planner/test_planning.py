@@ -44,7 +44,7 @@ def predictor(cfg, asked: Request) -> Predictor:
 
 def seconds_of(cfg, asked: Request, candidate: Candidate) -> float:
     one = predictor(cfg, asked)
-    return one.predict(one.pipeline(candidate)).seconds
+    return one.predict(candidate).seconds
 
 
 SIZES = (8, 64, 512)
