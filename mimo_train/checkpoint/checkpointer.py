@@ -17,7 +17,7 @@ from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.in_flight import InFlight
 from mimo_train.checkpoint.modules import Loaded, load_modules
-from mimo_train.checkpoint.same_run import left_behind, resume_faults, weights_faults
+from mimo_train.checkpoint.same_run import continued_otherwise, left_behind, resume_faults, weights_faults
 from mimo_train.checkpoint.snapshot import Demand, Snapshot, lacking
 from mimo_train.checkpoint.store import (
     Target,
@@ -127,6 +127,8 @@ class Checkpointer:
         """Damaged checkpoints that `resume` has passed over."""
         self.loaded: list[Loaded] = []
         """Modules whose weights `resume` has taken from other runs."""
+        self.otherwise = ""
+        """What this run does otherwise than the one that `resume` continues, where its numbers follow from it."""
         self.lacking = ""
         """What hosts lack for `checkpoint.asynchronous=auto`, as of the last save; empty: nothing."""
 
@@ -261,7 +263,7 @@ class Checkpointer:
                 named, or there is none before it. On every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
-        self.set_aside, self.loaded = [], []
+        self.set_aside, self.loaded, self.otherwise = [], [], ""
         if cfg.checkpoint.resume == "auto":
             folder, self.set_aside = newest_that_loads(self._run.checkpoints, self._continue_from)
         else:
@@ -309,6 +311,8 @@ class Checkpointer:
         whole = (self._model, self._optimizer, self._schedulers, self._train_state)
         record = load_checkpoint(folder, layout, *whole)
         self._resumed = self._train_state.step, record.get(SUMS)
+        with agreed():
+            self.otherwise = continued_otherwise(folder, record, cfg)
         if self._mixing is not None:
             self._mixing.continue_from(record)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:

@@ -15,9 +15,10 @@ from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damaged
 from mimo_train.config.fault import Fault
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema import ConfigContainer, DataConfig
 from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.model_changes import model_changes, module_changes
+from mimo_train.plan.otherwise import changed_numbers
 
 
 def resume_faults(
@@ -86,25 +87,52 @@ def resume_faults(
                     f"continue: set {name}={str(old).lower()}, or give another {home}",
                 )
             )
-    return found + list(_other_samples(folder, before["data"], cfg, home))
+    found += _other_samples(folder, before["data"], cfg, home)
+    return found + list(_other_stages(folder, before["modules"], cfg, home))
+
+
+def continued_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
+    """What a run that continues does otherwise than before, key by key: its numbers are others from there on. Empty:
+    nothing. Arguments and errors as of `resume_faults`, which has found none."""
+    try:
+        return "; ".join(changed_numbers(_config(folder, record), cfg))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"{folders.RECORD} holds no config of a run ({error!r})") from error
 
 
 def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
     """Keys by which the same shards have other samples.
 
     Args:
-        before: `data` of the checkpoint's config; one of before a key was there has none.
+        before: `data` of the checkpoint's config. A key that it lacks was added later, and means its default.
     """
     now = asdict(cfg.data)
+    before = asdict(DataConfig()) | before
     for at, (old, new) in enumerate(zip(_fields_of(before), _fields_of(now), strict=False)):
         if old != new:
             key = f"data.mix[{at}].fields" if now["mix"] and now["mix"][at]["fields"] else "data.fields"
             yield _samples_fault(key, folder, old, new, home)
-    for name in ("video", "null_captions", "background"):
-        old, new = before.get(name, now[name]), now[name]
+    for name in ("video", "null_captions", "background", "blind", "separate_documents"):
+        old, new = before[name], now[name]
         same = _ground(old) == _ground(new) if name == "background" else old == new
         if not same:
             yield _samples_fault(f"data.{name}", folder, old, new, home)
+
+
+def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
+    """Moments and counts of updates are those of the stages that a run began with.
+
+    Args:
+        before: `modules` of the checkpoint's config.
+    """
+    for name, module in cfg.modules.items():
+        old, new = before.get(name, {}).get("freeze_until") or {}, module.freeze_until
+        if old != new:
+            yield Fault(
+                f"modules.{name}.freeze_until",
+                f"is {new}, and checkpoint {folder} was trained with {old}: set it to that, or begin a new run in "
+                f"another {home} with its weights: checkpoint.weights={folder}",
+            )
 
 
 def _fields_of(data: dict[str, Any]) -> list[dict[str, Any]]:
