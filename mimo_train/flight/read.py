@@ -140,7 +140,8 @@ def newest_start(run_dir: Path) -> Path:
 
 
 def start_time(folder: Path) -> float:
-    """Time of day when the ranks of a start last opened their files; the modification time of those would be of their last page."""
+    """Time of day when the ranks of a start last opened their files; the modification time of those would be of their
+    last page."""
     return max((path.stat().st_mtime for path in folder.glob("rank_*.names")), default=0.0)
 
 
