@@ -1,7 +1,7 @@
 """Saves and loads a run: one object, created at set-up, that holds everything a checkpoint contains."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
+from data.pipeline import Samples
 from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.chosen import chosen_by_first
@@ -80,9 +81,20 @@ class Fingerprints:
     vocabulary: str
     """Of the tokenizer's vocabulary; weights that were trained with another one are refused."""
 
-    def record(self) -> dict[str, str]:
+    data_size: tuple[int, int] | None = None
+    """(shards, samples) of the training data, so that it can be said how others differ."""
+
+    @classmethod
+    def of(cls, dataset: Samples, vocabulary: str) -> "Fingerprints":
+        """Those of a run's training samples."""
+        sizes = dataset.source_sizes  # none of a stream
+        size = (len(dataset.shards), sum(sizes)) if sizes else None
+        return cls(dataset.fingerprint, dataset.text_fingerprint, vocabulary, size)
+
+    def record(self) -> dict[str, Any]:
         """As a checkpoint's record has them."""
-        return {f"{name}_fingerprint": value for name, value in asdict(self).items()}
+        names = {"data": self.data, "text": self.text, "vocabulary": self.vocabulary}
+        return {f"{name}_fingerprint": value for name, value in names.items()} | {"data_size": self.data_size}
 
 
 class Checkpointer:
@@ -346,7 +358,8 @@ class Checkpointer:
         mine = self._fingerprints
         given = {"data_fingerprint": mine.data, "text_fingerprint": mine.text}
         record = folders.read_record(folder, "config")
-        return resume_faults(folder, record, self._run.cfg, **given, mixing=self._mixing)
+        size = mine.data_size
+        return resume_faults(folder, record, self._run.cfg, **given, data_size=size, mixing=self._mixing)
 
     def _weights_faults(self, folder: Place) -> list[Fault]:
         record, mine = folders.read_record(folder, "config"), self._fingerprints.vocabulary

@@ -10,6 +10,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.media.ground import colour_of
+from data.shown import plural
 from data.storage.url import Place
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damaged
@@ -28,6 +29,7 @@ def resume_faults(
     *,
     data_fingerprint: str | None,
     text_fingerprint: str | None,
+    data_size: tuple[int, int] | None = None,
     mixing: Mixing | None = None,
 ) -> list[Fault]:
     """Why a run cannot continue from a checkpoint.
@@ -35,6 +37,7 @@ def resume_faults(
     Args:
         record: of the checkpoint in `folder`.
         data_fingerprint: of this run's shards; None: not known, and not compared.
+        data_size: (shards, samples) of this run, likewise.
         text_fingerprint: of this run's tokenizer, chat template and placeholders, likewise.
         mixing: the weights of this run's sources, likewise.
 
@@ -66,8 +69,9 @@ def resume_faults(
         found.append(
             Fault(
                 "data.mix" if cfg.data.mix else "data.shards",
-                f"the shards are not those of checkpoint {folder} (fingerprint {data_fingerprint}, was {was}), so the "
-                f"order of samples would not continue: give the same shards, or another {home}{_cut(before, cfg)}",
+                f"the shards are not those of checkpoint {folder}: {_other_shards(before, record, cfg, data_size)}, so "
+                "the order of samples would not continue: give the same shards, or begin a new run with these in "
+                f"another {home}, with its weights: checkpoint.weights={folder}{_cut(before, cfg)}",
             )
         )
     elif data_fingerprint is not None and mixing is not None and (fault := mixing.fault(record)) is not None:
@@ -154,6 +158,22 @@ def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fa
         f"is {new}, and checkpoint {folder} was trained with {old}, so the samples would be others: give the same, or "
         f"another {home}",
     )
+
+
+def _other_shards(
+    before: dict[str, Any], record: dict[str, Any], cfg: ConfigContainer, size: tuple[int, int] | None
+) -> str:
+    """What is known of how the shards differ: where they are, how many they are, how many samples they hold."""
+    said, was = [], record.get("data_size")
+    for name in ("shards", "mix", "validation_fraction"):
+        old, new = before["data"].get(name), asdict(cfg.data)[name]
+        if old != new:
+            said.append(f"data.{name} was {old or 'empty'}, is {new or 'empty'}")
+    if size is not None and isinstance(was, list) and len(was) == 2:
+        had, have = (f"{plural(shards, 'shard')} with {plural(samples, 'sample')}" for shards, samples in (was, size))
+        same = f"there are {have} as before, and names, sizes or contents are others"
+        said.append(same if had == have else f"there were {had}, and are {have}")
+    return "; ".join(said) or "names, sizes, contents or counts of samples are others"
 
 
 def _cut(before: dict[str, Any], cfg: ConfigContainer) -> str:

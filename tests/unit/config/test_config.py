@@ -172,6 +172,12 @@ def test_wrong_types_are_faults_with_key_and_value(override, key, said):
     ("override", "key", "said"),
     [
         ("placement.first_rank={images:1,language:3}", "placement.first_rank", "after the colon, {language: 3}"),
+        (
+            "data.fields={image: json[a], caption: x.txt}",
+            "data.fields",
+            """in others for the shell: 'data.fields={image: "json[a]", caption: x.txt}'""",
+        ),
+        ("train.skip_iters=[1, 2", "train.skip_iters", "[1, 2 cannot be read: write it as YAML has it"),
         ("train.loss_weights={foo:2}", "train.loss_weights", "write a space after the colon, {foo: 2}"),
         ("modules.language.freeze_until={llm:2}", "modules.language.freeze_until", "{llm: 2}"),
         ("modules.language.lora.alpha=32", "modules.language.lora.rank", "missing beside alpha: give a rank, or 0 for"),
