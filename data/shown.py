@@ -12,3 +12,9 @@ def shown(text: str) -> str:
 def shown_lines(text: str) -> str:
     """`shown`, but lines stay lines and tabs tabs."""
     return "".join(one if one in "\n\t" else shown(one) for one in text)
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: 1 shard, 2 shards, 2 microbatches."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{ending}"

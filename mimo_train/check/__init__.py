@@ -6,6 +6,7 @@ Parts that do not depend on a fault still run: an invalid layout does not hide a
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mimo_train.check import arithmetic, launching, promises, ranks, resuming, samples
 from mimo_train.check.findings import Report, show
@@ -40,8 +41,10 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
         return 1
     report = check(cfg, without_data=without_data)
     launching.add_layouts(report, config, overrides, cfg)
-    script = "train_vlm.sh" if cfg.encoders else "train_gpt.sh"
-    command = shlex.join([f"scripts/{script}", config, *overrides])
+    script = Path("scripts", "train_vlm.sh" if cfg.encoders else "train_gpt.sh")
+    # Where mimo-train is installed as a package, there are no scripts.
+    start = [str(script)] if script.is_file() else ["mimo-train", "launch", "here"]
+    command = shlex.join([*start, config, *overrides])
     last = (
         "no faults, without a look at tokenizer and shards" if without_data else f"no faults; start it with: {command}"
     )

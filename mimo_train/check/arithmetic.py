@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from data.shown import plural
 from encoders.plain.spec import PlainSpec
 from encoders.spec import built_layers, encoders_in
-from mimo_train.check.findings import Report, Table, plural
+from mimo_train.check.findings import Report, Table
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from data.shown import shown
+from data.shown import plural, shown
 from mimo_train.config.fault import Fault
 
 PLAIN_WIDTH = 500
@@ -70,12 +70,6 @@ def show(report: Report, last_line: str, out: TextIO, err: TextIO) -> None:
         print(f"{plural(len(report.faults), 'fault')}: this run cannot start", file=err)
     else:
         console.print(Text(last_line, style="green"))
-
-
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: 1 shard, 2 shards, 2 microbatches."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count:,} {noun}{ending}"
 
 
 def spread(values: Sequence[int]) -> str:

@@ -8,9 +8,10 @@ import numpy as np
 from data.errors import DataError
 from data.indexed.file import IndexedFile
 from data.indexed.find import find_indexed
+from data.shown import plural
 from data.sources import Source
 from data.storage.local import ShardReader
-from mimo_train.check.findings import Report, fault_of, plural
+from mimo_train.check.findings import Report, fault_of
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.inputs import HeldOutSet, build_dataset, without_split

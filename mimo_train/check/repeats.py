@@ -3,8 +3,9 @@
 from collections import Counter
 
 from data.errors import DataError
+from data.shown import plural
 from data.storage.url import Place
-from mimo_train.check.findings import Report, plural
+from mimo_train.check.findings import Report
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.inputs import held_out_sets, training_sources
 

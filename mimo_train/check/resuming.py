@@ -7,7 +7,13 @@ from data.storage.url import Place, place_of
 from mimo_train.check.findings import Report
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.recorded_config import config_if_trusted
-from mimo_train.checkpoint.same_run import left_behind, module_faults, resume_faults, weights_faults
+from mimo_train.checkpoint.same_run import (
+    continued_otherwise,
+    left_behind,
+    module_faults,
+    resume_faults,
+    weights_faults,
+)
 from mimo_train.config.compose import to_dict
 from mimo_train.config.fault import Fault, UserError
 from mimo_train.config.own_code import code_named
@@ -51,9 +57,13 @@ def add_run_dir(
         if checkpoint is not None:
             record = folders.read_record(checkpoint)
             given = {"data_fingerprint": data_fingerprint, "text_fingerprint": tokenizer and tokenizer.fingerprint}
-            report.faults += resume_faults(checkpoint, record, cfg, **given, mixing=mixing)
+            found = resume_faults(checkpoint, record, cfg, **given, mixing=mixing)
+            report.faults += found
             own = [name for names in code_named(to_dict(cfg)).values() for name in names]
             _note(report, checkpoint, record, layout, own)
+            otherwise = "" if found else continued_otherwise(checkpoint, record, cfg)
+            if otherwise:
+                report.notes.append(f"from there on the run is another than before: {otherwise}")
         elif cfg.checkpoint.weights:
             key = "checkpoint.weights"
             checkpoint = folders.in_folder(place_of(cfg.checkpoint.weights), key)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
-from data.shown import shown
+from data.shown import plural, shown
 from data.sources import MixedOrder, Part, Source
 from data.text_lengths import TextLengths
 from mimo_train.check.blocks import add_blocks
-from mimo_train.check.findings import Report, Table, fault_of, plural, spread
+from mimo_train.check.findings import Report, Table, fault_of, spread
 from mimo_train.check.indexed import look_at_indexed
 from mimo_train.check.leakage import add_demo_beside_own, add_leakage
 from mimo_train.check.rendered import add_rendered

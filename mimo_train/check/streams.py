@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from data.shown import shown
+from data.shown import plural, shown
 from data.sources import Source
-from mimo_train.check.findings import Report, plural
+from mimo_train.check.findings import Report
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.inputs import build_dataset
 

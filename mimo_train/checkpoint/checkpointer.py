@@ -1,7 +1,7 @@
 """Saves and loads a run: one object, created at set-up, that holds everything a checkpoint contains."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
+from data.pipeline import Samples
 from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.chosen import chosen_by_first
@@ -17,7 +18,7 @@ from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.in_flight import InFlight
 from mimo_train.checkpoint.modules import Loaded, load_modules
-from mimo_train.checkpoint.same_run import left_behind, resume_faults, weights_faults
+from mimo_train.checkpoint.same_run import continued_otherwise, left_behind, resume_faults, weights_faults
 from mimo_train.checkpoint.snapshot import Demand, Snapshot, lacking
 from mimo_train.checkpoint.store import (
     Target,
@@ -80,9 +81,20 @@ class Fingerprints:
     vocabulary: str
     """Of the tokenizer's vocabulary; weights that were trained with another one are refused."""
 
-    def record(self) -> dict[str, str]:
+    data_size: tuple[int, int] | None = None
+    """(shards, samples) of the training data, so that it can be said how others differ."""
+
+    @classmethod
+    def of(cls, dataset: Samples, vocabulary: str) -> "Fingerprints":
+        """Those of a run's training samples."""
+        sizes = dataset.source_sizes  # none of a stream
+        size = (len(dataset.shards), sum(sizes)) if sizes else None
+        return cls(dataset.fingerprint, dataset.text_fingerprint, vocabulary, size)
+
+    def record(self) -> dict[str, Any]:
         """As a checkpoint's record has them."""
-        return {f"{name}_fingerprint": value for name, value in asdict(self).items()}
+        names = {"data": self.data, "text": self.text, "vocabulary": self.vocabulary}
+        return {f"{name}_fingerprint": value for name, value in names.items()} | {"data_size": self.data_size}
 
 
 class Checkpointer:
@@ -127,6 +139,8 @@ class Checkpointer:
         """Damaged checkpoints that `resume` has passed over."""
         self.loaded: list[Loaded] = []
         """Modules whose weights `resume` has taken from other runs."""
+        self.otherwise = ""
+        """What this run does otherwise than the one that `resume` continues, where its numbers follow from it."""
         self.lacking = ""
         """What hosts lack for `checkpoint.asynchronous=auto`, as of the last save; empty: nothing."""
 
@@ -261,7 +275,7 @@ class Checkpointer:
                 named, or there is none before it. On every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
-        self.set_aside, self.loaded = [], []
+        self.set_aside, self.loaded, self.otherwise = [], [], ""
         if cfg.checkpoint.resume == "auto":
             folder, self.set_aside = newest_that_loads(self._run.checkpoints, self._continue_from)
         else:
@@ -309,6 +323,8 @@ class Checkpointer:
         whole = (self._model, self._optimizer, self._schedulers, self._train_state)
         record = load_checkpoint(folder, layout, *whole)
         self._resumed = self._train_state.step, record.get(SUMS)
+        with agreed():
+            self.otherwise = continued_otherwise(folder, record, cfg)
         if self._mixing is not None:
             self._mixing.continue_from(record)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
@@ -342,7 +358,8 @@ class Checkpointer:
         mine = self._fingerprints
         given = {"data_fingerprint": mine.data, "text_fingerprint": mine.text}
         record = folders.read_record(folder, "config")
-        return resume_faults(folder, record, self._run.cfg, **given, mixing=self._mixing)
+        size = mine.data_size
+        return resume_faults(folder, record, self._run.cfg, **given, data_size=size, mixing=self._mixing)
 
     def _weights_faults(self, folder: Place) -> list[Fault]:
         record, mine = folders.read_record(folder, "config"), self._fingerprints.vocabulary

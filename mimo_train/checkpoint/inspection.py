@@ -80,6 +80,8 @@ def folders_at(path: Place) -> list[Place]:
         UserError: there is none.
     """
     found = _objects_at(path) if isinstance(path, Url) else _files_at(path)
+    if not found and isinstance(path, Path) and not path.exists():
+        raise UserError(f"PATH: there is no {path}: give the folder of a run, or of a checkpoint")
     if not found:
         raise UserError(f"PATH: no checkpoint in {path}: give the folder of a run, or of a checkpoint")
     return sorted(found, key=lambda folder: (folder.name, str(folder)))

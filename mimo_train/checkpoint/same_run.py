@@ -10,14 +10,16 @@ from typing import Any
 
 from data.errors import DataError
 from data.media.ground import colour_of
+from data.shown import plural
 from data.storage.url import Place
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damaged
 from mimo_train.config.fault import Fault
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema import ConfigContainer, DataConfig
 from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.model_changes import model_changes, module_changes
+from mimo_train.plan.otherwise import changed_numbers
 
 
 def resume_faults(
@@ -27,6 +29,7 @@ def resume_faults(
     *,
     data_fingerprint: str | None,
     text_fingerprint: str | None,
+    data_size: tuple[int, int] | None = None,
     mixing: Mixing | None = None,
 ) -> list[Fault]:
     """Why a run cannot continue from a checkpoint.
@@ -34,6 +37,7 @@ def resume_faults(
     Args:
         record: of the checkpoint in `folder`.
         data_fingerprint: of this run's shards; None: not known, and not compared.
+        data_size: (shards, samples) of this run, likewise.
         text_fingerprint: of this run's tokenizer, chat template and placeholders, likewise.
         mixing: the weights of this run's sources, likewise.
 
@@ -65,8 +69,9 @@ def resume_faults(
         found.append(
             Fault(
                 "data.mix" if cfg.data.mix else "data.shards",
-                f"the shards are not those of checkpoint {folder} (fingerprint {data_fingerprint}, was {was}), so the "
-                f"order of samples would not continue: give the same shards, or another {home}{_cut(before, cfg)}",
+                f"the shards are not those of checkpoint {folder}: {_other_shards(before, record, cfg, data_size)}, so "
+                "the order of samples would not continue: give the same shards, or begin a new run with these in "
+                f"another {home}, with its weights: checkpoint.weights={folder}{_cut(before, cfg)}",
             )
         )
     elif data_fingerprint is not None and mixing is not None and (fault := mixing.fault(record)) is not None:
@@ -86,25 +91,52 @@ def resume_faults(
                     f"continue: set {name}={str(old).lower()}, or give another {home}",
                 )
             )
-    return found + list(_other_samples(folder, before["data"], cfg, home))
+    found += _other_samples(folder, before["data"], cfg, home)
+    return found + list(_other_stages(folder, before["modules"], cfg, home))
+
+
+def continued_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
+    """What a run that continues does otherwise than before, key by key: its numbers are others from there on. Empty:
+    nothing. Arguments and errors as of `resume_faults`, which has found none."""
+    try:
+        return "; ".join(changed_numbers(_config(folder, record), cfg))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"{folders.RECORD} holds no config of a run ({error!r})") from error
 
 
 def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
     """Keys by which the same shards have other samples.
 
     Args:
-        before: `data` of the checkpoint's config; one of before a key was there has none.
+        before: `data` of the checkpoint's config. A key that it lacks was added later, and means its default.
     """
     now = asdict(cfg.data)
+    before = asdict(DataConfig()) | before
     for at, (old, new) in enumerate(zip(_fields_of(before), _fields_of(now), strict=False)):
         if old != new:
             key = f"data.mix[{at}].fields" if now["mix"] and now["mix"][at]["fields"] else "data.fields"
             yield _samples_fault(key, folder, old, new, home)
-    for name in ("video", "null_captions", "background"):
-        old, new = before.get(name, now[name]), now[name]
+    for name in ("video", "null_captions", "background", "blind", "separate_documents"):
+        old, new = before[name], now[name]
         same = _ground(old) == _ground(new) if name == "background" else old == new
         if not same:
             yield _samples_fault(f"data.{name}", folder, old, new, home)
+
+
+def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
+    """Moments and counts of updates are those of the stages that a run began with.
+
+    Args:
+        before: `modules` of the checkpoint's config.
+    """
+    for name, module in cfg.modules.items():
+        old, new = before.get(name, {}).get("freeze_until") or {}, module.freeze_until
+        if old != new:
+            yield Fault(
+                f"modules.{name}.freeze_until",
+                f"is {new}, and checkpoint {folder} was trained with {old}: set it to that, or begin a new run in "
+                f"another {home} with its weights: checkpoint.weights={folder}",
+            )
 
 
 def _fields_of(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -126,6 +158,22 @@ def _samples_fault(key: str, folder: Place, old: Any, new: Any, home: str) -> Fa
         f"is {new}, and checkpoint {folder} was trained with {old}, so the samples would be others: give the same, or "
         f"another {home}",
     )
+
+
+def _other_shards(
+    before: dict[str, Any], record: dict[str, Any], cfg: ConfigContainer, size: tuple[int, int] | None
+) -> str:
+    """What is known of how the shards differ: where they are, how many they are, how many samples they hold."""
+    said, was = [], record.get("data_size")
+    for name in ("shards", "mix", "validation_fraction"):
+        old, new = before["data"].get(name), asdict(cfg.data)[name]
+        if old != new:
+            said.append(f"data.{name} was {old or 'empty'}, is {new or 'empty'}")
+    if size is not None and isinstance(was, list) and len(was) == 2:
+        had, have = (f"{plural(shards, 'shard')} with {plural(samples, 'sample')}" for shards, samples in (was, size))
+        same = f"there are {have} as before, and names, sizes or contents are others"
+        said.append(same if had == have else f"there were {had}, and are {have}")
+    return "; ".join(said) or "names, sizes, contents or counts of samples are others"
 
 
 def _cut(before: dict[str, Any], cfg: ConfigContainer) -> str:

@@ -24,8 +24,13 @@ def add(commands: Any) -> None:
 
 def _hang(args: argparse.Namespace) -> int:
     from mimo_train.flight.read import newest_start
-    from mimo_train.flight.report import look, report
+    from mimo_train.flight.report import kept_report, look, report
 
-    verdict = look(newest_start(args.run_dir))
+    folder = newest_start(args.run_dir)
+    verdict = look(folder)
+    found = kept_report(folder, verdict)
+    if found is not None:
+        print(found)
+        return 3
     print(report(args.run_dir, verdict))
     return 3 if verdict.blamed else 0

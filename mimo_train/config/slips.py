@@ -1,6 +1,8 @@
 """Slips of the pen in YAML and overrides, which would mean something else than was written, or nothing. Imports no
 torch."""
 
+import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,10 +29,8 @@ def override_slips(overrides: Sequence[str], groups: Collection[str], picked: Co
         group = key.partition("@")[0]
         if value.strip(" '\"") == UNSET:
             yield Fault(key, f"{UNSET} is no value: give one, or leave the override away")
-        elif key[:1] == "~" or "=" not in override:
-            continue
-        elif group not in groups or "." in group:
-            yield from _yaml_slips(key, value)
+        elif group not in groups or key[:1] == "~" or "=" not in override:
+            yield from _unreadable(key, value)
         elif value.strip() in ("", "null") or value.lstrip().startswith("["):
             yield Fault(key, f"picks one file of the group {group}, is {value or 'empty'}: name one, or leave it away")
         elif key in PLACED and key not in picked:
@@ -39,17 +39,28 @@ def override_slips(overrides: Sequence[str], groups: Collection[str], picked: Co
             yield Fault(key, f"needs its place in the config: {' or '.join(f'{form}={value}' for form in forms)}")
 
 
-def _yaml_slips(key: str, value: str) -> Iterator[Fault]:
+_BRACKETS = re.compile(r"""(?<![\w."'])[\w.]+\[[^][]*\]""")
+"""A word with brackets behind it, such as `json[caption]` of `data.fields`."""
+
+
+def _unreadable(key: str, value: str) -> Iterator[Fault]:
+    """A map or list of an override that is no YAML: brackets inside of it stand in quotes."""
+    if not value.lstrip().startswith(("{", "[")) or _is_yaml(value):
+        return
+    quoted = _BRACKETS.sub(lambda found: f'"{found[0]}"', value)
+    remedy = "write it as YAML has it, {key: value, ...} or [value, ...], with quotes around what has brackets"
+    if _is_yaml(quoted):
+        given = shlex.quote(f"{key}={quoted}")
+        remedy = f"what has brackets stands in quotes, and all of it in others for the shell: {given}"
+    yield Fault(key, f"{value} cannot be read: {remedy}")
+
+
+def _is_yaml(text: str) -> bool:
     try:
-        yaml.safe_load(value)
-    except yaml.MarkedYAMLError as error:
-        at = f" at character {error.problem_mark.index + 1}" if error.problem_mark else ""
-        quoted = '{name: "json[a]"}' if value.lstrip()[:1] in ("{", "[") else f'"{value}"'
-        yield Fault(
-            key,
-            f"{value} cannot be read: {error.problem}{at}. Texts with special characters need quotes of their own, inside "
-            f"of those of the shell: '{key}={quoted}'",
-        )
+        yaml.compose(text)
+    except (yaml.YAMLError, RecursionError):
+        return False
+    return True
 
 
 def left_open(plain: Any, key: str = "") -> Iterator[Fault]:

@@ -136,11 +136,12 @@ def newest_start(run_dir: Path) -> Path:
         files = f"{FOLDER}/*/rank_*.bin"
         others = runs_within(run_dir, files) or ": is it the run.dir of a run?"
         raise UserError(f"{run_dir} has no flight recorder files ({files}){others}")
-    return max(starts, key=_began)
+    return max(starts, key=start_time)
 
 
-def _began(folder: Path) -> float:
-    """When the ranks of a start last opened their files; the modification time of those would be of their last page."""
+def start_time(folder: Path) -> float:
+    """Time of day when the ranks of a start last opened their files; the modification time of those would be of their
+    last page."""
     return max((path.stat().st_mtime for path in folder.glob("rank_*.names")), default=0.0)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mimo_train.flight.blame import Verdict, judge, message_name, place_name
 from mimo_train.flight.processes import process
-from mimo_train.flight.read import ALIVE, Rank, newest_start, read_ranks, state_of
+from mimo_train.flight.read import ALIVE, GONE, STOPPED, Rank, newest_start, read_ranks, start_time, state_of
+from mimo_train.flight.recorder import REPORT
 
 PAUSE = 1.3
 """Seconds between two readings; a rank shows a heartbeat every half second."""
@@ -64,6 +65,27 @@ def report(run_dir: Path, verdict: Verdict | None = None) -> str:
     return "\n".join(lines)
 
 
+def kept_report(folder: Path, verdict: Verdict) -> str | None:
+    """What the watchdog had found of a start before it ended its ranks; None where it has not, one still lives, or all
+    have gone on to the end of the run.
+
+    Args:
+        folder: of the start; verdict: of now.
+    """
+    if {ALIVE, STOPPED} & {*verdict.states.values()} or all(rank.is_over for rank in verdict.ranks.values()):
+        return None
+    try:
+        if (folder / REPORT).stat().st_mtime < start_time(folder):
+            return None  # of an earlier start of the same name
+        found = (folder / REPORT).read_text(errors="replace").rstrip()
+    except OSError:
+        return None
+    if not found:
+        return None
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / REPORT).stat().st_mtime))
+    return f"the run hung, and its watchdog (run.hang_report_seconds) reported at {when}:\n{found}"
+
+
 def _summary(verdict: Verdict) -> str:
     states = [verdict.states[rank] for rank in verdict.ranks]
     over = sum(rank.is_over for rank in verdict.ranks.values())
@@ -93,7 +115,7 @@ def _row(verdict: Verdict, number: int) -> str:
 
 def _doing(rank: Rank, state: str) -> str:
     """Phase, since when, step, place, and what it reads or waits for."""
-    now = rank.now if state == ALIVE else rank.beat_at
+    now = rank.beat_at if state == GONE else rank.now
     words = [f"step {rank.step}" if rank.step else "", " > ".join(rank.phases) or "start"]
     last = rank.frames[-1] if rank.frames else None
     if last is not None:
@@ -105,7 +127,7 @@ def _doing(rank: Rank, state: str) -> str:
         words.append(f"reads {rank.reading}")
     if state != ALIVE:
         seen = time.strftime("%H:%M:%S", time.localtime(rank.seen_at))
-        words.append(f"last seen at {seen}")
+        words.append(f"{'stopped since' if state == STOPPED else 'last seen at'} {seen}")
     if rank.error:
         words.append(f"error: {rank.error}")
     return ", ".join(word for word in words if word)

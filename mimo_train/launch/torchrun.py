@@ -82,6 +82,8 @@ class Ranks:
         self.supervisor: Supervisor | None = None
         self.starting = False
         self.stop_asked = False
+        self.ended: dict[int, str] = {}
+        """Processes of ranks that this launcher has killed, and why."""
         self._early: int | None = None  # a signal that came while the ranks were being started
 
     def ask_to_stop(self, signum: int, _frame: object) -> None:
@@ -100,7 +102,7 @@ class Ranks:
             self._signal(signal.SIGTERM)
         elif signum == signal.SIGINT:
             say("SIGINT again: ending the ranks now")
-            self._signal(signal.SIGKILL)
+            self._kill("SIGINT came twice")
 
     def started(self, context: Any) -> None:
         """Called when the ranks have started; handles a signal that arrived meanwhile.
@@ -130,6 +132,11 @@ class Ranks:
     def end_of_grace(self, _signum: int, _frame: object) -> None:
         """Handler of the timer: ends the ranks that are still there."""
         say(f"the ranks did not finish within {self.grace_seconds:g} s (MIMO_GRACE_SECONDS): ending them")
+        self._kill(f"it did not finish within {self.grace_seconds:g} s after a stop was asked for (MIMO_GRACE_SECONDS)")
+
+    def _kill(self, why: str) -> None:
+        handlers = self.context.subprocess_handlers.values()
+        self.ended |= {handler.proc.pid: why for handler in handlers if handler.proc.poll() is None}
         self._signal(signal.SIGKILL)
 
     def _signal(self, signum: signal.Signals) -> None:
@@ -207,7 +214,7 @@ def _attempts(attempt: Callable[[], object], options: Any, ranks: Ranks, folder:
         try:
             attempt()
         except ChildFailedError as error:
-            code = _report(error.failures, ranks.stop_asked, folder)
+            code = _report(error.failures, ranks, folder)
             if ranks.stop_asked or not restarts.number:
                 return code
             first = min(error.failures.values(), key=lambda failure: failure.timestamp)
@@ -271,7 +278,7 @@ def _adapt(context_class: Any, ranks: Ranks) -> None:
     context_class._start, context_class._close = started, closed
 
 
-def _report(failures: dict[int, Any], stop_asked: bool, folder: Path) -> int:
+def _report(failures: dict[int, Any], ranks: Ranks, folder: Path) -> int:
     """Print which rank failed first, and return its exit code. The other ranks failed or were ended because of it.
 
     Args:
@@ -284,7 +291,9 @@ def _report(failures: dict[int, Any], stop_asked: bool, folder: Path) -> int:
     if failure.exitcode == stopped_code():
         say(f"exit code {failure.exitcode} ({STOPPED_CODE}): the run was stopped before its last step, and has saved.")
         return failure.exitcode
-    if stop_asked and failure.exitcode == -signal.SIGTERM:
+    if failure.pid in ranks.ended:
+        how = f"was ended by this launcher: {ranks.ended[failure.pid]}; what it had not saved is trained again"
+    elif ranks.stop_asked and failure.exitcode == -signal.SIGTERM:
         how = "was stopped before training began: nothing was saved"
     elif failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name

@@ -67,7 +67,6 @@ def build_optimizer(cfg: ConfigContainer, model: list[MegatronModule], groups: R
         infos,
         _optimizer_config(cfg, cfg.optim),
         clip_grads=clip_grads,
-        freeze_until={name: dict(module.freeze_until) for name, module in cfg.modules.items()},
         grad_scaler=_grad_scaler(cfg),
         chunks=[chunk for chunks in here.values() for chunk in chunks],
         releases=releases,

@@ -18,7 +18,6 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradS
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo_train.config.fault import UserError
 from mimo_train.optim.adam import GroupStepAdamW
 
 _LEAST_NORM = 1e-6
@@ -50,7 +49,6 @@ class ModuleOptimizer(MimoOptimizer):
         config: OptimizerConfig,
         *,
         clip_grads: dict[str, float | None],
-        freeze_until: dict[str, dict[str, int]],
         grad_scaler: MegatronGradScaler | None,
         chunks: list[DistributedDataParallel],
         releases: dict[torch.nn.Parameter, int],
@@ -62,7 +60,6 @@ class ModuleOptimizer(MimoOptimizer):
             config: of the run.
             clip_grads: largest gradient norm of each trained module that is clipped separately, None for those that are
                 clipped together by `config.clip_grad`; 0 does not clip.
-            freeze_until: `modules.NAME.freeze_until` of all modules; a checkpoint must have been made with the same.
             chunks: this rank's wrapped chunks of all modules.
             releases: the step from which each parameter of this rank is trained, where that is not the first.
             device: device of the numbers that ranks exchange.
@@ -75,7 +72,7 @@ class ModuleOptimizer(MimoOptimizer):
         self.arrivals = 0
         self.before_update: Callable[[], None] = lambda: None
         self.grad_scaler, self.releases = grad_scaler, releases
-        self._clip_grads, self._freeze_until, self._device = clip_grads, freeze_until, device
+        self._clip_grads, self._device = clip_grads, device
         self._overlapping = [chunk for chunk in chunks if chunk.ddp_config.overlap_grad_reduce]
         self._updates_before: dict[int, int] = {0: 0}
         for optimizer in self.inner():
@@ -132,10 +129,9 @@ class ModuleOptimizer(MimoOptimizer):
     def plain_state(self) -> dict[str, Any]:
         """What a checkpoint has of the optimizer beside master copies and moments: the same on every rank, and plain
         values for JSON."""
-        state = {
+        state: dict[str, Any] = {
             "updates": self.updates,
             "updates_before": sorted(self._updates_before.items()),
-            "freeze_until": self._freeze_until,
         }
         if isinstance(self.grad_scaler, DynamicGradScaler):
             scaler = self.grad_scaler.state_dict()
@@ -146,18 +142,10 @@ class ModuleOptimizer(MimoOptimizer):
         """Load what `plain_state` gave. Learning rate, decay and other settings remain those of the config.
 
         Raises:
-            UserError: the checkpoint was made with other `modules.NAME.freeze_until`.
             TypeError, KeyError: it is none of `plain_state`.
         """
         if type(state["updates"]) is not int:
             raise TypeError(f"updates is {state['updates']!r}")
-        was, now = state["freeze_until"], self._freeze_until
-        for name in sorted(now.keys() | was.keys()):
-            if was.get(name, {}) != now.get(name, {}):
-                raise UserError(
-                    f"modules.{name}.freeze_until: is {now.get(name, {})}, but the checkpoint was made with "
-                    f"{was.get(name, {})}: set it to that, or begin a new run with checkpoint.weights"
-                )
         self.updates, self._updates_before = state["updates"], dict(map(tuple, state["updates_before"]))
         self._set_group_steps()
         if "grad_scaler" in state and isinstance(self.grad_scaler, DynamicGradScaler):

@@ -4,14 +4,13 @@ Every key of `encoder`, `projector`, `llm` and `lora` is compared, also those th
 the few that are named here.
 """
 
-import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer, DataConfig
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
+from mimo_train.plan.key_changes import key_changes
 
 MAY_CHANGE = {
     "name",
@@ -101,7 +100,7 @@ def _spec_changes(before: Mapping[str, Any], module: ModuleConfig, prefix: str, 
         elif was is not None and was.get("family", "") != getattr(spec, "family", ""):
             yield f"{prefix}.{part}.family was {was.get('family')}, is {getattr(spec, 'family', None)}"
         elif was is not None:
-            yield from _key_changes(was, spec, f"{prefix}.{part}", free)
+            yield from key_changes(was, spec, f"{prefix}.{part}", free)
 
 
 def _adapter_changes(was: Mapping[str, Any], module: ModuleConfig, prefix: str, new_run: bool) -> Iterator[str]:
@@ -112,35 +111,4 @@ def _adapter_changes(was: Mapping[str, Any], module: ModuleConfig, prefix: str, 
         yield f"{prefix}.rank was {before}, is 0, so that its adapters would be lost"
         return
     more = new_run and set(was.get("targets", ())) <= set(module.lora.targets)
-    yield from _key_changes(was, module.lora, prefix, MAY_CHANGE | {"adapter"} | ({"targets"} if more else set()))
-
-
-def _key_changes(was: Mapping[str, Any], section: Any, prefix: str, free: Set[str]) -> Iterator[str]:
-    now, default = _plain(section), _plain_defaults(type(section))
-    for name in now:
-        old, value = was.get(name, default.get(name)), getattr(section, name)
-        if name in free:
-            continue
-        if dataclasses.is_dataclass(value) and isinstance(old, dict):
-            yield from _key_changes(old, value, f"{prefix}.{name}", free)
-        elif old != now[name]:
-            yield f"{prefix}.{name} was {old}, is {now[name]}"
-    for name in was.keys() - now.keys() - free:
-        yield f"{prefix}.{name} was {was[name]}, and is no key of this version"
-
-
-def _plain_defaults(kind: type) -> dict[str, Any]:
-    """Defaults of a section's keys; those without one are left out."""
-    found = {}
-    for field in dataclasses.fields(kind):
-        if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            value = field.default_factory()
-            found[field.name] = _plain(value) if dataclasses.is_dataclass(value) else value
-    return json.loads(json.dumps(found))
-
-
-def _plain(section: Any) -> dict[str, Any]:
-    """As a record holds it: a tuple has become a list, a number as a key a text."""
-    return json.loads(json.dumps(dataclasses.asdict(section)))
+    yield from key_changes(was, module.lora, prefix, MAY_CHANGE | {"adapter"} | ({"targets"} if more else set()))

@@ -48,4 +48,6 @@ def open_state(
         console.message(f"warning: {warning}")
     if resumed_from is not None:
         console.message(f"continues from {resumed_from}, step {step}")
+    if checkpointer.otherwise:
+        console.message(f"from here on the run is another than before: {checkpointer.otherwise}")
     return replace(state, metrics=metrics, console=console)

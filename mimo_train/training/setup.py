@@ -215,7 +215,7 @@ def _build(
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)
-    fingerprints = Fingerprints(dataset.fingerprint, dataset.text_fingerprint, parts.tokenizer.vocabulary_fingerprint)
+    fingerprints = Fingerprints.of(dataset, parts.tokenizer.vocabulary_fingerprint)
     read_adapters = partial(load_start_adapters, cfg, pipeline.model, rows)
     checkpointer = Checkpointer(run, *saved, fingerprints, read_pretrained, read_adapters, mixing, drawn=drawn)
     RECORDER.to("load")

@@ -82,10 +82,36 @@ def test_another_order_of_samples_is_refused(digits, tmp_path):
         (f"data.shards={digits}/held_out", r"data\.shards: the shards are not those of checkpoint"),
         ("run.seed=8", r"run\.seed: is 8, and checkpoint .* was trained with \d+, .*set run\.seed="),
         ("data.shuffle=false", r"data\.shuffle: is False, and .* set data\.shuffle=true, or"),
+        ("data.blind=true", r"data\.blind: is True, and checkpoint .* was trained with False, so the samples"),
         ("data.shuffle_block=2", r"data\.shuffle_block: is 2, and .* set data\.shuffle_block=1, or"),
     ):
         with pytest.raises(RankFailure, match=words):
             train_on_ranks(run_config(digits, tmp_path, "layout=one_process", change))
+
+
+def train_and_note_messages(cfg, file: Path) -> int:
+    """One rank of a run, whose messages on the console are lines of `file`."""
+    from mimo_train.metrics.console import Console
+    from mimo_train.training.pretrain import pretrain
+
+    def note(_: Console, text: str) -> None:
+        with file.open("a") as lines:
+            lines.write(f"{text}\n")
+
+    Console.message = note
+    return pretrain(cfg)
+
+
+def test_what_is_otherwise_than_before_is_said(digits, tmp_path):
+    short = run_config(digits, tmp_path, "layout=one_process", "train.iters=4")
+    others = ("train.iters=5", "data.sequence_length=40", "modules.language.llm.dropout=0.25", "data.workers=1")
+    other = run_config(digits, tmp_path, "layout=two_processes", *others)
+    for ranks, cfg, name in ((1, short, "first"), (1, short, "again"), (2, other, "other")):
+        run_ranks(train_and_note_messages, ranks, cfg, tmp_path / name)
+    assert "from here on" not in (tmp_path / "first").read_text() + (tmp_path / "again").read_text()
+    length = short.data.sequence_length
+    said = f"data.sequence_length was {length}, is 40; train.iters was 4, is 5; modules.language.llm.dropout was 0.0"
+    assert f"from here on the run is another than before: {said}, is 0.25\n" in (tmp_path / "other").read_text()
 
 
 def test_damaged_checkpoint_is_refused(digits, tmp_path):

@@ -195,8 +195,8 @@ def test_a_checkpoint_of_other_data_is_a_fault(tmp_path):
     path = shard(Path("a.tar"), *sound())
     fingerprint = Dataset([path], tokenizer=build_tokenizer("bytes"), sequence_length=96).fingerprint
     (fault,) = check(load(*on(path), saved(tmp_path / "old", fingerprint="0123"))).faults
-    assert fault.key == "data.shards"
-    assert f"fingerprint {fingerprint}, was 0123" in fault.message
+    assert fault.key == "data.shards" and f"checkpoint.weights={tmp_path / 'old'}/checkpoints/step_" in fault.message
+    assert "/train, is a.tar" in fault.message and "so the order of samples would not continue" in fault.message
     assert check(load(*on(path), saved(tmp_path / "same", fingerprint=fingerprint))).faults == []
 
 
@@ -247,3 +247,16 @@ def test_faults_of_a_checkpoint_dir_name_that_key_and_those_of_a_mixture_its_own
     faults = resume_faults(tmp_path, record, cfg, data_fingerprint="new", text_fingerprint=None)
     assert [fault.key for fault in faults] == ["checkpoint.dir", "data.mix", "run.seed"]
     assert all("another checkpoint.dir" in fault.message for fault in faults)
+
+
+def test_how_shards_differ_is_said_with_their_numbers(tmp_path):
+    record = {"config": compose.to_dict(load(*on("old"))), "data_fingerprint": "old", "data_size": [1, 40]}
+    given = {"data_fingerprint": "new", "text_fingerprint": None}
+    for shards, size, words in (
+        ("old", (2, 50), "of checkpoint a: there were 1 shard with 40 samples, and are 2 shards with 50 samples, so"),
+        ("old", (1, 40), "of checkpoint a: there are 1 shard with 40 samples as before, and names, sizes or contents"),
+        ("new", (1, 1), "of checkpoint a: data.shards was old, is new; there were 1 shard with 40 samples, and are 1 "),
+        ("new", None, "of checkpoint a: data.shards was old, is new, so the order of samples would not continue"),
+    ):
+        (fault,) = resume_faults(Path("a"), record, load(*on(shards)), **given, data_size=size)
+        assert words in fault.message and "with its weights: checkpoint.weights=a" in fault.message, fault.message

@@ -108,11 +108,9 @@ def test_damage_is_named(file, gone, run_dir, capsys):
 
 @pytest.mark.parametrize("command", ["list", "show", "verify"])
 def test_no_checkpoint_is_an_error(command, tmp_path, capsys):
-    for path in (tmp_path, tmp_path / "none"):
+    for path, what in ((tmp_path, "no checkpoint in"), (tmp_path / "none", "there is no")):
         code, _, err = said(capsys, command, path)
-        assert (
-            code == 1 and err == f"error: PATH: no checkpoint in {path}: give the folder of a run, or of a checkpoint\n"
-        )
+        assert code == 1 and err == f"error: PATH: {what} {path}: give the folder of a run, or of a checkpoint\n"
 
 
 def test_names_cannot_write_to_a_terminal(run_dir, capsys):

@@ -1,92 +1,35 @@
 """Shards from what people have: what goes in is what training reads, and nothing is lost silently."""
 
-import io
 import json
-import os
-import signal
-import subprocess
-import sys
 import tarfile
 from datetime import date
-from pathlib import Path
 
-import numpy as np
 import pytest
-import soundfile
 import webdataset
 
-from data.build import Settings, build_shards
+from data.build import Settings
 from data.building.columns import Columns
-from data.building.find import find_source
-from data.catalogue.catalogue import open_index
 from data.errors import DataError
 from data.shards import find_shards
-from data.storage.local import ShardReader
-from data.storage.whole_read import pread_all
-from data.verify import check_sample
 from mimo_train.cli import main
 from tests.tars import write_tar
-from tests.unit.data.helpers import encode_picture
-
-TALK = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "Ein Hügel."}]
-TWO = [{"from": "human", "value": "<image><image>Which is larger?"}, {"from": "gpt", "value": "The second."}]
-PLAIN = [{"from": "human", "value": "Hello."}, {"from": "gpt", "value": "Good day."}]
-ORDERED = Settings(seed=None)
-ROOT = Path(__file__).parents[3]
-
-
-def picture(size):
-    return encode_picture(size, size, "PNG")
-
-
-def clip(frames, kind="FLAC"):
-    file = io.BytesIO()
-    soundfile.write(file, np.zeros(frames, dtype=np.int16), 8000, format=kind)
-    return file.getvalue()
+from tests.unit.data.building import (
+    PLAIN,
+    RECORDS,
+    TALK,
+    TWO,
+    build,
+    clip,
+    found,
+    media_folder,
+    picture,
+    written,
+)
 
 
 @pytest.fixture
 def media(tmp_path):
-    folder = tmp_path / "media"
-    (folder / "a").mkdir(parents=True)
-    for name, size in (("a/one.PNG", 6), ("two.png", 8), ("three.png", 10)):
-        (folder / name).write_bytes(picture(size))
-    (folder / "one.flac").write_bytes(clip(800))
-    return folder
-
-
-def written(tmp_path, records, lines=False):
-    file = tmp_path / "records.json"
-    file.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records))
-    return file
-
-
-def build(path, to, settings=ORDERED, media=None, columns=None, question="", split="", workers=1):
-    source = find_source(path, Columns(columns or {}, question), "", media, split)
-    return build_shards(source, to, settings, workers=workers)
-
-
-def found(folder):
-    """(extents of media, record) of each sample; every one can be trained on."""
-    reader = ShardReader()
-    samples = []
-    for path in find_shards(folder):
-        index = open_index(path)
-        for row in range(len(index)):
-            assert check_sample(reader, index, row) is None
-            extents = [max(member.extent) for member in index.members(row) if member.kind != "other"]
-            record = index.members(row)[index.record(row)]
-            raw = reader.read(index.path, record.offset, record.size, record.extension)
-            samples.append((extents, json.loads(raw) if record.extension.endswith("json") else raw.decode()))
-    return samples
-
-
-RECORDS = [
-    {"id": "x", "image": "a/one.PNG", "conversations": TALK},
-    {"image": ["three.png", "two.png"], "conversations": TWO},
-    {"conversations": PLAIN},
-    {"image": "two.png", "caption": "Two."},
-]
+    return media_folder(tmp_path)
 
 
 @pytest.mark.parametrize("lines", [False, True])
@@ -239,6 +182,19 @@ def test_a_hugging_face_dataset_with_pictures_and_clips(name, media, tmp_path):
         build(folder, tmp_path / "other", split="none")
 
 
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_a_folder_with_metadata_of_its_files(name, media, tmp_path):
+    """As `imagefolder` of Hugging Face has it."""
+    rows = {"a/one.PNG": "One.", "three.png": "Three."}
+    lines = [json.dumps({"file_name": file, "text": text}) for file, text in rows.items()]
+    table = ["file_name,text", *(",".join(row) for row in rows.items())]
+    (media / name).write_text("\n".join(lines if name.endswith("jsonl") else table))
+    build(media, tmp_path / "out")
+    samples = found(tmp_path / "out" / "train")
+    assert [extents for extents, _ in samples] == [[6], [10]]
+    assert all(text in str(record) for (_, record), text in zip(samples, rows.values(), strict=True))
+
+
 def test_pairs_of_user_and_assistant_and_lists_of_pictures(tmp_path):
     pair = {"user": "Which is larger?", "assistant": "Both.", "source": "x"}
     table = {"images": [[{"bytes": picture(4), "path": None}, {"bytes": picture(4), "path": None}]], "texts": [[pair]]}
@@ -300,129 +256,3 @@ def test_other_output_of_img2dataset(form, tmp_path):
     assert built.samples == {"train": 2} and built.left_out == (form == "parquet")
     samples = found(tmp_path / "out" / "train")
     assert [(extents, record["caption"]) for extents, record in samples] == [([4], "A hill."), ([6], "A lake.")]
-
-
-def many(tmp_path, samples=40):
-    """Three tars; the n-th sample has the number n and n bytes beside its record."""
-    folder = tmp_path / "many"
-    for shard in range(3):
-        own = range(shard, samples, 3)
-        members = [
-            (f"{n}.{extension}", raw)
-            for n in own
-            for extension, raw in (("bin", bytes(100 * n)), ("json", json.dumps({"caption": f"{n}"}).encode()))
-        ]
-        write_tar(folder / f"{shard}.tar", members)
-    return folder
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def test_shards_are_shuffled_by_a_seed_and_sized_by_bytes_and_number(tmp_path):
-    source = many(tmp_path)
-    settings = Settings(seed=7, per_shard=9, shard_bytes=20000, held_out=4)
-    build(source, tmp_path / "one", settings)
-    build(source, tmp_path / "two", settings, workers=2)
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    numbers = [int(record["caption"]) for _, record in found(tmp_path / "one" / "train")]
-    aside = [int(record["caption"]) for _, record in found(tmp_path / "one" / "held_out")]
-    assert sorted(numbers + aside) == list(range(40)) and len(aside) == 4 and numbers != sorted(numbers)
-    sizes = [(path.stat().st_size, len(open_index(path))) for path in find_shards(tmp_path / "one" / "train")]
-    assert all(size <= 20000 and samples <= 9 for size, samples in sizes)
-    full = [size + 4000 + 3072 > 20000 or samples == 9 for size, samples in sizes[:-1]]
-    assert len(sizes) > 4 and all(full)
-    build(source, tmp_path / "other", Settings(seed=8))
-    assert [int(record["caption"]) for _, record in found(tmp_path / "other" / "train")] != numbers
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from data.build import Settings, build_shards
-from data.building.columns import Columns
-from data.building.find import find_source
-left = int(sys.argv[3])
-def progress(*_):
-    global left
-    left -= 1
-    if not left:
-        os.kill(os.getpid(), signal.SIGKILL)
-build_shards(find_source(Path(sys.argv[1]), Columns()), Path(sys.argv[2]), Settings(per_shard=5), progress=progress)
-"""
-
-
-def test_a_build_that_is_killed_goes_on_to_the_same_shards(tmp_path):
-    source, out = many(tmp_path), tmp_path / "killed"
-    build(source, tmp_path / "whole", Settings(per_shard=5))
-    for after in (3, 9):  # while the source is read, and while shards are written
-        command = [sys.executable, "-c", KILLED, str(source), str(out), str(after)]
-        assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == -signal.SIGKILL
-    kept = {path: path.stat().st_mtime_ns for path in (out / "train").glob("*.tar")}
-    assert len(kept) > 2
-    (out / "train" / ".train-000007.tar.0.tmp").write_bytes(b"torn")
-    with pytest.raises(DataError, match=r"begun with another per_shard \(5, now 6\)"):
-        build(source, out, Settings(per_shard=6))
-    build(source, out, Settings(per_shard=5))
-    assert contents(out) == contents(tmp_path / "whole")
-    assert kept == {path: path.stat().st_mtime_ns for path in kept}
-
-
-def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypatch):
-    import data.build
-
-    file = written(tmp_path, RECORDS)
-    monkeypatch.setattr(data.build, "_write_shards", lambda *_: (media / "two.png").write_bytes(picture(9)))
-    monkeypatch.setattr(data.build, "os", None)
-    with pytest.raises(AttributeError):
-        build(file, tmp_path / "out", media=media)
-    monkeypatch.undo()
-    with pytest.raises(DataError, match=r"two.png changed while shards were built"):
-        build(file, tmp_path / "out", media=media)
-    os.utime(file, (1, 1))
-    with pytest.raises(DataError, match="begun with another files"):
-        build(file, tmp_path / "out", media=media)
-
-
-@pytest.fixture
-def short_reads(monkeypatch):
-    """The system gives at most 100 bytes at one call, as Linux gives at most 2 GiB less 4 KiB."""
-    whole, counts = os.pread, []
-
-    def short(fd, size, offset):
-        counts.append(size)
-        return whole(fd, min(size, 100), offset)
-
-    monkeypatch.setattr(os, "pread", short)
-    return counts
-
-
-@pytest.mark.parametrize("form", ["records", "files", "tars"])
-def test_files_above_what_one_read_gives_are_whole(form, media, tmp_path, short_reads):
-    talk = [{"from": "human", "value": "<audio>\nWhat is said? " + "word " * 40}, {"from": "gpt", "value": "Nothing."}]
-    sound = media / "long.wav"
-    sound.write_bytes(clip(3000, "WAV"))
-    source = written(tmp_path, [{"audio": "long.wav", "conversations": talk}])
-    if form == "files":
-        source = tmp_path / "files"
-        source.mkdir()
-        (source / "x.wav").write_bytes(sound.read_bytes())
-        (source / "x.json").write_text(json.dumps({"conversations": talk}))
-    if form == "tars":
-        source = tmp_path / "tars"
-        members = [("x.wav", sound.read_bytes()), ("x.json", json.dumps({"conversations": talk}).encode())]
-        write_tar(source / "0.tar", members)
-    build(source, tmp_path / "out", media=media if form == "records" else None)
-    ((extents, record),) = found(tmp_path / "out" / "train")
-    assert extents == [8000] and record["conversations"] == talk
-    with tarfile.open(tmp_path / "out" / "train" / "train-000000.tar") as tar:
-        (of_clip,) = (tar.extractfile(one).read() for one in tar if one.name.endswith(".wav"))
-    assert of_clip == sound.read_bytes() and max(short_reads) > 6000
-
-
-def test_a_file_that_becomes_shorter_while_it_is_read_ends_the_read(tmp_path, short_reads):
-    (tmp_path / "x").write_bytes(bytes(250))
-    with open(tmp_path / "x", "rb") as file:
-        assert pread_all(file.fileno(), 250, 0) == bytes(250) and pread_all(file.fileno(), 300, 10) == bytes(240)
-        assert pread_all(file.fileno(), 10, 400) == b"" and short_reads == [250, 150, 50, 300, 200, 100, 60, 10]

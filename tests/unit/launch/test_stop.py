@@ -56,3 +56,26 @@ def test_ranks_that_torchrun_starts_after_a_stop_are_told(told):
     ranks.starting = True
     ranks.started(context(12))
     assert told == [(11, signal.SIGTERM), (12, signal.SIGTERM)]
+
+
+def failure(pid: int, exitcode: int) -> SimpleNamespace:
+    """As torch has it."""
+    return SimpleNamespace(pid=pid, exitcode=exitcode, timestamp=1.0)
+
+
+def test_a_rank_that_the_launcher_has_killed_is_not_said_to_lack_memory(told, tmp_path, capsys):
+    grace, twice = Ranks(7.5), Ranks(1.0)
+    for ranks in (grace, twice):
+        ranks.started(context(11))
+        ranks.ask_to_stop(signal.SIGINT, None)
+    grace.end_of_grace(signal.SIGALRM, None)
+    twice.ask_to_stop(signal.SIGINT, None)
+    for ranks, why in (
+        (grace, "it did not finish within 7.5 s after a stop was asked for"),
+        (twice, "SIGINT came twice"),
+    ):
+        assert torchrun._report({0: failure(11, -signal.SIGKILL)}, ranks, tmp_path) == 1
+        said = capsys.readouterr().err
+        assert f"rank 0 (process 11) was ended by this launcher: {why}" in said and "memory" not in said
+    torchrun._report({1: failure(12, -signal.SIGKILL)}, twice, tmp_path)  # before the launcher did
+    assert "rank 1 (process 12) was killed by SIGKILL (out of memory, or killed by hand)" in capsys.readouterr().err

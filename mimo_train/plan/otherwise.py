@@ -1,0 +1,78 @@
+"""What a run that continues from a checkpoint does otherwise than before, so that its numbers are others from there on.
+Imports no torch.
+
+Every key of `data`, `modules`, `train` and `optim` is compared, also those that are added to them some day, but for
+those that are named here.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.key_changes import key_changes
+from mimo_train.plan.model_changes import MAY_CHANGE, SPECS
+
+REFUSED = {
+    "data": {
+        *("stream", "shuffle", "shuffle_block"),  # the order of samples
+        *("fields", "null_captions", "background", "video", "blind", "separate_documents"),  # what they are
+    },
+    "modules": {"freeze_until"},
+}
+"""Keys by section of which another value is a fault by itself (`mimo_train.checkpoint.same_run`); of `encoder`,
+`projector`, `llm` and `lora` every key is, but for those of `model_changes.MAY_CHANGE`."""
+
+BY_CONTENT = {
+    # A folder may move, and what it holds must stay: fingerprints of shards, texts and weights of sources are compared.
+    "data": {"shards", "mix", "demo", "validation_fraction", "tokenizer", "chat_template", "template_variables"},
+    "modules": {"placeholder"},
+}
+"""Keys by section of which another value is a fault where it gives other samples or texts."""
+
+FREE = {
+    "data": {
+        *("pad", "pack", "pack_length"),  # how the same samples stand in rows
+        *("workers", "read_retries", "cache_dir", "cache_bytes", "max_bad_samples"),
+        "mix_new_weights",  # it asks for the weights that it lets pass
+    },
+    "modules": {
+        *("layout", "recompute", "balance", "prefetch_microbatches", "feature_cache"),
+        "pretrained",  # weights of a new run; what it fills in is compared
+    },
+    "train": {
+        *("micro_batch_size", "recompute", "logits", "manual_gc_interval"),
+        *("eval_interval", "report_samples", "log_interval"),  # when it is looked at, and what is shown
+        *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun"),  # when it stops
+    },
+    "optim": {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"},
+}
+"""Keys by section that change no number, but for the order in which numbers are summed."""
+
+FREE_OF_SPECS = {"name", "init_std", "max_positions"}
+"""Of `model_changes.MAY_CHANGE`, those that change no number of a run that has weights."""
+
+
+def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:
+    """Sentences with key, old and new value, one for each key that is not the same and may be another one.
+
+    Args:
+        before: the config of a checkpoint, as its record holds it, of which `same_run.resume_faults` finds none.
+
+    Raises:
+        KeyError, TypeError, AttributeError: `before` is no config.
+    """
+    for section in ("data", "train", "optim"):
+        yield from key_changes(before.get(section, {}), getattr(cfg, section), section, _passed_over(section))
+    said = MAY_CHANGE - FREE_OF_SPECS
+    for name, module in cfg.modules.items():
+        was, prefix = before["modules"][name], f"modules.{name}"
+        for part in (*SPECS, "lora"):
+            section = getattr(module, part)
+            if section is not None:
+                others = {key for key in (*vars(section), *(was.get(part) or {})) if key not in said}
+                yield from key_changes(was.get(part) or {}, section, f"{prefix}.{part}", others)
+        yield from key_changes(was, module, prefix, _passed_over("modules") | {*SPECS, "lora"})
+
+
+def _passed_over(section: str) -> set[str]:
+    return {key for kind in (REFUSED, BY_CONTENT, FREE) for key in kind.get(section, ())}

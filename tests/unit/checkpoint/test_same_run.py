@@ -1,0 +1,118 @@
+"""Which keys a run that continues from a checkpoint may have otherwise, and what it says of them: every key has its
+place in a table."""
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from data.sources import fingerprint_of
+from mimo_train.checkpoint.same_run import continued_otherwise, resume_faults
+from mimo_train.config import compose
+from mimo_train.config.schema import ConfigContainer, DataConfig
+from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema_train import OptimConfig, TrainConfig
+from mimo_train.plan.inputs import tokenizer_of
+from mimo_train.plan.model_changes import MAY_CHANGE, SPECS
+from mimo_train.plan.otherwise import BY_CONTENT, FREE, FREE_OF_SPECS, REFUSED
+from tests.unit.configs import changed, load
+from tests.unit.data.chat_templates import CHATML, GEMMA, save_tokenizer, unmarked
+
+SECTIONS = {"data": DataConfig, "modules": ModuleConfig, "train": TrainConfig, "optim": OptimConfig}
+SAID = {
+    "data": {
+        *("sequence_length", "bounds", "exhausted", "mix_schedule"),
+        *("validation_shards", "validation", "split"),
+    },
+    "modules": {"freeze", "optim"},
+    "train": {
+        *("iters", "epochs", "global_batch_size", "rampup_batch_size", "skip_iters", "loss_weights", "precision"),
+        *("eval_samples", "callbacks"),
+    },
+    "optim": {
+        *("name", "lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
+        *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"),
+    },
+}
+"""Keys by section that change numbers, and are said. A key of no table is a decision that was not made."""
+
+OTHER = {"fields": {"caption": "other.txt"}, "freeze_until": {"encoder": 9}, "video": {"max_frames": 3}}
+OTHER |= {"bounds": {"pixels": 7}, "optim": {"lr": 7.0}, "mix": [{"shards": "a", "fields": {}}]}
+"""Another value where a word is none."""
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_has_a_place(section):
+    kinds = [table.get(section, set()) for table in (REFUSED, BY_CONTENT, FREE, SAID)]
+    kinds.append({*SPECS, "lora"} if section == "modules" else set())  # key by key below
+    known = [key for kind in kinds for key in kind]
+    assert sorted(known) == sorted(field.name for field in dataclasses.fields(SECTIONS[section]))
+
+
+def record_of(cfg: ConfigContainer, section: str, key: str) -> dict:
+    """Of a run with another value of a key of a section, or of all its modules."""
+    config = copy.deepcopy(compose.to_dict(cfg))
+    for inside in config["modules"].values() if section == "modules" else (config[section],):
+        inside[key] = OTHER.get(key, "another")
+    return {"config": config, "data_fingerprint": "same", "step": 4}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_another_value_is_refused_or_said_or_changes_nothing(section):
+    cfg, folder = load("vlm_digits"), Path("checkpoint")
+    for field in dataclasses.fields(SECTIONS[section]):
+        if field.name in SPECS or field.name == "lora":
+            continue
+        record = record_of(cfg, section, field.name)
+        faults = resume_faults(folder, record, cfg, data_fingerprint="same", text_fingerprint=None)
+        refused = {fault.key.rpartition(".")[2] for fault in faults}
+        assert refused == ({field.name} & REFUSED.get(section, set())), field.name
+        said = continued_otherwise(folder, record, cfg)
+        keys = [f"modules.{name}.{field.name}" for name in cfg.modules] if section == "modules" else []
+        for key in keys or [f"{section}.{field.name}"]:
+            assert (f"{key} was " in said or f"{key}." in said) == (field.name in SAID[section]), field.name
+
+
+def test_a_key_of_a_model_is_refused_unless_it_changes_no_weight():
+    cfg = changed({"modules.images.lora.rank": 4})
+    parts = [("images", part) for part in ("encoder", "projector", "lora")] + [("language", "llm")]
+    keys = [(name, part, key) for name, part in parts for key in vars(getattr(cfg.modules[name], part))]
+    for module, part, key in keys:
+        record = {"config": compose.to_dict(cfg), "data_fingerprint": "same"}
+        name = f"modules.{module}.{part}.{key}"
+        record["config"]["modules"][module][part][key] = "another" if key != "rank" else 5
+        faults = resume_faults(Path("a"), record, cfg, data_fingerprint="same", text_fingerprint=None)
+        assert bool(faults) == (key not in MAY_CHANGE | {"adapter"}) and all(name in one.message for one in faults), key
+        if not faults:
+            free = key in FREE_OF_SPECS | {"adapter"}
+            assert (f"{name} was another" in continued_otherwise(Path("a"), record, cfg)) == (not free), key
+
+
+def test_a_key_that_was_added_later_means_its_default():
+    cfg = load("vlm_digits")
+    record = {"config": compose.to_dict(cfg), "data_fingerprint": "same"}
+    for key in ("blind", "bounds", "sequence_length", "separate_documents"):
+        del record["config"]["data"][key]
+    blind = changed({"data.blind": True})
+    (fault,) = resume_faults(Path("a"), record, blind, data_fingerprint="same", text_fingerprint=None)
+    assert fault.key == "data.blind" and "is True, and checkpoint a was trained with False" in fault.message
+    short = changed({"data.sequence_length": 48})
+    assert continued_otherwise(Path("a"), record, short) == "data.sequence_length was 1024, is 48"
+
+
+def test_what_is_compared_by_content(tmp_path):
+    """Each of `BY_CONTENT` is in a fingerprint, but for the weights of `data.mix`, which are compared with a record."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{#- another -#}" + unmarked(CHATML))
+    ours = {"data.tokenizer": str(save_tokenizer(tmp_path / "ours", CHATML))}
+    others = [
+        {"data.tokenizer": str(save_tokenizer(tmp_path / "other", GEMMA))},
+        {"data.chat_template": str(template)},
+        {"data.template_variables": {"date": "today"}},
+        {"modules.images.placeholder.start": "<begin>"},
+    ]
+    found = {tokenizer_of(changed(ours | other)).fingerprint for other in ({}, *others)}
+    assert len(found) == 1 + len(others)
+    shards = [("a.tar", 10, "content", 4)]
+    assert fingerprint_of(shards, [1], 0.0) != fingerprint_of(shards, [1], 0.25)

@@ -1,0 +1,158 @@
+"""Builds of shards that are shuffled, killed, or whose source changes or is large: whole and the same, or an error."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from data.build import Settings
+from data.catalogue.catalogue import open_index
+from data.errors import DataError
+from data.shards import find_shards
+from data.storage.whole_read import pread_all
+from tests.tars import write_tar
+from tests.unit.data.building import (
+    RECORDS,
+    ROOT,
+    build,
+    clip,
+    found,
+    media_folder,
+    picture,
+    written,
+)
+
+
+@pytest.fixture
+def media(tmp_path):
+    return media_folder(tmp_path)
+
+
+def many(tmp_path, samples=40):
+    """Three tars; the n-th sample has the number n and n bytes beside its record."""
+    folder = tmp_path / "many"
+    for shard in range(3):
+        own = range(shard, samples, 3)
+        members = [
+            (f"{n}.{extension}", raw)
+            for n in own
+            for extension, raw in (("bin", bytes(100 * n)), ("json", json.dumps({"caption": f"{n}"}).encode()))
+        ]
+        write_tar(folder / f"{shard}.tar", members)
+    return folder
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_shards_are_shuffled_by_a_seed_and_sized_by_bytes_and_number(tmp_path):
+    source = many(tmp_path)
+    settings = Settings(seed=7, per_shard=9, shard_bytes=20000, held_out=4)
+    build(source, tmp_path / "one", settings)
+    build(source, tmp_path / "two", settings, workers=2)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    numbers = [int(record["caption"]) for _, record in found(tmp_path / "one" / "train")]
+    aside = [int(record["caption"]) for _, record in found(tmp_path / "one" / "held_out")]
+    assert sorted(numbers + aside) == list(range(40)) and len(aside) == 4 and numbers != sorted(numbers)
+    sizes = [(path.stat().st_size, len(open_index(path))) for path in find_shards(tmp_path / "one" / "train")]
+    assert all(size <= 20000 and samples <= 9 for size, samples in sizes)
+    full = [size + 4000 + 3072 > 20000 or samples == 9 for size, samples in sizes[:-1]]
+    assert len(sizes) > 4 and all(full)
+    build(source, tmp_path / "other", Settings(seed=8))
+    assert [int(record["caption"]) for _, record in found(tmp_path / "other" / "train")] != numbers
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from data.build import Settings, build_shards
+from data.building.columns import Columns
+from data.building.find import find_source
+left = int(sys.argv[3])
+def progress(*_):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+build_shards(find_source(Path(sys.argv[1]), Columns()), Path(sys.argv[2]), Settings(per_shard=5), progress=progress)
+"""
+
+
+def test_a_build_that_is_killed_goes_on_to_the_same_shards(tmp_path):
+    source, out = many(tmp_path), tmp_path / "killed"
+    build(source, tmp_path / "whole", Settings(per_shard=5))
+    for after in (3, 9):  # while the source is read, and while shards are written
+        command = [sys.executable, "-c", KILLED, str(source), str(out), str(after)]
+        assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == -signal.SIGKILL
+    kept = {path: path.stat().st_mtime_ns for path in (out / "train").glob("*.tar")}
+    assert len(kept) > 2
+    (out / "train" / ".train-000007.tar.0.tmp").write_bytes(b"torn")
+    with pytest.raises(DataError, match=r"begun with another per_shard \(5, now 6\)"):
+        build(source, out, Settings(per_shard=6))
+    build(source, out, Settings(per_shard=5))
+    assert contents(out) == contents(tmp_path / "whole")
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+
+
+def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypatch):
+    import data.build
+
+    file = written(tmp_path, RECORDS)
+    monkeypatch.setattr(data.build, "_write_shards", lambda *_: (media / "two.png").write_bytes(picture(9)))
+    monkeypatch.setattr(data.build, "os", None)
+    with pytest.raises(AttributeError):
+        build(file, tmp_path / "out", media=media)
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"two.png changed while shards were built"):
+        build(file, tmp_path / "out", media=media)
+    os.utime(file, (1, 1))
+    with pytest.raises(DataError, match="begun with another files"):
+        build(file, tmp_path / "out", media=media)
+
+
+@pytest.fixture
+def short_reads(monkeypatch):
+    """The system gives at most 100 bytes at one call, as Linux gives at most 2 GiB less 4 KiB."""
+    whole, counts = os.pread, []
+
+    def short(fd, size, offset):
+        counts.append(size)
+        return whole(fd, min(size, 100), offset)
+
+    monkeypatch.setattr(os, "pread", short)
+    return counts
+
+
+@pytest.mark.parametrize("form", ["records", "files", "tars"])
+def test_files_above_what_one_read_gives_are_whole(form, media, tmp_path, short_reads):
+    talk = [{"from": "human", "value": "<audio>\nWhat is said? " + "word " * 40}, {"from": "gpt", "value": "Nothing."}]
+    sound = media / "long.wav"
+    sound.write_bytes(clip(3000, "WAV"))
+    source = written(tmp_path, [{"audio": "long.wav", "conversations": talk}])
+    if form == "files":
+        source = tmp_path / "files"
+        source.mkdir()
+        (source / "x.wav").write_bytes(sound.read_bytes())
+        (source / "x.json").write_text(json.dumps({"conversations": talk}))
+    if form == "tars":
+        source = tmp_path / "tars"
+        members = [("x.wav", sound.read_bytes()), ("x.json", json.dumps({"conversations": talk}).encode())]
+        write_tar(source / "0.tar", members)
+    build(source, tmp_path / "out", media=media if form == "records" else None)
+    ((extents, record),) = found(tmp_path / "out" / "train")
+    assert extents == [8000] and record["conversations"] == talk
+    with tarfile.open(tmp_path / "out" / "train" / "train-000000.tar") as tar:
+        (of_clip,) = (tar.extractfile(one).read() for one in tar if one.name.endswith(".wav"))
+    assert of_clip == sound.read_bytes() and max(short_reads) > 6000
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_ends_the_read(tmp_path, short_reads):
+    (tmp_path / "x").write_bytes(bytes(250))
+    with open(tmp_path / "x", "rb") as file:
+        assert pread_all(file.fileno(), 250, 0) == bytes(250) and pread_all(file.fileno(), 300, 10) == bytes(240)
+        assert pread_all(file.fileno(), 10, 400) == b"" and short_reads == [250, 150, 50, 300, 200, 100, 60, 10]
