@@ -1,6 +1,7 @@
 """Slips of the pen in YAML and overrides, which would mean something else than was written, or nothing. Imports no
 torch."""
 
+import json
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -44,14 +45,17 @@ _BRACKETS = re.compile(r"""(?<![\w."'])[\w.]+\[[^][]*\]""")
 
 
 def _unreadable(key: str, value: str) -> Iterator[Fault]:
-    """A map or list of an override that is no YAML: brackets inside of it stand in quotes."""
-    if not value.lstrip().startswith(("{", "[")) or _is_yaml(value):
+    """A value of an override that is no YAML: brackets inside of a map or list stand in quotes, and a text such as
+    `*.tar`."""
+    if _is_yaml(value):
         return
-    quoted = _BRACKETS.sub(lambda found: f'"{found[0]}"', value)
+    is_text = not value.lstrip().startswith(("{", "["))
+    what = "it" if is_text else "what has brackets"
+    quoted = json.dumps(value) if is_text else _BRACKETS.sub(lambda found: f'"{found[0]}"', value)
     remedy = "write it as YAML has it, {key: value, ...} or [value, ...], with quotes around what has brackets"
     if _is_yaml(quoted):
         given = shlex.quote(f"{key}={quoted}")
-        remedy = f"what has brackets stands in quotes, and all of it in others for the shell: {given}"
+        remedy = f"{what} stands in quotes, and all of it in others for the shell: {given}"
     yield Fault(key, f"{value} cannot be read: {remedy}")
 
 
