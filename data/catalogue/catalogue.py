@@ -50,7 +50,7 @@ class Catalogue:
             own = self._file == number
             for name in ("size", "content"):
                 table[name][own] = file.table[name][self._row[own]]
-        return table["size"].tolist(), [content.decode() for content in table["content"].tolist()]
+        return table["size"].tolist(), table["content"].astype("U32").tolist()
 
     def index(self, shard: int) -> ShardIndex:
         """Raises DataError if the part of the shard is damaged, and what `errors` has."""
@@ -111,12 +111,8 @@ def open_catalogue(
         DataError: the file cannot be written.
     """
     places = shards if isinstance(shards, PlaceList) else PlaceList(shards)
-    folders: dict[str, list[int]] = {}
-    for number, folder_name in enumerate(places.folders()):
-        folders.setdefault(folder_name, []).append(number)
     found, errors = Found.of_none(len(places)), dict[int, DataError]()
-    for numbers in folders.values():
-        own = places if len(folders) == 1 else PlaceList(places.texts[number] for number in numbers)
+    for own, numbers in places.by_folder():
         folder = Folder(own, cache_dir, retries, processes, progress, strict)
         found.add(folder.opened(), numbers)
         errors |= {numbers[at]: error for at, error in folder.errors.items()}
