@@ -147,9 +147,15 @@ class Dataset(OutlinedSamples):
         """`data.fields` of a shard's source."""
         return self._fields[self._source_of(shard)]
 
-    def lengths_key(self, shard: int) -> str:
-        """What the lengths of a shard's texts follow from, beside the shard (`data.text_lengths`)."""
-        return self._lengths_keys[self._source_of(shard)]
+    def lengths_keys(self) -> list[tuple[str, range]]:
+        """What the lengths of texts follow from, beside their shards (`data.text_lengths`): of the shards of each
+        source."""
+        begins = [0, *self._source_ends.tolist()]
+        return [(key, range(*begins[at : at + 2])) for at, key in enumerate(self._lengths_keys)]
+
+    def stamps(self) -> np.ndarray:
+        """`Catalogue.stamps`."""
+        return self._catalogue.stamps()
 
     def samples_of(self, shard: int) -> int:
         """Samples of one shard."""

@@ -65,7 +65,7 @@ class Folder:
         self._seen: np.ndarray | None = None  # of files, `_SEEN`
         self.errors: dict[int, DataError] = {}
 
-    def opened(self) -> Found:
+    def opened(self) -> Found[CatalogueFile]:
         """Where the parts of the shards are; of those in `errors` there is none."""
         found, moved = self._kept()
         self._progress(int(np.count_nonzero(~found.missing)))
@@ -81,10 +81,10 @@ class Folder:
                 pass  # then the next start compares again; reads compare the content themselves
         return found
 
-    def _kept(self) -> tuple[Found, dict[int, ShardVersion]]:
+    def _kept(self) -> tuple[Found[CatalogueFile], dict[int, ShardVersion]]:
         """(where the parts of shards are that are as they were, those of them that have other times by now)."""
         files = [file for path in self._paths if (file := load_catalogue(path)) is not None]
-        found, moved = Found.of_none(len(self._shards)), dict[int, ShardVersion]()
+        found, moved = Found[CatalogueFile].of_none(len(self._shards)), dict[int, ShardVersion]()
         self._look()
         for file in files:
             rows = file.numbers_of(self._names)
@@ -160,7 +160,7 @@ class Folder:
                 moved[at] = version
         return which[same], moved
 
-    def _completed(self) -> Found:
+    def _completed(self) -> Found[CatalogueFile]:
         """All of them, after what is missing has been built."""
         stopped: DataError | None = None
         try:

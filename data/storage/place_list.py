@@ -80,7 +80,9 @@ class PlaceList(Sequence[Place]):
     def __getitem__(self, at: slice) -> PlaceList: ...
     def __getitem__(self, at: int | slice) -> Place | PlaceList:
         if isinstance(at, slice):
-            return PlaceList(self.texts[at])
+            some = PlaceList(self.texts[at])
+            some._folder = self._folder
+            return some
         made = self._made.get(at)
         if made is None:
             text = self.texts[at]
