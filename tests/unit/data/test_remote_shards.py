@@ -220,6 +220,11 @@ def test_shards_are_found(remote, small, server):
     ):
         with pytest.raises(DataError, match=words):
             find_shards(pattern)
+    tokens = remote / "tokens"
+    for name in ("a.bin", "a.idx"):
+        store_of(tokens).put(tokens / name, b"x")
+    with pytest.raises(DataError, match=rf"{tokens}/a\.bin: \.bin and \.idx files are read from file systems only"):
+        find_shards(str(tokens))
 
 
 def test_a_run_reads_the_same_from_anywhere(remote, small, dataset, tmp_path, monkeypatch):
