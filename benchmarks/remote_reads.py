@@ -5,8 +5,8 @@
 
 A server in a process of its own waits before each answer, and gives ranges of objects of 1 GB. Two threads, as
 `data.workers` has them, read members through `data.storage.remote`: announced some steps ahead, as the loader does it,
-and not announced; beside a thread that trains, that is, computes in Python without a pause, and beside none. Ways take
-turns within a block. Every answer is compared with what it should be.
+and not announced; a bare loop over obstore reads the same. Each beside a thread that trains, that is, computes in
+Python without a pause, and beside none. Ways take turns within a block. Every answer is compared with what is right.
 """
 
 import argparse
@@ -23,8 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from obstore.store import HTTPStore
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data.storage.io_thread import IN_FLIGHT_READS
 from data.storage.remote import RemoteReader
 from data.storage.url import Url
 from data.storage.version import ShardVersion
@@ -33,6 +36,7 @@ OBJECT = 1 << 30
 PERIOD = 1 << 20
 """Bytes after which the content of an object repeats itself."""
 TAG = '"one"'
+ANNOUNCED, BARE, SINGLE = "announced", "obstore alone", "not announced"
 SHARDS, STEP, WORKERS = 50, 256, 2
 """Objects, members of a step (two steps are announced), and threads that read."""
 
@@ -96,6 +100,23 @@ def read(port: int, places: list[tuple[int, int]], size: int, *, announced: bool
         list(workers.map(work, range(WORKERS)))
 
 
+def read_bare(port: int, places: list[tuple[int, int]], size: int) -> None:
+    """The same reads by obstore alone: one loop, as many at once as ours has, every answer compared."""
+    store = HTTPStore(f"http://127.0.0.1:{port}", client_options={"allow_http": True})
+    right, left = content(), iter(places)
+
+    async def one_after_the_other() -> None:
+        for shard, at in left:
+            answer = await store.get_async(f"{shard:04d}.tar", options={"range": (at, at + size), "if_match": TAG})
+            got = bytes(await answer.bytes_async())
+            assert len(got) == size and right.startswith(got, at % PERIOD)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one_after_the_other() for _ in range(IN_FLIGHT_READS)))
+
+    asyncio.run(all_of_them())
+
+
 def trains(stop: threading.Event, done: list[int]) -> None:
     """Python that never rests; counts what it does."""
     while not stop.is_set():
@@ -108,7 +129,7 @@ def processor() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measured(port: int, reads: int, size: int, seed: int, *, announced: bool, busy: bool) -> tuple[float, float]:
+def measured(port: int, reads: int, size: int, seed: int, *, way: str, busy: bool) -> tuple[float, float]:
     """(reads a second, processor seconds a GB, those of the busy thread aside)."""
     rng = random.Random(seed)
     places = [(rng.randrange(SHARDS), rng.randrange(OBJECT - size)) for _ in range(reads)]
@@ -122,7 +143,10 @@ def measured(port: int, reads: int, size: int, seed: int, *, announced: bool, bu
     before, began = processor(), time.perf_counter()
     if thread is not None:
         thread.start()
-    read(port, places, size, announced=announced)
+    if way == BARE:
+        read_bare(port, places, size)
+    else:
+        read(port, places, size, announced=way == ANNOUNCED)
     seconds = time.perf_counter() - began
     stop.set()
     if thread is not None:
@@ -141,20 +165,23 @@ def main() -> None:
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(args.latency, theirs), daemon=True)
     server.start()
     port = ours.recv()
-    ways = [(announced, busy) for announced in (True, False) for busy in (True, False)]
-    found: dict[tuple[bool, bool], list[tuple[float, float]]] = {way: [] for way in ways}
+    ways = [(way, busy) for way in (ANNOUNCED, BARE, SINGLE) for busy in (True, False)]
+    found: dict[tuple[str, bool], list[tuple[float, float]]] = {way: [] for way in ways}
     for block in range(args.blocks):
-        for announced, busy in random.Random(block).sample(ways, len(ways)):
-            reads = args.reads if announced else args.reads // 10  # one at a time takes as many times as long
-            one = measured(port, reads, args.bytes, block, announced=announced, busy=busy)
-            found[announced, busy].append(one)
-    for (announced, busy), values in found.items():
+        for way, busy in random.Random(block).sample(ways, len(ways)):
+            reads = args.reads // 10 if way == SINGLE else args.reads  # one at a time takes as many times as long
+            found[way, busy].append(measured(port, reads, args.bytes, block, way=way, busy=busy))
+    for (way, busy), values in found.items():
         rates, costs = zip(*values, strict=True)
         print(
-            f"{'announced' if announced else 'not announced'}, {'beside a busy thread' if busy else 'alone'}: "
+            f"{way}, {'beside a busy thread' if busy else 'alone'}: "
             f"{statistics.median(rates):,.0f} reads/s ({min(rates):,.0f} to {max(rates):,.0f}), "
             f"{statistics.median(costs):.2f} processor s/GB ({min(costs):.2f} to {max(costs):.2f})"
         )
+    for busy in (True, False):
+        ratios = [ours[0] / bare[0] for ours, bare in zip(found[ANNOUNCED, busy], found[BARE, busy], strict=True)]
+        beside = "beside a busy thread" if busy else "alone"
+        print(f"{beside}: announced reads are {statistics.median(ratios):.2f} x as fast as obstore alone")
     server.terminate()
 
 

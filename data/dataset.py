@@ -31,7 +31,7 @@ from data.storage.file_cache import FileCache
 from data.storage.local import ShardReader
 from data.storage.place_list import PlaceList
 from data.storage.retry import RETRIES
-from data.storage.url import Place, Url
+from data.storage.url import Place
 from data.storage.version import ShardVersion
 from data.tokens import Tokenizer
 
@@ -86,7 +86,7 @@ class Dataset(OutlinedSamples):
         assert sequence_length > 0, sequence_length
         self.sources = sources_of(shards)
         found = [found_shards(source) for source in self.sources]
-        self.shards = PlaceList(text for places in found for text in places.texts)
+        self.shards = PlaceList.joined(found)
         super().__init__(tokenizer, sequence_length, media, blind, keep_text, bounds, ground, skip_null, sampling)
         self._fields = [fields if source.fields is None else source.fields for source in self.sources]
         self.reader = ShardReader(read_retries, cache=members_cache)
@@ -96,7 +96,7 @@ class Dataset(OutlinedSamples):
         self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
         read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
         self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
-        self.is_remote = any(isinstance(text, Url) for text in self.shards.texts)
+        self.is_remote = self.shards.is_remote
         """Whether shards are read over a network: then it pays to announce what is read (`data.announce`)."""
         self._catalogue = open_catalogue(self.shards, cache_dir, read_retries)
         counts = self._catalogue.counts.tolist()
@@ -112,7 +112,7 @@ class Dataset(OutlinedSamples):
         self.order = order_of(self.sources, *of_shards, seed, shuffle, shuffle_block, held_fraction, only_held)
         self.allowed_bad_samples = allowed_of(max_bad_samples, len(self))
         self.bad_samples = BadSamples(self.allowed_bad_samples, lambda number: self.order.row(number))
-        names = list(zip(self.shards.names(), sizes, contents, counts, strict=True))
+        names = list(zip(self.shards.names, sizes, contents, counts, strict=True))
         self.fingerprint = fingerprint_of(names, self._source_ends.tolist(), held_fraction)
         """Of the shards' names, sizes, contents (some blocks of each) and sample counts, in order, which source each is
         of, and the share that is held out; it does not change when the folder moves."""
@@ -147,9 +147,15 @@ class Dataset(OutlinedSamples):
         """`data.fields` of a shard's source."""
         return self._fields[self._source_of(shard)]
 
-    def lengths_key(self, shard: int) -> str:
-        """What the lengths of a shard's texts follow from, beside the shard (`data.text_lengths`)."""
-        return self._lengths_keys[self._source_of(shard)]
+    def lengths_keys(self) -> list[tuple[str, range]]:
+        """What the lengths of texts follow from, beside their shards (`data.text_lengths`): of the shards of each
+        source."""
+        begins = [0, *self._source_ends.tolist()]
+        return [(key, range(*begins[at : at + 2])) for at, key in enumerate(self._lengths_keys)]
+
+    def stamps(self) -> np.ndarray:
+        """`Catalogue.stamps`."""
+        return self._catalogue.stamps()
 
     def samples_of(self, shard: int) -> int:
         """Samples of one shard."""

@@ -74,8 +74,18 @@ def _found(url: Url, refuse: Callable[[str], None]) -> list[Url]:
     for one in found or there:
         refuse(str(one if isinstance(one, Url) else one.url))
     if not found:
+        for one in there:
+            refuse_tokens(str(one.url))
         raise DataError(f"data.shards: {folder} holds nothing that matches {pattern}")
     return found
+
+
+def refuse_tokens(url: str) -> None:
+    """Raises DataError if `url` is named like a file of tokens (`data.indexed`) or its index."""
+    if url.endswith((".idx", ".bin")):
+        raise DataError(
+            f"data.shards: {url}: .bin and .idx files are read from file systems only: copy them, or mount the storage"
+        )
 
 
 def _is_glob(url: Url) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from data.braces import expand_braces, split_commas
@@ -42,7 +43,8 @@ def find_shards(
         raise DataError(
             "data.shards is empty: give a folder, a glob, a brace range such as 'x-{000000..000003}.tar', or a list"
         )
-    return PlaceList(path for part in parts for path in _find_one(part, suffixes))
+    found = [_find_one(part, suffixes) for part in parts]
+    return PlaceList.joined([one if isinstance(one, PlaceList) else PlaceList(one) for one in found])
 
 
 def patterns_of(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]) -> list[str]:
@@ -104,25 +106,22 @@ def _find_one(part: str, suffixes: Sequence[str]) -> Sequence[Place | str]:
     return _files(found)
 
 
-def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os.PathLike[str]], None]) -> list[str]:
-    with os.scandir(folder) as entries:
-        # What the folder itself says is a file needs no look of its own here: the catalogue looks at each.
-        there = sorted((entry.name, _is_file(entry)) for entry in entries if entry.name.endswith(tuple(suffixes)))
-    if not there:
+def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os.PathLike[str]], None]) -> PlaceList:
+    ends = tuple(suffixes)
+    with os.scandir(folder) as found:
+        entries = [*found]
+    names = sorted(name for name in map(attrgetter("name"), entries) if name.endswith(ends))
+    if not names:
         for name in sorted(os.listdir(folder)):
             refuse(folder / name)
         raise DataError(f"data.shards: the folder {folder} holds no *{' and no *'.join(suffixes)} file")
-    _files(folder / name for name, is_file in there if not is_file)
-    before = str(folder / "_")[:-1]
-    return [before + name for name, _ in there]
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry of a folder is known to be a file: of a link that leads in a circle, nothing is."""
+    # What the folder itself says is a file needs no look of its own here: the catalogue looks at each.
     try:
-        return entry.is_file()
-    except OSError:
-        return False
+        unclear = {entry.name for entry in entries if not entry.is_file()}
+    except OSError:  # of a link that leads in a circle, nothing is known
+        unclear = {*names}
+    _files(folder / name for name in names if name in unclear)
+    return PlaceList.of_folder(folder, names)
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:

@@ -1,11 +1,11 @@
-"""How many tokens every sample takes in the sequence: counted once, kept beside the shards' indexes.
+"""How many tokens every sample takes in the sequence: counted once, kept beside the shards' catalogue.
 
 The plan of a step needs the lengths of all its samples on every rank, also of those that never read text. So every
-text is tokenized once before a run: `<shard>.<key>.mimo-lengths` is one JSON line (padded) and int32 tokens of each
-sample, media included, cut at `sequence_length`, with a checksum over all. The key is a hash of whatever the lengths
-follow from beside the shard: vocabulary, chat template and placeholders, the tokens of the media, the cut, bounds. A
-run with another key counts again, into a file of its own; one shard that has changed is counted alone. What is counted
-is safe at once: a build that was killed goes on where it was.
+text is tokenized once before a run: `shards.KEY.mimo-lengths` (`data.catalogue.lengths_file`) has the tokens of each
+sample of a folder, media included, cut at `sequence_length`. KEY is a hash of whatever the lengths follow from beside
+the shards: vocabulary, chat template and placeholders, the tokens of the media, the cut, bounds. A run with another key
+counts again, into a file of its own; one shard that has changed is counted alone. What is counted is safe at once: it
+lies in a journal until all is, and a build that was killed goes on where it was.
 
 The length of a bad sample is that of its stand-in: its placeholders.
 """
@@ -16,37 +16,42 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import lru_cache
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_128
 
 from data.announce import expect_texts
-from data.catalogue.places import path_about
+from data.catalogue.found import Found
+from data.catalogue.journal import Busy, Journal, opened_journal
+from data.catalogue.lengths_file import STAMP, LengthsFile, Part, cannot_write, load_lengths, write_lengths
+from data.catalogue.places import catalogue_path
 from data.errors import DataError
 from data.fields import Fields
-from data.storage.replace import replacing
 from data.storage.streams import Origin
 from data.storage.url import Place
-from data.storage.version import ShardVersion, open_file
 
 if TYPE_CHECKING:
     from data.dataset import Dataset
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_HEAD = 1 << 16
 _AHEAD = 256  # records of a remote shard that are announced together
 _FEW = 20_000  # samples that are counted before processes for it would have started
+_PAUSE = 0.1  # seconds between looks whether another process still counts
+
+Count = Callable[[Sequence[int]], Iterator[tuple[int, np.ndarray, bytes]]]
+"""Numbers of shards -> (number, `STAMP`, int32 lengths) of each, as they are done."""
 
 
 class Counted(NamedTuple):
-    """A shard whose texts have been counted."""
+    """A shard whose texts have been counted; no samples: another process still counts those of its folder."""
 
     shard: Place
     samples: int
@@ -57,32 +62,37 @@ class TextLengths:
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        self._found: dict[int, np.ndarray] = {}
+        stamps, numbers = dataset.stamps(), dict[tuple[str, str], list[int]]()
+        names: dict[tuple[str, str], list[str]] = {}
+        for key, of_source in dataset.lengths_keys():
+            for own, at in dataset.shards[of_source.start : of_source.stop].by_folder():
+                place = key, str(own[0].parent)
+                numbers.setdefault(place, []).extend(of_source.start + one for one in at)
+                names.setdefault(place, []).extend(own.names)
+        self._folders = []
+        for place, of_folder in numbers.items():
+            first, suffix = dataset.shards[of_folder[0]], f".{place[0]}.mimo-lengths"
+            paths = [catalogue_path(first, dataset.cache_dir, writable, suffix) for writable in (False, True)]
+            folder = first.parent if isinstance(first, Path) else None
+            self._folders.append(_Folder(paths, folder, names[place], np.array(of_folder), stamps[of_folder]))
 
     def missing(self) -> list[int]:
         """Numbers of the shards that have not been counted yet."""
-        shards = range(len(self._dataset.shards))
-        return [shard for shard in shards if shard not in self._found and not self._load(shard)]
+        return sorted(number for folder in self._folders for number in folder.missing())
 
     def serve(self) -> None:
         """Gives the lengths to the dataset, for `Dataset.plan_step`. Raises DataError if some are missing."""
         if missing := self.missing():
             raise DataError(f"the texts of {len(missing)} shard(s) are not counted, {self._shard(missing[0])}")
-        self._dataset.lengths = np.concatenate([self._found[shard] for shard in range(len(self._dataset.shards))])
-
-    def count(self, shard: int) -> Counted:
-        """Tokenizes every text of a shard and writes its file. Raises what `Dataset.length_of` raises, and DataError if
-        the file cannot be written."""
-        dataset = self._dataset
-        rows = dataset.samples_of(shard)
-        lengths = np.empty(rows, dtype=np.int32)
-        for row in range(rows):
-            if row % _AHEAD == 0:
-                expect_texts(dataset, shard, range(row, min(row + 2 * _AHEAD, rows)))
-            lengths[row] = dataset.length_of(shard, row)
-        self._save(shard, lengths)
-        self._found[shard] = lengths
-        return Counted(self._shard(shard), rows)
+        counts = [self._dataset.samples_of(shard) for shard in range(len(self._dataset.shards))]
+        if len(self._folders) == 1 and (mapped := self._folders[0].mapped()) is not None:
+            self._dataset.lengths = mapped
+            return
+        lengths, begins = np.empty(sum(counts), dtype=np.int32), np.cumsum([0, *counts])
+        for folder in self._folders:
+            for shard, own in folder.lengths():
+                lengths[begins[shard] : begins[shard + 1]] = own
+        self._dataset.lengths = lengths
 
     def build(
         self, open_shard: Callable[[Place, Fields], Dataset] | None = None, processes: int | None = None
@@ -93,6 +103,9 @@ class TextLengths:
             open_shard: opens one shard, by its `data.fields`, as this dataset does; it is called in other processes,
                 and can be pickled. None: everything is counted in this one.
             processes: to count in; None: as many as this one may use, if there is work for them.
+
+        Raises:
+            What `Dataset.length_of` raises, and DataError: the file cannot be written.
         """
         missing = self.missing()
         if processes is None:
@@ -100,103 +113,203 @@ class TextLengths:
             processes = 1 if few else len(os.sched_getaffinity(0))
         processes = min(processes, len(missing))
         if open_shard is None or processes <= 1:
-            for shard in missing:
-                yield self.count(shard)
+            yield from self._build(self._counted_here)
             return
-        # Not forked: this process may have threads, and locks that one of them holds.
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            opener = pickle.dumps(open_shard)
-            jobs = [
-                pool.submit(_count_one, opener, self._shard(shard), self._dataset.fields_of(shard)) for shard in missing
-            ]
-            try:
-                for job in as_completed(jobs):
-                    yield job.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        with _pool(processes) as pool:
+            yield from self._build(partial(self._counted_in, pool, pickle.dumps(open_shard)))
 
-    def path(self, shard: int, writable: bool = False) -> Path:
-        """Where the lengths of a shard are."""
-        dataset = self._dataset
-        suffix = f".{dataset.lengths_key(shard)}.mimo-lengths"
-        return path_about(self._shard(shard), dataset.cache_dir, writable=writable, suffix=suffix)
+    def _build(self, count: Count) -> Generator[Counted]:
+        for folder in self._folders:
+            while folder.missing():
+                try:
+                    for shard, samples in folder.build(count):
+                        yield Counted(self._shard(shard), samples)
+                    break
+                except Busy:
+                    yield Counted(self._shard(folder.missing()[0]), 0)
+                    time.sleep(_PAUSE)
+
+    def _counted_here(self, shards: Sequence[int]) -> Iterator[tuple[int, np.ndarray, bytes]]:
+        stamps = self._dataset.stamps()
+        for shard in shards:
+            yield shard, stamps[shard], _lengths_of(self._dataset, shard)
+
+    def _counted_in(
+        self, pool: ProcessPoolExecutor, opener: bytes, shards: Sequence[int]
+    ) -> Iterator[tuple[int, np.ndarray, bytes]]:
+        fields_of = self._dataset.fields_of
+        jobs = {pool.submit(_count_one, opener, self._shard(shard), fields_of(shard)): shard for shard in shards}
+        for job in as_completed(jobs):
+            yield jobs[job], *job.result()
 
     def _shard(self, shard: int) -> Place:
         return self._dataset.shards[shard]
 
-    def _load(self, shard: int) -> bool:
-        head, tried = self._head(shard), None
-        for writable in (False, True):
-            path = self.path(shard, writable)
-            found = None if path == tried else _read(path, head)
-            tried = path
-            if found is not None:
-                self._found[shard] = found
-                return True
-        return False
 
-    def _save(self, shard: int, lengths: np.ndarray) -> None:
-        path, body, head = self.path(shard, writable=True), lengths.tobytes(), self._head(shard)
-        line = json.dumps(head | {"checksum": _checksum(head, body)}).encode()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, mode=0o644) as file:
-                file.write(line + b" " * (-(len(line) + 1) % 64) + b"\n" + body)
-        except OSError as error:
-            raise DataError(
-                f"cannot write the text lengths {path} ({error.strerror}): set data.cache_dir to a folder that can be "
-                "written"
-            ) from error
+class _Folder:
+    """Shards of one folder that are counted alike.
 
-    def _head(self, shard: int) -> dict[str, object]:
-        """What the file says of itself, and has to."""
-        version: ShardVersion = self._dataset.version(shard)
-        return {
-            "key": self._dataset.lengths_key(shard),
-            "size": version.size,
-            "content": version.content,
-            "mtime_ns": version.mtime_ns,
-            "samples": self._dataset.samples_of(shard),
-        }
+    Args:
+        paths: where their file may be; the last is where it is written.
+        folder: of the shards; None: nobody can look there.
+        names: of the shards; numbers: int64, in the dataset, each shard maybe more than once; stamps: `STAMP`.
+    """
 
+    def __init__(
+        self, paths: Sequence[Path], folder: Path | None, names: list[str], numbers: np.ndarray, stamps: np.ndarray
+    ) -> None:
+        self._paths, self._path, self._folder = list(dict.fromkeys(paths)), paths[-1], folder
+        self._names, self._numbers, self._stamps = names, numbers, stamps
+        self._files: list[LengthsFile] | None = None
+        self._found = Found[LengthsFile].of_none(len(names))
 
-def _read(path: Path, expected: dict[str, object]) -> np.ndarray | None:
-    """The lengths of a file; None if it is absent, of another shard, or damaged."""
-    try:
-        with open(open_file(path), "rb") as file:
-            head = json.loads(file.readline(_LONGEST_HEAD))
-            body = file.read()
-        checksum = head.pop("checksum")
-        if head != expected:
+    def missing(self) -> list[int]:
+        """Numbers of the shards whose lengths are not in a file."""
+        if self._files is None:
+            self._load()
+        return self._numbers[self._found.missing].tolist()
+
+    def mapped(self) -> np.ndarray | None:
+        """The lengths as they stand in the file, if they are those of all shards of a dataset, one behind the other."""
+        found = self._found
+        if len(found.files) != 1 or (self._numbers != np.arange(len(self._numbers))).any():
             return None
-        if checksum != _checksum(head, body) or len(body) != 4 * int(head["samples"]):
-            raise DataError("its checksum is wrong")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        _log.warning("%s: the text lengths are damaged or cannot be read, and counted again: %s", path, error)
-        return None
-    return np.frombuffer(body, dtype=np.int32)
+        (file,), counts = found.files, self._stamps["samples"]
+        firsts, ends = file.firsts[found.row], np.cumsum(counts)
+        if (firsts != firsts[0] + ends - counts).any():
+            return None
+        return file.lengths[int(firsts[0]) : int(firsts[0] + ends[-1])]
+
+    def lengths(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(number, lengths) of each shard; none is missing."""
+        found = self._found
+        for number, file, row in zip(self._numbers.tolist(), found.file.tolist(), found.row.tolist(), strict=True):
+            yield number, found.files[file].of(row)
+
+    def build(self, count: Count) -> Generator[tuple[int, int]]:
+        """Counts what is missing and writes the file; gives (number, samples) of each shard that is done.
+
+        Raises:
+            Busy: another process does it.
+            DataError: the file cannot be written.
+        """
+        with ExitStack() as stack:
+            with self._writing():
+                path = self._path.with_name(self._path.name + ".journal")
+                journal = stack.enter_context(opened_journal(path, wait=False))
+            missing = {self._names[at]: at for at in np.flatnonzero(self._found.missing).tolist()}
+            self._load()  # another process may have worked meanwhile
+            records = self._of_journal(journal, missing)
+            for name, at in missing.items():
+                if name in records or not self._found.missing[at]:
+                    yield int(self._numbers[at]), int(self._stamps["samples"][at])
+            left = [at for name, at in missing.items() if name not in records and self._found.missing[at]]
+            places = {int(self._numbers[at]): at for at in left}
+            for number, stamp, lengths in count([*places]):
+                name = self._names[places[number]]
+                with self._writing():
+                    journal.append(json.dumps([name, stamp.tobytes().hex()]).encode(), lengths)
+                records[name] = stamp, len(journal) - 1
+                yield number, len(lengths) // 4
+            if records:
+                self._save(journal, records)
+        self._load()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
+
+    def _load(self) -> None:
+        found = Found[LengthsFile].of_none(len(self._names))
+        self._files = [file for path in self._paths if (file := load_lengths(path)) is not None]
+        for file in self._files:
+            rows = file.numbers_of(self._names)
+            which = np.flatnonzero(found.missing & (rows >= 0))
+            which = which[file.stamps[rows[which]] == self._stamps[which]]
+            if len(which) and not file.are_all_whole():
+                broken = [at for at in which.tolist() if not file.is_whole(int(rows[at]))]
+                for at in broken:
+                    _log.warning(
+                        "%s: the text lengths of %s are damaged, and counted again", file.path, self._names[at]
+                    )
+                which = which[~np.isin(which, broken)]
+            found.take(file, rows, which)
+        self._found = found
+
+    def _of_journal(self, journal: Journal, missing: dict[str, int]) -> dict[str, tuple[np.ndarray, int]]:
+        """Missing shard's name -> its stamp, and the record with its lengths."""
+        records = dict[str, tuple[Any, int]]()
+        for number in range(len(journal)):
+            head, body = journal[number]
+            try:
+                name, stamp = json.loads(head)
+                (found,) = np.frombuffer(bytes.fromhex(stamp), dtype=STAMP)
+            except (ValueError, TypeError):  # of another version of this program
+                continue
+            is_same = name in missing and found.item() == self._stamps[missing[name]].item()
+            if is_same and len(body) == 4 * int(found["samples"]):
+                records[name] = found, number
+        return records
+
+    def _save(self, journal: Journal, records: dict[str, tuple[np.ndarray, int]]) -> None:
+        """Writes the file again: what was counted, and what there was of other shards that still are."""
+        parts = {name: Part(name, stamp, partial(_body_of, journal, at)) for name, (stamp, at) in records.items()}
+        wanted = {name: at for at, name in enumerate(self._names)}
+        for file in self._files or ():
+            for row, name in enumerate(file.names):
+                at = wanted.get(name)
+                if at is None:
+                    stays = file.path == self._path and (self._folder is None or (self._folder / name).exists())
+                else:
+                    stays = file.stamps[row] == self._stamps[at]
+                if stays and name not in parts and file.is_whole(row):
+                    parts[name] = Part(name, file.stamps[row], partial(_bytes_of, file, row))
+        write_lengths(self._path, parts.values())
 
 
-def _checksum(head: dict[str, object], body: bytes) -> str:
-    digest = xxh3_128(json.dumps(head, sort_keys=True).encode())
-    digest.update(body)
-    return digest.hexdigest()
+def _body_of(journal: Journal, record: int) -> bytes:
+    return journal[record][1]
+
+
+def _bytes_of(file: LengthsFile, row: int) -> bytes:
+    return file.of(row).tobytes()
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    # Not forked: this process may have threads, and locks that one of them holds.
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 _opener = lru_cache(maxsize=1)(pickle.loads)  # one for all shards that a process counts: it may hold a tokenizer
 
 
-def _count_one(opener: bytes, path: Place, fields: Fields) -> Counted:
-    """At module level, so that worker processes can find it."""
+def _count_one(opener: bytes, path: Place, fields: Fields) -> tuple[np.ndarray, bytes]:
+    """`STAMP` of a shard and int32 lengths. At module level, so that worker processes can find it."""
     dataset = _opener(opener)(path, fields)
     try:
-        lengths = TextLengths(dataset)
-        done = [lengths.count(shard) for shard in lengths.missing()]
-        return Counted(path, sum(one.samples for one in done))
+        (stamp,) = dataset.stamps()
+        return stamp, _lengths_of(dataset, 0)
     finally:
         dataset.close()
+
+
+def _lengths_of(dataset: Dataset, shard: int) -> bytes:
+    """Tokenizes every text of a shard; int32."""
+    rows = dataset.samples_of(shard)
+    lengths = np.empty(rows, dtype=np.int32)
+    for row in range(rows):
+        if row % _AHEAD == 0:
+            expect_texts(dataset, shard, range(row, min(row + 2 * _AHEAD, rows)))
+        lengths[row] = dataset.length_of(shard, row)
+    return lengths.tobytes()
 
 
 def require_planned(found: int, planned: int, where: tuple[Origin, str]) -> None:

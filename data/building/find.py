@@ -14,6 +14,7 @@ from data.building.tables import Tables
 from data.errors import DataError
 from data.listed import listed
 from data.members import kind_of
+from data.shards import refuse_compressed
 
 KINDS = ("records", "table", "tars", "files")
 _ARROW = (".parquet", ".arrow")
@@ -50,6 +51,8 @@ def find_source(path: Path, columns: Columns, kind: str = "", media: Path | None
         if files := found.get(name):
             return _of_folder(name, folder, files, columns, media, split)
     seen = sorted(entry.name for entry in folder.iterdir())
+    for name in seen:
+        refuse_compressed(folder / name)
     raise DataError(
         f"{folder} holds nothing to build shards of{f' as --kind {kind}' if kind else ''}: sought are a JSON, JSONL, "
         "CSV or TSV file of records, parquet or Arrow files, tars, or pictures and clips beside files of the same "
@@ -59,6 +62,7 @@ def find_source(path: Path, columns: Columns, kind: str = "", media: Path | None
 
 
 def _of_file(path: Path, columns: Columns, kind: str, media: Path | None) -> Source:
+    refuse_compressed(path)
     suffix = path.suffix.lower()
     of_file = "records" if suffix in (*JSON, *TABLES) else "table" if suffix in _ARROW else "tars"
     if suffix not in (*JSON, *TABLES, *_ARROW, ".tar") or (kind and kind != of_file):

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from data.catalogue.file import CatalogueFile
 from data.catalogue.folder import Folder, Progress
 from data.catalogue.found import Found
+from data.catalogue.lengths_file import STAMP
 from data.catalogue.rows import Rows
 from data.errors import DataError
 from data.index import ShardIndex
@@ -26,7 +28,7 @@ class Catalogue:
         errors: shard's number -> why it has no index; only of those that were opened not to be `strict`.
     """
 
-    def __init__(self, shards: Sequence[Place], found: Found, errors: Mapping[int, DataError]) -> None:
+    def __init__(self, shards: Sequence[Place], found: Found[CatalogueFile], errors: Mapping[int, DataError]) -> None:
         self._shards, self.errors = shards, dict(errors)
         self._files, self._file, self._row = found.files, found.file, found.row
         self.counts, self._starts = np.zeros(len(shards), dtype=np.int64), np.zeros(len(shards), dtype=np.int64)
@@ -50,7 +52,19 @@ class Catalogue:
             own = self._file == number
             for name in ("size", "content"):
                 table[name][own] = file.table[name][self._row[own]]
-        return table["size"].tolist(), [content.decode() for content in table["content"].tolist()]
+        return table["size"].tolist(), table["content"].astype("U32").tolist()
+
+    def stamps(self) -> np.ndarray:
+        """Of all shards, `STAMP`."""
+        stamps = np.zeros(len(self), dtype=STAMP)
+        stamps["samples"] = self.counts
+        for number, file in enumerate(self._files):
+            own = self._file == number
+            rows = self._row[own]
+            for name in ("size", "mtime_ns", "content"):
+                stamps[name][own] = file.table[name][rows]
+            stamps["tag"][own] = file.hashed_tags()[rows]
+        return stamps
 
     def index(self, shard: int) -> ShardIndex:
         """Raises DataError if the part of the shard is damaged, and what `errors` has."""
@@ -111,12 +125,8 @@ def open_catalogue(
         DataError: the file cannot be written.
     """
     places = shards if isinstance(shards, PlaceList) else PlaceList(shards)
-    folders: dict[str, list[int]] = {}
-    for number, folder_name in enumerate(places.folders()):
-        folders.setdefault(folder_name, []).append(number)
-    found, errors = Found.of_none(len(places)), dict[int, DataError]()
-    for numbers in folders.values():
-        own = places if len(folders) == 1 else PlaceList(places.texts[number] for number in numbers)
+    found, errors = Found[CatalogueFile].of_none(len(places)), dict[int, DataError]()
+    for own, numbers in places.by_folder():
         folder = Folder(own, cache_dir, retries, processes, progress, strict)
         found.add(folder.opened(), numbers)
         errors |= {numbers[at]: error for at, error in folder.errors.items()}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from data.catalogue.named import are_texts
 from data.errors import DataError
 from data.index import MEMBER, SAMPLE, Codes
 
@@ -19,7 +20,7 @@ _KINDS = {"image", "video", "audio", "other"}
 
 def codes_of(found: Any) -> Codes:
     """Codes in JSON. Raises DataError for what are none."""
-    if not isinstance(found, list) or len(found) != 3 or not all(map(_are_texts, found)):
+    if not isinstance(found, list) or len(found) != 3 or not all(map(are_texts, found)):
         raise DataError("it has codes that are no texts")
     codes = Codes(*map(tuple, found))
     if len(codes.kinds) != len(codes.extensions) or not set(codes.kinds) <= _KINDS:
@@ -27,12 +28,9 @@ def codes_of(found: Any) -> Codes:
     return codes
 
 
-def require_texts(texts: Any, shards: int) -> None:
-    """Raises DataError, KeyError or TypeError if these are not the texts of a file with so many shards."""
-    names, tags = texts["names"], texts["tags"]
-    if not _are_texts(names) or len(names) != shards or len(set(names)) != shards:
-        raise DataError(f"it has not the names of {shards} shards")
-    if not isinstance(tags, dict) or not _are_texts([*tags.values()]):
+def require_tags(tags: Any) -> None:
+    """Raises DataError if these are not the tags of a file."""
+    if not isinstance(tags, dict) or not are_texts([*tags.values()]):
         raise DataError("it has tags that are no texts")
 
 
@@ -98,14 +96,10 @@ def rows_fault(body: bytes | memoryview, rows: Sequence[int], size: int, codes: 
 def require_head(name: Any, version: Any, rows: Any) -> None:
     """Raises DataError if these are not of a part: name, fields of a `ShardVersion`, rows."""
     lists = isinstance(version, list) and isinstance(rows, list) and (len(version), len(rows)) == (5, 3)
-    if not lists or not _are_texts([name, *version[3:]]) or not _are_numbers([*version[:3], *rows]):
+    if not lists or not are_texts([name, *version[3:]]) or not _are_numbers([*version[:3], *rows]):
         raise DataError("it is no part of a shard")
     if version[0] < 0 or min(rows) < 0:
         raise DataError("it has negative sizes")
-
-
-def _are_texts(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(one, str) for one in found)
 
 
 def _are_numbers(found: Sequence[Any]) -> bool:

@@ -13,16 +13,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from data.catalogue.checks import codes_of, require_head, require_table, require_texts, rows_fault
+from data.catalogue.checks import codes_of, require_head, require_table, require_tags, rows_fault
+from data.catalogue.named import Named
 from data.errors import DataError
 from data.index import MEMBER, SAMPLE, Codes, ShardIndex
 from data.storage.replace import replacing
@@ -95,12 +95,11 @@ class Part:
         return cls(name, ShardVersion(*version), codes_of(codes), tuple(rows), body)
 
 
-class CatalogueFile:
+class CatalogueFile(Named):
     """An open file.
 
     Attributes:
         names: of the shards, each of a row in `table`.
-        number_of: the row of a name.
         table: [shards] of `_SHARD`.
         words: int64, the whole file.
     """
@@ -118,16 +117,12 @@ class CatalogueFile:
         """
         self.path, self.table = path, table
         self.words = blob[: len(blob) // 8 * 8].view("<i8")
-        require_texts(texts, len(table))
+        super().__init__(texts["names"], len(table))
+        require_tags(texts["tags"])
         self.codes = [codes_of(codes) for codes in texts["codes"]]
-        self.names: list[str] = texts["names"]
         self._tags, self._bytes, self._check = texts["tags"], memoryview(blob), check
         lengths = body_bytes(table["samples"], table["members"], table["keys"])
         require_table(table, lengths, begin, len(blob), _UNIT, len(self.codes))
-
-    @cached_property
-    def number_of(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.names)}
 
     @property
     def is_checked_at_once(self) -> bool:
@@ -144,6 +139,13 @@ class CatalogueFile:
         """`ShardVersion.tag`."""
         return self._tags.get(str(number), "")
 
+    def hashed_tags(self) -> np.ndarray:
+        """uint64 [shards]: a hash of each tag; 0: it has none."""
+        found = np.zeros(len(self.table), dtype=np.uint64)
+        for number, tag in self._tags.items():
+            found[int(number)] = xxh3_64_intdigest(tag)
+        return found
+
     def part(self, number: int) -> Part:
         """What it has of a shard."""
         row = self.table[number]
@@ -151,12 +153,6 @@ class CatalogueFile:
         start = int(row["at"])
         body = self._bytes[start : start + body_bytes(*rows)]
         return Part(self.names[number], self.version(number), self.codes[int(row["codes"])], rows, body)
-
-    def numbers_of(self, names: Sequence[str]) -> np.ndarray:
-        """The rows of shards in `table`, int64; -1: it has none."""
-        if names == self.names:
-            return np.arange(len(names))
-        return np.array([self.number_of.get(name, -1) for name in names], dtype=np.int64)
 
     def are_all_whole(self) -> bool:
         """Whether all parts together have their checksum: much faster than one by one."""

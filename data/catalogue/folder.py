@@ -11,11 +11,12 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from multiprocessing import get_context
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,8 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[int], None]
 """Gets how many more shards are indexed; those that were first."""
 
-_SEEN = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8")])
+_SEEN = np.dtype([("mode", "<i8"), ("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8")])
+_fields_seen = attrgetter("st_mode", "st_size", "st_mtime_ns", "st_ctime_ns")
 _ATTEMPTS = 3
 _TELL = 20.0  # seconds between messages about what is being built
 
@@ -58,12 +60,12 @@ class Folder:
         self._progress, self._strict = progress or _Told().progress, strict
         self._path = catalogue_path(shards[0], cache_dir, writable=True)
         self._paths = list(dict.fromkeys([catalogue_path(shards[0], cache_dir), self._path]))
-        self._names = shards.names()
+        self._names = shards.names
         self._objects: dict[Place, WholeObject] = {}
         self._seen: np.ndarray | None = None  # of files, `_SEEN`
         self.errors: dict[int, DataError] = {}
 
-    def opened(self) -> Found:
+    def opened(self) -> Found[CatalogueFile]:
         """Where the parts of the shards are; of those in `errors` there is none."""
         found, moved = self._kept()
         self._progress(int(np.count_nonzero(~found.missing)))
@@ -79,10 +81,10 @@ class Folder:
                 pass  # then the next start compares again; reads compare the content themselves
         return found
 
-    def _kept(self) -> tuple[Found, dict[int, ShardVersion]]:
+    def _kept(self) -> tuple[Found[CatalogueFile], dict[int, ShardVersion]]:
         """(where the parts of shards are that are as they were, those of them that have other times by now)."""
         files = [file for path in self._paths if (file := load_catalogue(path)) is not None]
-        found, moved = Found.of_none(len(self._shards)), dict[int, ShardVersion]()
+        found, moved = Found[CatalogueFile].of_none(len(self._shards)), dict[int, ShardVersion]()
         self._look()
         for file in files:
             rows = file.numbers_of(self._names)
@@ -113,20 +115,18 @@ class Folder:
             return
         if self._seen is not None:
             return
-        seen = []
-        for at, path in enumerate(self._shards.texts):
+        try:
+            seen = _all_seen(map(os.stat, map(str, self._shards.texts)), len(self._shards))
+            unclear = np.flatnonzero(seen["mode"] & stat.S_IFMT(0xFFFF) != stat.S_IFREG)
+        except OSError:
+            seen, unclear = np.zeros(len(self._shards), dtype=_SEEN), np.arange(len(self._shards))
+        for at in unclear.tolist():
             try:
-                found = os.stat(str(path))
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError
-            except OSError:
-                try:
-                    found = _looked_at(Path(str(path)), self._retries)
-                except DataError as error:
-                    self._failed(at, error)
-                    found = os.stat_result((0,) * 10)
-            seen.append((found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-        self._seen = np.array(seen, dtype=_SEEN)
+                seen[at] = _fields_seen(_looked_at(Path(str(self._shards.texts[at])), self._retries))
+            except DataError as error:
+                self._failed(at, error)
+                seen[at] = 0
+        self._seen = seen
 
     def _look_at_objects(self) -> None:
         unseen = [shard for shard in self._shards if isinstance(shard, Url) and shard not in self._objects]
@@ -160,7 +160,7 @@ class Folder:
                 moved[at] = version
         return which[same], moved
 
-    def _completed(self) -> Found:
+    def _completed(self) -> Found[CatalogueFile]:
         """All of them, after what is missing has been built."""
         stopped: DataError | None = None
         try:
@@ -209,7 +209,7 @@ class Folder:
         if isinstance(shard, Url):
             return self._objects[shard].is_same(version)
         assert self._seen is not None
-        return (version.size, version.mtime_ns, version.ctime_ns) == self._seen[at].item()
+        return (version.size, version.mtime_ns, version.ctime_ns) == self._seen[at].item()[1:]
 
     def _built(self, missing: Sequence[int]) -> Iterator[tuple[int, Part | DataError]]:
         """The parts of shards, as they are done; an error in place of one that has none."""
@@ -270,6 +270,12 @@ def _part_of(shard: Place, retries: int) -> Part | DataError:
         return Part.of(build_index(shard, retries))
     except DataError as error:
         return error
+
+
+def _all_seen(looks: Iterable[os.stat_result], shards: int) -> np.ndarray:
+    """`_SEEN` of each; nothing is kept of a look but its numbers."""
+    numbers = chain.from_iterable(map(_fields_seen, looks))
+    return np.fromiter(numbers, dtype=np.int64, count=shards * _SEEN.itemsize // 8).view(_SEEN)
 
 
 def _looked_at(shard: Path, retries: int) -> os.stat_result:

@@ -1,4 +1,4 @@
-"""Where the parts of shards are, in files of catalogues."""
+"""Where the parts of shards are, in files that have parts of several."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.catalogue.file import CatalogueFile
+from data.catalogue.named import Named
 
 
 @dataclass
-class Found:
+class Found[File: Named]:
     """Of shards, by their numbers.
 
     Attributes:
@@ -20,12 +20,12 @@ class Found:
         row: int64 [shards], in its `table`.
     """
 
-    files: list[CatalogueFile]
+    files: list[File]
     file: np.ndarray
     row: np.ndarray
 
     @classmethod
-    def of_none(cls, shards: int) -> Found:
+    def of_none(cls, shards: int) -> Found[File]:
         """No parts of so many shards."""
         return cls([], np.full(shards, -1, dtype=np.int32), np.full(shards, -1, dtype=np.int64))
 
@@ -34,13 +34,13 @@ class Found:
         """bool [shards]: which have no part."""
         return self.file < 0
 
-    def take(self, file: CatalogueFile, rows: np.ndarray, which: np.ndarray) -> None:
+    def take(self, file: File, rows: np.ndarray, which: np.ndarray) -> None:
         """Parts of a file, at `rows` [shards], of the shards that `which` names, int64."""
         if len(which):
             self.file[which], self.row[which] = len(self.files), rows[which]
             self.files.append(file)
 
-    def add(self, other: Found, numbers: Sequence[int]) -> None:
+    def add(self, other: Found[File], numbers: Sequence[int]) -> None:
         """What another has of shards that have the `numbers` here."""
         of = np.asarray(numbers)
         self.file[of] = np.where(other.missing, -1, other.file + len(self.files))

@@ -72,17 +72,22 @@ class Journal:
         return raw[:head], raw[head:]
 
 
+class Busy(Exception):
+    """Another process has the journal."""
+
+
 @contextmanager
-def opened_journal(path: Path) -> Iterator[Journal]:
+def opened_journal(path: Path, *, wait: bool = True) -> Iterator[Journal]:
     """The journal at a path, for this process and thread alone; it is removed at the end of the block, but stays where
     the block raises. Where files cannot be locked, one of this block's own, that never stays.
 
     Raises:
         OSError: the folder cannot be written.
+        Busy: another process has it, and this one is not to `wait`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with READS.of(path):  # while it waits, a run goes on where the process that has the lock does
-        fd, is_shared = _locked(path)
+        fd, is_shared = _locked(path, wait)
     own = path
     if not is_shared:
         own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -99,8 +104,8 @@ def opened_journal(path: Path) -> Iterator[Journal]:
         os.close(fd)
 
 
-def _locked(path: Path) -> tuple[int, bool]:
-    """(descriptor of the journal, locked; whether there is one). Waits for whoever has the lock."""
+def _locked(path: Path, wait: bool) -> tuple[int, bool]:
+    """(descriptor of the journal, locked; whether there is one). Waits for whoever has the lock, or raises Busy."""
     told = time.monotonic() - _TELL + 1
     while True:
         try:
@@ -128,6 +133,8 @@ def _locked(path: Path) -> tuple[int, bool]:
             if error.errno in _NO_LOCKS:
                 return -1, False
             raise
+        if not wait:
+            raise Busy
         if time.monotonic() - told > _TELL:
             told = time.monotonic()
             _log.warning("%s: another process makes what it is for; this one waits", path)

@@ -13,36 +13,23 @@ _SUFFIX = ".mimo-catalogue"
 
 
 def catalogue_path(
-    shard: str | os.PathLike[str] | Url, cache_dir: str | os.PathLike[str] | None = None, writable: bool = False
+    shard: str | os.PathLike[str] | Url,
+    cache_dir: str | os.PathLike[str] | None = None,
+    writable: bool = False,
+    suffix: str = _SUFFIX,
 ) -> Path:
-    """Where the catalogue of a shard's folder lies: see `path_about`."""
+    """Where the catalogue of a shard's folder lies, or another file about its shards: beside them, or in `cache_dir` if
+    given. With `writable`, a user-wide cache folder takes the place of a shard folder that this process may not write
+    to; so it does of a URL's."""
     shard = place_of(shard)
     folder = shard.absolute().parent
     kept = _kept_in(shard, cache_dir, writable)
     if kept is None:
         assert isinstance(folder, Path)
-        return folder / f"shards{_SUFFIX}"
+        return folder / f"shards{suffix}"
+    # Folders often share their names; the hash keeps them apart.
     place = hashlib.sha256(os.fsencode(str(folder))).hexdigest()[:12]
-    return kept / f"{folder.name}.{place}{_SUFFIX}"
-
-
-def path_about(
-    shard: str | os.PathLike[str] | Url,
-    cache_dir: str | os.PathLike[str] | None = None,
-    writable: bool = False,
-    *,
-    suffix: str,
-) -> Path:
-    """Where a file about a shard lies: beside it, or in `cache_dir` if given. With `writable`, a user-wide cache folder
-    takes the place of a shard folder that this process may not write to; so it does of a URL's."""
-    shard = place_of(shard)
-    kept = _kept_in(shard, cache_dir, writable)
-    if kept is None:
-        assert isinstance(shard, Path)
-        return shard.with_name(shard.name + suffix)
-    # Shards of several folders often share their names; the hash keeps them apart.
-    place = hashlib.sha256(os.fsencode(str(shard.absolute()))).hexdigest()[:12]
-    return kept / f"{shard.name}.{place}{suffix}"
+    return kept / f"{folder.name}.{place}{suffix}"
 
 
 def _kept_in(shard: Place, cache_dir: str | os.PathLike[str] | None, writable: bool) -> Path | None:

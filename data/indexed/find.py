@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data.braces import expand_braces
 from data.errors import DataError
+from data.remote_shards import refuse_tokens
 from data.shards import find_shards, patterns_of
 from data.sources import Shards
 from data.storage.url import Place, is_url
@@ -58,11 +59,7 @@ def _of_part(part: str) -> list[Path]:
     if part.endswith(".tar"):  # of which there may be thousands, each to be looked at on a slow file system
         return []
     if is_url(part) and not part.startswith("file://"):
-        if part.endswith((INDEX, TOKENS)):
-            raise DataError(
-                f"data.shards: {part}: {TOKENS} and {INDEX} files are read from file systems only: copy them, or mount "
-                "the storage"
-            )
+        refuse_tokens(part)
         return []
     path = Path(part.removeprefix("file://")).expanduser()
     if path.is_dir():

@@ -191,6 +191,10 @@ def _resized(picture: torch.Tensor, size: list[int], resize: Resize) -> torch.Te
     """A picture [3, H, W] stretched to `size`, (height, width)."""
     if list(picture.shape[1:]) == size:
         return picture
+    if resize.interpolation == "bicubic":
+        # What torchvision calls, to the bit; it would have colours side by side, and what follows wants planes.
+        return torch.nn.functional.interpolate(picture[None], size, mode="bicubic", antialias=True)[0]
+    # On processors without AVX2 torchvision rounds otherwise than this call does.
     return transforms.resize(picture, size, InterpolationMode(resize.interpolation), antialias=True)
 
 

@@ -11,9 +11,8 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from data.storage.stores import store_of
 from data.storage.url import Url
@@ -21,6 +20,10 @@ from data.storage.url import Url
 IN_FLIGHT_BYTES, IN_FLIGHT_READS = 256 << 20, 64
 PATIENCE, SLOWEST = 20.0, 256 << 10
 """A read may take PATIENCE seconds and one for each SLOWEST bytes."""
+
+
+Wanted = tuple[Url, int, int, str]
+"""Of an object: first byte, bytes, its tag or an empty one."""
 
 
 class IoThread:
@@ -41,6 +44,7 @@ class IoThread:
         self._most_bytes, self._most_reads = in_flight_bytes, in_flight_reads
         self._bytes = self._reads = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._tasks: set[asyncio.Future[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._guard = threading.Lock()
 
@@ -50,14 +54,37 @@ class IoThread:
         The future raises `Changed` where the object has another tag than the given one, TimeoutError, or another
         OSError; each with the URL as file name.
         """
-        return self._submit(self._read(url, start, size, tag))
+        (future,) = self.read_all([(url, start, size, tag)])
+        return future
 
-    def _submit(self, work: Coroutine[Any, Any, memoryview]) -> Future[memoryview]:
+    def read_all(self, ranges: Sequence[Wanted]) -> list[Future[memoryview]]:
+        """`read` of each. They are handed over together: to wake the thread is to give up the interpreter, which beside
+        a busy thread comes back after milliseconds."""
         with self._guard:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="storage", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        futures: list[Future[memoryview]] = [Future() for _ in ranges]
+        self._loop.call_soon_threadsafe(self._begin, ranges, futures)
+        return futures
+
+    def _begin(self, ranges: Sequence[Wanted], futures: Sequence[Future[memoryview]]) -> None:
+        for wanted, future in zip(ranges, futures, strict=True):
+            if not future.set_running_or_notify_cancel():
+                continue
+            task = asyncio.ensure_future(self._settle(future, *wanted))
+            self._tasks.add(task)  # a loop does not keep them
+            task.add_done_callback(self._tasks.discard)
+
+    async def _settle(self, future: Future[memoryview], url: Url, start: int, size: int, tag: str) -> None:
+        try:
+            content = await self._read(url, start, size, tag)
+        except BaseException as error:
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            future.set_result(content)
 
     async def _read(self, url: Url, start: int, size: int, tag: str) -> memoryview:
         if size <= 0:
@@ -115,6 +142,11 @@ os.register_at_fork(after_in_child=_forked)
 def start_read(url: Url, start: int, size: int, tag: str = "") -> Future[memoryview]:
     """`IoThread.read` of this process."""
     return IO.read(url, start, size, tag)
+
+
+def start_reads(ranges: Sequence[Wanted]) -> list[Future[memoryview]]:
+    """`IoThread.read_all` of this process."""
+    return IO.read_all(ranges)
 
 
 def read_range(url: Url, start: int, size: int, tag: str = "") -> memoryview:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from data.errors import ShardError
 from data.storage.base import Changed
 from data.storage.file_cache import FileCache
-from data.storage.io_thread import start_read
+from data.storage.io_thread import start_read, start_reads
 from data.storage.retry import RETRIES, retrying
 from data.storage.stores import store_of
 from data.storage.url import Url
@@ -56,9 +56,12 @@ class RemoteReader:
             new = {one[:3]: one for one in ranges if one[:3] not in self._begun and one[2] <= self._most}
             if self._cache is not None:
                 new = {place: one for place, one in new.items() if not self._cache.has(_cache_key(*place, one[3].tag))}
-            for run in _runs(new.values()):
-                (url, first, _, version), (_, last, size, _) = run[0], run[-1]
-                future = start_read(url, first, last + size - first, version.tag)
+            runs = [*_runs(new.values())]
+            wanted = [
+                (url, first, last + size - first, version.tag)
+                for (url, first, _, version), (_, last, size, _) in ((run[0], run[-1]) for run in runs)
+            ]
+            for run, (url, first, _, _), future in zip(runs, wanted, start_reads(wanted), strict=True):
                 for _, offset, size, _ in run:
                     while self._bytes + size > self._most:  # what was never asked for
                         self._bytes -= self._begun.popitem(last=False)[0][2]
@@ -168,7 +171,7 @@ class WholeObject:
     def look(self) -> ShardVersion:
         """The version, with a hash of samples of its content: the same as of a file with this content."""
         places = sampled(self._size)
-        begun = [start_read(self._url, at, length, self._tag) for at, length in places]
+        begun = start_reads([(self._url, at, length, self._tag) for at, length in places])
         blocks = [
             self._patiently(length, at, lambda one=one: one.result())  # type: ignore[misc]
             for one, (at, length) in zip(begun, places, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from data.braces import expand_braces, expand_ranges
 from data.errors import DataError
@@ -56,5 +57,10 @@ def _require_once(found: Sequence[Origin]) -> None:
 
 
 def is_stream(pattern: str) -> bool:
-    """Whether a pattern names what is read from beginning to end alone: a command, or compressed shards."""
-    return pattern.lstrip().startswith(PIPE) or pattern.rstrip().lower().endswith(SUFFIXES[1:])
+    """Whether a pattern names what is read from beginning to end alone: a command, compressed shards, or a folder with
+    them and no others."""
+    if pattern.lstrip().startswith(PIPE) or pattern.rstrip().lower().endswith(SUFFIXES[1:]):
+        return True
+    folder = Path(pattern.strip().removeprefix("file://")).expanduser()
+    names = os.listdir(folder) if folder.is_dir() else []
+    return any(name.endswith(SUFFIXES[1:]) for name in names) and not any(name.endswith(".tar") for name in names)

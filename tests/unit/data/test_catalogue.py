@@ -270,8 +270,8 @@ def test_parts_are_compared_one_by_one_only_where_all_together_differ(folder, mo
 def test_places_are_paths_when_they_are_asked_for(tmp_path, monkeypatch):
     url = Url.parse("s3://bucket/folder/x.tar")
     places = PlaceList(["/a/b.tar", Path("c/d.tar"), url])
-    assert places.names() == ["b.tar", "d.tar", "x.tar"]
-    assert places.folders() == ["/a", "c", "s3://bucket/folder"]
+    assert places.names == ["b.tar", "d.tar", "x.tar"]
+    assert [[*own] for _, own in places.by_folder()] == [[0], [1], [2]]
     assert places == [Path("/a/b.tar"), Path("c/d.tar"), url] and places[1:] == [Path("c/d.tar"), url]
     assert places[0] is places[0] and repr(places) == repr([*places]) and places != [url]
     write_tar(tmp_path / "s.tar", [("a.txt", b"x")])

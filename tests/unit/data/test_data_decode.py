@@ -8,10 +8,13 @@ import soundfile
 import torch
 from PIL import Image, ImageOps
 from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as transforms
 
 from data.errors import DecodeError, ReadError, ShardError
-from data.media.decode import decode_audio, decode_picture, decode_resized
+from data.media.decode import _fitted, decode_audio, decode_picture, decode_resized
 from data.media.headers import parse_audio_header, parse_header_bytes
+from data.media.resize import Resize
 from data.storage.local import ShardReader
 from data.storage.version import ShardVersion
 from tests.unit.data.helpers import encode_picture
@@ -44,6 +47,22 @@ def test_other_colour_modes_become_rgb(mode):
     decoded = decode_picture(buffer.getvalue())
     assert decoded.dtype == torch.uint8 and tuple(decoded.shape) == (3, 6, 5)
     assert abs(decoded.float().mean() - 200) < (60 if mode == "1" else 4)
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+def test_a_resize_is_that_of_torchvision_to_the_bit(mode):
+    rng = np.random.default_rng(0)
+    for number in range(100):
+        (height, width, *size), kind = rng.integers(1, 90, 4).tolist(), ("JPEG", "PNG")[number % 2]
+        raw = encode_picture(height, width, kind, seed=number)
+        picture = decode_picture(raw)
+        if number % 3 == 1:
+            picture = picture.transpose(1, 2).flip([1])  # upright, of one that lies
+        elif number % 3 == 2:
+            picture = picture[:1].expand(3, -1, -1)  # grey
+        theirs = transforms.resize(picture, size, InterpolationMode(mode), antialias=True)
+        ours = _fitted(picture, *size, Resize(interpolation=mode))
+        assert ours.dtype == torch.uint8 and torch.equal(ours, theirs) and ours.is_contiguous(), (height, width, size)
 
 
 def test_resize_is_bicubic_with_antialiasing():

@@ -12,7 +12,7 @@ from data.errors import DataError
 from data.mixture import MOST_IN_TABLE, Mixture, Phases, whole_weights
 from data.packing import Packing
 from data.pipeline import Batching, Reader, StepLoader
-from data.sources import MixedOrder, Part, Source, held_rows
+from data.sources import MixedOrder, Part, Source, fingerprint_of, held_rows
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, images
 
@@ -216,3 +216,10 @@ def test_what_is_held_out_is_never_trained_and_does_not_move_when_shards_are_add
     assert abs(len(held_rows("x", 100_000, 0.05)) - 5000) < 300
     with pytest.raises(DataError, match=r"data\.shards: no sample is left of the 10.*validation_fraction"):
         dataset(tmp_path / "a.tar", held_fraction=1e-9, only_held=True)
+
+
+def test_a_fingerprint_stays_what_it_was():
+    """A run that was begun with it goes on."""
+    shards = [("a.tar", 10240, "0f", 3), ('b "2".tar', 20480, "1e", 7)]
+    assert fingerprint_of(shards, [2], 0.0) == "c38a54d77c457d1a39830397a244d852"
+    assert fingerprint_of(shards, [1, 2], 0.1) == "69909f9bc7780073e8f9cb4d715ede2e"

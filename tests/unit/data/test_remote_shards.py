@@ -142,6 +142,13 @@ def test_bytes_and_reads_in_flight_are_bounded():
         sizes = [10, 20, 60, 500, 1, 1, 1, 1, 1, 90, 30] * 5
         assert [len(one.result()) for one in [thread.read(url, 0, size) for size in sizes]] == sizes
         assert slow.most == 4 and slow.most_bytes == 500
+        # Together they wake the thread once; each has its own end.
+        woken, wake = [], thread._loop.call_soon_threadsafe
+        thread._loop.call_soon_threadsafe = lambda *args: woken.append(args) or wake(*args)
+        several = thread.read_all([(url, 0, 5, ""), (Url("none", "such", "a"), 0, 5, ""), (url, 0, 7, "")])
+        assert [len(several[at].result()) for at in (0, 2)] == [5, 7] and len(woken) == 1
+        with pytest.raises(Exception, match="none"):
+            several[1].result()
     finally:
         del stores._STORES["test", "slow"]
 
@@ -220,6 +227,11 @@ def test_shards_are_found(remote, small, server):
     ):
         with pytest.raises(DataError, match=words):
             find_shards(pattern)
+    tokens = remote / "tokens"
+    for name in ("a.bin", "a.idx"):
+        store_of(tokens).put(tokens / name, b"x")
+    with pytest.raises(DataError, match=rf"{tokens}/a\.bin: \.bin and \.idx files are read from file systems only"):
+        find_shards(str(tokens))
 
 
 def test_a_run_reads_the_same_from_anywhere(remote, small, dataset, tmp_path, monkeypatch):

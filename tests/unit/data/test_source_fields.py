@@ -53,9 +53,8 @@ def test_each_source_is_read_by_its_own_fields(folders, dataset):
         assert step.tokens["images"][number] == 4 * len(pictures)
         assert data.outline(number).fields == (read_fields(LABELS) if source else read_fields({}))
     assert asked == {*(("q", f"a{at}") for at in range(3)), *(("which?", str(at)) for at in range(5))}
-    assert data.lengths_key(0) != data.lengths_key(1) and data.lengths_key(0) == dataset(folders / "talks").lengths_key(
-        0
-    )
+    (first, _), (second, _) = data.lengths_keys()
+    assert first != second and dataset(folders / "talks").lengths_keys() == [(first, range(1))]
     assert [key for key, _ in data.unread_members()] == []
     plain = dataset([Source("talks", folders / "talks"), Source("labelled", folders / "labelled")], shuffle=False)
     assert {plain.identity(number) for number in range(8)} & {data.identity(number) for number in range(8)} == {
@@ -89,7 +88,7 @@ def test_a_config_names_them_and_every_command_reads_by_them(folders, capsys):
     (held_out,) = held_out_sets(cfg)
     assert build_dataset(cfg, tokenizer_of(cfg), held_out=held_out).read_text(0)[1] is None
     shard = data.shards[1]
-    assert OneShard(cfg)(shard, data.fields_of(1)).lengths_key(0) == data.lengths_key(1)
+    assert OneShard(cfg)(shard, data.fields_of(1)).lengths_keys()[0][0] == data.lengths_keys()[1][0]
     assert main(["shards", "verify", *run(folders, sets), "--workers", "1"]) == 0
     assert "data.mix[1].shards: 5 samples, 0 bad" in capsys.readouterr().out
     assert main(["check", *run(folders, sets)]) == 0

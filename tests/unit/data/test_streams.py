@@ -21,9 +21,10 @@ from data.storage.command import Command
 from data.storage.streams import Stream
 from data.storage.url import Url
 from data.storage.web_bytes import WebBytes
-from data.streams.find import find_streams
+from data.streams.find import find_streams, is_stream
 from data.streams.shard import StreamedShard
 from data.tokens import build_tokenizer
+from mimo_train.cli import main
 from tests.http_server import serving
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture, images
@@ -419,3 +420,17 @@ def test_fingerprints_follow_files(small, squeezed):
     path = squeezed / "a-000001.tar.gz"
     path.write_bytes(path.read_bytes()[:-1] + b"\7")
     assert stream(squeezed).fingerprint != one
+
+
+def test_a_folder_of_compressed_shards_is_looked_at_as_such(squeezed, small, tmp_path, capsys):
+    assert is_stream(str(squeezed)) and not is_stream(str(small)) and not is_stream(str(tmp_path / "none"))
+    names = sorted(path.name for path in squeezed.iterdir())
+    assert main(["shards", "verify", str(squeezed)]) == 0
+    output = capsys.readouterr()
+    assert main(["shards", "verify", str(squeezed / "*.tar.gz")]) == 0
+    assert capsys.readouterr().out == output.out and "13 samples" in output.out
+    assert main(["shards", "inspect", str(squeezed)]) == 0 and "13" in capsys.readouterr().out
+    for source in (squeezed, squeezed / names[0]):
+        assert main(["shards", "build", str(source), "--to", str(tmp_path / "out")]) == 1
+        said = capsys.readouterr().err
+        assert names[0] in said and "data.stream=true" in said and not (tmp_path / "out").exists()

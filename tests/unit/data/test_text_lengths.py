@@ -3,11 +3,14 @@
 import logging
 import pickle
 
+import numpy as np
 import pytest
 
+from data.catalogue import lengths_file
+from data.catalogue.lengths_file import LengthsFile, load_lengths
 from data.errors import DataError, RecordError
 from data.fields import NO_FIELDS
-from data.pipeline import Batching, Padding, Reader, StepLoader, TextLengths
+from data.pipeline import Batching, Dataset, Padding, Reader, StepLoader, TextLengths
 from data.text_lengths import _count_one
 from mimo_train.config.compose import load
 from mimo_train.plan.inputs import OneShard
@@ -81,21 +84,79 @@ def test_one_changed_shard_is_counted_alone(shards, dataset):
 
 def test_a_damaged_file_is_counted_again(shards, dataset, caplog):
     counted(dataset(shards=shards))
-    one, two = sorted(shards.glob("*.mimo-lengths"))
-    content = bytearray(one.read_bytes())
-    content[-1] ^= 1
-    one.write_bytes(content)
-    two.write_bytes(two.read_bytes()[:-3])
-    with caplog.at_level(logging.WARNING):
-        data = dataset(shards=shards)
-        assert counted(data) == 12
-    assert caplog.text.count("counted again") == 2 and counted(dataset(shards=shards)) == 0
+    (file,) = shards.glob("*.mimo-lengths")
+    whole = file.read_bytes()
+    for at, again in ((256 + 4 * 6, 6), (len(whole) - 1, 12), (20, 12), (None, 12)):  # lengths of a shard, names, head
+        content = bytearray(whole)
+        if at is None:
+            del content[-3:]
+        else:
+            content[at] ^= 1
+        file.write_bytes(content)
+        with caplog.at_level(logging.WARNING):
+            assert counted(dataset(shards=shards)) == again, at
+        assert "counted again" in caplog.text and file.read_bytes() == whole
+        caplog.clear()
+
+
+def test_a_file_that_says_what_cannot_be_is_counted_again(shards, dataset, monkeypatch):
+    counted(dataset(shards=shards))
+    (path,) = shards.glob("*.mimo-lengths")
+    file = load_lengths(path)
+
+    def lies(name, value):
+        table = np.zeros(2, dtype=lengths_file._ROW)
+        table["first"], table["check"], table["stamp"] = file.firsts, file._checks, file.stamps
+        (table["stamp"] if name == "samples" else table)[name][1] = value
+        return table
+
+    for name, value in (("first", 7), ("first", -1), ("samples", -1), ("samples", 2**40), ("first", 2**62)):
+        with pytest.raises(DataError, match="not in it"):
+            LengthsFile(path, lies(name, value), file.names, file.lengths, 0)
+    for names in (["a"], ["a", "a"], "ab", [1, 2]):
+        with pytest.raises(DataError, match="names"):
+            LengthsFile(path, lies("check", 0), names, file.lengths, 0)
+
+
+def test_a_count_that_is_killed_goes_on_where_it_was(shards, dataset, monkeypatch):
+    lengths = TextLengths(dataset(shards=shards))
+    work = lengths.build()
+    assert next(work).samples == 6
+    work.close()  # as a kill leaves it: the journal
+    (journal,) = shards.glob("*.mimo-lengths.journal")
+    journal.write_bytes(journal.read_bytes() + b"torn")
+    data, read = dataset(shards=shards), []
+    monkeypatch.setattr(data, "length_of", lambda shard, row: read.append(shard) or Dataset.length_of(data, shard, row))
+    assert counted(data) == 12 and read == [1] * 6 and not journal.exists()
+    fresh = dataset(shards=shards, cache_dir=shards.parent / "apart")
+    assert counted(fresh) == 12 and fresh.lengths.tolist() == data.lengths.tolist()
+
+
+def test_one_that_finds_another_at_work_waits_for_what_it_counts(shards, dataset, monkeypatch):
+    first, second = (TextLengths(dataset(shards=shards)) for _ in range(2))
+    one, other = first.build(), second.build()
+    assert next(one).samples == 6 and next(other).samples == 0 and next(other).samples == 0
+    assert [done.samples for done in one] == [6]
+    monkeypatch.delattr(Dataset, "length_of")
+    assert sum(done.samples for done in other) == 12 and second.missing() == []
+    second.serve()
+
+
+def test_files_of_some_shards_are_joined_and_forget_those_that_are_gone(shards, dataset):
+    counted(dataset(shards=shards / "s-1.tar"))
+    data = dataset(shards=shards)
+    assert counted(data) == 6 and data.lengths.base is not None  # the file itself, mapped
+    backwards = dataset(shards=[shards / "s-1.tar", shards / "s-0.tar"])
+    assert counted(backwards) == 0 and backwards.lengths.tolist() == [*data.lengths[6:], *data.lengths[:6]]
+    (path,) = shards.glob("*.mimo-lengths")
+    (shards / "s-0.tar").rename(shards / "z.tar")
+    assert counted(dataset(shards=shards)) == 6 and load_lengths(path).names == ["s-1.tar", "z.tar"]
 
 
 def test_the_folder_of_the_cache_is_used_and_named_where_it_cannot_be_written(shards, dataset, tmp_path):
     folder = tmp_path / "cache"
     assert counted(dataset(shards=shards, cache_dir=folder)) == 12
-    assert len(list(folder.glob("*.mimo-lengths"))) == 2 and not list(shards.glob("*.mimo-lengths"))
+    assert len(list(folder.glob("*.mimo-lengths"))) == 1 and not list(shards.glob("*.mimo-lengths"))
     data = dataset(shards=shards, cache_dir=folder)
     data.cache_dir = __file__
     with pytest.raises(DataError, match=r"data\.cache_dir"):
@@ -159,5 +220,6 @@ def test_other_processes_can_count_for_a_run(tmp_path):
     write_tar(folder / "a,b-{0}.tar", [(f"{n}.json", chat("q", "a" * n)) for n in range(1, 4)])
     cfg = load("gpt_tiny", (f"data.shards={folder}", "data.demo=", "data.validation_shards="))
     (shard,) = folder.glob("*.tar")
-    assert _count_one(pickle.dumps(OneShard(cfg)), shard, NO_FIELDS).samples == 3
-    assert counted(OneShard(cfg)(shard)) == 0
+    stamp, lengths = _count_one(pickle.dumps(OneShard(cfg)), shard, NO_FIELDS)
+    data = OneShard(cfg)(shard)
+    assert counted(data) == 3 and data.lengths.tobytes() == lengths and [stamp.item()] == data.stamps().tolist()

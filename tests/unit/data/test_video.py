@@ -193,7 +193,7 @@ def test_a_video_is_its_pictures_in_every_part_of_a_sample(dataset, tmp_path):
     first = text.index(placeholder)
     assert text[first : first + 8] == [placeholder] * 8 and bytes(text[first + 8 : first + 12]) == b"then"
     other = dataset(path, sampling=Sampling(2.0, 4), sequence_length=90, shuffle=False)
-    assert other.lengths_key(0) != data.lengths_key(0) and len(other.read_media(0, "images")[0]) == 4
+    assert other.lengths_keys() != data.lengths_keys() and len(other.read_media(0, "images")[0]) == 4
 
 
 TYPED = [
