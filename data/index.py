@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.compressed import refuse_compressed
 from data.errors import DataError, ShardError
 from data.fields import NO_FIELDS, Fields
 from data.media.audio_headers import parse_audio_header
@@ -31,7 +32,6 @@ from data.media.headers import parse_header
 from data.media.video_headers import parse_video_header
 from data.members import Arrangement, arrange, kind_of, unread
 from data.reading import READS
-from data.shards import refuse_compressed
 from data.storage.remote import WholeObject
 from data.storage.retry import RETRIES, retrying
 from data.storage.tar import ReadRange, walk_tar

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from data.compressed import refuse_left_out
 from data.errors import DataError, ReadError
 from data.storage.base import Found
 from data.storage.retry import retrying
@@ -17,12 +18,13 @@ from data.storage.url import WEB, Url
 _FEW = 4  # objects of a folder that are looked at one by one, instead of a list of all
 
 
-def find_remote(names: Sequence[str], refuse: Callable[[str], None]) -> list[Url]:
-    """The shards that URLs name, in their order, with sizes and tags: each a file, a folder with `*.tar`, or a glob in
+def find_remote(names: Sequence[str], refuse: Callable[[str], None], suffixes: Sequence[str] = (".tar",)) -> list[Url]:
+    """The shards that URLs name, in their order, with sizes and tags: each a file, a folder with them, or a glob in
     its last part (both sorted).
 
     Args:
         refuse: raises ShardError for a name of what cannot be indexed.
+        suffixes: of the files of a folder.
 
     Raises:
         DataError: one names nothing.
@@ -38,7 +40,7 @@ def find_remote(names: Sequence[str], refuse: Callable[[str], None]) -> list[Url
         if url in known:
             found.append(_seen(known[url]))
         else:
-            found += _found(url, refuse)
+            found += _found(url, refuse, tuple(suffixes))
     return found
 
 
@@ -61,22 +63,30 @@ def _looked_at(files: Sequence[Url]) -> dict[Url, Found]:
     return known
 
 
-def _found(url: Url, refuse: Callable[[str], None]) -> list[Url]:
-    folder, pattern = (url.parent, url.name) if _is_glob(url) else (url, "*.tar")
+def _found(url: Url, refuse: Callable[[str], None], suffixes: tuple[str, ...]) -> list[Url]:
+    of_folder = not _is_glob(url)
+    folder = url if of_folder else url.parent
     if url.scheme in WEB:
-        if _is_glob(url):
+        if not of_folder:
             raise DataError(f"data.shards: {url}: a web server lists nothing: name each shard, for example by a range")
         return [_seen(_look(url))]
     there = _listed(folder)
-    found = [_seen(one) for one in there if fnmatchcase(one.url.name, pattern)]
-    if not found and not _is_glob(url) and not there:
+    found = [
+        _seen(one)
+        for one in there
+        if (one.url.name.endswith(suffixes) if of_folder else fnmatchcase(one.url.name, url.name))
+    ]
+    if not found and of_folder and not there:
         return [_seen(_look(url))]  # a shard without .tar in its name
     for one in found or there:
         refuse(str(one if isinstance(one, Url) else one.url))
     if not found:
         for one in there:
             refuse_tokens(str(one.url))
-        raise DataError(f"data.shards: {folder} holds nothing that matches {pattern}")
+        wanted = f"*{' or *'.join(suffixes)}" if of_folder else url.name
+        raise DataError(f"data.shards: {folder} holds nothing that matches {wanted}")
+    if of_folder and len(suffixes) == 1:
+        refuse_left_out(folder, [one.name for one in found], [one.url.name for one in there])
     return found
 
 

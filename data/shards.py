@@ -9,15 +9,14 @@ from operator import attrgetter
 from pathlib import Path
 
 from data.braces import expand_braces, split_commas
+from data.compressed import refuse_compressed, refuse_left_out
 from data.energon import energon_part, energon_shards
-from data.errors import DataError, ShardError
+from data.errors import DataError
 from data.remote_shards import find_remote
 from data.storage.place_list import PlaceList
 from data.storage.retry import retrying
 from data.storage.url import Place, Url, is_url
 from data.storage.version import require_file
-
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 
 
 def find_shards(
@@ -61,16 +60,6 @@ def _text(item: str | os.PathLike[str] | Url) -> str:
     return str(item) if isinstance(item, Url) else os.fspath(item)
 
 
-def refuse_compressed(path: str | os.PathLike[str]) -> None:
-    """Raises ShardError if `path` is named like a compressed tar."""
-    if os.fspath(path).lower().endswith(_COMPRESSED):
-        raise ShardError(
-            f"{path}: compressed tars cannot be indexed, because their members have no fixed place in the file. "
-            "Decompress it (for example `gunzip FILE.tar.gz`; pictures and audio are compressed already), or read it "
-            "from beginning to end: data.stream=true (docs/data.md#streams)."
-        )
-
-
 def _take_any(path: str | os.PathLike[str]) -> None:
     """What `data.stream` refuses by its name: nothing."""
 
@@ -84,7 +73,7 @@ def _find_one(part: str, suffixes: Sequence[str]) -> Sequence[Place | str]:
             "end: data.stream=true (docs/data.md#streams)"
         )
     if is_url(part) and not part.startswith("file://"):
-        return [*find_remote(expand_braces(part), refuse)]
+        return [*find_remote(expand_braces(part), refuse, suffixes)]
     if (of_energon := energon_part(part.removeprefix("file://"))) is not None:
         return _files(energon_shards(*of_energon))
     path = Path(part.removeprefix("file://")).expanduser()
@@ -115,6 +104,8 @@ def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os
         for name in sorted(os.listdir(folder)):
             refuse(folder / name)
         raise DataError(f"data.shards: the folder {folder} holds no *{' and no *'.join(suffixes)} file")
+    if len(ends) == 1:
+        refuse_left_out(folder, names, [entry.name for entry in entries])
     # What the folder itself says is a file needs no look of its own here: the catalogue looks at each.
     try:
         unclear = {entry.name for entry in entries if not entry.is_file()}

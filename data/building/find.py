@@ -11,10 +11,10 @@ from data.building.members import Folders, Tars
 from data.building.records_file import JSON, TABLES, RecordsFile
 from data.building.samples import Source
 from data.building.tables import Tables
+from data.compressed import refuse_compressed
 from data.errors import DataError
 from data.listed import listed
 from data.members import kind_of
-from data.shards import refuse_compressed
 
 KINDS = ("records", "table", "tars", "files")
 _ARROW = (".parquet", ".arrow")

@@ -104,6 +104,16 @@ def test_compressed_shards_are_refused_with_the_remedy(shard, tmp_path):
         build_index(disguised)
 
 
+def test_compressed_shards_beside_tars_are_never_left_out(shard, tmp_path):
+    (tmp_path / f"{shard.name}.gz").write_bytes(gzip.compress(shard.read_bytes()))
+    assert [*find_shards(str(shard.parent))] == [shard]  # which is what the other holds
+    for name in ("y.tar.gz", "z.TGZ"):
+        (tmp_path / name).write_bytes(gzip.compress(shard.read_bytes()))
+    with pytest.raises(ShardError, match=r"2 compressed tars, such as y\.tar\.gz, beside 1 tar, would be left out"):
+        find_shards(str(shard.parent))
+    assert [*find_shards(str(shard.parent / "*.tar"))] == [shard]
+
+
 def test_saved_index_is_used_until_the_shard_changes(shard, monkeypatch):
     first = open_index(shard)
     assert catalogue_path(shard).exists()
