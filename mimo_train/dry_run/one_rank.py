@@ -99,7 +99,9 @@ def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> Found:
         _choose_layers(engine)
         observed = observe(run, counts)
     made = distributed_c10d._world.pg_group_ranks
-    groups = [("world" if group is dist.group.WORLD else group.group_desc, len(made[group])) for group in made]
+    # A number stands there for groups of others, which Megatron-Core's bridges make everywhere.
+    own = [group for group in made if isinstance(group, dist.ProcessGroup)]
+    groups = [("world" if group is dist.group.WORLD else group.group_desc, len(made[group])) for group in own]
     return Found(
         kind=kind,
         device=device,
