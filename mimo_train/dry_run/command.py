@@ -37,6 +37,10 @@ def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = Fa
         fake_engine.install()
     from mimo_train.dry_run import one_rank
 
+    faults = list(one_rank.refused(cfg))
+    if faults:
+        sys.stderr.write("".join(f"fault: {fault} (--dry-run)\n" for fault in faults))
+        return 1
     device = one_rank.device_kind(cfg)
     said = "CUDA, of which none is touched" if device == "cuda" else "the CPU"
     print(f"\nDry run of {len(kinds)} of {run.layout.world_size:,} ranks, as on {said}", flush=True)

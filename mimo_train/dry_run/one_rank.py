@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from data.pipeline import TextLengths
+from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_log import ProfilingConfig
 from mimo_train.config.schema_modules import FeatureCacheConfig
 from mimo_train.dry_run import (
     fake_attention,
-    fake_bridge,
     fake_checkpoint,
     fake_cuda,
     fake_experts,
@@ -39,6 +39,12 @@ from mimo_train.plan.run import Run
 
 STEPS = 2
 """The first makes the optimizer's states; the second is like all that follow."""
+
+
+def refused(cfg: ConfigContainer) -> Iterator[Fault]:
+    """What of a config a dry run cannot do."""
+    if cfg.placement.bridge == "megatron":
+        yield Fault("placement.bridge", "megatron exchanges shapes, which no other rank sends in a dry run: use native")
 
 
 def device_kind(cfg: ConfigContainer) -> str:
@@ -94,7 +100,6 @@ def run_rank(run: Run, kind: Kind, *, engine: bool = False) -> Found:
         fake_attention.install(device)
         fake_experts.install(counts)
         fake_needs.install(run)
-        fake_bridge.install(run)
         files = fake_checkpoint.install(given)
         _choose_layers(engine)
         observed = observe(run, counts)
