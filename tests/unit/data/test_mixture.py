@@ -216,3 +216,15 @@ def test_what_is_held_out_is_never_trained_and_does_not_move_when_shards_are_add
     assert abs(len(held_rows("x", 100_000, 0.05)) - 5000) < 300
     with pytest.raises(DataError, match=r"data\.shards: no sample is left of the 10.*validation_fraction"):
         dataset(tmp_path / "a.tar", held_fraction=1e-9, only_held=True)
+
+
+def test_outlines_follow_other_weights(two):
+    data = two(weights=(1, 1), max_bad_samples=9)
+
+    def keys() -> list[str]:
+        return [str(data.outline(number).key) for number in range(8)]
+
+    assert {key[0] for key in keys()} == {"a", "b"}
+    data.set_phases([(0, (0, 1))])
+    assert {key[0] for key in keys()} == {"b"}
+    assert keys() == [data.locate(number)[1] for number in range(8)]
