@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from data.fields import NO_FIELDS, Fields
 from data.frames import SAMPLING, Sampling
 from data.index import Member, ShardIndex
 from data.media.ground import WHITE, Colour
+from data.mixture import Phase
 from data.order import GlobalOrder
 from data.outline import Media, SampleOutline
 from data.outlined import OutlinedSamples
@@ -36,6 +38,7 @@ from data.storage.version import ShardVersion
 from data.tokens import Tokenizer
 
 _OPEN_INDEXES = 256  # whose keys may be unpacked
+_RECENT = 2048  # outlines and versions that are kept: a sample is asked for by several readers of its step
 
 
 class Dataset(OutlinedSamples):
@@ -93,6 +96,8 @@ class Dataset(OutlinedSamples):
         self.cache_dir = cache_dir
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
+        self._recent = lru_cache(_RECENT)(lambda number: self.outline_at(*self._place(number), number))
+        self._version = lru_cache(_RECENT)(lambda shard: self._catalogue.version(shard))
         self._table = SampleTable(self.modules, sequence_length, bounds, sampling)
         read_as = [f"{self.text_fingerprint} {own} {sampling} {skip_null}" for own in self._fields]
         self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
@@ -132,7 +137,7 @@ class Dataset(OutlinedSamples):
 
     def version(self, shard: int) -> ShardVersion:
         """What a shard was when it was indexed."""
-        return self._catalogue.version(shard)
+        return self._version(shard)
 
     def plan_step(self, first: int, size: int) -> StepSamples:
         """What the index says of samples [first, first + size), all at once; reads no member."""
@@ -175,7 +180,12 @@ class Dataset(OutlinedSamples):
 
     def outline(self, number: int) -> SampleOutline:
         """What the index says of a sample; reads no member."""
-        return self.outline_at(*self._place(number), number)
+        return self._recent(number)
+
+    def set_phases(self, phases: Sequence[Phase]) -> None:
+        """Other weights of the sources, before readers begin."""
+        super().set_phases(phases)
+        self._recent.cache_clear()
 
     def outline_at(self, shard: int, row: int, number: int = -1) -> SampleOutline:
         """`outline` of a row of a shard."""

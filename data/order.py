@@ -26,6 +26,8 @@ import numpy as np
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 12
+_FEW = 64
+"""Numbers that are looked up one by one in less time than together."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class GlobalOrder:
                 return value
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """`row` of each of `numbers`, int64: a whole step at once."""
+        """`row` of each of `numbers`, int64 [numbers]: a whole step at once."""
+        if self.block == 1 and len(numbers) <= _FEW:
+            return np.array([self.row(number) for number in numbers.tolist()], dtype=np.int64)
         epochs, values = np.divmod(np.asarray(numbers, dtype=np.int64), self.size)
         if not self.shuffle or self.size == 1:
             return values

@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as transforms
 
 from data.bounds import BOUNDS, Bounds
 from data.errors import DecodeError, MissingLibrary, reason_of
@@ -25,6 +22,8 @@ from data.media.headers import parse_header_bytes
 from data.media.resample import resampled
 from data.media.resize import STRETCHED, Resize
 from data.media.video import decode_video
+from data.media.vision import decode_image
+from data.media.vision import resize as resize_picture
 
 _FRAMES = 1 << 20  # of a clip, decoded at once
 
@@ -77,7 +76,7 @@ def decode_picture(raw: bytes, bounds: Bounds = BOUNDS, ground: Colour | None = 
     try:
         if _is_for_torchvision(raw, header.format, ground):
             # bytearray: torch wants memory that it may write to.
-            picture = decode_image(torch.frombuffer(bytearray(raw), dtype=torch.uint8), mode=ImageReadMode.RGB)
+            picture = decode_image(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         elif header.format == "HEIC":
             picture = _decode_heic(raw, ground)
         else:
@@ -85,7 +84,7 @@ def decode_picture(raw: bytes, bounds: Bounds = BOUNDS, ground: Colour | None = 
     except Exception as error:  # RuntimeError from torchvision, many types from Pillow; all mean the bytes are damaged
         raise DecodeError(f"cannot decode {len(raw)} bytes of {header.format}: {reason_of(error)}") from error
     if picture.dtype != torch.uint8:  # 16-bit PNG
-        picture = transforms.to_dtype(picture, torch.uint8, scale=True)
+        picture = (picture.to(torch.int32) >> 8).to(torch.uint8)
     picture = _upright(picture, header.orientation)
     if tuple(picture.shape) != (3, header.height, header.width):
         raise DecodeError(f"decoded to {tuple(picture.shape)}, but its header says {(3, header.height, header.width)}")
@@ -191,11 +190,7 @@ def _resized(picture: torch.Tensor, size: list[int], resize: Resize) -> torch.Te
     """A picture [3, H, W] stretched to `size`, (height, width)."""
     if list(picture.shape[1:]) == size:
         return picture
-    if resize.interpolation == "bicubic":
-        # What torchvision calls, to the bit; it would have colours side by side, and what follows wants planes.
-        return torch.nn.functional.interpolate(picture[None], size, mode="bicubic", antialias=True)[0]
-    # On processors without AVX2 torchvision rounds otherwise than this call does.
-    return transforms.resize(picture, size, InterpolationMode(resize.interpolation), antialias=True)
+    return resize_picture(picture, size[0], size[1], resize.interpolation)
 
 
 def _centred(picture: torch.Tensor, size: Sequence[int], colour: tuple[int, int, int]) -> torch.Tensor:

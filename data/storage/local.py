@@ -178,8 +178,11 @@ class ShardReader:
         return (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino)
 
     def _shrink(self, limit: int) -> None:
+        above = len(self._files) - limit
+        if above <= 0:
+            return
         idle = [path for path, file in self._files.items() if file.users == 0]
-        for path in idle[: max(len(self._files) - limit, 0)]:
+        for path in idle[:above]:
             os.close(self._files.pop(path).fd)
 
 

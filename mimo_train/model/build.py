@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -31,6 +31,7 @@ from mimo_train.model.llm.layers import language_layers
 from mimo_train.model.lora import freeze_base, start_magnitudes
 from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
 from mimo_train.model.names import modules_of
+from mimo_train.model.own_gradients import OwnGradients
 from mimo_train.model.projector import Projector
 from mimo_train.model.transformer_config import encoder_config, language_config, projector_config, resampler_config
 from mimo_train.parallel.groups import RunGroups
@@ -231,12 +232,12 @@ def _encoder_spec(
     )
 
 
-def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> DistributedDataParallel:
+def _wrap(module: MegatronModule, groups: RunGroups, name: str, cfg: ConfigContainer) -> OwnGradients:
     config = module.config if name == LANGUAGE else module.encoders[name].config
     # Overlap requires that every parameter gets a gradient in every microbatch, on all replicas. An encoder does not
     # run for a text-only microbatch, and frozen parameters get no gradient.
     overlap = name == LANGUAGE and not cfg.modules[name].freeze_until
-    return DistributedDataParallel(
+    return OwnGradients(
         config=config,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,

@@ -11,7 +11,6 @@ Shape suffixes: S sequence, B batch, H hidden size, G key heads, N query heads, 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,6 +21,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mimo_train.model.attention import SdpaAttention
+from mimo_train.model.own_gradients import linear
 
 NOTHING_TO_DO: dict[str, Any] = {
     "hidden_dropout": 0.0,
@@ -98,19 +98,19 @@ class DenseLayer:
         """The layer's output [S, B, H]. Arguments are those of Megatron-Core's layer."""
         qkv, proj, fc1, fc2 = self._linears
         input_norm, mlp_norm = self._norms
-        query, key, value = self._heads_of(F.linear(input_norm(hidden_SBH), qkv.weight, qkv.bias))
+        query, key, value = self._heads_of(linear(input_norm(hidden_SBH), qkv.weight, qkv.bias))
         if rotary_pos_emb is not None:
             cos, sin = self._turns(rotary_pos_emb, query.dtype)
             query, key = _turned(query, cos, sin), _turned(key, cos, sin)
         context = self._core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
-        hidden_SBH = hidden_SBH + F.linear(context, proj.weight, proj.bias)
-        inner = F.linear(mlp_norm(hidden_SBH), fc1.weight, fc1.bias)
+        hidden_SBH = hidden_SBH + linear(context, proj.weight, proj.bias)
+        inner = linear(mlp_norm(hidden_SBH), fc1.weight, fc1.bias)
         if self._gated:
             gate, inner = inner.chunk(2, dim=-1)
             inner = self._activation(gate) * inner
         else:
             inner = self._activation(inner)
-        return hidden_SBH + F.linear(inner, fc2.weight, fc2.bias)
+        return hidden_SBH + linear(inner, fc2.weight, fc2.bias)
 
     def _heads_of(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [S, B, N, D], keys and values [S, B, G, D], which stand beside each other by key head."""

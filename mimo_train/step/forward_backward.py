@@ -28,9 +28,9 @@ class ForwardBackward:
     def __call__(self, data: StepIterator, num_microbatches: int) -> None:
         """Run the next `num_microbatches`; gradients are summed over ranks and divided by tokens afterwards, and the
         losses are those of these microbatches alone. Collective."""
+        self._optimizer.zero_grad()
         for chunk in self._pipeline.model:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
         self._losses.begin()
         with self._pipeline.stopwatch("forward_backward"):
             self._pipeline.run(self._forward_step, data, num_microbatches=num_microbatches)

@@ -15,6 +15,7 @@ UNUSED = (
     "scipy",
     "sklearn",
     "transformers",
+    "torchvision",
     "torchaudio",
     "peft",
     "IPython",

@@ -50,6 +50,11 @@ REASONS = [
         "if hidden_states is not None: combined = hidden_states",
     ),
     (
+        "model/own_gradients.py",
+        "distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
+        "param.main_grad.add_(param.grad.data) param.grad = None",
+    ),
+    (
         "model/attention.py",
         "transformer.dot_product_attention:DotProductAttention.forward",
         "matmul_result = torch.baddbmm(",

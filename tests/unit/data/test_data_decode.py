@@ -8,13 +8,12 @@ import soundfile
 import torch
 from PIL import Image, ImageOps
 from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
 from data.errors import DecodeError, ReadError, ShardError
-from data.media.decode import _fitted, decode_audio, decode_picture, decode_resized
+from data.media import vision
+from data.media.decode import decode_audio, decode_picture, decode_resized
 from data.media.headers import parse_audio_header, parse_header_bytes
-from data.media.resize import Resize
 from data.storage.local import ShardReader
 from data.storage.version import ShardVersion
 from tests.unit.data.helpers import encode_picture
@@ -49,22 +48,6 @@ def test_other_colour_modes_become_rgb(mode):
     assert abs(decoded.float().mean() - 200) < (60 if mode == "1" else 4)
 
 
-@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
-def test_a_resize_is_that_of_torchvision_to_the_bit(mode):
-    rng = np.random.default_rng(0)
-    for number in range(100):
-        (height, width, *size), kind = rng.integers(1, 90, 4).tolist(), ("JPEG", "PNG")[number % 2]
-        raw = encode_picture(height, width, kind, seed=number)
-        picture = decode_picture(raw)
-        if number % 3 == 1:
-            picture = picture.transpose(1, 2).flip([1])  # upright, of one that lies
-        elif number % 3 == 2:
-            picture = picture[:1].expand(3, -1, -1)  # grey
-        theirs = transforms.resize(picture, size, InterpolationMode(mode), antialias=True)
-        ours = _fitted(picture, *size, Resize(interpolation=mode))
-        assert ours.dtype == torch.uint8 and torch.equal(ours, theirs) and ours.is_contiguous(), (height, width, size)
-
-
 def test_resize_is_bicubic_with_antialiasing():
     raw = encode_picture(90, 60, "PNG", seed=3)
     ours = decode_resized(raw, 30, 40)
@@ -72,6 +55,30 @@ def test_resize_is_bicubic_with_antialiasing():
     assert tuple(ours.shape) == (3, 30, 40) and ours.is_contiguous()
     assert np.abs(ours.permute(1, 2, 0).numpy().astype(int) - pillow).max() <= 3
     assert torch.equal(decode_resized(raw, 90, 60), decode_picture(raw))
+
+
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_pictures_are_decoded_and_resized_as_by_torchvision(interpolation, capability, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for kind, size in (("JPEG", (90, 61)), ("PNG", (7, 33)), ("PNG", (1, 1))):
+        raw = torch.frombuffer(bytearray(encode_picture(*size, kind, seed=3)), dtype=torch.uint8)
+        picture = vision.decode_image(raw)
+        assert torch.equal(picture, decode_image(raw, mode=ImageReadMode.RGB))
+        for given in (picture, picture.contiguous()):
+            for height, width in ((30, 40), (120, 60), (size[0], 50)):
+                theirs = transforms.resize(given, [height, width], transforms.InterpolationMode(interpolation))
+                ours = vision.resize(given, height, width, interpolation)
+                assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_sixteen_bits_become_eight_as_by_torchvision():
+    shades = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    buffer = io.BytesIO()
+    Image.fromarray(shades).save(buffer, "PNG")
+    raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    theirs = transforms.to_dtype(vision.decode_image(raw), torch.uint8, scale=True)
+    assert torch.equal(decode_picture(buffer.getvalue()), theirs)
 
 
 def test_broken_pictures_are_decode_errors():

@@ -237,3 +237,12 @@ def test_reads_are_announced_before_they_begin(dataset, monkeypatch):
     with StepLoader(there, Batching(4, 2), [Reader("language", 0, 1)], workers=2, limit=1) as steps:
         assert len([*steps]) == 1
     assert announced == [(told(), number, (), True) for number in range(4)]
+
+
+def test_the_outline_of_a_sample_is_made_once_for_all_readers_of_its_step(dataset, monkeypatch):
+    data, made = dataset(shuffle=True), []
+    original = data.outline_at
+    monkeypatch.setattr(data, "outline_at", lambda *given: made.append(given[2]) or original(*given))
+    assert data.reader.ahead.pays, "what is read is announced first"
+    steps(data, limit=2, workers=1)
+    assert sorted(made) == list(range(16))

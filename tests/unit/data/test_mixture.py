@@ -223,3 +223,15 @@ def test_a_fingerprint_stays_what_it_was():
     shards = [("a.tar", 10240, "0f", 3), ('b "2".tar', 20480, "1e", 7)]
     assert fingerprint_of(shards, [2], 0.0) == "c38a54d77c457d1a39830397a244d852"
     assert fingerprint_of(shards, [1, 2], 0.1) == "69909f9bc7780073e8f9cb4d715ede2e"
+
+
+def test_outlines_follow_other_weights(two):
+    data = two(weights=(1, 1), max_bad_samples=9)
+
+    def keys() -> list[str]:
+        return [str(data.outline(number).key) for number in range(8)]
+
+    assert {key[0] for key in keys()} == {"a", "b"}
+    data.set_phases([(0, (0, 1))])
+    assert {key[0] for key in keys()} == {"b"}
+    assert keys() == [data.locate(number)[1] for number in range(8)]
