@@ -209,6 +209,18 @@ def test_the_command_says_what_a_rank_does(prose, tmp_path):
         assert words in said, words
 
 
+def test_fp8_wants_the_layers_that_have_it():
+    from mimo_train.config.compose import load
+    from mimo_train.dry_run.one_rank import refused
+
+    cfg = load("gpt_tiny", [HALF, "modules.language.fp8=tensorwise"])
+    (fault,) = refused(cfg)
+    assert str(fault) == (
+        "train.fp8: layers of language have fp8, which Transformer Engine's do: add --transformer-engine"
+    )
+    assert not list(refused(cfg, engine=True))
+
+
 def test_the_steps_are_those_at_the_end_of_a_run(tmp_path):
     from mimo_train.config.compose import load
     from mimo_train.dry_run.one_rank import prepared
