@@ -61,6 +61,18 @@ def supported() -> tuple[bool, str]:
     return True, ""
 
 
+class _InItsPlace(torch.autograd.Function):
+    """The value of one tensor, and the gradient to another of the same shape."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
 class Fp8Weight:
     """The copy of a layer's weight in fp8."""
 
@@ -80,5 +92,4 @@ class Fp8Weight:
         assert not wrong, f"fp8: {rows} rows, weight {tuple(weight.shape)}"
         if self.copy is None or is_first_microbatch is not False:
             self.copy, self.made = weight.detach().clone(), self.made + 1
-        # The value of the copy, and the gradient to the weight.
-        return weight + (self.copy - weight).detach() if weight.requires_grad else self.copy
+        return _InItsPlace.apply(weight, self.copy)

@@ -63,7 +63,8 @@ def compile_layers(chunks: Iterable[torch.nn.Module], cfg: ConfigContainer, name
         return
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST
     compiler = _Compiler(f"modules.{name}", eager=kind == "cpu")
-    for layer in (part for chunk in chunks for part in chunk.modules() if hasattr(part, "_dense")):
+    layers: list[Any] = [part for chunk in chunks for part in chunk.modules() if hasattr(part, "_dense")]
+    for layer in layers:
         if layer._dense is None:
             raise UserError(
                 f"modules.{name}.compile: is layers, and its layers are not torch's in plain calls (they have "

@@ -75,7 +75,7 @@ def renew_copies(chunks: Iterable[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "is_first_microbatch"):
-                module.is_first_microbatch = True
+                module.is_first_microbatch = True  # type: ignore[assignment]
 
 
 def _of_whole_units(forward: Callable, unit: int, gathers: bool) -> Callable:
