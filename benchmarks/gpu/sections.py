@@ -117,9 +117,9 @@ class Sections:
         found = self._job(work.fp8_matmul, device=sizes.device, size=sizes.matmul, repeats=sizes.repeats)
         what = f"fp8 {sizes.matmul} x {sizes.matmul} x {sizes.matmul}"
         yield Row(line(what, found, lambda value: _fp8_text(value, self.ceiling)), found.value)
-        # Of the largest model that (c) has measured, up to the second: fp8 is for 3 billion parameters and up.
+        # The largest that (c) has measured, up to the second: fp8 is for 3 billion parameters and up.
         known = [model for model in sizes.models[:2] if (model.name, sizes.filled.name) in self._steps]
-        model = (known or sizes.models)[-1]
+        model = (known or sizes.models[:2])[-1]
         if self._te:
             row = self._step(model, sizes.filled, ("train.fp8=tensorwise",))
             yield self._against(self._steps.get((model.name, sizes.filled.name)), "steps in fp8 against bf16", row)
