@@ -125,10 +125,14 @@ class Sections:
             yield self._against(self._steps.get((model.name, sizes.filled.name)), "steps in fp8 against bf16", row)
         else:
             yield Row(line("steps in fp8", Outcome("skipped", text="fp8 needs CUDA and Transformer Engine")))
-        plain = self._step(sizes.models[0], sizes.filled, te=False)
-        compiled = self._step(sizes.models[0], sizes.filled, ("train.compile=layers",), te=False)
-        yield plain
-        yield self._against(plain.values, "torch's layers, compiled against not", compiled)
+        model = sizes.models[0]
+        plain = None if self._te else self._steps.get((model.name, sizes.filled.name))
+        if plain is None:
+            row = self._step(model, sizes.filled, te=False)
+            plain = row.values
+            yield row
+        compiled = self._step(model, sizes.filled, ("train.compile=layers",), te=False)
+        yield self._against(plain, "torch's layers, compiled against not", compiled)
 
     def variants(self) -> Iterator[Row]:
         """(f)"""
