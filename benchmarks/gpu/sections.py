@@ -14,7 +14,9 @@ from benchmarks.gpu_check import work as machine_work
 from benchmarks.gpu_check.checks import Line, line
 from benchmarks.gpu_check.jobs import Jobs, Outcome
 
-FORMULA = "MFU = model FLOPs of a step / (seconds of the step x devices x peak FLOP/s in bf16)"
+FORMULA = (
+    "MFU = model FLOPs of a step / (seconds of the step x devices x peak FLOP/s in bf16, or fp8 where layers have it)"
+)
 CONFIG = "vlm_digits"
 ROOM = 0.92
 """Share of the device's memory that an estimate may take."""
@@ -109,13 +111,28 @@ class Sections:
                     break
             yield row
 
-    def fp8(self) -> Iterator[Row]:
+    def fp8_and_compiled(self) -> Iterator[Row]:
         """(e)"""
         sizes = self.sizes
         found = self._job(work.fp8_matmul, device=sizes.device, size=sizes.matmul, repeats=sizes.repeats)
         what = f"fp8 {sizes.matmul} x {sizes.matmul} x {sizes.matmul}"
         yield Row(line(what, found, lambda value: _fp8_text(value, self.ceiling)), found.value)
-        yield Row(line("steps in fp8", Outcome("skipped", text="train.precision has fp32, bf16 and fp16, no fp8")))
+        # The largest that (c) has measured, up to the second: fp8 is for 3 billion parameters and up.
+        known = [model for model in sizes.models[:2] if (model.name, sizes.filled.name) in self._steps]
+        model = (known or sizes.models[:2])[-1]
+        if self._te:
+            row = self._step(model, sizes.filled, ("train.fp8=tensorwise",))
+            yield self._against(self._steps.get((model.name, sizes.filled.name)), "steps in fp8 against bf16", row)
+        else:
+            yield Row(line("steps in fp8", Outcome("skipped", text="fp8 needs CUDA and Transformer Engine")))
+        model = sizes.models[0]
+        plain = None if self._te else self._steps.get((model.name, sizes.filled.name))
+        if plain is None:
+            row = self._step(model, sizes.filled, te=False)
+            plain = row.values
+            yield row
+        compiled = self._step(model, sizes.filled, ("train.compile=layers",), te=False)
+        yield self._against(plain, "torch's layers, compiled against not", compiled)
 
     def variants(self) -> Iterator[Row]:
         """(f)"""
@@ -206,9 +223,14 @@ class Sections:
         text = f"needs {min(found.value) / 2**30:.1f} GiB, of {room:.0%} of the device's {memory:.0f}"
         return Outcome("skipped", text=text)
 
-    def _step(self, model: Model, shape: Shape, changes: tuple[str, ...] = ()) -> Row:
-        """Steps of the largest candidate that fits, the next one where the device disagrees."""
-        what = f"{model.name}, {shape.name}"
+    def _step(self, model: Model, shape: Shape, changes: tuple[str, ...] = (), *, te: bool | None = None) -> Row:
+        """Steps of the largest candidate that fits, the next one where the device disagrees.
+
+        Args:
+            te: layers of Transformer Engine, or of torch; None: as the machine has them.
+        """
+        te = self._te if te is None else te
+        what = f"{model.name}, {shape.name}{', torch layers' if self._te and not te else ''}"
         fits = self._fitting(model, shape, changes)
         if fits.state != "ok":
             return Row(line(what, fits))
@@ -216,7 +238,8 @@ class Sections:
             found = self._job(
                 work.steps,
                 **self._options(model, shape, candidate),
-                te=self._te,
+                te=te,
+                compiler=self.sizes.compilers[-1],
                 varied=shape.varied,
                 warm_up=self.sizes.warm_up,
                 timed=self.sizes.timed,
@@ -299,12 +322,12 @@ class Section:
 SECTIONS = {
     "a": Section("ceiling of the device", 25, Sections.ceiling_rows),
     "b": Section("tests/gpu", 50, Sections.tests),
-    "c": Section("steps of three models in bf16", 195, Sections.models),
-    "d": Section("against transformers", 120, Sections.versus),
-    "e": Section("fp8 against bf16, of a matrix product", 25, Sections.fp8),
-    "f": Section("frozen encoder, LoRA, packed against padded", 75, Sections.variants),
+    "c": Section("steps of three models in bf16", 180, Sections.models),
+    "d": Section("against transformers", 105, Sections.versus),
+    "e": Section("fp8 against bf16; compiled layers", 75, Sections.fp8_and_compiled),
+    "f": Section("frozen encoder, LoRA, packed against padded", 70, Sections.variants),
     "g": Section("heaviest kernels, and time without one", 5, Sections.kernels),
-    "h": Section("what a checkpoint stops", 50, Sections.saves),
+    "h": Section("what a checkpoint stops", 45, Sections.saves),
     "i": Section("the data path", 30, Sections.reading),
 }
 """Every section by its letter, in their order."""

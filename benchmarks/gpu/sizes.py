@@ -51,7 +51,7 @@ class Sizes:
     saved: tuple[str, ...]
     """What makes the first model small enough to be written to disk in time."""
     compilers: tuple[str, ...]
-    """Backends of torch.compile of the reference; the empty one is without."""
+    """Backends of torch.compile of the reference, the empty one is without; the last one is that of our layers, too."""
     warm_up: int
     timed: int
     rounds: int

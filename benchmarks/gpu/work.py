@@ -48,10 +48,14 @@ def estimates(*, config: str, candidates: list[list[str]], of_device: str) -> li
     return [runs.estimated(config, ["data.shards=unread", *overrides], of_device) for overrides in candidates]
 
 
-def steps(*, device: str, **options: Any) -> dict[str, Any]:
-    """`runs.large`, with weights that the device draws: speed asks for random numbers, not for the run's own."""
+def steps(*, device: str, compiler: str, **options: Any) -> dict[str, Any]:
+    """`runs.large`, with weights that the device draws: speed asks for random numbers, not for the run's own.
+
+    Args:
+        compiler: backend of torch.compile, where layers are compiled.
+    """
     require(*runs.NEEDED)
-    with quick_weights(device):
+    with quick_weights(device), patch("mimo_train.model.compiled.BACKEND", compiler):
         return runs.large(device=device, **options)
 
 

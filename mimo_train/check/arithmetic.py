@@ -10,6 +10,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan import memory
+from mimo_train.plan.fp8 import described
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.memory import GIB, Memory, StageMemory
 from mimo_train.plan.padding import pack_length
@@ -63,6 +64,8 @@ def add_memory(report: Report, run: Run, vocab: int | None, media_per_sample: di
         f"an estimate, without workspaces, buffers of NCCL and the CUDA context; {cfg.train.precision}, "
         f"recompute {', '.join([cfg.train.recompute, *own])}"
     ]
+    if in_fp8 := described(cfg):
+        notes.append(f"{in_fp8}; activations as in {cfg.train.precision}")
     for name in cfg.encoders:
         known, medium = name in media_per_sample, cfg.modules[name].encoder.medium
         count = f"{media_per_sample[name]:.2f} {medium}s" if known else f"1 {medium} (no sample was read)"

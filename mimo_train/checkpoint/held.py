@@ -75,7 +75,7 @@ def held_of(module: str, chunk: MegatronModule) -> Iterator[Held]:
 
 
 def _require_empty(module: str, place: ShardedObject) -> None:
-    """Transformer Engine's `_extra_state` is empty for layers without fp8, and else a pickle inside of a tensor."""
+    """Transformer Engine's `_extra_state` is empty, but for delayed scaling a pickle in a tensor (2.20)."""
     data = place.data
     if isinstance(data, io.BytesIO):
         size = data.getbuffer().nbytes
@@ -86,7 +86,8 @@ def _require_empty(module: str, place: ShardedObject) -> None:
     if size:
         raise UserError(
             f"modules.{module}: {place.key} has a state of its own ({type(data).__name__}), which only a pickle can "
-            "hold: checkpoints hold tensors, so that such a layer (fp8 of Transformer Engine) cannot be saved or loaded"
+            "hold: checkpoints hold tensors, so that such a layer (fp8 of Transformer Engine before 2.20, or "
+            "with delayed scaling) cannot be saved or loaded"
         )
 
 

@@ -302,6 +302,14 @@ class ConfigContainer:
         """What the module `name` computes again in backward: none, selective or full."""
         return self.modules[name].recompute or self.train.recompute
 
+    def fp8_of(self, name: str) -> str:
+        """How products of the layers of module `name` are in fp8: none, tensorwise, blockwise or mxfp8."""
+        return self.modules[name].fp8 or self.train.fp8
+
+    def compile_of(self, name: str) -> str:
+        """What of module `name` is compiled: none or layers."""
+        return self.modules[name].compile or self.train.compile
+
     def faults(self) -> Iterator[Fault]:
         """What is wrong with values of keys, alone and between sections. Sizes of models, layouts, placement and batch
         are looked at in `mimo_train.plan`."""

@@ -31,7 +31,7 @@ class LogConfig:
     docs/metrics.md#where-the-time-goes."""
     peak_tflops: float = key(0.0, at_least=0)
     """Dense peak of one device in TFLOP/s, for the model FLOPs utilisation; 0: that of the device in
-    `train.precision` if it is known. See docs/metrics.md#flops."""
+    `train.precision`, in fp8 for modules with `fp8`, if it is known. See docs/metrics.md#flops."""
     params_norm: bool = False
     """L2 norm of all parameters; one more message at a logging step."""
     grad_norms: bool = False

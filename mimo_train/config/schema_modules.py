@@ -9,7 +9,7 @@ from mimo_train.config.fault import Fault
 from mimo_train.config.keys import key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH, LlmSpec
 from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
-from mimo_train.config.schema_train import DECAYS, MOST_DECAY, MOST_RATE, RECOMPUTE, OptimConfig
+from mimo_train.config.schema_train import COMPILE, DECAYS, FP8, MOST_DECAY, MOST_RATE, RECOMPUTE, OptimConfig
 
 MOST_RANKS = 2**20
 """Ranks of a run, a million; more is a slip of the pen."""
@@ -201,6 +201,10 @@ class ModuleConfig:
     optim: ModuleOptimConfig = field(default_factory=ModuleOptimConfig)
     """What this module does differently from `optim`; a value that is not set is the run's. See
     docs/configuration.md#modules-of-their-own."""
+    fp8: str = key("", choices=("", *FP8))
+    """`none`, `tensorwise`, `blockwise` or `mxfp8`: products of this module's layers in fp8; empty: as `train.fp8`."""
+    compile: str = key("", choices=("", *COMPILE))
+    """`none` or `layers`: this module's layers compiled by `torch.compile`; empty: as `train.compile`."""
     recompute: str = key("", choices=("", *RECOMPUTE))
     """`none`, `selective` or `full`: activations of this module computed again in backward; empty: as
     `train.recompute`."""

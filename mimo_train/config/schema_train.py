@@ -10,6 +10,12 @@ from mimo_train.config.keys import key, value_faults
 RECOMPUTE = ("none", "selective", "full")
 """Values of `train.recompute`."""
 
+FP8 = ("none", "tensorwise", "blockwise", "mxfp8")
+"""Values of `train.fp8`."""
+
+COMPILE = ("none", "layers")
+"""Values of `train.compile`."""
+
 DECAYS = ("cosine", "linear", "constant")
 """Values of `optim.decay`."""
 
@@ -40,6 +46,17 @@ class TrainConfig:
     precision: str = key("fp32", choices=("fp32", "bf16", "fp16"))
     """`fp32`, `bf16` or `fp16`, of weights and activations; master weights and gradients stay fp32, and fp16 scales the
     loss."""
+    fp8: str = key("none", choices=FP8)
+    """Products of matrices of the transformer layers in fp8, by Transformer Engine on CUDA: `none`, `tensorwise` (one
+    scale a tensor), `blockwise` (one for 128 numbers, of weights for 128 x 128) or `mxfp8` (one for 32). Needs
+    `precision` bf16. `modules.NAME.fp8` sets it for one module. See docs/fp8.md."""
+    num_layers_at_start_in_bf16: int = key(0, at_least=0)
+    """First layers that stay in bf16, in each module that has fp8. At most the layers of a pipeline stage."""
+    num_layers_at_end_in_bf16: int = key(0, at_least=0)
+    """Last layers that stay in bf16, likewise."""
+    compile: str = key("none", choices=COMPILE)
+    """`none` or `layers`: what is in front of core attention and what is behind it in each of torch's transformer
+    layers, compiled by `torch.compile`. `modules.NAME.compile` sets it for one module. See docs/compile.md."""
     recompute: str = key("none", choices=RECOMPUTE)
     """`none`, `selective` (core attention) or `full` (every layer): activations computed again in backward.
     `modules.NAME.recompute` sets it for one module."""

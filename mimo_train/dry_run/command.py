@@ -37,7 +37,7 @@ def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = Fa
         fake_engine.install()
     from mimo_train.dry_run import one_rank
 
-    faults = list(one_rank.refused(cfg))
+    faults = list(one_rank.refused(cfg, engine=engine))
     if faults:
         sys.stderr.write("".join(f"fault: {fault} (--dry-run)\n" for fault in faults))
         return 1

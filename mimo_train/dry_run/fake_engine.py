@@ -23,6 +23,7 @@ def install() -> None:
     """
     assert "megatron.core" not in sys.modules, "Megatron-Core has been imported"
     from mimo_train.dry_run import fake_engine_layers as layers
+    from mimo_train.dry_run import fake_fp8
 
     def package(name: str, **members: Any) -> types.ModuleType:
         module = types.ModuleType(name)
@@ -32,21 +33,35 @@ def install() -> None:
         sys.modules[name] = module
         return module
 
-    recipe = package("transformer_engine.common.recipe", DelayedScaling=layers.NotHere)
+    recipes = ("Format", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
+    recipe = package(
+        "transformer_engine.common.recipe",
+        DelayedScaling=layers.NotHere,
+        **{name: getattr(fake_fp8, name) for name in recipes},
+    )
     common = package("transformer_engine.common", recipe=recipe)
-    fp8 = package("transformer_engine.pytorch.fp8", **dict.fromkeys(
-        ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"), layers.NotHere))  # fmt: skip
+    fp8 = package(
+        "transformer_engine.pytorch.fp8",
+        FP8GlobalStateManager=layers.NotHere,
+        fp8_autocast=fake_fp8.fp8_autocast,
+        fp8_model_init=layers.NotHere,
+        **dict.fromkeys(
+            ("check_fp8_support", "check_fp8_block_scaling_support", "check_mxfp8_support"), fake_fp8.supported
+        ),
+    )
     package("transformer_engine.pytorch.tensor", QuantizedTensor=layers.NotHere)
     package("transformer_engine.pytorch.float8_tensor", Float8Tensor=layers.NotHere)
     distributed = package(
         "transformer_engine.pytorch.distributed",
         CudaRNGStatesTracker=layers.NotHere,
         activation_recompute_forward=layers.NotHere,
+        checkpoint=layers.checkpoint,
     )
     names = ("Linear", "LayerNormLinear", "LayerNorm", "RMSNorm", "DotProductAttention", "GroupedLinear")
     pytorch = package(
         "transformer_engine.pytorch",
         fp8=fp8,
+        fp8_autocast=fake_fp8.fp8_autocast,
         distributed=distributed,
         **{name: getattr(layers, name) for name in names},
     )

@@ -3,11 +3,16 @@
 Shape suffixes: S sequence, B batch, N heads, D head dimension; T positions of a packed row.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn import Parameter
+from torch.nn.init import ones_, zeros_
+from torch.utils import checkpoint as recompute
+
+from mimo_train.dry_run.fake_fp8 import Fp8Weight
 
 OVERLAP = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad", "ub_name")
 """Keywords of linear layers that overlap messages with products."""
@@ -17,11 +22,23 @@ class NotHere:
     """A part of Transformer Engine that a dry run does not have."""
 
     def __init__(self, *_: Any, **__: Any):
-        raise NotImplementedError("a dry run has no fp8 and no states of generators of Transformer Engine")
+        raise NotImplementedError("a dry run has no delayed scaling and no generators of Transformer Engine")
+
+
+def checkpoint(
+    function: Callable,
+    *arguments: Any,
+    distribute_saved_activations: bool,
+    get_rng_state_tracker: Any,
+    tp_group: Any,
+) -> Any:
+    """`te.pytorch.distributed.checkpoint`, without states of generators."""
+    assert not distribute_saved_activations, "nobody asks for it"
+    return recompute.checkpoint(function, *arguments, use_reentrant=True, preserve_rng_state=False)
 
 
 class _Base(torch.nn.Module):
-    """What layers have in common; without fp8."""
+    """What layers have in common."""
 
     fp8 = fp8_calibration = False
 
@@ -34,7 +51,7 @@ class _Base(torch.nn.Module):
         self.tp_group = tp_group
 
     def get_extra_state(self) -> torch.Tensor:
-        """Empty without fp8."""
+        """Empty, as of all recipes but delayed scaling."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
@@ -62,8 +79,8 @@ class _Norm(_Base):
     ):
         super().__init__()
         self.eps, self.hidden_size = eps, normalized_shape
-        self.weight = _parameter((normalized_shape,), params_dtype, device)
-        self.bias = _parameter((normalized_shape,), params_dtype, device) if has_bias else None
+        self.weight = _parameter((normalized_shape,), params_dtype, device, ones_)
+        self.bias = _parameter((normalized_shape,), params_dtype, device, zeros_) if has_bias else None
         for parameter in self.parameters():
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
@@ -119,7 +136,8 @@ class Linear(_Base):
         columns = in_features // tp_size if parallel_mode == "row" else in_features
         self.in_features, self.out_features = columns, rows
         self.weight = _parameter((rows, columns), params_dtype, device, init_method)
-        self.bias = _parameter((rows,), params_dtype, device) if bias else None
+        self.bias = _parameter((rows,), params_dtype, device, zeros_) if bias else None
+        self.fp8_weight, self.save_original_input = Fp8Weight(), False
         if parallel_mode == "row" and self.bias is not None:
             self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
@@ -128,16 +146,17 @@ class Linear(_Base):
         from megatron.core.tensor_parallel import mappings
 
         group, own = self.tp_group, None if self.return_bias else self.bias
+        weight = self.fp8_weight.of(self.weight, inputs, is_first_microbatch)
         if self.tp_size == 1 or self.parallel_mode is None:
-            output = F.linear(inputs, self.weight, own)
+            output = F.linear(inputs, weight, own)
         elif self.parallel_mode == "column":
             if self.sequence_parallel:
                 inputs = mappings.gather_from_sequence_parallel_region(inputs, group=group)
             else:
                 inputs = mappings.copy_to_tensor_model_parallel_region(inputs, group=group)
-            output = F.linear(inputs, self.weight, own)
+            output = F.linear(inputs, weight, own)
         else:
-            output = F.linear(inputs, self.weight)
+            output = F.linear(inputs, weight)
             if self.sequence_parallel:
                 output = mappings.reduce_scatter_to_sequence_parallel_region(output, group=group)
             else:
@@ -164,8 +183,8 @@ class LayerNormLinear(Linear):
         assert not return_layernorm_output, "nobody asks for it"
         self.eps, self.width = eps, in_features
         sizes = (in_features,), options.get("params_dtype"), options.get("device", "cuda")
-        self.layer_norm_weight = _parameter(*sizes)
-        self.layer_norm_bias = _parameter(*sizes) if normalization == "LayerNorm" else None
+        self.layer_norm_weight = _parameter(*sizes, ones_)
+        self.layer_norm_bias = _parameter(*sizes, zeros_) if normalization == "LayerNorm" else None
         for parameter in filter(None.__ne__, (self.layer_norm_weight, self.layer_norm_bias)):
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[union-attr]
 
@@ -209,7 +228,7 @@ class GroupedLinear(_Base):
         columns = in_features // tp_size if parallel_mode == "row" else in_features
         for expert in range(num_gemms):
             setattr(self, f"weight{expert}", _parameter((rows, columns), params_dtype, device, init_method))
-            setattr(self, f"bias{expert}", _parameter((rows,), params_dtype, device) if bias else None)
+            setattr(self, f"bias{expert}", _parameter((rows,), params_dtype, device, zeros_) if bias else None)
 
     def forward(self, inputs: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
         """[rows, out features] of [rows, in features], `m_splits` of each expert."""

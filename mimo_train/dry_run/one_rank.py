@@ -35,14 +35,21 @@ from mimo_train.dry_run.kinds import Kind
 from mimo_train.dry_run.memory import GRADIENTS, OPTIMIZER, WEIGHTS
 from mimo_train.dry_run.report import Found
 from mimo_train.plan.batch import Batch
+from mimo_train.plan.fp8 import has_fp8
 from mimo_train.plan.run import Run
 
 STEPS = 2
 """The first makes the optimizer's states; the second is like all that follow."""
 
 
-def refused(cfg: ConfigContainer) -> Iterator[Fault]:
-    """What of a config a dry run cannot do."""
+def refused(cfg: ConfigContainer, *, engine: bool = False) -> Iterator[Fault]:
+    """What of a config a dry run cannot do.
+
+    Args:
+        engine: whether layers are Transformer Engine's.
+    """
+    if (names := ", ".join(has_fp8(cfg))) and not engine:
+        yield Fault("train.fp8", f"layers of {names} have fp8, which Transformer Engine's do: add --transformer-engine")
     if cfg.placement.bridge == "megatron":
         yield Fault("placement.bridge", "megatron exchanges shapes, which no other rank sends in a dry run: use native")
 
@@ -59,7 +66,9 @@ def prepared(run: Run, folder: Path) -> Run:
     cfg.run.dir, cfg.run.device = str(folder), device_kind(cfg)
     cfg.train.iters, cfg.train.epochs, cfg.data.workers = STEPS, 0, 0
     cfg.train.rampup_batch_size = []
+    cfg.train.compile = "none"  # no compiler takes tensors of a device that is not there
     for module in cfg.modules.values():
+        module.compile = ""
         later = {name: step for name, step in module.freeze_until.items() if step}
         # What is released at all is so behind a first step without it; else it stays as it is.
         module.freeze_until = {name: 1 if step < iters or not iters else step for name, step in later.items()}

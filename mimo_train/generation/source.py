@@ -97,7 +97,17 @@ def on_one_process(cfg: ConfigContainer) -> ConfigContainer:
         cfg,
         modules={name: _untrained(module) for name, module in cfg.modules.items()},
         placement=PlacementConfig(mode="shared"),
-        train=replace(cfg.train, global_batch_size=1, micro_batch_size=1, rampup_batch_size=[]),
+        train=replace(
+            cfg.train,
+            global_batch_size=1,
+            micro_batch_size=1,
+            rampup_batch_size=[],
+            # One token at a time is no product for fp8, and few devices have it.
+            fp8="none",
+            num_layers_at_start_in_bf16=0,
+            num_layers_at_end_in_bf16=0,
+            compile="none",
+        ),
         run=replace(cfg.run, device="auto", inprocess_restarts=0),
         log=LogConfig(),
         profiling=ProfilingConfig(),
@@ -113,6 +123,8 @@ def _untrained(module: ModuleConfig) -> ModuleConfig:
         layout=LayoutConfig(),
         freeze=freeze,
         freeze_until={},
+        fp8="",
+        compile="",
         feature_cache=FeatureCacheConfig(),
         prefetch_microbatches=0,
     )

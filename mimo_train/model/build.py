@@ -21,7 +21,9 @@ from encoders.spec import encoders_in, joined_width
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, PARTS
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.model.compiled import compile_layers, require_compiler
 from mimo_train.model.encoder_module import EncoderModule
+from mimo_train.model.fp8 import require_fp8
 from mimo_train.model.freeze import freeze, let_recomputed_layers_learn
 from mimo_train.model.heads import ModelHook
 from mimo_train.model.initial_weights import own_parts
@@ -68,7 +70,12 @@ def build_model(
     Returns:
         The model chunks of this rank: one `MimoModel` (attributes `language_model` and `modality_submodules`), or
         wrapped GPT models.
+
+    Raises:
+        UserError: layers are to have fp8 or to be compiled, and that is not possible here.
     """
+    require_fp8(cfg, te)
+    require_compiler(cfg, device.type)
     language_specs = _language_specs(cfg, layout, groups, vocab_size, te, (LANGUAGE, "llm") not in undrawn)
     with warnings.catch_warnings(), own_parts():
         warnings.filterwarnings("ignore", message=".*experimental and still under active development.*")
@@ -77,6 +84,7 @@ def build_model(
             _prepare_for_training(chunks, cfg, LANGUAGE)
             chunks = pre_wrap_hook(chunks) if pre_wrap_hook else chunks
             freeze(chunks, cfg.language.freeze, f"modules.{LANGUAGE}.freeze", groups.collections[LANGUAGE].pp)
+            compile_layers(chunks, cfg, LANGUAGE, device.type)
             return [_wrap(chunk, groups, LANGUAGE, cfg) for chunk in chunks]
         (language_spec,) = language_specs
         kind = PlacedMimoModel if cfg.placement.bridge == "native" else MegatronMimoModel
@@ -100,6 +108,7 @@ def build_model(
     for name, (module,) in modules_of([model]).items():
         _tell_tensor_parallel_group(module, groups.collections[name].tp)
         freeze([module], cfg.modules[name].freeze, f"modules.{name}.freeze", groups.collections[name].pp)
+        compile_layers([module], cfg, name, device.type)
         wrapped = _wrap(module, groups, name, cfg)
         if name == LANGUAGE:
             model.language_model = wrapped

@@ -8,6 +8,7 @@ Megatron-Core's.
 Shape suffixes: S sequence, B batch, H hidden size, G key heads, N query heads, D head dimension.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,15 +97,33 @@ class DenseLayer:
         packed_seq_params: Any,
     ) -> torch.Tensor:
         """The layer's output [S, B, H]. Arguments are those of Megatron-Core's layer."""
-        qkv, proj, fc1, fc2 = self._linears
-        input_norm, mlp_norm = self._norms
-        query, key, value = self._heads_of(linear(input_norm(hidden_SBH), qkv.weight, qkv.bias))
-        if rotary_pos_emb is not None:
-            cos, sin = self._turns(rotary_pos_emb, query.dtype)
-            query, key = _turned(query, cos, sin), _turned(key, cos, sin)
+        turns = () if rotary_pos_emb is None else self._turns(rotary_pos_emb, hidden_SBH.dtype)
+        query, key, value = self._before(hidden_SBH, *turns)
         context = self._core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        return self._behind(hidden_SBH, context)
+
+    def compile(self, compiled: Callable[[Callable], Callable]) -> None:
+        """Let what is in front of core attention and what is behind it be compiled, each to one piece: neither asks
+        where documents end or what masks there are.
+
+        Args:
+            compiled: makes of such a function, of tensors, a compiled one.
+        """
+        self._before, self._behind = compiled(self._before), compiled(self._behind)  # type: ignore[method-assign]
+
+    def _before(self, hidden_SBH: torch.Tensor, *turns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values; `turns` are cosines and sines, where there are any."""
+        qkv, norm = self._linears[0], self._norms[0]
+        query, key, value = self._heads_of(linear(norm(hidden_SBH), qkv.weight, qkv.bias))
+        if turns:
+            query, key = _turned(query, *turns), _turned(key, *turns)
+        return query, key, value
+
+    def _behind(self, hidden_SBH: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """The layer's output, from its input and what core attention gives."""
+        _, proj, fc1, fc2 = self._linears
         hidden_SBH = hidden_SBH + linear(context, proj.weight, proj.bias)
-        inner = linear(mlp_norm(hidden_SBH), fc1.weight, fc1.bias)
+        inner = linear(self._norms[1](hidden_SBH), fc1.weight, fc1.bias)
         if self._gated:
             gate, inner = inner.chunk(2, dim=-1)
             inner = self._activation(gate) * inner

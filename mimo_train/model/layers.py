@@ -35,6 +35,7 @@ from mimo_train.config.fault import UserError
 from mimo_train.model.attention import SdpaAttention
 from mimo_train.model.dense_layer import DenseLayer
 from mimo_train.model.documents import attention_inside_documents
+from mimo_train.model.fp8 import prepare_layer
 from mimo_train.model.layer_scale import ScaledAdd
 from mimo_train.model.llm.norms import ZeroCenteredRMSNorm
 from mimo_train.model.lora import add_adapters, linear_classes
@@ -59,6 +60,7 @@ class SeededTransformerLayer(TransformerLayer):
         torch.manual_seed(seed)
         super().__init__(config, submodules, layer_number=layer_number, **kwargs)
         add_adapters(self, f"{config.layers_name}.{self.layer_number - 1}", config, seed)
+        prepare_layer(self)
         self._dense = DenseLayer.of(self)
 
     def forward(

@@ -44,8 +44,9 @@ class OwnGradients(DistributedDataParallel):
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, whose backward pass adds to the gradient of a weight that is summed in place."""
-    if torch.is_grad_enabled() and _is_in_place(weight):
+    """`torch.nn.functional.linear`, whose backward pass adds to the gradient of a weight that is summed in place. In a
+    compiled graph, which has no memory of its own to write to, autograd adds it."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_in_place(weight):
         return _Linear.apply(inputs, weight, bias)
     return F.linear(inputs, weight, bias)
 

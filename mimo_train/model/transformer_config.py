@@ -13,6 +13,7 @@ from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import GATED, EncoderSpec, built_layers, deepstack_layers, encoders_in, layer_options
 from mimo_train.config.llm_spec import LlmSpec
+from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.documents import documents_of_media
 from mimo_train.model.initial_weights import draw_by
@@ -66,6 +67,7 @@ def language_config(cfg: ConfigContainer, layout: RunLayout) -> TransformerConfi
         **_interleaving(layout.language),
         **_uneven_stages(llm.num_layers, layout.language.pp),
         **_expert_sizes(llm, layout.language),
+        **_fp8(cfg, LANGUAGE),
     )
     config.llm, config.attention_softcap, config.packed = llm, llm.attention_softcap, cfg.data.pack
     config.deepstack = max((deepstack_layers(module.encoder) for module in cfg.encoders.values()), default=0)
@@ -121,6 +123,22 @@ def _expert_sizes(llm: LlmSpec, layout: ModuleLayout) -> dict[str, Any]:
     }
 
 
+def _fp8(cfg: ConfigContainer, name: str) -> dict[str, Any]:
+    """What of a module's layers is in fp8; weights, and what optimizer and checkpoints hold, are not."""
+    recipe, train = cfg.fp8_of(name), cfg.train
+    if recipe == "none":
+        return {}
+    first, last = train.num_layers_at_start_in_bf16, train.num_layers_at_end_in_bf16
+    return {
+        # Of gradients e5m2, whose range one scale for a whole tensor needs.
+        "fp8": "hybrid" if recipe == "tensorwise" else "e4m3",
+        "fp8_recipe": recipe,
+        "first_last_layers_bf16": first + last > 0,
+        "num_layers_at_start_in_bf16": first,
+        "num_layers_at_end_in_bf16": last,
+    }
+
+
 def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -> TransformerConfig:
     """The config of one encoder's transformer layers.
 
@@ -149,6 +167,7 @@ def encoder_config(cfg: ConfigContainer, layout: ModuleLayout, part: str = "") -
         attention_dropout=encoder.dropout,
         init_method_std=encoder.init_std,
         **_uneven_stages(layers, layout.pp),
+        **_fp8(cfg, layout.name),
     )
     for name, value in layer_options(encoder).items():
         setattr(config, name, value)

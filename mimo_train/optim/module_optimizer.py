@@ -216,7 +216,7 @@ class ModuleOptimizer(MimoOptimizer):
                 message[-1] += sum(gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients)
         message[-2] = overflow[0]
         dist.all_reduce(message)
-        host = torch.cat([message, self.passengers()]).tolist()
+        host = on_host(torch.cat([message, self.passengers()]))
         (*squares, overflown, zeros), self.arrived = host[: len(message)], host[len(message) :]
         self.arrivals += 1
         counted = int(zeros) if self.config.log_num_zeros_in_grad and math.isfinite(zeros) else None
@@ -245,6 +245,11 @@ class ModuleOptimizer(MimoOptimizer):
             for chunk in self._overlapping:
                 stack.enter_context(chunk.no_sync())
             yield
+
+
+def on_host(numbers: torch.Tensor) -> list[float]:
+    """Numbers of the device, which the host waits for: once a step, since what is not finite must not be applied."""
+    return numbers.tolist()
 
 
 def _scale_gradients(optimizer: MegatronOptimizer, factor: float) -> None:

@@ -9,6 +9,7 @@ from mimo_train.config.fault import Fault
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.fp8 import row_unit
 from mimo_train.plan.products import language_products
 
 UNIT = 8
@@ -57,9 +58,9 @@ def _pair(llm: LlmSpec, length: int) -> float:
 
 
 def _parts(cfg: ConfigContainer) -> int:
-    """In how many parts a sequence is split by parallel ranks."""
+    """In how many parts a sequence is split by parallel ranks, times what each part must be a multiple of."""
     layout = cfg.language.layout
-    return (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
+    return (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1) * row_unit(cfg)
 
 
 def pack_length(cfg: ConfigContainer) -> int:

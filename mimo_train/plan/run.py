@@ -20,8 +20,10 @@ from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
 from mimo_train.plan.adapters import adapter_faults
 from mimo_train.plan.batch import Batch, batch_faults
 from mimo_train.plan.bridge_limits import bridge_faults
+from mimo_train.plan.compiling import compile_faults
 from mimo_train.plan.deepstack import deepstack_faults
 from mimo_train.plan.divisibility import encoder_faults, language_faults, projector_faults
+from mimo_train.plan.fp8 import fp8_faults
 from mimo_train.plan.layout import RunLayout, lay_out
 from mimo_train.plan.padding import packing_faults
 from mimo_train.plan.placement import placement_faults
@@ -100,6 +102,8 @@ def config_faults(cfg: ConfigContainer) -> list[Fault]:
     others = [
         *cfg.faults(),
         *([] if found else packing_faults(cfg)),
+        *([] if found else fp8_faults(cfg)),
+        *([] if found else compile_faults(cfg)),
         *_plain_encoder_faults(cfg),
         *cfg.profiling.faults(cfg.run.device, cfg.train.iters or MOST, world_size),
     ]

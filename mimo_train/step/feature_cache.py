@@ -21,6 +21,7 @@ from mimo_train.model.encoder_module import EncoderModule
 from mimo_train.model.feature_files import FeatureCache
 from mimo_train.model.names import modules_of
 from mimo_train.parallel.device import to_device
+from mimo_train.plan.fp8 import has_fp8
 from mimo_train.step.batches import StepIterator
 
 
@@ -124,6 +125,8 @@ def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool
         "weights": parts,
         "code": _code(module.encoders),
     }
+    if recipe := has_fp8(cfg).get(name):
+        described["fp8"] = [recipe, cfg.train.num_layers_at_start_in_bf16, cfg.train.num_layers_at_end_in_bf16]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 

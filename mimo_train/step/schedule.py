@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.model.fp8 import renew_copies
 from mimo_train.model.mimo import MegatronMimoModel
 from mimo_train.model.moe import RouterLosses
 from mimo_train.model.names import modules_of
@@ -34,6 +35,7 @@ from mimo_train.parallel.bridge.megatron import MegatronSizes
 from mimo_train.parallel.bridge.shapes import StepShapes, features_width
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
+from mimo_train.plan.fp8 import has_fp8
 from mimo_train.plan.run import Run
 
 
@@ -77,6 +79,8 @@ class Pipeline:
             config, run.layout.language, device, per_layer=run.cfg.log.router_losses_per_layer
         )
         self._modules = modules_of(model)
+        in_fp8 = has_fp8(run.cfg)
+        self._with_copies = [chunk for name, chunks in self._modules.items() if name in in_fp8 for chunk in chunks]
         self._choose_schedule(model[0], config)
         config.finalize_model_grads_func = self._finalize
 
@@ -100,6 +104,7 @@ class Pipeline:
         """
         if len(self.model) > 1:
             data_iterator = data_iterator.views(len(self.model))
+        renew_copies(self._with_copies)
         num_microbatches = num_microbatches or len(self.shapes.texts) or self.batch.num_microbatches
         if self._megatron_sizes:
             self._megatron_sizes.require_possible()

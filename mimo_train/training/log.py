@@ -15,6 +15,7 @@ from mimo_train.metrics.utilisation import peak_tflops, utilisation
 from mimo_train.model.norms import grad_l2_norms, params_l2_norm
 from mimo_train.parallel import device as devices
 from mimo_train.plan.flops import StepFlops
+from mimo_train.plan.fp8 import has_fp8
 from mimo_train.plan.parameters import embedding_rows
 from mimo_train.step.batches import StepIterator
 from mimo_train.step.result import StepResult
@@ -233,6 +234,15 @@ class StepLog:
             f"epochs/{source.name}": count / size for source, count, size in drawn
         }
 
+    def _peaks(self) -> dict[str, float | None]:
+        """Peak of a device for each module, in TFLOP/s: in fp8 where its layers have it."""
+        cfg, name = self._state.cfg, devices.name(self._pipeline.device)
+        own = dict.fromkeys(has_fp8(cfg), "fp8")
+        return {
+            module: cfg.log.peak_tflops or peak_tflops(name, own.get(module, cfg.train.precision))
+            for module in cfg.modules
+        }
+
     def _speed(
         self, numbers: IntervalNumbers, sequence_length: int | None, history: Sequence[float], loaded_step: int
     ) -> dict[str, float]:
@@ -244,8 +254,7 @@ class StepLog:
             values["padding"] = 1 - numbers.tokens / numbers.positions
         values |= self._imbalance
         flops = {module: total * (1 / numbers.steps) for module, total in numbers.flops.items()}
-        peak = log.peak_tflops or peak_tflops(devices.name(self._pipeline.device), state.cfg.train.precision)
-        values |= utilisation(flops, values["step_seconds"], state.layout, peak)
+        values |= utilisation(flops, values["step_seconds"], state.layout, self._peaks())
         if log.module_times:
             work = {module: total.hardware for module, total in flops.items()}
             values |= time_split(numbers.times, state.layout, work)

@@ -16,11 +16,21 @@ RUNS = {
                                 f"{LANGUAGE}dp=2", f"{LANGUAGE}ep=2", f"{LANGUAGE}etp=2")),
     "head norms, recompute": ("gpt_tiny", 0, ("modules.language.llm.qk_norm=true", "train.recompute=full")),
     "pictures": ("vlm_digits", 0, (f"{IMAGES}tp=2", f"{LANGUAGE}pp=2")),
+    "fp8, tp, sp": ("gpt_tiny", 1, (f"{LANGUAGE}tp=2", f"{LANGUAGE}sp=true", "train.fp8=tensorwise",
+                                    "data.sequence_length=64")),
+    "fp8, first layer in bf16": ("gpt_tiny", 1, (f"{LANGUAGE}pp=2", "train.fp8=blockwise",
+                                                 "modules.language.llm.num_layers=4",
+                                                 "train.num_layers_at_start_in_bf16=1")),
+    "fp8, packed, recompute": ("gpt_tiny", 0, ("data.pack=true", "train.recompute=full", "train.fp8=mxfp8")),
+    "fp8, pictures": ("vlm_digits", 0, (f"{IMAGES}tp=2", f"{LANGUAGE}pp=2", "modules.images.fp8=tensorwise",
+                                        "encoder@modules.images.encoder=vit_tiny_native")),
+    "fp8, shared": ("vlm_digits", 0, ("placement.mode=shared", f"{IMAGES}dp=2", f"{LANGUAGE}tp=2",
+                                      "train.fp8=tensorwise", "train.recompute=selective")),
     "behind pictures": ("vlm_digits", 2, (f"{IMAGES}tp=2", f"{LANGUAGE}pp=2", f"{LANGUAGE}dp=2")),
 }  # fmt: skip
 """Every one was tried; these by default, and all with MIMO_ALL_LAYOUTS=1."""
-DEFAULT = ("tp, sp", "experts", "behind pictures")
-WITHIN_OTHERS = ("head norms, recompute", "pictures")
+DEFAULT = ("tp, sp", "experts", "behind pictures", "fp8, tp, sp", "fp8, packed, recompute", "fp8, shared")
+WITHIN_OTHERS = ("head norms, recompute", "pictures", "fp8, packed, recompute", "fp8, pictures")
 """Runs whose peak is not held by these layers."""
 
 

@@ -49,6 +49,8 @@ RUNS = {
                                      "checkpoint.save_interval=1", HALF)),
 }  # fmt: skip
 """Every one was tried; these by default, and all with MIMO_ALL_LAYOUTS=1."""
+MEANT = ("mimo_train/optim/module_optimizer.py", "mimo_train/metrics/stopwatch.py", "mimo_train/training/interval.py")
+"""Where the host waits for the device in a step that is logged: gradient norms; times; the numbers of the log."""
 DEFAULT = ("cp, tp, packed", "experts", "interleaved", "shared, fp16")
 DEMOS = {"vlm_digits": "digits", "gpt_tiny": "prose"}
 
@@ -83,6 +85,8 @@ def test_a_rank_trains_evaluates_and_saves_as_on_a_gpu(name, request, tmp_path):
     assert sum(found.categories.values()) == found.peak > 0
     # `train.rerun` looks at every loss.
     assert name == "rerun" or not found.waits_inside, found.waits_inside
+    others = {wait for wait in found.waits if not any(f" at {line}:" in wait for line in MEANT)}
+    assert name in ("rerun", "overlap, recompute") or not others, others
     assert not list(tmp_path.iterdir()), "nothing is left where the run would write"
 
 
@@ -124,13 +128,33 @@ def _wait() -> None:
     losses._pair = pair
 
 
-FAULTS = {"devices": _mixed_devices, "dtypes": _mixed_dtypes, "wait": _wait}
+def _wait_late() -> None:
+    from mimo_train.optim.schedules import ModuleSchedulers
+
+    original = ModuleSchedulers.step
+
+    def step(self, increment):
+        import torch
+
+        torch.ones(1, device="cuda").item()
+        original(self, increment)
+
+    ModuleSchedulers.step = step
+
+
+FAULTS = {"devices": _mixed_devices, "dtypes": _mixed_dtypes, "wait": _wait, "late wait": _wait_late}
 
 
 @pytest.fixture
 def tiny(prose, tmp_path):
     """A run of one stage."""
     return resolve(config("gpt_tiny", tmp_path, prose, f"{LANGUAGE}dp=2", HALF))
+
+
+def test_a_wait_behind_the_microbatches_is_found_too(tiny):
+    (found,) = run_ranks(_dry, 1, tiny, 0, "late wait")
+    assert not found.waits_inside
+    assert any(" at mimo_train/training/train_step.py:" in wait for wait in found.waits), found.waits
 
 
 def _line_of(function, text: str) -> int:
@@ -207,6 +231,18 @@ def test_the_command_says_what_a_rank_does(prose, tmp_path):
                   "floating point operations", "x allreduce over 2", "the host waits for the device in a step: ",
                   "mimo_train/optim/module_optimizer.py:", "trained, saved"):  # fmt: skip
         assert words in said, words
+
+
+def test_fp8_wants_the_layers_that_have_it():
+    from mimo_train.config.compose import load
+    from mimo_train.dry_run.one_rank import refused
+
+    cfg = load("gpt_tiny", [HALF, "modules.language.fp8=tensorwise"])
+    (fault,) = refused(cfg)
+    assert str(fault) == (
+        "train.fp8: layers of language have fp8, which Transformer Engine's do: add --transformer-engine"
+    )
+    assert not list(refused(cfg, engine=True))
 
 
 def test_the_steps_are_those_at_the_end_of_a_run(tmp_path):

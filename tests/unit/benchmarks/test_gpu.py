@@ -35,7 +35,9 @@ def test_a_rehearsal_writes_its_numbers_and_a_record(tmp_path, monkeypatch, caps
     assert step["estimate"] > 0 and len(step["kernels"]) == 10
     (against,) = rows["d"]
     assert set(against["seconds"]) == {"transformers", "mimo-train"} and against["rounds"] == 1
-    assert rows["e"][0]["median"] > 0 and found["e"]["rows"][1]["state"] == "skipped"
+    matmul, _, compiled = rows["e"]
+    assert matmul["median"] > 0 and found["e"]["rows"][1]["state"] == "skipped"
+    assert compiled["ratio"] == compiled["samples_per_second"] / last["samples_per_second"]
     synchronous, asynchronous = rows["h"]
     assert synchronous["steps_in_flight"] == 0 and asynchronous["steps_in_flight"] > 0
     assert synchronous["bytes"] == pytest.approx(asynchronous["bytes"], rel=0.01)
@@ -56,6 +58,16 @@ def test_every_model_can_be_run_on_a_gpu(shape):
         found = work.estimates(config=sections.CONFIG, candidates=candidates, of_device="cuda")
         assert found == sorted(found, reverse=True) and len(set(found)) == len(found)
         assert found[-1] / 2**30 < sections.ROOM * 139, f"{model.name} fits a device of 139 GiB"
+
+
+@pytest.mark.parametrize("change", ["train.fp8=tensorwise", "train.compile=layers"])
+def test_fp8_and_compiled_layers_can_be_run_on_a_gpu(change):
+    shape = sizes.GPU.filled
+    for model in sizes.GPU.models[:2]:
+        first = next(iter(shape.candidates.values()))
+        both = [[*sizes.COMMON, *model.changes, *shape.changes, *first, *extra] for extra in ((), (change,))]
+        plain, found = work.estimates(config=sections.CONFIG, candidates=both, of_device="cuda")
+        assert found > plain if "fp8" in change else found == plain
 
 
 def test_variants_can_be_run_on_a_gpu():

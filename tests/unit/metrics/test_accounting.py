@@ -27,9 +27,13 @@ def test_peak_by_the_name_of_the_device(name, peak):
     assert peak_tflops(name) == peak
 
 
-@pytest.mark.parametrize(("precision", "peak"), [("bf16", 989), ("fp16", 989), ("fp32", 67)])
+@pytest.mark.parametrize(("precision", "peak"), [("bf16", 989), ("fp16", 989), ("fp32", 67), ("fp8", 1979)])
 def test_the_peak_is_that_of_the_precision_in_use(precision, peak):
     assert peak_tflops("NVIDIA H100 80GB HBM3", precision) == peak
+
+
+def test_a_device_without_fp8_has_no_peak_in_it():
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", "fp8") is None
 
 
 def layout(images: int, language: int) -> RunLayout:
@@ -41,7 +45,7 @@ FLOPS = {"images": Flops(2e12, 3e12), "language": Flops(12e12, 18e12)}
 
 
 def test_utilisation_by_hand():
-    values = utilisation(FLOPS, seconds=0.5, layout=layout(1, 3), peak=16.0)
+    values = utilisation(FLOPS, seconds=0.5, layout=layout(1, 3), peaks={"images": 16.0, "language": 16.0})
     assert values == pytest.approx(
         {
             "tflops/images": 4.0,  # 2e12 / (0.5 s x 1 device)
@@ -59,3 +63,16 @@ def test_utilisation_by_hand():
 
 def test_without_a_peak_there_is_no_utilisation():
     assert set(utilisation(FLOPS, 0.5, layout(1, 3))) == {"tflops/images", "tflops/language", "tflops"}
+
+
+def test_modules_of_several_precisions_are_held_to_peaks_of_their_own():
+    values = utilisation(FLOPS, seconds=0.5, layout=layout(1, 3), peaks={"images": 16.0, "language": 32.0})
+    assert values["mfu/images"] == 0.25 and values["mfu/language"] == 0.25
+    # At their peaks: 2 / 16 + 12 / 32 seconds of one device, of 0.5 s x 4 devices.
+    assert values["mfu"] == pytest.approx((2 / 16 + 12 / 32) / 2)
+    assert values["hfu"] == pytest.approx((3 / 16 + 18 / 32) / 2)
+
+
+def test_without_the_peak_of_a_module_the_run_has_no_utilisation():
+    values = utilisation(FLOPS, seconds=0.5, layout=layout(1, 3), peaks={"images": 16.0, "language": None})
+    assert "mfu/images" in values and not {"mfu/language", "mfu", "hfu"} & set(values)
