@@ -56,8 +56,14 @@ def add_run_dir(
             report.faults += left_behind(cfg)
         if checkpoint is not None:
             record = folders.read_record(checkpoint)
-            given = {"data_fingerprint": data_fingerprint, "text_fingerprint": tokenizer and tokenizer.fingerprint}
-            found = resume_faults(checkpoint, record, cfg, **given, mixing=mixing)
+            found = resume_faults(
+                checkpoint,
+                record,
+                cfg,
+                data_fingerprint=data_fingerprint,
+                text_fingerprint=tokenizer and tokenizer.fingerprint,
+                mixing=mixing,
+            )
             report.faults += found
             own = [name for names in code_named(to_dict(cfg)).values() for name in names]
             _note(report, checkpoint, record, layout, own)

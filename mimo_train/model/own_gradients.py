@@ -22,14 +22,14 @@ class OwnGradients(DistributedDataParallel):
         super().zero_grad_buffer()
         for parameter in self.params_with_grad:
             if self.sums_in_place(parameter):
-                parameter.grad = parameter.main_grad
+                parameter.grad = _reduced(parameter)
 
     def sums_in_place(self, parameter: torch.nn.Parameter) -> bool:
         """Whether autograd adds to what is reduced."""
         return (
             not self.ddp_config.overlap_grad_reduce
             and parameter.device.type == "cpu"
-            and parameter.dtype == parameter.main_grad.dtype
+            and parameter.dtype == _reduced(parameter).dtype
         )
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
@@ -37,10 +37,15 @@ class OwnGradients(DistributedDataParallel):
 
         def hook(*unused: Any) -> None:
             # The gradient is missing where the optimizer, or someone else, has removed it.
-            if param.grad is None or param.grad is not param.main_grad:
+            if param.grad is None or param.grad is not _reduced(param):
                 original(*unused)
 
         return hook
+
+
+def _reduced(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The part of the buffer that has a parameter's gradient."""
+    return parameter.main_grad  # type: ignore[attr-defined]  # Megatron-Core's
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
