@@ -85,7 +85,7 @@ def _found(url: Url, refuse: Callable[[str], None], suffixes: tuple[str, ...]) -
             refuse_tokens(str(one.url))
         wanted = f"*{' or *'.join(suffixes)}" if of_folder else url.name
         raise DataError(f"data.shards: {folder} holds nothing that matches {wanted}")
-    if of_folder and len(suffixes) == 1:
+    if of_folder:
         refuse_left_out(folder, [one.name for one in found], [one.url.name for one in there])
     return found
 

@@ -104,8 +104,7 @@ def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os
         for name in sorted(os.listdir(folder)):
             refuse(folder / name)
         raise DataError(f"data.shards: the folder {folder} holds no *{' and no *'.join(suffixes)} file")
-    if len(ends) == 1:
-        refuse_left_out(folder, names, [entry.name for entry in entries])
+    refuse_left_out(folder, names, [entry.name for entry in entries])
     # What the folder itself says is a file needs no look of its own here: the catalogue looks at each.
     try:
         unclear = {entry.name for entry in entries if not entry.is_file()}

@@ -18,9 +18,9 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -116,7 +116,11 @@ class TextLengths:
             yield from self._build(self._counted_here)
             return
         with _pool(processes) as pool:
-            yield from self._build(partial(self._counted_in, pool, pickle.dumps(open_shard)))
+            opener, fields_of = pickle.dumps(open_shard), self._dataset.fields_of
+            job_of = cache(lambda shard: pool.submit(_count_one, opener, self._shard(shard), fields_of(shard)))
+            for shard in missing:  # of all folders: one of few shards keeps no process waiting
+                job_of(shard)
+            yield from self._build(partial(_counted_in, job_of))
 
     def _build(self, count: Count) -> Generator[Counted]:
         for folder in self._folders:
@@ -134,16 +138,16 @@ class TextLengths:
         for shard in shards:
             yield shard, stamps[shard], _lengths_of(self._dataset, shard)
 
-    def _counted_in(
-        self, pool: ProcessPoolExecutor, opener: bytes, shards: Sequence[int]
-    ) -> Iterator[tuple[int, np.ndarray, bytes]]:
-        fields_of = self._dataset.fields_of
-        jobs = {pool.submit(_count_one, opener, self._shard(shard), fields_of(shard)): shard for shard in shards}
-        for job in as_completed(jobs):
-            yield jobs[job], *job.result()
-
     def _shard(self, shard: int) -> Place:
         return self._dataset.shards[shard]
+
+
+def _counted_in(
+    job_of: Callable[[int], Future[tuple[np.ndarray, bytes]]], shards: Sequence[int]
+) -> Iterator[tuple[int, np.ndarray, bytes]]:
+    jobs = {job_of(shard): shard for shard in shards}
+    for job in as_completed(jobs):
+        yield jobs[job], *job.result()
 
 
 class _Folder:

@@ -2,7 +2,7 @@
 
 That import brings models and datasets with it, which no run uses. The decoder is a library of torchvision 0.26 with
 operators of torch; the resize is torch's own, called as `torchvision.transforms.v2.functional.resize` calls it.
-Importing this raises ImportError where the library is missing.
+Importing this raises ImportError where the library is missing, or made for another torch.
 """
 
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
@@ -45,7 +45,10 @@ def _load_library() -> None:
     for folder in (package and package.submodule_search_locations) or ():
         found = FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES)).find_spec("image")
         if found is not None and found.origin:
-            torch.ops.load_library(found.origin)
+            try:
+                torch.ops.load_library(found.origin)
+            except OSError as error:
+                raise ImportError(f"{found.origin}, which decodes pictures, cannot be loaded: {error}") from error
             return
     raise ImportError("torchvision, which decodes pictures, is not installed, or without its library `image`")
 

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.braces import expand_braces, expand_ranges
+from data.compressed import READ
 from data.errors import DataError
 from data.shards import find_shards, patterns_of
 from data.storage.command import PIPE, Command
 from data.storage.streams import Origin
 from data.storage.url import WEB, Url, is_url
 
-SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
+SUFFIXES = (".tar", *READ)
 """Of the files of a folder that are read."""
 _ENDINGS = re.compile(r"\.(tar|tar\.gz|tgz|tar\.zst|tzst)$", re.IGNORECASE)
 
@@ -59,8 +60,11 @@ def _require_once(found: Sequence[Origin]) -> None:
 def is_stream(pattern: str) -> bool:
     """Whether a pattern names what is read from beginning to end alone: a command, compressed shards, or a folder with
     them and no others."""
-    if pattern.lstrip().startswith(PIPE) or pattern.rstrip().lower().endswith(SUFFIXES[1:]):
+    if pattern.lstrip().startswith(PIPE) or pattern.rstrip().lower().endswith(READ):
         return True
     folder = Path(pattern.strip().removeprefix("file://")).expanduser()
-    names = os.listdir(folder) if folder.is_dir() else []
-    return any(name.endswith(SUFFIXES[1:]) for name in names) and not any(name.endswith(".tar") for name in names)
+    try:
+        names = os.listdir(folder) if folder.is_dir() else []
+    except OSError:  # which finding its shards says
+        names = []
+    return any(name.endswith(READ) for name in names) and not any(name.endswith(".tar") for name in names)

@@ -84,7 +84,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
             arithmetic.add_memory(report, run, vocab, seen.media_per_sample)
     promises.add_promises(report, cfg)
     mixing = Mixing(cfg, Batch.of(cfg), seen.source_sizes) if run and seen.source_sizes else None
-    resuming.add_run_dir(report, cfg, layout, seen.fingerprint, tokenizer, mixing)
+    resuming.add_run_dir(report, run.cfg if run else cfg, layout, seen.fingerprint, tokenizer, mixing)
     return report
 
 

@@ -67,9 +67,11 @@ def add_run_dir(
             report.faults += found
             own = [name for names in code_named(to_dict(cfg)).values() for name in names]
             _note(report, checkpoint, record, layout, own)
-            otherwise = "" if found else continued_otherwise(checkpoint, record, cfg)
+            # Of epochs without data the steps are not known, which a checkpoint has.
+            known = not found and (cfg.train.iters or not cfg.train.epochs)
+            otherwise = continued_otherwise(checkpoint, record, cfg) if known else ""
             if otherwise:
-                report.notes.append(f"from there on the run is another than before: {otherwise}")
+                report.notes.append(f"from there on numbers are others than so far: {otherwise}")
         elif cfg.checkpoint.weights:
             key = "checkpoint.weights"
             checkpoint = folders.in_folder(place_of(cfg.checkpoint.weights), key)

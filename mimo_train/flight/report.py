@@ -14,6 +14,8 @@ PAUSE = 1.3
 MOST_ROWS = 64
 """Ranks with a line of their own; of more, those that wait and those to blame."""
 MOST_FRAMES = 14
+ENDED = "the run is ended"
+"""Last line of a report of a watchdog that ends the run, and does not leave it to a restart within its process."""
 OWN_CODE = ("mimo_train/", "/data/", "encoders/")
 
 
@@ -80,8 +82,9 @@ def kept_report(folder: Path, verdict: Verdict) -> str | None:
         found = (folder / REPORT).read_text(errors="replace").rstrip()
     except OSError:
         return None
-    if not found:
+    if not found.endswith(f"\n{ENDED}"):
         return None
+    found = found.removesuffix(f"\n{ENDED}")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / REPORT).stat().st_mtime))
     return f"the run hung, and its watchdog (run.hang_report_seconds) reported at {when}:\n{found}"
 

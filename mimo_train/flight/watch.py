@@ -16,7 +16,7 @@ from mimo_train.flight.layout import READING
 from mimo_train.flight.processes import descendants, kill_session, process, runs, storage_bytes
 from mimo_train.flight.read import ALIVE, Rank, read_ranks, state_of
 from mimo_train.flight.recorder import REPORT, Recorder
-from mimo_train.flight.report import PAUSE, look, report
+from mimo_train.flight.report import ENDED, PAUSE, look, report
 
 HANG_CODE = 18
 """Exit code of a run that was ended because it hung."""
@@ -174,9 +174,9 @@ class Watch:
         if self._is_first(written):
             text = report(self._run_dir, verdict)
             with suppress(OSError):
-                written.write_text(text + "\n")
+                written.write_text(f"{text}\n{ENDED}\n" if self._ends else f"{text}\n")
             what = f"no progress for {self._seconds:g} s (run.hang_report_seconds)"
-            say(f"{what}{'; the run is ended' if self._ends else ''}\n{text}")
+            say(f"{what}{f'; {ENDED}' if self._ends else ''}\n{text}")
             if self._ends:
                 _end(HANG_CODE)
         else:

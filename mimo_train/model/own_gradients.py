@@ -58,8 +58,9 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 def _is_in_place(weight: torch.Tensor) -> bool:
     gradient = weight.grad
-    # A hook of the weight wants its gradient by itself.
-    return gradient is not None and gradient is getattr(weight, "main_grad", None) and not weight._backward_hooks
+    # A hook of the weight wants its gradient by itself, and one that is frozen by now has none.
+    is_reduced = gradient is not None and gradient is getattr(weight, "main_grad", None)
+    return is_reduced and weight.requires_grad and not weight._backward_hooks
 
 
 class _Linear(torch.autograd.Function):

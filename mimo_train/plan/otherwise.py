@@ -36,17 +36,24 @@ FREE = {
         "mix_new_weights",  # it asks for the weights that it lets pass
     },
     "modules": {
-        *("layout", "recompute", "balance", "prefetch_microbatches", "feature_cache"),
+        *("layout", "recompute", "balance", "prefetch_microbatches", "feature_cache", "compile"),
         "pretrained",  # weights of a new run; what it fills in is compared
     },
     "train": {
         *("micro_batch_size", "recompute", "logits", "manual_gc_interval"),
         *("eval_interval", "report_samples", "log_interval"),  # when it is looked at, and what is shown
         *("exit_interval", "exit_duration_minutes", "max_empty_steps", "on_nan", "rerun"),  # when it stops
+        "compile",
     },
     "optim": {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"},
 }
 """Keys by section that change no number, but for the order in which numbers are summed."""
+
+BY_MODULE = {"train": {"fp8"}, "modules": {"fp8"}}
+"""Keys by section of which the value that a module has is compared, wherever it is given."""
+
+BY_MICROBATCH = {"data": {"pad", "pack", "pack_length"}, "modules": {"layout"}, "train": {"micro_batch_size"}}
+"""Keys by section of `FREE` that change numbers of experts whose loads are balanced over a microbatch of ranks."""
 
 FREE_OF_SPECS = {"name", "init_std", "max_positions"}
 """Of `model_changes.MAY_CHANGE`, those that change no number of a run that has weights."""
@@ -61,18 +68,27 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
     Raises:
         KeyError, TypeError, AttributeError: `before` is no config.
     """
+    is_balanced_so = bool(cfg.llm.num_experts) and cfg.llm.router_balancing in ("aux_loss", "global_aux_loss")
     for section in ("data", "train", "optim"):
-        yield from key_changes(before.get(section, {}), getattr(cfg, section), section, _passed_over(section))
+        free = _passed_over(section, is_balanced_so)
+        yield from key_changes(before.get(section, {}), getattr(cfg, section), section, free)
+    for at, (old, new) in enumerate(zip(before["data"].get("mix") or (), cfg.data.mix, strict=False)):
+        if old.get("weight") != new.weight:
+            yield f"data.mix[{at}].weight was {old.get('weight')}, is {new.weight}"
     said = MAY_CHANGE - FREE_OF_SPECS
     for name, module in cfg.modules.items():
         was, prefix = before["modules"][name], f"modules.{name}"
+        old, new = was.get("fp8") or before["train"].get("fp8", "none"), cfg.fp8_of(name)
+        if old != new:
+            yield f"{prefix}.fp8 was {old}, is {new}"
         for part in (*SPECS, "lora"):
             section = getattr(module, part)
             if section is not None:
                 others = {key for key in (*vars(section), *(was.get(part) or {})) if key not in said}
                 yield from key_changes(was.get(part) or {}, section, f"{prefix}.{part}", others)
-        yield from key_changes(was, module, prefix, _passed_over("modules") | {*SPECS, "lora"})
+        yield from key_changes(was, module, prefix, _passed_over("modules", is_balanced_so) | {*SPECS, "lora"})
 
 
-def _passed_over(section: str) -> set[str]:
-    return {key for kind in (REFUSED, BY_CONTENT, FREE) for key in kind.get(section, ())}
+def _passed_over(section: str, is_balanced_so: bool) -> set[str]:
+    known = {key for kind in (REFUSED, BY_CONTENT, FREE, BY_MODULE) for key in kind.get(section, ())}
+    return known - BY_MICROBATCH[section] if is_balanced_so and section in BY_MICROBATCH else known

@@ -19,6 +19,7 @@ import numpy as np
 from data.divide import balanced_parts, spread_parts
 from data.errors import DataError
 from data.indexed.find import find_any
+from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
@@ -129,10 +130,12 @@ class Counts:
             for step in self._steps
         ]
 
+    def _rows(self, key: tuple[int, ...]) -> int:
+        """Samples of a data-parallel rank in the microbatch that costs are of, as `Predictor.rows`."""
+        return pack_length(self._cfg) // self._cfg.data.sequence_length if self._cfg.data.pack_length else key[0]
+
     def _language(self, key: tuple[int, ...]) -> list[Load]:
-        length = self._cfg.data.sequence_length
-        rows = pack_length(self._cfg) // length if self._cfg.data.pack_length else key[0]
-        full = rows * self._of_text(length)
+        full = self._rows(key) * self._of_text(self._cfg.data.sequence_length)
         found = []
         for plan in self._plans(key):
             work = np.array(
@@ -153,7 +156,7 @@ class Counts:
         return sum(number * self._of_text(length) for length, number in texts.items())
 
     def _encoder(self, key: tuple[int, ...], name: str, dp: int) -> list[Load]:
-        full = self._full[name] * key[0] * key[1] / dp
+        full = self._full[name] * self._rows(key) * key[1] / dp
         return [
             _of_busiest(self._of_ranks(plan, step.samples.loads[name], of_sample[name], name, dp) / full)
             for plan, step, of_sample in zip(self._plans(key), self._steps, self._of_sample, strict=True)
@@ -238,5 +241,5 @@ def steps_at_hand(cfg: ConfigContainer) -> tuple[tuple[KnownStep, ...], str]:
             find_any(source.shards)  # before the data path imports torch for nothing
         with closing(build_dataset(cfg, tokenizer_of(cfg))) as dataset:
             return tuple(known_steps(cfg, dataset)), ""
-    except DataError as error:
+    except (DataError, OSError, UserError) as error:
         return (), str(error)

@@ -121,6 +121,11 @@ def _of_one_layer(cfg: ConfigContainer, tp: int, names: Sequence[str]) -> Config
             global_batch_size=cfg.train.micro_batch_size * language.dp,
             rampup_batch_size=[],
             recompute="none",
+            # As proposals are reckoned without a profile: fp8 and compiled layers are no part of them.
+            fp8="none",
+            num_layers_at_start_in_bf16=0,
+            num_layers_at_end_in_bf16=0,
+            compile="none",
         ),
         checkpoint=replace(cfg.checkpoint, load_modules={}),
         log=LogConfig(),
@@ -132,6 +137,8 @@ def _with_one_layer(name: str, module: ModuleConfig, layout: LayoutConfig) -> Mo
     bare = replace(
         module,
         layout=layout,
+        fp8="",
+        compile="",
         freeze=[],
         freeze_until={},
         lora=LoraConfig(),

@@ -22,7 +22,7 @@ def count_texts(run: Run, dataset: Dataset) -> None:
     first rank of each node that does not see the files of that one. Collective over all ranks.
 
     Raises:
-        UserError, DataError: as `TextLengths.count` does, on every rank.
+        UserError, DataError: as `TextLengths.build` does, on every rank.
     """
     rank = dist.get_rank()
     for builds in (rank == 0, is_first_of_node(run.layout, rank)):

@@ -49,5 +49,5 @@ def open_state(
     if resumed_from is not None:
         console.message(f"continues from {resumed_from}, step {step}")
     if checkpointer.otherwise:
-        console.message(f"from here on the run is another than before: {checkpointer.otherwise}")
+        console.message(f"from here on numbers are others than so far: {checkpointer.otherwise}")
     return replace(state, metrics=metrics, console=console)

@@ -92,3 +92,14 @@ def test_a_weight_with_a_hook_has_its_gradient_by_itself():
     torch.testing.assert_close(seen, [once])
     torch.testing.assert_close(weight.grad, 1 + 2 * once)
     torch.testing.assert_close(inputs.grad, 2 * weight.detach().sum(0).expand(2, 5, 4))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_that_was_frozen_since_gets_no_gradient(frozen):
+    """As by `freeze_until`, or by a callback: it stays among the parameters of the buffer."""
+    inputs, weight = torch.ones(3, 4, requires_grad=True), torch.nn.Parameter(torch.ones(2, 4))
+    weight.main_grad = weight.grad = torch.zeros(2, 4)
+    weight.requires_grad_(not frozen)
+    own_gradients.linear(inputs, weight, None).sum().backward()
+    assert torch.equal(weight.main_grad, torch.full((2, 4), 0.0 if frozen else 3.0))
+    assert torch.equal(inputs.grad, torch.full((3, 4), 2.0))

@@ -48,7 +48,8 @@ def _counted(cfg, most):
 def test_one_layer_of_each_module_is_measured(tmp_path):
     # What a run may have and a measurement must not mind: frozen parts, stages, shards that are not there.
     cfg = load("vlm_digits", "modules.images.freeze=[encoder]", "modules.language.layout.pp=2", "run.device=cpu",
-               "modules.images.encoder.num_layers=3", "train.micro_batch_size=2", "data.demo=")  # fmt: skip
+               "modules.images.encoder.num_layers=3", "train.micro_batch_size=2", "data.demo=",
+               "train.compile=layers", "train.num_layers_at_start_in_bf16=2")  # fmt: skip
     (profile,) = run_ranks(_measured, 1, cfg)
     profile.write(tmp_path / "costs.json")
     assert read_profile(tmp_path / "costs.json", ["images", "language"], "fp32") == profile

@@ -111,7 +111,7 @@ def test_what_is_otherwise_than_before_is_said(digits, tmp_path):
     assert "from here on" not in (tmp_path / "first").read_text() + (tmp_path / "again").read_text()
     length = short.data.sequence_length
     said = f"data.sequence_length was {length}, is 40; train.iters was 4, is 5; modules.language.llm.dropout was 0.0"
-    assert f"from here on the run is another than before: {said}, is 0.25\n" in (tmp_path / "other").read_text()
+    assert f"from here on numbers are others than so far: {said}, is 0.25\n" in (tmp_path / "other").read_text()
 
 
 def test_damaged_checkpoint_is_refused(digits, tmp_path):

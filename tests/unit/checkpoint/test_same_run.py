@@ -3,6 +3,7 @@ place in a table."""
 
 import copy
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from data.sources import fingerprint_of
 from mimo_train.checkpoint.same_run import continued_otherwise, resume_faults
 from mimo_train.config import compose
 from mimo_train.config.schema import ConfigContainer, DataConfig
+from mimo_train.config.schema_mix import SourceConfig
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
 from mimo_train.plan.inputs import tokenizer_of
 from mimo_train.plan.model_changes import MAY_CHANGE, SPECS
-from mimo_train.plan.otherwise import BY_CONTENT, FREE, FREE_OF_SPECS, REFUSED
+from mimo_train.plan.otherwise import BY_CONTENT, BY_MODULE, FREE, FREE_OF_SPECS, REFUSED
 from tests.unit.configs import changed, load
 from tests.unit.data.chat_templates import CHATML, GEMMA, save_tokenizer, unmarked
 
@@ -28,7 +30,7 @@ SAID = {
     "modules": {"freeze", "optim"},
     "train": {
         *("iters", "epochs", "global_batch_size", "rampup_batch_size", "skip_iters", "loss_weights", "precision"),
-        *("eval_samples", "callbacks"),
+        *("eval_samples", "callbacks", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     },
     "optim": {
         *("name", "lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
@@ -44,7 +46,7 @@ OTHER |= {"bounds": {"pixels": 7}, "optim": {"lr": 7.0}, "mix": [{"shards": "a",
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_key_has_a_place(section):
-    kinds = [table.get(section, set()) for table in (REFUSED, BY_CONTENT, FREE, SAID)]
+    kinds = [table.get(section, set()) for table in (REFUSED, BY_CONTENT, FREE, BY_MODULE, SAID)]
     kinds.append({*SPECS, "lora"} if section == "modules" else set())  # key by key below
     known = [key for kind in kinds for key in kind]
     assert sorted(known) == sorted(field.name for field in dataclasses.fields(SECTIONS[section]))
@@ -62,7 +64,7 @@ def record_of(cfg: ConfigContainer, section: str, key: str) -> dict:
 def test_another_value_is_refused_or_said_or_changes_nothing(section):
     cfg, folder = load("vlm_digits"), Path("checkpoint")
     for field in dataclasses.fields(SECTIONS[section]):
-        if field.name in SPECS or field.name == "lora":
+        if field.name in {*SPECS, "lora", "fp8"}:
             continue
         record = record_of(cfg, section, field.name)
         faults = resume_faults(folder, record, cfg, data_fingerprint="same", text_fingerprint=None)
@@ -72,6 +74,35 @@ def test_another_value_is_refused_or_said_or_changes_nothing(section):
         keys = [f"modules.{name}.{field.name}" for name in cfg.modules] if section == "modules" else []
         for key in keys or [f"{section}.{field.name}"]:
             assert (f"{key} was " in said or f"{key}." in said) == (field.name in SAID[section]), field.name
+
+
+def test_fp8_is_said_by_the_module_that_has_it():
+    cfg = load("vlm_digits")
+    record = {"config": compose.to_dict(cfg), "data_fingerprint": "same"}
+    said = partial(continued_otherwise, Path("a"), record)
+    assert said(changed({"modules.images.fp8": "none", "modules.language.compile": "none"})) == ""
+    assert said(changed({"modules.images.fp8": "tensorwise"})) == "modules.images.fp8 was none, is tensorwise"
+    both = "modules.images.fp8 was none, is blockwise; modules.language.fp8 was none, is blockwise"
+    assert said(changed({"train.fp8": "blockwise"})) == both
+
+
+def test_experts_that_balance_a_microbatch_mind_what_is_in_one():
+    cfg = changed({"modules.language.llm.num_experts": 4})
+    record = {"config": compose.to_dict(cfg), "data_fingerprint": "same"}
+    others = {"modules.language.llm.num_experts": 4, "train.micro_batch_size": 2, "data.pack": True}
+    assert continued_otherwise(Path("a"), record, changed(others)) == "", "the loss of a sequence is the same in each"
+    balanced = {"modules.language.llm.router_balancing": "aux_loss"}
+    record["config"]["modules"]["language"]["llm"]["router_balancing"] = "aux_loss"
+    said = continued_otherwise(Path("a"), record, changed(others | balanced))
+    assert said == "data.pack was False, is True; train.micro_batch_size was 8, is 2"
+
+
+def test_new_weights_of_a_mixture_are_said():
+    """Which `data.mix_new_weights` lets pass."""
+    sources = [SourceConfig(shards="a", weight=3.0), SourceConfig(shards="b", weight=1.0)]
+    record = {"config": compose.to_dict(changed({"data.mix": sources})), "data_fingerprint": "same"}
+    now = changed({"data.mix": [sources[0], SourceConfig(shards="b", weight=7.0)], "data.mix_new_weights": True})
+    assert continued_otherwise(Path("a"), record, now) == "data.mix[1].weight was 1.0, is 7.0"
 
 
 def test_a_key_of_a_model_is_refused_unless_it_changes_no_weight():

@@ -34,14 +34,18 @@ def test_what_the_watchdog_found_is_said_of_the_dead_run_too(tmp_path, monkeypat
     monkeypatch.setattr(report, "PAUSE", 0.0)
     ranks = earlier_start(tmp_path, 2)
     found = newest_start(tmp_path) / REPORT
-    found.write_text("to blame: rank 1 is stopped; rank 0 waits for it\n")
+    text = "to blame: rank 1 is stopped; rank 0 waits for it\n"
+    found.write_text(text)
+    assert main(["hang", str(tmp_path)]) == 3
+    assert "its watchdog (" not in capsys.readouterr().out, "it has not ended the run, which has died of something else"
+    found.write_text(f"{text}{report.ENDED}\n")
     assert main(["hang", str(tmp_path)]) == 3
     said = capsys.readouterr().out
-    assert "the run hung, and its watchdog" in said and said.endswith("\n" + found.read_text())
+    assert "the run hung, and its watchdog" in said and said.endswith("\n" + text)
     os.utime(found, (1.0, 1.0))
     assert main(["hang", str(tmp_path)]) == 3
     assert "its watchdog (" not in capsys.readouterr().out, "it is of an earlier start of the same name"
-    found.write_text("to blame: rank 1 is stopped\n")
+    found.write_text(f"{text}{report.ENDED}\n")
     for rank in ranks:
         rank.to("end")
     assert main(["hang", str(tmp_path)]) == 0, "it went on, by a restart inside of its processes"

@@ -84,6 +84,13 @@ def test_packs_are_as_many_as_the_lengths_make():
     assert loads["images"].total == pytest.approx(8), "the same share of half as much"
 
 
+def test_long_packs_are_as_many_samples_as_fit():
+    cfg = load("vlm_digits", *BATCH, "data.pack=true", "data.pack_length=512", "modules.language.layout.dp=1")
+    (loads,) = Counts(cfg, ROWS, MEDIA, [step_of(cfg, [128] * 16, [1] * 16)]).loads(candidate(cfg, dp=1))
+    for name in ("images", "language"):
+        assert loads[name].total == pytest.approx(4), name
+
+
 @pytest.mark.parametrize("rows", ["data.pad=microbatch", "data.pack=true"])
 def test_the_bound_of_several_steps_is_below_what_is_predicted_of_them(rows):
     cfg = load("vlm_digits", *BATCH, rows, "modules.language.layout.pp=2")
