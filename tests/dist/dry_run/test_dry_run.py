@@ -49,8 +49,10 @@ RUNS = {
                                      "checkpoint.save_interval=1", HALF)),
 }  # fmt: skip
 """Every one was tried; these by default, and all with MIMO_ALL_LAYOUTS=1."""
-MEANT = ("mimo_train/optim/module_optimizer.py", "mimo_train/metrics/stopwatch.py", "mimo_train/training/interval.py")
-"""Where the host waits for the device in a step that is logged: gradient norms; times; the numbers of the log."""
+MEANT = ("mimo_train/optim/module_optimizer.py", "mimo_train/metrics/stopwatch.py", "mimo_train/training/interval.py",
+         "mimo_train/training/log.py")  # fmt: skip
+"""Where the host waits for the device in a step that is logged: gradient norms; times; the numbers of the log, and the
+loss scale of fp16."""
 DEFAULT = ("cp, tp, packed", "experts", "interleaved", "shared, fp16")
 DEMOS = {"vlm_digits": "digits", "gpt_tiny": "prose"}
 
@@ -176,7 +178,7 @@ def test_two_dtypes_in_a_product_are_named_with_their_line(tiny):
     """Fake tensors let them pass."""
     (found,) = run_ranks(_dry, 1, tiny, 0, "dtypes")
     assert "MixedDtypes" in found.what and "torch.bfloat16 and torch.float32" in found.what
-    assert "mimo_train/model/dense_layer.py" in found.what, "the layer that gets it"
+    assert "mimo_train/model/dense_layer.py" in found.trace, "the layer that gets it"
 
 
 def test_a_wait_inside_of_microbatches_is_named_with_its_line(tiny):

@@ -127,6 +127,10 @@ def test_the_loss_scale_grows_is_the_same_on_all_ranks_and_is_resumed(digits, tm
     assert run_ranks(_scales, 2, cfg, 3, False) == [[128, 256, 256]] * 2
 
 
+ORDER = 1e-6
+"""Gradients of microbatches are summed in another order where they are reduced beside the backward pass."""
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_overlapped_reductions_give_the_same_numbers(precision, prose, tmp_path):
     def run(name: str, *overrides: str) -> list[tuple]:
@@ -140,8 +144,8 @@ def test_overlapped_reductions_give_the_same_numbers(precision, prose, tmp_path)
 
     plain = run("plain")
     both = run("both", "optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
-    assert largest_difference(plain, both) == (0, 0)
-    assert largest_difference(plain, run("one", "optim.overlap_grad_reduce=true")) == (0, 0)
+    assert largest_difference(both, run("one", "optim.overlap_grad_reduce=true")) == (0, 0)
+    assert max(largest_difference(plain, both)) < ORDER
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_overlap_beside_an_encoder_gives_the_same_numbers(layout, digits, tmp_pa
         return curve(train_on_ranks(cfg))
 
     both = ("optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
-    assert largest_difference(run("plain"), run("both", *both)) == (0, 0)
+    assert max(largest_difference(run("plain"), run("both", *both))) < ORDER
 
 
 def _overlapping(cfg) -> dict[str, tuple[bool, bool]]:
