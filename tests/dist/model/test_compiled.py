@@ -105,4 +105,5 @@ def test_the_compiler_of_a_run_gives_these_numbers_too(prose, tmp_path):
     except UserError as error:
         pytest.skip(str(error))
     ((found, graphs),) = run_ranks(_curves, 1, cfg, "inductor")
-    assert max(largest_difference(whole([plain]), whole([found]))) < 1e-5 and graphs == [2]
+    assert max(largest_difference(whole([plain]), whole([found]))) < 1e-5
+    assert len(graphs) == 1 and 2 <= graphs[0] <= 8
