@@ -38,7 +38,7 @@ from data.storage.version import ShardVersion
 from data.tokens import Tokenizer
 
 _OPEN_INDEXES = 256  # whose keys may be unpacked
-_RECENT = 2048  # outlines and versions that are kept: a sample is asked for by several readers of its step
+_RECENT = 512  # outlines and versions that are kept: a sample is asked for by several readers of its step
 
 
 class Dataset(OutlinedSamples):

@@ -143,7 +143,7 @@ class CatalogueFile(Named):
         """uint64 [shards]: a hash of each tag; 0: it has none."""
         found = np.zeros(len(self.table), dtype=np.uint64)
         for number, tag in self._tags.items():
-            found[int(number)] = xxh3_64_intdigest(tag)
+            found[int(number)] = xxh3_64_intdigest(tag.encode())
         return found
 
     def part(self, number: int) -> Part:

@@ -50,9 +50,10 @@ def test_what_failed_is_read_from_the_ranks_files(tmp_path):
 
 def test_a_rank_that_was_aborted_points_to_the_command_that_compares_collectives(tmp_path, capsys):
     failures = {1: SimpleNamespace(exitcode=-signal.SIGABRT, pid=7, timestamp=1)}
-    assert _report(failures, False, tmp_path) == 1
+    ranks = SimpleNamespace(ended={}, stop_asked=False)
+    assert _report(failures, ranks, tmp_path) == 1
     (tmp_path / FLIGHT).write_text(f"{tmp_path}/a run/flight/start")
-    assert _report(failures, False, tmp_path) == 1
+    assert _report(failures, ranks, tmp_path) == 1
     without, known = capsys.readouterr().err.splitlines()
     assert without.startswith("mimo-train: rank 1 (process 7) was killed by SIGABRT (as gloo does where ranks make")
     assert "mimo-train hang RUN_DIR compares" in without and f"mimo-train hang '{tmp_path}/a run' compares" in known
