@@ -72,9 +72,9 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
     for section in ("data", "train", "optim"):
         free = _passed_over(section, is_balanced_so)
         yield from key_changes(before.get(section, {}), getattr(cfg, section), section, free)
-    for at, (old, new) in enumerate(zip(before["data"].get("mix") or (), cfg.data.mix, strict=False)):
-        if old.get("weight") != new.weight:
-            yield f"data.mix[{at}].weight was {old.get('weight')}, is {new.weight}"
+    for at, (past, source) in enumerate(zip(before["data"].get("mix") or (), cfg.data.mix, strict=False)):
+        if past.get("weight") != source.weight:
+            yield f"data.mix[{at}].weight was {past.get('weight')}, is {source.weight}"
     said = MAY_CHANGE - FREE_OF_SPECS
     for name, module in cfg.modules.items():
         was, prefix = before["modules"][name], f"modules.{name}"
