@@ -30,10 +30,11 @@ import numpy as np
 from data.announce import expect_texts
 from data.catalogue.found import Found
 from data.catalogue.journal import Busy, Journal, opened_journal
-from data.catalogue.lengths_file import STAMP, LengthsFile, Part, cannot_write, load_lengths, write_lengths
+from data.catalogue.lengths_file import STAMP, LengthsFile, Part, load_lengths, write_lengths
 from data.catalogue.places import catalogue_path
 from data.errors import DataError
 from data.fields import Fields
+from data.storage.replace import cannot_write
 from data.storage.streams import Origin
 from data.storage.url import Place
 
@@ -224,7 +225,7 @@ class _Folder:
         try:
             yield
         except OSError as error:
-            raise cannot_write(self._path, error) from error
+            raise cannot_write("text lengths", self._path, error) from error
 
     def _load(self) -> None:
         found = Found[LengthsFile].of_none(len(self._names))

@@ -25,7 +25,7 @@ from data.catalogue.checks import codes_of, require_head, require_table, require
 from data.catalogue.named import Named
 from data.errors import DataError
 from data.index import MEMBER, SAMPLE, Codes, ShardIndex
-from data.storage.replace import replacing
+from data.storage.replace import cannot_write, replacing
 from data.storage.url import Place
 from data.storage.version import ShardVersion, open_file
 
@@ -212,14 +212,7 @@ def write_catalogue(path: Path, parts: Iterable[Part]) -> None:
             for part in parts:
                 file.write(part.body)
     except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-def cannot_write(path: Path, error: OSError) -> DataError:
-    """The error of a file about shards that cannot be written."""
-    return DataError(
-        f"cannot write the index {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
-    )
+        raise cannot_write("index", path, error) from error
 
 
 def load_catalogue(path: Path) -> CatalogueFile | None:

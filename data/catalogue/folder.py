@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.catalogue.file import CatalogueFile, Part, cannot_write, load_catalogue, with_version, write_catalogue
+from data.catalogue.file import CatalogueFile, Part, load_catalogue, with_version, write_catalogue
 from data.catalogue.found import Found
 from data.catalogue.journal import Journal, opened_journal
 from data.catalogue.places import catalogue_path
@@ -29,6 +29,7 @@ from data.errors import DataError
 from data.index import build_index, build_remote
 from data.storage.place_list import PlaceList
 from data.storage.remote import WholeObject
+from data.storage.replace import cannot_write
 from data.storage.retry import retrying
 from data.storage.url import Place, Url
 from data.storage.version import ShardVersion, open_file, require_file
@@ -185,7 +186,7 @@ class Folder:
                     versions = {self._names[at]: version for at, version in moved.items()}
                     self._save(versions, {name: Part.from_head(*journal[at]) for name, at in records.items()})
         except OSError as error:
-            raise cannot_write(self._path, error) from error
+            raise cannot_write("index", self._path, error) from error
         if stopped is not None:
             raise stopped
         self._look_again()

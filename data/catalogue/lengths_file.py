@@ -18,7 +18,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from data.catalogue.named import Named
 from data.errors import DataError
-from data.storage.replace import replacing
+from data.storage.replace import cannot_write, replacing
 from data.storage.version import open_file
 
 _log = logging.getLogger(__name__)
@@ -100,14 +100,7 @@ def write_lengths(path: Path, parts: Iterable[Part]) -> None:
             file.seek(0)
             file.write(line + b" " * (_HEAD - len(line) - 1) + b"\n")
     except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-def cannot_write(path: Path, error: OSError) -> DataError:
-    """The error of a file that cannot be written."""
-    return DataError(
-        f"cannot write the text lengths {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
-    )
+        raise cannot_write("text lengths", path, error) from error
 
 
 def load_lengths(path: Path) -> LengthsFile | None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from data.errors import DataError
+
 
 @contextmanager
 def replacing(path: Path, mode: int | None = None, buffer: int = -1) -> Iterator[BinaryIO]:
@@ -35,3 +37,10 @@ def replacing(path: Path, mode: int | None = None, buffer: int = -1) -> Iterator
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def cannot_write(what: str, path: Path, error: OSError) -> DataError:
+    """The error of a file about shards, `what`, that cannot be written."""
+    return DataError(
+        f"cannot write the {what} {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
+    )
