@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from data.storage.stores import store_of
 from data.storage.url import Url
 
-IN_FLIGHT_BYTES, IN_FLIGHT_READS = 256 << 20, 64
+IN_FLIGHT_BYTES, IN_FLIGHT_READS = 256 << 20, 128
 PATIENCE, SLOWEST = 20.0, 256 << 10
 """A read may take PATIENCE seconds and one for each SLOWEST bytes."""
 

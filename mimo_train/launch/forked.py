@@ -44,6 +44,8 @@ class Start(NamedTuple):
     environment: dict[str, str]
     outputs: tuple[str | None, str | None]
     """Files of its standard output and error; None: the launcher's."""
+    caught: frozenset[int] = frozenset()
+    """Signals that the launcher has a handler for: a process of its own meets them with the system's default."""
 
 
 class ForkedRank:
@@ -98,8 +100,9 @@ class ForkServer:
 
     def start(self, start: Start) -> ForkedRank | None:
         """A rank, which leads its session; None where the server has been killed, or does not answer."""
+        caught = frozenset(number for number in signal.valid_signals() if callable(signal.getsignal(number)))
         with _adopting(), suppress(OSError, EOFError):
-            self._connection.send(start)
+            self._connection.send(start._replace(caught=caught))
             if self._connection.poll(ANSWER_SECONDS):
                 rank = ForkedRank(self._connection.recv(), start.module)
                 self._connection.send(True)
@@ -251,7 +254,7 @@ def _become(start: Start, between: int, signals: set[int | signal.Signals], conn
         time.sleep(0.001)
     os.setsid()
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
+        if number in start.caught or callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     try:

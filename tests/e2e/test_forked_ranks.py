@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -63,6 +64,7 @@ def found_by_ranks(folder, *program: str) -> list[dict]:
             text=True,
             timeout=HANG_SECONDS,
             pass_fds=[inherited.fileno()],
+            preexec_fn=lambda: signal.signal(signal.SIGQUIT, signal.SIG_IGN),  # as `nohup` does
         )
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[0] == "the last word" and "exit code 1" in done.stderr, done.stderr
