@@ -2,13 +2,13 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.planner [--minutes 20] [--only gpt] [--layouts 'dp2;tp2']
 
-For a plain GPT and for vision + language. All runs are started at first, and then train in turn, a step of each, there
-and back. Five times meanwhile layers are measured on one process, as `--measure` does, and on as many at once as there
-are cores, and messages between two processes. What a process does beside layers is the time of a step in which next to
-nothing is computed. With the medians steps are predicted, with cores that ranks share. Printed are both times, their
-rank correlation, that of some turns with the others, which no prediction can be better than, and how much slower the
-layout predicted to be best is than the best; for each shape, and the correlations for all layouts together. A quiet
-machine is needed.
+For a plain GPT, for vision + language, and for the demo. All runs are started at first, and then train in turn, a step
+of each, there and back. Five times meanwhile layers are measured on one process, as `--measure` does, and on as many at
+once as there are cores, and messages between two processes. What a process does beside layers is the time of a step in
+which next to nothing is computed. With the medians steps are predicted, with cores that ranks share. Printed are both
+times, their rank correlation, that of some turns with the others, which no prediction can be better than, and how much
+slower the layout predicted to be best is than the best; for each shape, and the correlations for all layouts together.
+A quiet machine is needed.
 """
 
 import argparse
@@ -43,14 +43,18 @@ WARM_UP = 2
 LEAST_TURNS = 4
 LOOKS = 4
 """How often layers and messages are measured, and once more at the end."""
-LLM = ("hidden_size=256", "num_layers=8", "num_attention_heads=8", "ffn_hidden_size=704")
+LLM = tuple(
+    f"modules.language.llm.{size}"
+    for size in ("hidden_size=256", "num_layers=8", "num_attention_heads=8", "ffn_hidden_size=704")
+)
 ENCODER = ("hidden_size=192", "num_layers=8", "num_attention_heads=8", "ffn_hidden_size=768")
 SHAPES = {
-    "gpt": ("gpt_tiny", ("train.global_batch_size=8", "train.micro_batch_size=1")),
-    "vlm": ("vlm_digits", ("train.global_batch_size=16", "train.micro_batch_size=4",
+    "gpt": ("gpt_tiny", ("train.global_batch_size=8", "train.micro_batch_size=1", *LLM)),
+    "vlm": ("vlm_digits", ("train.global_batch_size=16", "train.micro_batch_size=4", *LLM,
                            *(f"modules.images.encoder.{size}" for size in ENCODER))),
+    "demo": ("vlm_digits", ()),
 }  # fmt: skip
-"""Runs whose steps take some tenths of a second on one core."""
+"""Runs whose steps take some tenths of a second on one core, and the demo as it is."""
 QUIET = ("run.device=cpu", "train.eval_interval=0", "train.report_samples=0", "checkpoint.save_interval=0",
          "data.pad=sequence", "log.tensorboard=false", "data.validation_shards=", "data.workers=0",
          "run.hang_report_seconds=0", "train.iters=100000", "checkpoint.resume=never")  # fmt: skip
@@ -65,11 +69,11 @@ def _images(**sizes: int) -> tuple[str, ...]:
 
 
 NOTHING = "nothing"
-EMPTY = {
-    "gpt": (),
-    "vlm": tuple(f"modules.images.encoder.{size}" for size in ("hidden_size=16", "num_layers=1",
-                                                               "num_attention_heads=1", "ffn_hidden_size=16")),
-}  # fmt: skip
+_EMPTY_ENCODER = tuple(
+    f"modules.images.encoder.{size}"
+    for size in ("hidden_size=16", "num_layers=1", "num_attention_heads=1", "ffn_hidden_size=16")
+)
+EMPTY = {"gpt": (), "vlm": _EMPTY_ENCODER, "demo": _EMPTY_ENCODER}
 """Sizes of modules in which nearly nothing is computed: what is left of a step is the program around them."""
 TENSOR = 2
 """The largest tp of LAYOUTS."""
@@ -99,6 +103,12 @@ LAYOUTS = {
         "pp2, pp2": (*APART, *_language(pp=2), *_images(pp=2)),
         "shared pp2 dp2": (*SHARED, *_language(pp=2, dp=2), *_images(dp=2)),
         "dp4, dp4": (*APART, *_language(dp=4), *_images(dp=4)),
+    },
+    "demo": {
+        "one": SHARED,
+        "two": APART,
+        "shared dp2": (*SHARED, *_language(dp=2), *_images(dp=2)),
+        "shared dp2, 4": (*SHARED, *_language(dp=2), *_images(dp=2), "train.micro_batch_size=4"),
     },
 }
 """Shape -> name -> overrides."""
@@ -159,7 +169,7 @@ def _empty(shape: str) -> ConfigContainer:
 
 
 def _sizes(shape: str) -> tuple[str, ...]:
-    return (*SHAPES[shape][1], *(f"modules.language.llm.{size}" for size in LLM), *QUIET)
+    return (*SHAPES[shape][1], *QUIET)
 
 
 def _profiled(shape: str) -> tuple[Profile, float]:
@@ -215,16 +225,8 @@ def _reduce(pipe: Connection) -> None:
 def predicted(cfg: ConfigContainer, profile: Profile, machine: Machine, process: float) -> float:
     """Seconds of a step."""
     layout = lay_out(cfg)
-    candidate = Candidate(
-        {name: module.layout for name, module in cfg.modules.items()},
-        frozenset(edge.giver for edge in layout.shared_edges),
-        False,
-        cfg.train.micro_batch_size,
-        cfg.train.recompute,
-        cfg.optim.distributed_optimizer,
-        0,
-        layout.world_size,
-    )
+    candidate = Candidate.of(cfg, node=layout.world_size)
+    assert candidate is not None
     links = Links(machine.device(process), node=layout.world_size)
     rows = embedding_rows(cfg.llm, tokenizer_of(cfg).vocab_size)
     costs = Costs({cfg.train.recompute: cfg}, rows, dict.fromkeys(cfg.encoders, 1.0), links, profile)
@@ -261,7 +263,7 @@ def main() -> None:
     """Print predictions beside measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20, help="of turns, behind the start of all runs")
-    parser.add_argument("--only", choices=SHAPES, help="one of the two shapes")
+    parser.add_argument("--only", choices=SHAPES, help="one of these shapes")
     parser.add_argument("--layouts", type=lambda text: text.split(";"), help="of that shape, some of its names")
     args = parser.parse_args()
     chosen = [
@@ -276,7 +278,7 @@ def main() -> None:
         print(f"\n{shape}: predicted, measured (median of {turns} turns), ratio, quartiles, seconds of processors")
         _tell(own)
     if len(results) > 1:
-        print("\nboth shapes together:")
+        print("\nall shapes together:")
         _tell_correlations([one for own in results.values() for one in own])
 
 

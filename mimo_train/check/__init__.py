@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mimo_train.check import arithmetic, launching, promises, ranks, resuming, samples
+from mimo_train.check import advice, arithmetic, launching, promises, ranks, resuming, samples, work
 from mimo_train.check.findings import Report, show
 from mimo_train.check.tokenizer import build_tokenizer
 from mimo_train.config import compose
@@ -64,7 +64,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
     specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)
     run = Run(cfg, layout, Batch.of(cfg)) if layout and not _any_below(report.faults, BATCH_KEYS) else None
-    seen, tokenizer = samples.Seen(), None
+    seen, tokenizer, vocab = samples.Seen(), None, None
     if specs_are_sound:
         tokenizer = None if without_data else build_tokenizer(report, cfg)
         vocab = embedding_rows(cfg.llm, tokenizer.vocab_size) if tokenizer else None
@@ -82,9 +82,12 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
         if run:
             arithmetic.add_batch(report, run)
             arithmetic.add_memory(report, run, vocab, seen.media_per_sample)
+            work.add_work(report, run, vocab, seen.media_per_sample)
     promises.add_promises(report, cfg)
     mixing = Mixing(cfg, Batch.of(cfg), seen.source_sizes) if run and seen.source_sizes else None
     resuming.add_run_dir(report, run.cfg if run else cfg, layout, seen.fingerprint, tokenizer, mixing)
+    if run and vocab is not None and not report.faults:
+        advice.add_advice(report, run, vocab, seen.media_per_sample)
     return report
 
 

@@ -9,7 +9,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.config.schema_placement import PlacementConfig
 from mimo_train.plan.graph import Edge, connections
-from mimo_train.plan.layout import ModuleLayout, RunLayout
+from mimo_train.plan.layout import ModuleLayout, RunLayout, lay_out
 
 
 def ranks_of(layout: LayoutConfig) -> int:
@@ -34,6 +34,28 @@ class Candidate:
     """GPUs of a node; 0: all are on one."""
     gpus: int
     """That there are."""
+
+    @classmethod
+    def of(cls, cfg: ConfigContainer, node: int) -> "Candidate | None":
+        """The layout that a config without faults has, on nodes of `node` GPUs. None: of the encoders on other ranks
+        than the language model's some share these with each other and some do not, which no candidate has."""
+        layout = lay_out(cfg)
+        shared = frozenset(edge.giver for edge in layout.shared_edges)
+        apart = [layout.modules[name].first_rank for name in cfg.encoders if name not in shared]
+        together = len(apart) > 1 and len(set(apart)) == 1
+        if not together and len(set(apart)) < len(apart):
+            return None
+        gpus = layout.processes[-1] + 1
+        return cls(
+            {name: module.layout for name, module in cfg.modules.items()},
+            shared,
+            together,
+            cfg.train.micro_batch_size,
+            cfg.train.recompute,
+            cfg.optim.distributed_optimizer,
+            node if gpus > node else 0,
+            gpus,
+        )
 
     @property
     def language(self) -> LayoutConfig:
@@ -60,8 +82,13 @@ class Candidate:
     def placement(self, cfg: ConfigContainer) -> PlacementConfig:
         """Where the modules are; first ranks are named where neither mode says it, or where the config names others: an
         override that is an empty mapping would leave those."""
-        idle = self.world_size < self.gpus
-        kept = replace(cfg.placement, first_rank={}, allow_idle=idle, ranks_per_node=self.node)
+        idle, node = self.world_size < self.gpus, cfg.placement.ranks_per_node
+        kept = replace(
+            cfg.placement,
+            first_rank={},
+            allow_idle=idle,
+            ranks_per_node=node if node >= self.gpus and not self.node else self.node,
+        )
         if cfg.placement.first_rank:
             return replace(kept, mode="disjoint", first_rank=self.first_ranks())
         if self.shared and not self.apart:

@@ -1,6 +1,5 @@
 """Seconds of one pipeline stage: computing, messages inside of layers, gradients, optimizer. Imports no torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,7 +10,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
 from mimo_train.plan.activations import BYTES, layer_activations
-from mimo_train.plan.layout import layers_of_stage, stage_layers
+from mimo_train.plan.layout import layers_of_stage
 from mimo_train.plan.parameters import ParameterCount, module_parameters
 from mimo_train.planner import devices
 from mimo_train.planner.devices import Links
@@ -63,6 +62,14 @@ class Costs:
         self._work = cache(self._work_of)
         self._stage_work = cache(self._work_of_stage)
         self._parameters = cache(self._parameters_of)
+        self.least_of_language = cache(self._least_of_language)
+
+    def _least_of_language(self, recompute: str) -> float:
+        """Seconds that one rank would at least compute for one sample; several ranks share them. 0: not known."""
+        if self._profile is not None:
+            return 0.0  # rates differ with tp
+        work = self._work(LANGUAGE, recompute).whole
+        return self._computing(work.products + work.products_back, work.attention + work.attention_back)
 
     def language(self, layout: LayoutConfig, samples: int, recompute: str, *, divided: bool) -> list[StageCost]:
         """Of each stage, for microbatches of `samples` on a data-parallel rank.
@@ -157,17 +164,18 @@ class Costs:
                 share * (work.products_back + work.attention_back) / backward,
             )
         device = self._links.device
-        rate = device.rate(self._cfg.train.precision)
         traffic = layers * kept * devices.TOUCHED / (device.traffic * devices.TRAFFIC)
         least = layers * devices.LEAST_LAYER
 
-        def computing(products: float, attention: float) -> float:
-            return share * (products / (rate * devices.PRODUCTS) + attention / (rate * devices.ATTENTION))
-
-        forward = max(least, computing(work.products, work.attention) + traffic)
-        backward = computing(work.products_back, work.attention_back) + 2 * traffic
+        forward = max(least, share * self._computing(work.products, work.attention) + traffic)
+        backward = share * self._computing(work.products_back, work.attention_back) + 2 * traffic
         passes = 3 if recompute == "full" else 2
         return forward, max(passes * least, backward) if has_gradients else 0.0
+
+    def _computing(self, products: float, attention: float) -> float:
+        """Seconds, at the rates that are assumed."""
+        rate = self._links.device.rate(self._cfg.train.precision)
+        return products / (rate * devices.PRODUCTS) + attention / (rate * devices.ATTENTION)
 
     def _tail(self, name: str, layout: LayoutConfig, stage: int, divided: bool, cp: int) -> tuple[float, float]:
         """Seconds of gradients and of the update."""
@@ -190,9 +198,7 @@ class Costs:
         return module_work(self._cfgs[recompute], name, self._vocab, self._media.get(name, 0.0))
 
     def _work_of_stage(self, name: str, recompute: str, stage: int, stages: int, chunks: int) -> Work:
-        work = self._work(name, recompute)
-        layers: Sequence[int] = stage_layers(len(work.layers), stage, stages, chunks) if work.layers else ()
-        return work.of_stage(layers, first=stage == 0, last=stage == stages - 1)
+        return self._work(name, recompute).of_stage(stage, stages, chunks)
 
     def _parameters_of(
         self, name: str, tp: int, pp: int, vpp: int, ep: int, etp: int, stage: int

@@ -27,7 +27,7 @@ from mimo_train.plan.flops import Flops, StepFlops
 from mimo_train.plan.inputs import build_dataset, tokenizer_of, training_sources
 from mimo_train.plan.padding import pack_length, padding_of
 from mimo_train.planner.candidate import Candidate
-from mimo_train.planner.work import AT_THE_END, ModuleWork, module_work
+from mimo_train.planner.work import AT_THE_END, module_work
 
 if TYPE_CHECKING:
     from data.pipeline import Samples, StepPlan
@@ -84,7 +84,7 @@ class Counts:
         self._cfg, self._steps, self._vocab = cfg, steps, vocab
         self._flops = StepFlops(cfg, vocab)
         self._of_text: Callable[[int], float] = cache(lambda length: self._text({length: 1}))
-        self._full = {name: _whole(module_work(cfg, name, vocab, media[name])) for name in cfg.encoders}
+        self._full = {name: module_work(cfg, name, vocab, media[name]).whole.total for name in cfg.encoders}
         self._of_sample = [self._encoders(step.samples) for step in steps]
         self._plans = cache(self._plans_of)
         self._of_module = cache(self._loads_of)
@@ -195,12 +195,6 @@ class Counts:
             {other: [[int(own == at and other == name)]] for other in self._cfg.encoders} for own in range(3)
         )
         return self._flops(texts={}, counts=counts, loads=loads, pairs=pairs, step=AT_THE_END)[name]
-
-
-def _whole(work: ModuleWork) -> float:
-    """FLOPs of one sample, forward and backward."""
-    total = sum(work.layers, work.start + work.end)
-    return total.products + total.attention + total.products_back + total.attention_back
 
 
 def _of_busiest(work: np.ndarray) -> Load:

@@ -74,6 +74,26 @@ DEVICES = {
 GPU, 200 of an a100, 100 of an l40s; `--network` for others."""
 
 
+CORE, CORE_TRAFFIC = 120e9, 20e9
+"""Floating point operations in a second of a core of a CPU, of which `PRODUCTS` are reached, and bytes in a second to
+and from its memory: assumed, so that steps of the demo come out as in benchmarks/planner_demo_cpu2_2026-11-23.md."""
+MESSAGE, MESSAGES, PROCESS, TOGETHER = 1.3e-4, 1.3e9, 0.017, 0.9
+"""Seconds of a message between processes of a CPU over gloo, bytes in a second, seconds of a step that a process takes
+beside layers, and what of a core each has where several compute at once: as measured there."""
+
+
+def processor(memory: float, cores: int) -> Device:
+    """A process of one thread on this machine's CPU, with the rates of any.
+
+    Args:
+        memory: bytes that each process can have.
+        cores: that the processes of a node share.
+    """
+    links, name = MESSAGES / LINKS, f"processes of this CPU with {cores} core{'s' * (cores != 1)}"
+    at_once = TOGETHER * cores if cores > 1 else 1.0
+    return Device(name, memory, CORE, CORE, CORE_TRAFFIC, links, links, at_once, MESSAGE, PROCESS)
+
+
 @dataclass(frozen=True)
 class Links:
     """Seconds of messages between the ranks of a run."""

@@ -164,6 +164,14 @@ class Predictor:
         schedule = least_seconds(pipeline.stages, pipeline.microbatches, pipeline.chunks)
         return max(schedule, gradients, self._on_cores(pipeline)) + self._update(pipeline)
 
+    def least_of_language(self, micro_batch_size: int, replicas: int, ranks: int, recompute: str) -> float:
+        """A lower bound for all candidates with such a language model, by its operations alone: those of ranks that
+        all compute all the time. Takes no time, where `least_seconds` looks at every stage."""
+        if self._counts is not None:
+            return 0.0
+        samples = self.microbatches(micro_batch_size, replicas) * self.rows(micro_batch_size) * replicas
+        return samples * self._costs.least_of_language(recompute) / ranks
+
     def predict(self, candidate: Candidate) -> Prediction:
         """Simulate a step, or some of the data."""
         loads = [{}] if self._counts is None else self._counts.loads(candidate)

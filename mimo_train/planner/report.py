@@ -74,11 +74,11 @@ def _proposal(number: int, proposal: Proposal, cfg: ConfigContainer, request: Re
     named = ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= _SMALL)
     return [
         f"{number}. {_layouts(candidate, cfg)}{used}",
-        f"   {_seconds(prediction.seconds)} a step: {_rate(samples)} samples/s and "
+        f"   {seconds_text(prediction.seconds)} a step: {_rate(samples)} samples/s and "
         f"{samples * cfg.data.sequence_length:,.0f} tokens/s for each GPU",
         f"   bubble {prediction.bubble:.0%}; idle: {idle}; memory {proposal.memory / GIB:.1f} of {room:.1f} GiB",
         f"   limited by {prediction.busiest}: {named}",
-        f"   {' '.join(_quoted(one) for one in candidate.overrides(cfg)) or 'as the config is'}",
+        f"   {' '.join(quoted(one) for one in candidate.overrides(cfg)) or 'as the config is'}",
     ]
 
 
@@ -136,9 +136,11 @@ def _rate(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """For people."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _quoted(override: str) -> str:
+def quoted(override: str) -> str:
+    """An override as it is typed into a shell."""
     return f"'{override}'" if any(mark in override for mark in " {}") else override

@@ -2,10 +2,11 @@
 
 import heapq
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
@@ -24,6 +25,8 @@ from mimo_train.planner.space import LanguageOption, Space
 
 SIMULATED = 200
 """Candidates with the best bounds that are simulated."""
+_SIMULATED_BESIDE = 50
+"""Those of `beside`, which is to take a second at most."""
 _OF_A_KIND = 8
 """Layouts of the encoders that are looked at further, for each layout of the language model and place of encoders."""
 _ALIKE = 0.01
@@ -61,6 +64,10 @@ class Proposal:
     prediction: Prediction
     memory: int
     """Bytes of the fullest rank."""
+
+
+_Bounded = tuple[float, int, Candidate, int]
+"""Minus the bound, minus the number, a candidate, bytes of its fullest rank."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,21 @@ def plan(cfg: ConfigContainer, request: Request) -> Plan:
     return _Search(cfg, request).run()
 
 
+class Beside(NamedTuple):
+    """The layout that a run has, and a better one."""
+
+    own: Prediction
+    better: Proposal | None
+
+
+def beside(cfg: ConfigContainer, own: Candidate, request: Request, share: float) -> Beside:
+    """The best layout of those whose steps take less than `share` of the seconds of `own`, the layout of a run that
+    `require_sound` accepts; what cannot be one of them is not looked at, so that it takes less time than a plan."""
+    search = _Search(cfg, request)
+    prediction = search.predict(own)
+    return Beside(prediction, search.faster(share * prediction.seconds))
+
+
 class _Search:
     def __init__(self, cfg: ConfigContainer, request: Request):
         self._cfg, self._request = cfg, request
@@ -129,51 +151,73 @@ class _Search:
 
     def run(self) -> Plan:
         """Bound, simulate, look at the best once more."""
-        options = [(self._bound(self._alone(option)), number, option) for number, option in enumerate(self._options())]
-        options.sort(key=lambda one: one[:2])
-        best: list[tuple[float, int, Candidate, int]] = []
-        bounded = fitting = 0
-        for bound, _, option in options:
-            # What comes now is no better, whatever its encoders are.
-            if len(best) == SIMULATED and bound >= -best[0][0]:
-                break
-            if self._of_language(option) > self._room:
-                continue
-            found = [(self._bound(candidate), candidate) for candidate in self._candidates(option)]
-            bounded += len(found)
-            worst = -best[0][0] if len(best) == SIMULATED else math.inf
-            for least, candidate, memory in self._few(found, option, worst):
-                fitting += 1
-                entry = (-least, -fitting, candidate, memory)
-                (heapq.heappush if len(best) < SIMULATED else heapq.heappushpop)(best, entry)
+        options = [*self._options()]
+        best, bounded, fitting = self._bounded(options, SIMULATED, math.inf)
         if not best:
             raise UserError(self._nothing_fits(len(options)))
-        proposals, simulated = self._chosen(sorted(best, key=lambda one: (-one[0], -one[1])))
-        return Plan(tuple(proposals), len(options), bounded, fitting, simulated)
-
-    def _chosen(self, best: list[tuple[float, int, Candidate, int]]) -> tuple[list[Proposal], int]:
-        """The fastest of those that a check accepts, one of each kind."""
-        found: dict[Hashable, Proposal] = {}
-        refused: list[Fault] = []
-        simulated, top = 0, self._request.top
-        for least, _, candidate, memory in best:
-            slowest = sorted(one.prediction.seconds for one in found.values())[top - 1 : top]
-            if slowest and -least >= slowest[0]:
-                break
-            simulated += 1
-            prediction = self._predictor.predict(candidate)
-            if faults := faults_of(candidate.config(self._cfg)):
-                refused = faults
-                continue
-            proposal = Proposal(candidate, prediction, memory)
-            other = found.get(candidate.kind)
-            if other is None or _is_better(proposal, other):
-                found[candidate.kind] = proposal
-        if not found:
+        proposals, simulated, refused = self._chosen(best, self._request.top)
+        if not proposals:
             raise UserError(
                 f"--gpus: the {simulated} layouts that would be the best are refused, the last one since {refused[0]}"
             )
-        return sorted(found.values(), key=lambda one: one.prediction.seconds)[:top], simulated
+        return Plan(tuple(proposals[: self._request.top]), len(options), bounded, fitting, simulated)
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Of any layout of the run."""
+        return self._predictor.predict(candidate)
+
+    def faster(self, below: float) -> Proposal | None:
+        """The best layout whose step takes fewer than these seconds; of those as fast the one with the fewest ranks,
+        then that with the fewest changes of the config."""
+        options = [option for option in self._options() if self._least(option) < below]
+        best, *_ = self._bounded(options, _SIMULATED_BESIDE, below)
+        proposals, *_ = self._chosen(best, 1, _ALIKE)
+        least = min((one.prediction.seconds for one in proposals), default=0.0)
+        alike = [one for one in proposals if one.prediction.seconds < min(below, (1 + _ALIKE) * least)]
+        changes = [(one.candidate.world_size, len(one.candidate.overrides(self._cfg))) for one in alike]
+        return alike[changes.index(min(changes))] if alike else None
+
+    def _bounded(self, options: Sequence[LanguageOption], most: int, below: float) -> tuple[list[_Bounded], int, int]:
+        """The `most` candidates that fit with the best bounds, below so many seconds, the best first; how many were
+        bounded, and how many of these fit."""
+        found = [(self._bound(self._alone(option)), number, option) for number, option in enumerate(options)]
+        best: list[_Bounded] = []
+        bounded = fitting = 0
+        for bound, _, option in sorted(found, key=lambda one: one[:2]):
+            worst = min(below, -best[0][0]) if len(best) == most else below
+            # What comes now is no better, whatever its encoders are.
+            if bound >= worst:
+                break
+            if self._of_language(option) > self._room:
+                continue
+            candidates = [(self._bound(candidate), candidate) for candidate in self._candidates(option)]
+            bounded += len(candidates)
+            for least, candidate, memory in self._few(candidates, option, worst):
+                fitting += 1
+                entry = (-least, -fitting, candidate, memory)
+                (heapq.heappush if len(best) < most else heapq.heappushpop)(best, entry)
+        return sorted(best, key=lambda one: (-one[0], -one[1])), bounded, fitting
+
+    def _chosen(self, best: list[_Bounded], top: int, slack: float = 0.0) -> tuple[list[Proposal], int, list[Fault]]:
+        """Those that a check accepts, one of each kind, the fastest first: among them the `top` fastest, and all that
+        take `slack` longer than these; how many were simulated, and what the last of those that were refused had."""
+        found: dict[Hashable, Proposal] = {}
+        refused: list[Fault] = []
+        simulated = 0
+        for least, _, candidate, memory in best:
+            slowest = sorted(one.prediction.seconds for one in found.values())[top - 1 : top]
+            if slowest and -least >= (1 + slack) * slowest[0]:
+                break
+            simulated += 1
+            proposal = Proposal(candidate, self._predictor.predict(candidate), memory)
+            other = found.get(candidate.kind)
+            if other is not None and not _is_better(proposal, other):
+                continue
+            if faults := faults_of(candidate.config(self._cfg)):
+                refused = faults
+                continue
+            found[candidate.kind] = proposal
+        return sorted(found.values(), key=lambda one: one.prediction.seconds), simulated, refused
 
     def _options(self) -> Iterator[LanguageOption]:
         return self._space.language()
@@ -201,6 +245,11 @@ class _Search:
             self._request.node if several else 0,
             self._request.gpus,
         )
+
+    def _least(self, option: LanguageOption) -> float:
+        """A lower bound of `_bound` that takes less time."""
+        ranks = ranks_of(option.layout)
+        return self._predictor.least_of_language(option.micro_batch_size, option.dp, ranks, option.recompute)
 
     def _bound(self, candidate: Candidate) -> float:
         return self._predictor.least_seconds(candidate)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from encoders.spec import attention_pairs, most_tokens
@@ -10,6 +10,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.flops import Passes, StepFlops
+from mimo_train.plan.layout import stage_layers
 from mimo_train.plan.products import Media, encoder_products, language_products
 
 _LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
@@ -26,6 +27,11 @@ class Work:
     products_back: float = 0.0
     """In backward, with what is computed again."""
     attention_back: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of forward and backward."""
+        return self.products + self.attention + self.products_back + self.attention_back
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -46,10 +52,16 @@ class ModuleWork:
     end: Work
     """Behind them, on the last one: projector, output layer."""
 
-    def of_stage(self, layers: Iterable[int], *, first: bool, last: bool) -> Work:
-        """Of one pipeline stage with these layers, counted from 0."""
-        own = sum((self.layers[layer] for layer in layers), Work())
-        return own + (self.start if first else Work()) + (self.end if last else Work())
+    @property
+    def whole(self) -> Work:
+        """Of all stages."""
+        return sum(self.layers, self.start + self.end)
+
+    def of_stage(self, stage: int, stages: int, chunks: int = 1) -> Work:
+        """Of one pipeline stage, whose layers may be several model chunks."""
+        numbers = stage_layers(len(self.layers), stage, stages, chunks) if self.layers else ()
+        own = sum((self.layers[layer] for layer in numbers), Work())
+        return own + (self.start if stage == 0 else Work()) + (self.end if stage == stages - 1 else Work())
 
 
 def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: float) -> ModuleWork:

@@ -22,10 +22,11 @@ LEVELS = (
     {"optim"},
     {"checkpoint"},
     {"step"},
-    {"evaluation", "generation", "diagnose", "check", "report"},
+    {"evaluation", "generation", "diagnose", "report"},
     {"training"},
     {"compat", "dry_run"},
     {"planner"},
+    {"check"},
     {"commands"},
     {"cli"},
 )

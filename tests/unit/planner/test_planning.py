@@ -223,7 +223,7 @@ def test_a_step_by_hand():
     device = replace(DEVICES["h100"], inside=1e18, across=1e18, traffic=1e18)
     asked = request(cfg, 4, device=device, profile=measured(1e9, 2e9))
     work = module_work(cfg, "language", ROWS, 0.0)
-    whole = work.of_stage(range(4), first=True, last=True)
+    whole = work.whole
     sample = (whole.products + whole.attention) / 1e9 + (whole.products_back + whole.attention_back) / 2e9
     # Matrices alone, from the sizes: 3 times 2 FLOPs a weight and token, and attention over half of the pairs.
     llm, length = cfg.llm, cfg.data.sequence_length
@@ -234,7 +234,7 @@ def test_a_step_by_hand():
     assert seconds_of(cfg, asked, candidate()) == pytest.approx(16 * sample)
     assert seconds_of(cfg, asked, candidate(dp=4)) == pytest.approx(4 * sample, rel=1e-3)
     assert seconds_of(cfg, asked, candidate(tp=2)) == pytest.approx(8 * sample, rel=1e-2)
-    last = work.of_stage(range(2, 4), first=False, last=True)
+    last = work.of_stage(1, 2)
     slower = (last.products + last.attention) / 1e9 + (last.products_back + last.attention_back) / 2e9
     two = seconds_of(cfg, asked, candidate(pp=2))
     assert two == pytest.approx(16 * slower + (sample - slower), rel=1e-3)
