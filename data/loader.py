@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from data.step_plan import Share, StepPlan
 from data.text_lengths import require_planned
 
 _STEPS_AHEAD = 2
+_TOGETHER = 4  # samples of one task, at most
 
 
 class StepLoader:
@@ -69,6 +70,7 @@ class StepLoader:
         self._fields = {item.module: item.field for item in dataset.modules} | dict.fromkeys(self._sizes_only, "sizes")
         self._tiled = {item.module for item in dataset.modules if item.canvas} - self._sizes_only
         self._next, self._issued, self._closed = consumed_samples, 0, False
+        self._workers = workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers else None
         self._pending: deque[_Step] = deque()
 
@@ -135,10 +137,10 @@ class StepLoader:
             plan,
             samples,
             own,
-            texts=[[self._submit(text, number) for number in numbers.get(LANGUAGE, ())] for numbers in own],
+            texts=[self._submit(text, numbers.get(LANGUAGE, ())) for numbers in own],
             media=[
                 {
-                    module: [self._submit(self._read_media, number, module) for number in of_module]
+                    module: self._submit(partial(self._read_media, module), of_module)
                     for module, of_module in numbers.items()
                     if module != LANGUAGE
                 }
@@ -180,19 +182,22 @@ class StepLoader:
             return [reader.span(of_samples) for of_samples in loads]
         return [reader.span(places.tolist()) for places in order]  # of the loads, only their number counts
 
-    def _submit(self, work: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        """The result, when called."""
+    def _submit(self, work: Callable[[int], Any], numbers: Sequence[int]) -> Callable[[], list[Any]]:
+        """The results for all numbers, in order, when called."""
         if self._pool is None:
-            return lambda: work(*args)
-        future: Future[Any] = self._pool.submit(work, *args)
-        return future.result
+            return lambda: _each(work, numbers)
+        # To hand a task over costs as much as to read a short text; every thread gets one all the same.
+        size = max(1, min(_TOGETHER, len(numbers) // self._workers))
+        parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
+        tasks = [self._pool.submit(_each, work, part) for part in parts]
+        return lambda: [result for task in tasks for result in task.result()]
 
     def _assemble(self, step: _Step) -> StepBatch:
         plan, found = step.plan, dict[int, BadSample]()
         microbatches = []
         for at, own in enumerate(step.own):
-            texts = [result() for result in step.texts[at]]
-            media = {module: [result() for result in results] for module, results in step.media[at].items()}
+            texts = step.texts[at]()
+            media = {module: results() for module, results in step.media[at].items()}
             of_media = [read.bad for reads in media.values() for read in reads]
             for bad_sample in (*(bad_sample for _, bad_sample in texts), *of_media):
                 if bad_sample is not None:
@@ -267,7 +272,7 @@ class StepLoader:
             require_planned(sample.length, planned, self._dataset.locate(sample.number))
         return sample
 
-    def _read_media(self, number: int, module: str) -> _MediaRead:
+    def _read_media(self, module: str, number: int) -> _MediaRead:
         """What `Dataset.read_media` gives, unless sizes are enough or the features of the sample are known already."""
         if module in self._sizes_only:
             return _MediaRead(self._dataset.input_sizes(number, module), None)
@@ -298,6 +303,10 @@ class StepLoader:
         return collate_media(items, self._fields[module]) or {}
 
 
+def _each(work: Callable[[int], Any], numbers: Sequence[int]) -> list[Any]:
+    return [work(number) for number in numbers]
+
+
 class _MediaRead(NamedTuple):
     """What was read of one sample for one module; `sample` if the module's features are looked up."""
 
@@ -316,5 +325,5 @@ class _Step:
     plan: StepPlan
     samples: StepSamples
     own: list[dict[str, list[int]]]
-    texts: list[list[Callable[[], Any]]]
-    media: list[dict[str, list[Callable[[], Any]]]]
+    texts: list[Callable[[], list[Any]]]
+    media: list[dict[str, Callable[[], list[Any]]]]

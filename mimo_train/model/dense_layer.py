@@ -147,7 +147,8 @@ class DenseLayer:
         return query, key, value
 
     def _turns(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of a layer's angles, which are computed once for all layers that have the same."""
+        """Cosines and sines of a layer's angles, those for the first half of a head negated; computed once for all
+        layers that have the same."""
         attention = self._attention
         scale, kind = attention._yarn_concentration_factor, getattr(attention, "kind_of_angles", None)
         # What is computed in inference mode cannot be used where gradients are wanted.
@@ -155,7 +156,9 @@ class DenseLayer:
         known = _TURNS.setdefault(angles, {})
         if key not in known:
             own = angles if kind is None else attention.own_angles(angles)
-            known[key] = (own.cos() * scale).to(dtype), (own.sin() * scale).to(dtype)
+            cos, sin = own.cos() * scale, own.sin() * scale
+            first, second = sin.chunk(2, dim=-1)
+            known[key] = cos.to(dtype), torch.cat((-first, second), dim=-1).to(dtype)
         return known[key]
 
 
@@ -169,8 +172,8 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     if width < heads.shape[-1]:
         turned = _turned(heads[..., :width], cos, sin)
         return torch.cat((turned, heads[..., width:]), dim=-1)
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+    # The halves of a head change places: what is negated is the sine, once for all layers.
+    return heads * cos + heads.roll(width // 2, dims=-1) * sin
 
 
 def _is_dense(layer: TransformerLayer) -> bool:

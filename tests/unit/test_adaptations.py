@@ -153,6 +153,11 @@ REASONS = [
         "for key in param_group_identifier_keys:",
     ),
     (
+        "model/llm/cross_entropy.py",
+        "tensor_parallel.cross_entropy:VocabParallelCrossEntropy.calculate_predicted_logits",
+        "vocab_parallel_logits -= logits_max.unsqueeze(dim=-1)",
+    ),
+    (
         "diagnose/replicas.py",
         "utils:check_param_hashes_across_dp_replicas",
         "parallel_state.get_data_parallel_group(with_gtp_remat=False)",

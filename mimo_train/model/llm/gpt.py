@@ -21,6 +21,7 @@ from mimo_train.config.fault import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.model.documents import Documents
+from mimo_train.model.llm.cross_entropy import cross_entropy
 from mimo_train.model.llm.rotary import AxisRotaryEmbedding
 from mimo_train.model.rope import inverse_frequencies
 from mimo_train.parallel.context import own_part
@@ -135,6 +136,10 @@ class SeededGPTModel(GPTModel):
             # Behind autograd's back, without a copy: the loss has no gradient where the softmax is 0.
             with torch.no_grad():
                 logits[..., padding_V] = torch.finfo(logits.dtype).min
+        is_whole = self.tp_group.size() == 1 and logits.device.type == "cpu"
+        if is_whole and not self.config.cross_entropy_loss_fusion:
+            losses_SB = cross_entropy(logits.flatten(0, 1), labels.T.reshape(-1)).view(logits.shape[:2])
+            return losses_SB.T.contiguous()
         return super().compute_language_model_loss(labels, logits)
 
     def _postprocess(

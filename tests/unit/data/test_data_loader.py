@@ -207,6 +207,21 @@ def test_errors_that_are_of_no_sample_pass_as_they_are(dataset, monkeypatch, wor
         next(loader)
 
 
+def test_every_thread_reads_of_one_microbatch(dataset, monkeypatch):
+    data, together = dataset(), threading.Barrier(2, timeout=20)
+    read, waiting = data.read_text, iter(range(2))
+
+    def read_beside_another(number):
+        if number % 2 == 0 and next(waiting, None) is not None:
+            together.wait()  # breaks, with an error, where no other thread comes
+        return read(number)
+
+    monkeypatch.setattr(data, "read_text", read_beside_another)
+    (step,) = steps(data, batching=Batching(4, 4), workers=2, limit=1)
+    assert step.microbatches[0]["sample_numbers"].tolist() == [0, 1, 2, 3]
+    assert together.n_waiting == 0 and not together.broken and next(waiting, None) is None
+
+
 def test_close_joins_threads_and_limit_ends(dataset):
     loader = StepLoader(dataset(), BATCHING, BOTH, workers=3, limit=2)
     assert len(list(loader)) == 2 and list(loader) == []
