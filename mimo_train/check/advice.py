@@ -12,7 +12,7 @@ from mimo_train.plan.run import Run
 from mimo_train.planner.candidate import Candidate
 from mimo_train.planner.devices import DEVICES, Device, processor
 from mimo_train.planner.predict import Prediction
-from mimo_train.planner.report import quoted, seconds_text
+from mimo_train.planner.report import of_numbers, quoted, seconds_text
 from mimo_train.planner.search import Proposal, Request, beside, require_sound
 
 WORTH = 0.2
@@ -121,4 +121,4 @@ def _said(run: Run, found: Advice) -> str:
         f"this layout is predicted to take {seconds_text(seconds)} a step on {on}{waits}, and "
         f"{seconds_text(other)}{where}, {1 - other / seconds:.0%} less, with: {overrides} (as `mimo-train plan` "
         "reckons, by assumed rates and full rows: docs/planner.md)"
-    )
+    ) + "".join(f"; {text}" for text in [of_numbers(run.cfg)] if text)

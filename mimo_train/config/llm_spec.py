@@ -152,6 +152,11 @@ class LlmSpec:
         without a gradient."""
         return not self.router_renormalise or self.experts_per_token == 1
 
+    @property
+    def balances_microbatches(self) -> bool:
+        """Whether the loads of experts are balanced over a microbatch of ranks: losses follow from the layout then."""
+        return bool(self.num_experts) and self.router_balancing in ("aux_loss", "global_aux_loss")
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, is a mixture of experts."""
         return bool(self.num_experts) and layer not in self.dense_layers

@@ -68,9 +68,8 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
     Raises:
         KeyError, TypeError, AttributeError: `before` is no config.
     """
-    is_balanced_so = bool(cfg.llm.num_experts) and cfg.llm.router_balancing in ("aux_loss", "global_aux_loss")
     for section in ("data", "train", "optim"):
-        free = _passed_over(section, is_balanced_so)
+        free = _passed_over(section, cfg)
         yield from key_changes(before.get(section, {}), getattr(cfg, section), section, free)
     for at, (past, source) in enumerate(zip(before["data"].get("mix") or (), cfg.data.mix, strict=False)):
         if past.get("weight") != source.weight:
@@ -86,9 +85,9 @@ def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator
             if section is not None:
                 others = {key for key in (*vars(section), *(was.get(part) or {})) if key not in said}
                 yield from key_changes(was.get(part) or {}, section, f"{prefix}.{part}", others)
-        yield from key_changes(was, module, prefix, _passed_over("modules", is_balanced_so) | {*SPECS, "lora"})
+        yield from key_changes(was, module, prefix, _passed_over("modules", cfg) | {*SPECS, "lora"})
 
 
-def _passed_over(section: str, is_balanced_so: bool) -> set[str]:
+def _passed_over(section: str, cfg: ConfigContainer) -> set[str]:
     known = {key for kind in (REFUSED, BY_CONTENT, FREE, BY_MODULE) for key in kind.get(section, ())}
-    return known - BY_MICROBATCH[section] if is_balanced_so and section in BY_MICROBATCH else known
+    return known - BY_MICROBATCH[section] if cfg.llm.balances_microbatches and section in BY_MICROBATCH else known

@@ -30,7 +30,7 @@ def lines_of(plan: Plan, cfg: ConfigContainer, request: Request) -> list[str]:
     ]  # fmt: skip
     for number, proposal in enumerate(plan.proposals, start=1):
         lines += [*_proposal(number, proposal, cfg, request), ""]
-    lines += [f"note: {text}" for text in _notes(request)]
+    lines += [f"note: {text}" for text in _notes(cfg, request)]
     return lines
 
 
@@ -109,7 +109,17 @@ def _described(device: Device) -> str:
     )
 
 
-def _notes(request: Request) -> list[str]:
+def of_numbers(cfg: ConfigContainer) -> str:
+    """What another layout changes besides time and memory; empty: nothing."""
+    if not cfg.llm.balances_microbatches:
+        return ""
+    return (
+        f"numbers of a run follow from its layout and microbatches, since modules.{LANGUAGE}.llm.router_balancing="
+        f"{cfg.llm.router_balancing} balances experts over a microbatch of ranks (seq_aux_loss: over a sample)"
+    )
+
+
+def _notes(cfg: ConfigContainer, request: Request) -> list[str]:
     if request.profile is not None:
         rates = f"layers as measured on {request.profile.device}; assumed:"
     else:
@@ -121,6 +131,7 @@ def _notes(request: Request) -> list[str]:
         f"{rates} memory {devices.TRAFFIC:.0%} and links {devices.LINKS:.0%} of theirs",
         f"{request.margin:.0%} of the memory are kept free for what is not estimated",
         _counts(request),
+        *filter(None, [of_numbers(cfg)]),
         "compare proposals with each other, not with a clock: docs/planner.md has the limits of the model",
     ]
 

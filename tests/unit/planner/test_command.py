@@ -38,6 +38,13 @@ def test_every_proposal_says_what_limits_it_and_how_it_is_chosen(capsys):
         assert said.count(words) >= 1, words
 
 
+@pytest.mark.parametrize(("balancing", "times"), [("aux_loss", 1), ("seq_aux_loss", 0)])
+def test_plans_say_where_numbers_follow_from_the_layout(capsys, balancing, times):
+    experts = ("num_experts=4", "experts_per_token=2", "bias=false", f"router_balancing={balancing}")
+    code, said, _ = run(capsys, *CONFIG, *SMALL, *(f"modules.language.llm.{one}" for one in experts))
+    assert code == 0 and said.count(f"router_balancing={balancing} balances experts over a microbatch") == times
+
+
 def test_data_say_the_same(capsys):
     code, said, _ = run(capsys, *CONFIG, *SMALL, "--json", "--gpu", "l40s", "--margin", "0")
     found = json.loads(said)
