@@ -7,6 +7,8 @@ samples are counted when a step is handed out, not when it is read ahead: the sa
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,8 +32,16 @@ from data.samples import Samples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
 from data.step_plan import Share, StepPlan
 from data.text_lengths import require_planned
+from data.waiting import GivesUp, Wait, WaitGivenUp, never
 
 _STEPS_AHEAD = 2
+_THREADS = "data"
+_PATIENCE = 5.0  # seconds that the end of a read is waited for which nobody needs
+
+
+def still_reading() -> bool:
+    """Whether threads of a loader are left whose reads it has not waited for."""
+    return any(thread.name.startswith(f"{_THREADS}_") for thread in threading.enumerate())
 
 
 class StepLoader:
@@ -39,6 +49,8 @@ class StepLoader:
 
     readers: one per module that this rank reads; none is allowed (such a rank gets numbers and counts only).
     workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to hand out, None = endless.
+    gives_up: asked now and then where `next` waits for samples; where it is true, `next` raises WaitGivenUp, and
+    threads that still read are left behind, see `still_reading`.
     `next` raises what went wrong in a worker, as it was: TooManyBadSamples, ShardError, ...
     With `Batching.padding` the dataset has lengths (`TextLengths.serve`).
     """
@@ -52,6 +64,7 @@ class StepLoader:
         consumed_samples: int = 0,
         workers: int = 2,
         limit: int | None = None,
+        gives_up: GivesUp = never,
     ) -> None:
         assert consumed_samples >= 0 and workers >= 0, (consumed_samples, workers)
         known = {LANGUAGE, *(item.module for item in dataset.modules)}
@@ -69,7 +82,10 @@ class StepLoader:
         self._fields = {item.module: item.field for item in dataset.modules} | dict.fromkeys(self._sizes_only, "sizes")
         self._tiled = {item.module for item in dataset.modules if item.canvas} - self._sizes_only
         self._next, self._issued, self._closed = consumed_samples, 0, False
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers else None
+        self._gives_up = dataset.gives_up = gives_up
+        self._given_up, self._wait = False, Wait(gives_up)
+        self._threads: list[threading.Thread] = []
+        self._pool = ThreadPoolExecutor(workers, _THREADS, self._note_thread) if workers else None
         self._pending: deque[_Step] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -78,6 +94,7 @@ class StepLoader:
     def __next__(self) -> StepBatch:
         if self._closed:
             raise RuntimeError("this StepLoader is closed")
+        self._wait = Wait(self._gives_up)
         try:
             self._read_ahead()
             if not self._pending:
@@ -87,7 +104,8 @@ class StepLoader:
             return self._assemble(step)
         except StopIteration:
             raise
-        except BaseException:
+        except BaseException as error:
+            self._given_up = isinstance(error, WaitGivenUp)
             self.close()
             raise
 
@@ -103,11 +121,19 @@ class StepLoader:
         return self._dataset
 
     def close(self) -> None:
-        """Drops what was read ahead and waits for the threads to end. May be called twice."""
+        """Drops what was read ahead and waits for the threads to end, for a while; not at all for those that `next` has
+        given up. May be called twice."""
         self._closed = True
         self._pending.clear()
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            deadline = time.monotonic() + (0 if self._given_up else _PATIENCE)
+            for thread in self._threads:
+                thread.join(max(0, deadline - time.monotonic()))
+            self._pool.shutdown(wait=not any(thread.is_alive() for thread in self._threads))
+
+    def _note_thread(self) -> None:
+        self._threads.append(threading.current_thread())
 
     def _read_ahead(self) -> None:
         # Without threads, what is issued is read when it is assembled.
@@ -183,9 +209,13 @@ class StepLoader:
     def _submit(self, work: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         """The result, when called."""
         if self._pool is None:
-            return lambda: work(*args)
+            return lambda: self._read_now(work, *args)
         future: Future[Any] = self._pool.submit(work, *args)
-        return future.result
+        return lambda: self._wait.result_of(future)
+
+    def _read_now(self, work: Callable[..., Any], *args: Any) -> Any:
+        self._wait.look()  # between two reads of the caller's own thread
+        return work(*args)
 
     def _assemble(self, step: _Step) -> StepBatch:
         plan, found = step.plan, dict[int, BadSample]()
