@@ -43,10 +43,14 @@ class ExitVotes:
         """This rank's votes, for the step's sum. Once there is one, it stays."""
         return self._told or self._signal.requested(), time.monotonic() >= self._deadline
 
-    def meet(self, store: dist.Store) -> None:
-        """Ranks have met by this store: from now on a signal to one of them ends waits for data on all of them."""
+    def meet(self, meeting: Callable[[], dist.Store]) -> None:
+        """From now on a signal to one rank ends waits for data on all of them.
+
+        Args:
+            meeting: gives the store by which ranks have met.
+        """
         if self._ends_waits:
-            self._notice = EndNotice(store)
+            self._notice = EndNotice(meeting())
             self._signal.tell_by(self._notice.give)
 
     @property

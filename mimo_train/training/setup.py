@@ -148,7 +148,6 @@ def setup(
             or ranks were started with different configs or see different folders; with the config key.
     """
     kind, device = start_processes(run.cfg, store)
-    votes.meet(devices.meeting())
     opened, saves = ExitStack(), run.checkpoints
     RECORDER.to("lock")
     start, longest = Start.of(run.cfg, devices.identity(device)), 30 * run.cfg.run.timeout_minutes
@@ -224,6 +223,7 @@ def _build(
     if not train_state.consumed_train_tokens:  # a checkpoint of a time when they were not counted
         train_state.consumed_train_tokens = train_state.consumed_train_samples * cfg.data.sequence_length
     RECORDER.to("loop")
+    votes.meet(devices.meeting)
     dataset.set_phases(mixing.phases)
     with agreed():
         stops = data_end(run, dataset, train_state)

@@ -88,14 +88,14 @@ def test_a_wait_is_given_up_for_any_vote_of_this_rank_and_for_a_signal_to_anothe
 
     store = Store()
     peer = ExitVotes(ExitSignal(), 0, time.time(), ends_waits=True)
-    peer.meet(store)
+    peer.meet(lambda: store)
     assert not peer.gives_up() and peer.own() == (False, False)
     with ExitSignal() as exit_signal:
         signalled = ExitVotes(exit_signal, 0, time.time(), ends_waits=True)
         assert not signalled.gives_up()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signalled.gives_up(), "before ranks have met"
-        signalled.meet(store)
+        signalled.meet(lambda: store)
     assert peer.gives_up() and peer.own() == (True, False), "who has given up votes"
     assert peer.before_a_step() == (True, False)
 
