@@ -7,6 +7,8 @@ samples are counted when a step is handed out, not when it is read ahead: the sa
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +32,17 @@ from data.samples import Samples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
 from data.step_plan import Share, StepPlan
 from data.text_lengths import require_planned
+from data.waiting import GivesUp, Wait, WaitGivenUp, never
 
 _STEPS_AHEAD = 2
 _TOGETHER = 4  # samples of one task, at most
+_THREADS = "data"
+_PATIENCE = 5.0  # seconds that the end of a read is waited for which nobody needs
+
+
+def still_reading() -> bool:
+    """Whether threads of a loader are left whose reads it has not waited for."""
+    return any(thread.name.startswith(f"{_THREADS}_") for thread in threading.enumerate())
 
 
 class StepLoader:
@@ -40,6 +50,8 @@ class StepLoader:
 
     readers: one per module that this rank reads; none is allowed (such a rank gets numbers and counts only).
     workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to hand out, None = endless.
+    gives_up: asked now and then where `next` waits for samples; where it is true, `next` raises WaitGivenUp, and
+    threads that still read are left behind, see `still_reading`.
     `next` raises what went wrong in a worker, as it was: TooManyBadSamples, ShardError, ...
     With `Batching.padding` the dataset has lengths (`TextLengths.serve`).
     """
@@ -53,6 +65,7 @@ class StepLoader:
         consumed_samples: int = 0,
         workers: int = 2,
         limit: int | None = None,
+        gives_up: GivesUp = never,
     ) -> None:
         assert consumed_samples >= 0 and workers >= 0, (consumed_samples, workers)
         known = {LANGUAGE, *(item.module for item in dataset.modules)}
@@ -70,8 +83,11 @@ class StepLoader:
         self._fields = {item.module: item.field for item in dataset.modules} | dict.fromkeys(self._sizes_only, "sizes")
         self._tiled = {item.module for item in dataset.modules if item.canvas} - self._sizes_only
         self._next, self._issued, self._closed = consumed_samples, 0, False
+        self._gives_up = dataset.gives_up = gives_up
+        self._given_up, self._wait = False, Wait(gives_up)
+        self._threads: list[threading.Thread] = []
         self._workers = workers
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers else None
+        self._pool = ThreadPoolExecutor(workers, _THREADS, self._note_thread) if workers else None
         self._pending: deque[_Step] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -80,6 +96,7 @@ class StepLoader:
     def __next__(self) -> StepBatch:
         if self._closed:
             raise RuntimeError("this StepLoader is closed")
+        self._wait = Wait(self._gives_up)
         try:
             self._read_ahead()
             if not self._pending:
@@ -89,7 +106,8 @@ class StepLoader:
             return self._assemble(step)
         except StopIteration:
             raise
-        except BaseException:
+        except BaseException as error:
+            self._given_up = isinstance(error, WaitGivenUp)
             self.close()
             raise
 
@@ -105,11 +123,19 @@ class StepLoader:
         return self._dataset
 
     def close(self) -> None:
-        """Drops what was read ahead and waits for the threads to end. May be called twice."""
+        """Drops what was read ahead and waits for the threads to end, for a while; not at all for those that `next` has
+        given up. May be called twice."""
         self._closed = True
         self._pending.clear()
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            deadline = time.monotonic() + (0 if self._given_up else _PATIENCE)
+            for thread in self._threads:
+                thread.join(max(0, deadline - time.monotonic()))
+            self._pool.shutdown(wait=not any(thread.is_alive() for thread in self._threads))
+
+    def _note_thread(self) -> None:
+        self._threads.append(threading.current_thread())
 
     def _read_ahead(self) -> None:
         # Without threads, what is issued is read when it is assembled.
@@ -185,12 +211,16 @@ class StepLoader:
     def _submit(self, work: Callable[[int], Any], numbers: Sequence[int]) -> Callable[[], list[Any]]:
         """The results for all numbers, in order, when called."""
         if self._pool is None:
-            return lambda: _each(work, numbers)
+            return lambda: [self._read_now(work, number) for number in numbers]
         # To hand a task over costs as much as to read a short text; every thread gets one all the same.
         size = max(1, min(_TOGETHER, len(numbers) // self._workers))
         parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
         tasks = [self._pool.submit(_each, work, part) for part in parts]
-        return lambda: [result for task in tasks for result in task.result()]
+        return lambda: [result for task in tasks for result in self._wait.result_of(task)]
+
+    def _read_now(self, work: Callable[[int], Any], number: int) -> Any:
+        self._wait.look()  # between two reads of the caller's own thread
+        return work(number)
 
     def _assemble(self, step: _Step) -> StepBatch:
         plan, found = step.plan, dict[int, BadSample]()

@@ -16,6 +16,7 @@ from data.step import Batching, Reader, StepBatch
 from data.step_plan import Padding, StepPlan
 from data.streams.dataset import StreamDataset
 from data.text_lengths import TextLengths
+from data.waiting import GivesUp, WaitGivenUp, never
 
 __all__ = [
     "MEDIA",
@@ -24,6 +25,7 @@ __all__ = [
     "Batching",
     "DataError",
     "Dataset",
+    "GivesUp",
     "Lookup",
     "Media",
     "MicrobatchMedia",
@@ -43,5 +45,7 @@ __all__ = [
     "TextSample",
     "TokenDataset",
     "TooManyBadSamples",
+    "WaitGivenUp",
+    "never",
     "require_budget",
 ]

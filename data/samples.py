@@ -16,6 +16,7 @@ from data.sample_table import StepSamples
 from data.sources import SourcesView
 from data.storage.streams import Origin
 from data.tokens import Tokenizer
+from data.waiting import GivesUp, never
 
 
 class Samples(SourcesView, ABC):
@@ -41,6 +42,8 @@ class Samples(SourcesView, ABC):
     """Of what the order of samples follows from, but for seed and weights."""
     text_fingerprint: str
     """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
+    gives_up: GivesUp = staticmethod(never)
+    """Asked by a `plan_step` that waits for samples. Of the loader that plans steps, which sets it."""
     allowed_bad_samples: int
     bad_samples: BadSamples
     """Those that this process has found."""

@@ -15,6 +15,7 @@ class Server(ThreadingHTTPServer):
         requests: GET requests so far, by way.
         listing: what it answers where a list is asked for, as Azure is.
         release: set at the end, for answers that stand still.
+        stands_still: ways whose answers stand still from now on.
     """
 
     daemon_threads = True
@@ -24,6 +25,7 @@ class Server(ThreadingHTTPServer):
         self.contents, self.requests, self.release = contents, Counter[str](), threading.Event()
         self.tags = dict.fromkeys(contents, '"one"')
         self.listing = b""
+        self.stands_still = set[str]()
 
     def url(self, way: str, name: str) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/{way}/{name}"
@@ -80,9 +82,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if way == "stalls":
+        if way == "stalls" or way in self.server.stands_still:
             self.wfile.write(body[: len(body) // 2])
             self.server.release.wait()
+            self.close_connection = True
             return
         if way == "trickles":
             for at in range(len(body)):

@@ -118,7 +118,8 @@ class StreamDataset(OutlinedSamples):
         return self._held_of(number).identity
 
     def plan_step(self, first: int, size: int) -> StepSamples:
-        """Reads the samples [first, first + size), and gives what their headers say."""
+        """Reads the samples [first, first + size), and gives what their headers say. Raises WaitGivenUp, behind which
+        nothing but `close` may follow, and what reading raises."""
         with self._lock:
             self._read_to(first, size)
             digest = self._digest.intdigest()
@@ -169,7 +170,7 @@ class StreamDataset(OutlinedSamples):
         if reading is not None:
             reading.close()
         with self._lock:
-            if self._reading is not None:
+            if self._reading is not None and self._reading is not reading:  # begun meanwhile
                 self._reading.close()
             self._reading = None
 
@@ -183,7 +184,7 @@ class StreamDataset(OutlinedSamples):
             self._steps.clear()
             self._next = first
             self._reading = Reading(self.shards, self.order, self._counts, self._open, first)
-        for number, sample in self._reading.take(end) if end > self._next else ():
+        for number, sample in self._reading.take(end, self.gives_up) if end > self._next else ():
             self._held[number] = self._held_as(number, sample)
             self._digest.update(sample.digest.to_bytes(8, "little"))
         self._next = max(self._next, end)

@@ -11,6 +11,7 @@ from data.errors import DataError, ShardError
 from data.storage.streams import Origin
 from data.streams.order import StreamOrder
 from data.streams.shard import StreamedSample, StreamedShard
+from data.waiting import LOOK_SECONDS, GivesUp, Wait, never
 
 AHEAD_BYTES = 64 << 20
 """Of samples that nobody has asked for yet."""
@@ -48,9 +49,14 @@ class Reading:
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._thread.start()
 
-    def take(self, end: int) -> list[tuple[int, StreamedSample]]:
-        """The next samples, up to number `end`. Raises what went wrong in the thread, DataError once it is closed."""
+    def take(self, end: int, gives_up: GivesUp = never) -> list[tuple[int, StreamedSample]]:
+        """The next samples, up to number `end`.
+
+        Raises what went wrong in the thread, DataError once it is closed, WaitGivenUp where `gives_up` says so while
+        this waits: then nothing more can be taken.
+        """
         taken: list[tuple[int, StreamedSample]] = []
+        wait = Wait(gives_up)
         with self._changed:
             self._wanted = end
             self._changed.notify_all()
@@ -65,7 +71,8 @@ class Reading:
                 elif self._closed:
                     raise DataError("data.shards: reading has been ended")
                 else:
-                    self._changed.wait()
+                    wait.look()
+                    self._changed.wait(LOOK_SECONDS)
         self._start = end
         return taken
 

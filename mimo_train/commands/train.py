@@ -68,11 +68,19 @@ def main(run: "Run") -> int:
     them.
     """
     from mimo_train.launch.exit_signal import ExitSignal
+    from mimo_train.launch.output import show
     from mimo_train.launch.watched import watched
 
     exit_signal = ExitSignal().listen()  # before the slow imports
     with watched(run):
-        return _watched_main(run, exit_signal)
+        code = _watched_main(run, exit_signal)
+    from data.loader import still_reading
+
+    if still_reading():  # what nobody waits for: but the interpreter would, at its end
+        show("", end="")
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:

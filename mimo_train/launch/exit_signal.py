@@ -1,7 +1,10 @@
 """The signals that ask a run to end. Imports no torch, so that a process can listen before its slow imports."""
 
 import signal
+import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object] | int | None
@@ -16,6 +19,8 @@ class ExitSignal:
     def __init__(self) -> None:
         self._received: int | None = None
         self._previous: dict[int, Handler] = {}
+        self._tell: Callable[[], object] | None = None
+        self._relay: _Relay | None = None
 
     def __enter__(self) -> "ExitSignal":
         return self.listen()
@@ -31,10 +36,52 @@ class ExitSignal:
             if handler is not None:
                 signal.signal(number, handler)
         self._previous.clear()
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
 
     def requested(self) -> bool:
         """Whether this rank has received one of the signals."""
         return self._received is not None
 
+    def tell_by(self, tell: Callable[[], object]) -> None:
+        """Call `tell` when a signal arrives, from another thread: at once, also while this one waits in a collective,
+        where no Python code runs. Of several calls the last one counts. Without `listen` before it has no effect."""
+        self._tell = tell
+        if self._previous and self._relay is None:
+            self._relay = _Relay(self._arrived)
+        if self.requested():
+            tell()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = number
+
+    def _arrived(self, number: int) -> None:
+        if number in self.SIGNALS and self._tell is not None:
+            self._tell()
+
+
+class _Relay:
+    """A thread that hears of signals by the file descriptor that the interpreter writes their numbers to.
+
+    Args:
+        arrived: called with each number.
+    """
+
+    def __init__(self, arrived: Callable[[int], None]) -> None:
+        self._arrived = arrived
+        self._heard, self._written = socket.socketpair()
+        self._written.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._run, name="signals", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        signal.set_wakeup_fd(self._before)
+        self._written.close()
+
+    def _run(self) -> None:
+        with self._heard, suppress(OSError):
+            while numbers := self._heard.recv(64):
+                for number in numbers:
+                    self._arrived(number)

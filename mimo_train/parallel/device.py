@@ -141,6 +141,11 @@ def init_process_group(kind: str, timeout_minutes: float, store: torch.distribut
     )
 
 
+def meeting() -> torch.distributed.Store:
+    """The store by which the processes of the run have met."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def get_rng_state() -> dict[str, Any]:
     """State of every generator of this process: Python, NumPy, torch, the device's, Megatron-Core's tracker."""
     from megatron.core import tensor_parallel

@@ -9,7 +9,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from data.pipeline import Batching, Packing, Padding, Reader, Samples, StepBatch, StepLoader
+from data.pipeline import (
+    Batching,
+    GivesUp,
+    Packing,
+    Padding,
+    Reader,
+    Samples,
+    StepBatch,
+    StepLoader,
+    WaitGivenUp,
+    never,
+)
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER
@@ -49,6 +60,7 @@ def open_loader(
     steps: int,
     size_at: Callable[[int], int] | None = None,
     padding: Padding | Packing | None = None,
+    gives_up: GivesUp = never,
 ) -> StepLoader:
     """The loader of this rank, starting at sample number `consumed`, for `steps` steps of `size_at(consumed)` samples
     (default: the full batch).
@@ -56,6 +68,7 @@ def open_loader(
     Args:
         padding: how microbatches of similar lengths are made, or rows of several samples, of a dataset whose texts have
             been counted; None: samples in their order, in rows of `data.sequence_length`.
+        gives_up: see `StepLoader`.
     """
     return StepLoader(
         dataset,
@@ -64,6 +77,7 @@ def open_loader(
         consumed_samples=consumed,
         workers=run.cfg.data.workers,
         limit=steps,
+        gives_up=gives_up,
     )
 
 
@@ -75,6 +89,8 @@ class StepIterator:
     that count, for the weight of the routers' losses.
 
     Attributes:
+        ended_by: which votes to end the run there were where ranks have agreed, before a step, not to wait for its
+            samples.
         weighs: whether ranks exchange the positions of each sample that count.
         is_fresh: whether no microbatch of the current step was taken yet.
     """
@@ -86,6 +102,7 @@ class StepIterator:
         step_sum: StepSum | None = None,
         *,
         learned_logits: bool = False,
+        votes: Callable[[], tuple[bool, bool]] | None = None,
     ):
         """
         Args:
@@ -94,11 +111,15 @@ class StepIterator:
                 WANTED takes the place of the one of its losses.
             step_sum: has the sections `bad samples` of `own_bad_samples` and, where `weighs`, `learned` of
                 `own_learned`; None for an evaluation, whose flags are exchanged at every step.
+            votes: this rank's votes to end the run, one of them at least where its loader has given up a wait; None
+                where none of any rank does. Like what is read, they belong to the next step: where a step was made
+                since, its sum has them, and it was the last.
         """
         self._loader, self._pipeline, self._step_sum = loader, pipeline, step_sum
         self._modules = "+".join(pipeline.groups.collections)
-        with pipeline.stopwatch("data_wait"):
-            self._upcoming: StepBatch | None = next(loader, None)
+        self._votes, self._given_up = votes, False
+        self.ended_by: tuple[bool, bool] | None = None
+        self._upcoming = self._read()
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
         self.weighs = pipeline.router_losses.active and step_sum is not None
@@ -108,17 +129,20 @@ class StepIterator:
         self._finds_learned = learned_logits and pipeline.is_last_stage
 
     def advance(self) -> StepBatch | None:
-        """Make the next step the current one; None at the end. Collective over all ranks at the start, after a step of
-        `train.skip_iters`, and at every step of an evaluation."""
+        """Make the next step the current one; None at the end, and where a rank has given up the wait for its samples.
+        Collective over all ranks at the start, after a step of `train.skip_iters`, and at every step of an
+        evaluation."""
         self._current, step_sum = self._upcoming, self._step_sum
-        if self._current is None:
+        if self._current is None and not self._given_up:
             return None
         summed = step_sum if step_sum and step_sum.count != self._sums_seen else None
         if summed:
             self._sums_seen = summed.count
-        flags = summed.sum_of("bad samples") if summed else self._all_flags_of(self._current)
+        flags = summed.sum_of("bad samples") if summed else self._sum_of_flags()
+        if self._current is None or self.ended_by is not None:
+            self._current = None
+            return None
         if not summed:
-            dist.all_reduce(flags)
             self._require_same_samples(self._current)
         self._bad = flags
         self._good = (flags == 0).float()[:, None]
@@ -128,8 +152,7 @@ class StepIterator:
                 dist.all_reduce(learned)
             share = (learned * (flags == 0)).sum() / self._current.plan.positions
             self._pipeline.router_losses.learned_share = share.to(torch.float32)
-        with self._pipeline.stopwatch("data_wait"):
-            self._upcoming = next(self._loader, None)
+        self._upcoming = self._read()
         self.rewind()
         self.is_fresh = True
         return self._current
@@ -195,8 +218,11 @@ class StepIterator:
         """1 for each sample of the next step that this rank could not read, for the step's sum."""
         return [] if self._upcoming is None else self._upcoming.bad.tolist()
 
-    def own_digest(self) -> int:
-        """Of the samples up to the next step's last as this rank has read them, for the step's sum; 0 at the end."""
+    def own_digest(self) -> int | None:
+        """Of the samples up to the next step's last as this rank has read them, for the step's sum; 0 at the end, None
+        where it has not waited for them."""
+        if self._given_up:
+            return None
         return 0 if self._upcoming is None else self._upcoming.digest
 
     def own_learned(self) -> torch.Tensor:
@@ -206,6 +232,16 @@ class StepIterator:
     def close(self) -> None:
         """End the reading threads."""
         self._loader.close()
+
+    def _read(self) -> StepBatch | None:
+        """The next step; None at the end, and where it is not waited for: the current step is the last one then, and
+        all that this rank says of the next is nothing."""
+        with self._pipeline.stopwatch("data_wait"):
+            try:
+                return next(self._loader, None)
+            except WaitGivenUp:
+                self._given_up = True
+                return None
 
     def _require_same_samples(self, step: StepBatch) -> None:
         """Before the first step what the sums of steps say later. Collective where ranks might read other samples."""
@@ -224,10 +260,21 @@ class StepIterator:
         learned = learned if len(learned) else torch.zeros(1, dtype=torch.int64)
         return microbatch | {"learned": learned}
 
-    def _all_flags_of(self, step: StepBatch) -> torch.Tensor:
-        flags = torch.zeros(self._pipeline.batch.global_batch_size, dtype=torch.int64)
-        flags[: step.size] = torch.from_numpy(step.bad)
-        return to_device(flags, self._pipeline.device)
+    def _sum_of_flags(self) -> torch.Tensor:
+        """The flags of the current step, where no step was made that has summed them, and whether all ranks have
+        waited for it. Collective."""
+        samples, step = self._pipeline.batch.global_batch_size, self._current
+        flags = torch.zeros(samples + 3, dtype=torch.int64)
+        if step is not None:
+            flags[: step.size] = torch.from_numpy(step.bad)
+        votes = self._votes() if self._votes is not None else (False, False)
+        flags[samples:] = torch.tensor([self._given_up, *votes])
+        flags = to_device(flags, self._pipeline.device)
+        dist.all_reduce(flags)
+        if self._votes is not None:
+            given_up, signalled, late = map(bool, flags[samples:].tolist())
+            self.ended_by = (signalled, late) if given_up else None
+        return flags[:samples]
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
         """[global_batch_size]: positions that count, of the samples whose text no other rank adds."""

@@ -38,6 +38,8 @@ class Features:
         self._lookups: dict[str, Lookup] = {}
         self._prefetched: dict[str, int] = {}
         self._modules: dict[str, EncoderModule] = {}
+        self.prefetch_together = False
+        """Whether ranks compute features of the next step together: all of them must have read it, or none."""
         for name, chunks in modules_of(model).items():
             config = cfg.modules[name]
             if name == LANGUAGE or not (config.feature_cache.dir or config.prefetch_microbatches):
@@ -55,6 +57,8 @@ class Features:
                 module.cache = cache if module.pg_collection.tp.rank() == 0 else None
             if config.prefetch_microbatches:
                 self._prefetched[name] = config.prefetch_microbatches
+                layout = config.layout
+                self.prefetch_together |= layout.tp * layout.cp * layout.pp * layout.ep > 1
 
     def serve(self, dataset: Samples) -> None:
         """Let the readers of a dataset look up features. Call it before they start."""

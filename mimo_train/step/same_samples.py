@@ -10,9 +10,11 @@ class SamplesDiffer(RuntimeError):
     """Ranks have read other samples as the same ones."""
 
 
-def parts_of(digest: int) -> tuple[int, int, int]:
+def parts_of(digest: int | None) -> tuple[int, int, int]:
     """What is summed over ranks: 1, a part of the digest and its square. Sums n, a and b are those of one part only if
-    n * b is a * a."""
+    n * b is a * a. Of None zeros: a rank that has not read the samples says nothing of them."""
+    if digest is None:
+        return 0, 0, 0
     part = digest % 65536  # so that sums of squares stay whole in float64
     return 1, part, part * part
 

@@ -1,10 +1,15 @@
 """When a run ends before its last step, on a signal or a time limit; all ranks agree on the step."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch.distributed as dist
 
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.optim.module_optimizer import ModuleOptimizer
+from mimo_train.parallel.end_notice import EndNotice
+from mimo_train.step.batches import StepIterator
 from mimo_train.step.same_samples import PARTS, parts_of, require_same
 
 
@@ -22,24 +27,50 @@ class ExitVotes:
     """Numbers beside them by which ranks see that they sum the same step, see `numbers`."""
     ALL = NUMBER + SAME_STEP + PARTS
 
-    def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float):
+    def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float, *, ends_waits: bool = False):
         """
         Args:
             minutes: `train.exit_duration_minutes`.
             start_time: of the job, in seconds since the epoch. The clock may be set later without an effect.
+            ends_waits: whether a vote ends waits for data: not where whoever makes the steps looks at no votes.
         """
-        self._signal = exit_signal
+        self._signal, self._ends_waits, self._told = exit_signal, ends_waits, False
+        self._notice: EndNotice | None = None
         began = time.monotonic() - (time.time() - start_time)
         self._deadline = began + 60 * minutes if minutes > 0 else float("inf")
 
     def own(self) -> tuple[bool, bool]:
-        """This rank's votes, for the step's sum."""
-        return self._signal.requested(), time.monotonic() >= self._deadline
+        """This rank's votes, for the step's sum. Once there is one, it stays."""
+        return self._told or self._signal.requested(), time.monotonic() >= self._deadline
 
-    def numbers(self, step: int, digest: int = 0) -> tuple[float, ...]:
+    def meet(self, meeting: Callable[[], dist.Store]) -> None:
+        """From now on a signal to one rank ends waits for data on all of them.
+
+        Args:
+            meeting: gives the store by which ranks have met.
+        """
+        if self._ends_waits:
+            self._notice = EndNotice(meeting())
+            self._signal.tell_by(self._notice.give)
+
+    @property
+    def before_a_step(self) -> Callable[[], tuple[bool, bool]] | None:
+        """Gives the votes where ranks have to agree before a step; None where no rank gives up a wait."""
+        return self.own if self._ends_waits else None
+
+    def gives_up(self) -> bool:
+        """Whether this rank should wait no longer for data: it has a vote, or another rank was asked to end, in which
+        case it votes too. The step that it has data for is the last one then, on all ranks."""
+        if not self._ends_waits:
+            return False
+        if not any(self.own()) and self._notice is not None:
+            self._told = self._notice.is_given()
+        return any(self.own())
+
+    def numbers(self, step: int, digest: int | None = 0) -> tuple[float, ...]:
         """What is summed over ranks: the votes, and 1, the step and its square, and `parts_of` the digest of the
-        samples that this rank has read. Sums n, a and b of the step's three are those of one step only if n * b is
-        a * a.
+        samples that this rank has read, if it has. Sums n, a and b of the step's three are those of one step only if
+        n * b is a * a.
         """
         short = step % 1024  # so that sums of squares stay whole in float64
         return (*self.own(), 1, short, short * short, *parts_of(digest))
@@ -53,13 +84,18 @@ class AgreedVotes:
     out_of_time: bool = False
 
 
-def agreed_votes(optimizer: ModuleOptimizer) -> AgreedVotes:
+def agreed_votes(optimizer: ModuleOptimizer, data: StepIterator | None = None) -> AgreedVotes:
     """The votes of the last step, whose sums arrive on the host with the gradient norm; none before the first step.
+
+    Args:
+        data: those with which ranks have agreed to make no further step, if they have, are of this iterator.
 
     Raises:
         StepsDiffer: ranks have summed different steps.
         SamplesDiffer: ranks have read different samples.
     """
+    if data is not None and data.ended_by is not None:
+        return AgreedVotes(*data.ended_by)
     votes, others = optimizer.arrived[: ExitVotes.NUMBER], optimizer.arrived[ExitVotes.NUMBER :]
     same_step = others[: ExitVotes.SAME_STEP]
     if same_step and same_step[0] * same_step[2] != same_step[1] ** 2:

@@ -58,7 +58,9 @@ def train(
             session.freeze_stages.apply(progress.step)
             log.start_step()
             with parts.stopwatch("step"):
-                data.advance()
+                if data.advance() is None:  # ranks have agreed not to wait for its samples
+                    saver.save_and_decide_exit(data, agreed_votes(session.optimizer, data))
+                    break
                 passed_over = progress.step + 1 in cfg.skip_iters
                 if not passed_over:
                     nan_policy.start_step()
@@ -97,7 +99,7 @@ def finish(session: Session) -> int:
     state = session.state
     session.parts.profiler.close()
     state.console.close()
-    reason = exit_reason(state, agreed_votes(session.optimizer)) or "asked by the step"
+    reason = exit_reason(state, agreed_votes(session.optimizer, session.data)) or "asked by the step"
     if state.is_logging_rank:
         progress_log.job_exited(state.run_dir, step=state.train_state.step, reason=reason)
     return 0 if reason == progress_log.FINISHED else stopped_code()

@@ -85,7 +85,7 @@ def one_life(
     Returns:
         The exit code.
     """
-    votes = ExitVotes(exit_signal, run.cfg.train.exit_duration_minutes, start_time)
+    votes = ExitVotes(exit_signal, run.cfg.train.exit_duration_minutes, start_time, ends_waits=True)
     session: Session | None = None
     try:
         session = setup(run, votes, start_time=time.time(), store=store, pre_wrap_hook=pre_wrap_hook)

@@ -59,6 +59,8 @@ class Saver:
     def __init__(self, session: Session, callbacks: Callbacks):
         self._state, self._checkpointer = session.state, session.checkpointer
         self._bad_samples, self._empty_steps, self._callbacks = session.bad_samples, session.empty_steps, callbacks
+        self._first_step = session.state.train_state.step
+        """The step at which this job has begun."""
         self._saved_step = -1
         """The last step with a persistent checkpoint of this job, or with one in flight."""
         self._in_flight: _Facts | None = None
@@ -84,6 +86,10 @@ class Saver:
         non_persistent = due is None and _due(checkpoint.non_persistent_interval, step)
         if ending:
             self.finish(can_end=False)  # the last save follows, again if it was of this step and has failed
+        if ending in EXPLAINED and step == self._first_step:  # there is nothing new to save
+            why = EXPLAINED[ending].format(train=state.cfg.train)
+            state.console.message(f"{why}: this job has made no step, and has saved nothing; start it again")
+            return True
         if (due or non_persistent) and self._saved_step != step:
             if ending:
                 self.save(data, ending, must_succeed=True)

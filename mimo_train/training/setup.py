@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 
-from data.pipeline import Dataset
+from data.pipeline import Dataset, never
 from data.storage.url import Url
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
@@ -223,6 +223,7 @@ def _build(
     if not train_state.consumed_train_tokens:  # a checkpoint of a time when they were not counted
         train_state.consumed_train_tokens = train_state.consumed_train_samples * cfg.data.sequence_length
     RECORDER.to("loop")
+    votes.meet(devices.meeting)
     dataset.set_phases(mixing.phases)
     with agreed():
         stops = data_end(run, dataset, train_state)
@@ -236,9 +237,11 @@ def _build(
         steps=(cfg.train.iters if stops is None else stops.step) - train_state.step,
         size_at=run.batch.size_at,
         padding=padding,
+        gives_up=never if features.prefetch_together else votes.gives_up,
     )
     opened.callback(loader.close)
-    data = StepIterator(loader, pipeline, step_sum, learned_logits=cfg.train.logits == "learned")
+    learned = cfg.train.logits == "learned"
+    data = StepIterator(loader, pipeline, step_sum, learned_logits=learned, votes=votes.before_a_step)
     _open_sections(run, step_sum, pipeline, losses, votes, train_state, data, checkpointer)
     # The votes first, as `exit.agreed_votes` reads them, and the save last, as `Checkpointer.hear` does.
     optimizer.passengers = lambda: torch.cat([step_sum.sum_of("votes"), step_sum.sum_of("save in flight")])

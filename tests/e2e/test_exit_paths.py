@@ -46,7 +46,7 @@ def _rank(cfg, callback: At | None, late_rank: int | None, gone: bool, stopped_c
     if late_rank is not None:
         cfg.train.exit_duration_minutes = 60
     if int(os.environ["RANK"]) == late_rank:
-        pretrain.ExitVotes = lambda signal, minutes, start_time: ExitVotes(signal, minutes, start_time - 3600)
+        pretrain.ExitVotes = lambda signal, minutes, start, **rest: ExitVotes(signal, minutes, start - 3600, **rest)
     original = pretrain.pretrain
     pretrain.pretrain = lambda run, **options: original(run, callbacks=[callback] if callback else [], **options)
     return main(resolve(cfg))

@@ -2,18 +2,23 @@
 
 import gc
 import os
+import queue
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from mimo_train.launch.exit_signal import ExitSignal
+from mimo_train.parallel import end_notice
 from mimo_train.plan.run import config_faults
 from mimo_train.step.same_samples import SamplesDiffer
 from mimo_train.step.state import GlobalState
 from mimo_train.training.exit import AgreedVotes, ExitVotes, StepsDiffer, agreed_votes
 from mimo_train.training.garbage import collect_when_due, manual_garbage_collection
+from tests.hang import HANG_SECONDS
 from tests.unit.configs import changed
 
 
@@ -43,6 +48,58 @@ def test_a_handler_that_python_did_not_set_fails_no_run(monkeypatch):
     assert set_now == [*ExitSignal.SIGNALS]
 
 
+def test_a_signal_is_told_from_another_thread_at_once():
+    told, before = queue.SimpleQueue(), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    others = signal.signal(signal.SIGUSR2, lambda *_: None)
+    with ExitSignal() as exit_signal:
+        exit_signal.tell_by(lambda: told.put(threading.current_thread()))
+        os.kill(os.getpid(), signal.SIGUSR2)  # has a handler too, and asks for no end
+        assert not exit_signal.requested()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.get(timeout=HANG_SECONDS) is not threading.main_thread()
+        assert told.empty() and exit_signal.requested()
+        again = threading.Event()
+        exit_signal.tell_by(again.set)  # of the next life in this process
+        assert again.is_set()
+    signal.signal(signal.SIGUSR2, others)
+    assert signal.set_wakeup_fd(before) == before
+
+
+def test_without_listening_nobody_is_told():
+    before = signal.set_wakeup_fd(-1)
+    ExitSignal().tell_by(lambda: None)
+    assert signal.set_wakeup_fd(before) == -1
+
+
+class Store(dist.HashStore):
+    """Of one process, in which two ranks are played."""
+
+    def clone(self):
+        return self
+
+
+def test_a_wait_is_given_up_for_any_vote_of_this_rank_and_for_a_signal_to_another(monkeypatch):
+    monkeypatch.setattr(end_notice, "_PAUSE", 0.0)
+    late = ExitVotes(ExitSignal(), 1, time.time() - 61, ends_waits=True)
+    assert late.gives_up() and late.own() == (False, True)
+    assert not ExitVotes(ExitSignal(), 1, time.time() - 61).gives_up(), "where nobody asks for votes"
+    assert ExitVotes(ExitSignal(), 0, time.time()).before_a_step is None
+
+    store = Store()
+    peer = ExitVotes(ExitSignal(), 0, time.time(), ends_waits=True)
+    peer.meet(lambda: store)
+    assert not peer.gives_up() and peer.own() == (False, False)
+    with ExitSignal() as exit_signal:
+        signalled = ExitVotes(exit_signal, 0, time.time(), ends_waits=True)
+        assert not signalled.gives_up()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signalled.gives_up(), "before ranks have met"
+        signalled.meet(lambda: store)
+    assert peer.gives_up() and peer.own() == (True, False), "who has given up votes"
+    assert peer.before_a_step() == (True, False)
+
+
 @pytest.mark.parametrize(
     ("minutes", "started", "vote"), [(0, 1e9, False), (2, 1, False), (2, 130, True), (0.01, 0.7, True)]
 )
@@ -65,6 +122,12 @@ def test_one_vote_on_any_rank_is_agreed_on(sums, signalled, late):
     assert agreed_votes(SimpleNamespace(arrived=sums)) == AgreedVotes(signalled, late)
 
 
+def test_votes_before_a_step_take_the_place_of_those_of_the_last_one():
+    optimizer = SimpleNamespace(arrived=[0.0, 0.0])
+    assert agreed_votes(optimizer, SimpleNamespace(ended_by=None)) == AgreedVotes()
+    assert agreed_votes(optimizer, SimpleNamespace(ended_by=(True, False))) == AgreedVotes(signalled=True)
+
+
 @pytest.mark.parametrize("steps", [(7, 7), (1023,) * 3, (1024, 1024), (6, 7), (5, 6, 7), (1023, 1024)])
 def test_ranks_that_sum_different_steps_end(steps):
     votes = ExitVotes(ExitSignal(), 0, time.time())
@@ -77,14 +140,17 @@ def test_ranks_that_sum_different_steps_end(steps):
             agreed_votes(SimpleNamespace(arrived=sums))
 
 
-@pytest.mark.parametrize("digests", [(7, 7), (2**64 - 1,) * 5, (7, 8), (0, 2**40 + 1, 0)])
+@pytest.mark.parametrize(
+    "digests", [(7, 7), (2**64 - 1,) * 5, (7, 8), (0, 2**40 + 1, 0), (7, None, 7), (7, None, 8), (None, None)]
+)
 def test_ranks_that_have_read_other_samples_end(digests):
+    known = [digest for digest in digests if digest is not None]
     votes = ExitVotes(ExitSignal(), 0, time.time())
     sums = [sum(numbers) for numbers in zip(*(votes.numbers(3, digest) for digest in digests), strict=True)]
-    if len(set(digests)) == 1:
+    if len(set(known)) < 2:
         assert agreed_votes(SimpleNamespace(arrived=sums)) == AgreedVotes()
     else:
-        with pytest.raises(SamplesDiffer, match=f"^the {len(digests)} ranks have read different samples"):
+        with pytest.raises(SamplesDiffer, match=f"^the {len(known)} ranks have read different samples"):
             agreed_votes(SimpleNamespace(arrived=sums))
 
 

@@ -1,0 +1,52 @@
+"""A word to ranks that wait for their data, and so for no message: some rank was asked to end the run."""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_KEY = "mimo_train/end_asked"
+_PAUSE = 2.0
+"""Seconds between two questions of a rank: each is a message to the one store of the run."""
+_PATIENCE = timedelta(seconds=20)
+
+
+class EndNotice:
+    """Kept in the store by which the ranks have met, over a connection of its own: that of the process groups may be
+    waiting. It is opened when it is first needed; without a store that can be reached nobody is told."""
+
+    def __init__(self, store: dist.Store):
+        self._store: Any = store  # torch's stubs lack `clone`
+        self._own: dist.Store | None = None
+        self._asked = -_PAUSE
+        self._guard = threading.Lock()
+
+    def give(self) -> None:
+        """Tell the ranks that wait. From any thread."""
+        with self._guard:
+            self._reach(lambda store: store.set(_KEY, "1"))
+
+    def is_given(self) -> bool:
+        """Whether a rank has told; asks every other second."""
+        with self._guard:
+            now = time.monotonic()
+            if now < self._asked + _PAUSE:
+                return False
+            self._asked = now
+            return bool(self._reach(lambda store: store.check([_KEY])))
+
+    def _reach[Answer](self, what: Callable[[dist.Store], Answer]) -> Answer | None:
+        """The store's answer; None where it cannot be reached, and is not asked again."""
+        if self._store is None:
+            return None
+        try:
+            if self._own is None:
+                self._own = self._store.clone()
+                self._own.set_timeout(_PATIENCE)
+            return what(self._own)
+        except RuntimeError:
+            self._store = None
+            return None

@@ -1,0 +1,137 @@
+"""A run that is asked to end while it waits for data: it saves the last step that it has made, ends with its usual exit
+code, and goes on to the curve of an unbroken run."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mimo_train.checkpoint import folders
+from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.plan.run import resolve
+from mimo_train.training.callbacks import Callback
+from tests.dist.ranks import run_ranks
+from tests.dist.runs import config, curve
+from tests.tars import in_parts, standing_still
+
+ENCODER, LANGUAGE = 0, 1
+BOTH = (ENCODER, LANGUAGE)
+STOPPED = 75
+STEPS, SIZE = 9, 16
+AHEAD = 3
+"""Steps behind the one that is being made which the loader has planned when the next one is in hand."""
+
+
+@pytest.fixture(scope="module")
+def parts(digits, tmp_path_factory):
+    """(a folder with shards of half a step each, their number)."""
+    folder = tmp_path_factory.mktemp("parts")
+    return folder, in_parts(sorted((digits / "train").glob("*.tar"))[:1], SIZE // 2, folder)
+
+
+def cfg_of(digits, run_dir, command: str, *overrides: str):
+    return config(
+        "vlm_digits",
+        run_dir,
+        digits,
+        "layout=two_processes",
+        "data.pad=sequence",
+        "data.shuffle=false",
+        "data.stream=true",
+        f"data.shards='pipe:{command}'",
+        f"train.global_batch_size={SIZE}",
+        "train.micro_batch_size=4",
+        f"train.iters={STEPS}",
+        "checkpoint.keep=0",
+        *overrides,
+    )
+
+
+class Steps(Callback):
+    """Knows which step is being made, 0 before the first."""
+
+    step = 0
+
+    def on_step_start(self, state):
+        self.step = state.train_state.step + 1
+
+
+def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), signalled: tuple[int, ...] = ()) -> int:
+    """One rank as `mimo-train train` runs it. When one of `stalls` has waited in step `ends_at` for as long as it takes
+    until it looks whether to go on, it leaves a file, at which those of `signalled` signal themselves."""
+    from data.waiting import LOOK_SECONDS, Wait
+    from mimo_train.commands.train import main
+    from mimo_train.training import pretrain
+
+    os.environ["MIMO_STOPPED_CODE"] = str(STOPPED)
+    rank, look, train, steps = int(os.environ["RANK"]), Wait.look, pretrain.pretrain, Steps()
+    pretrain.pretrain = lambda run, **options: train(run, callbacks=[steps], **options)
+
+    def look_and_tell(wait):
+        if rank in stalls and steps.step == ends_at and time.monotonic() > wait._began + LOOK_SECONDS:
+            (folder / f"waits_{rank}").touch()
+        look(wait)
+
+    def signal_itself():
+        while not list(folder.glob("waits_*")):
+            time.sleep(0.05)
+        time.sleep(0.2)  # in which a rank that does not wait has come to its step
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Wait.look = look_and_tell
+    if rank in signalled:
+        threading.Thread(target=signal_itself, daemon=True).start()
+    return main(resolve(cfg))
+
+
+@pytest.fixture(scope="module")
+def unbroken(parts, digits, tmp_path_factory):
+    """Curve of a run that nothing has stopped, with its overrides."""
+    found = {}
+
+    def of(*overrides):
+        if overrides not in found:
+            run_dir = tmp_path_factory.mktemp("unbroken")
+            assert run_ranks(_rank, 2, cfg_of(digits, run_dir, standing_still(*parts, at=-1), *overrides), run_dir) == [
+                0,
+                0,
+            ]
+            found[overrides] = curve(read_metrics(run_dir / "metrics.jsonl"))
+            assert found[overrides][-1][0] == STEPS
+        return found[overrides]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "stalls", "signalled", "overrides"),
+    [
+        pytest.param(4, BOTH, BOTH, ("data.workers=2",), id="every rank waits and is asked"),
+        pytest.param(4, BOTH, (LANGUAGE,), (), id="every rank waits and one is asked"),
+        pytest.param(4, (ENCODER,), (LANGUAGE,), (), id="one waits and the other is asked inside of its step"),
+        pytest.param(4, (LANGUAGE,), (ENCODER,), (), id="the same the other way round"),
+        pytest.param(4, BOTH, (ENCODER,), ("train.skip_iters=[4,5]",), id="in a step that is passed over"),
+        pytest.param(0, (ENCODER,), BOTH, (), id="before the first step"),
+    ],
+)
+def test_a_run_that_waits_for_a_stream_saves_and_ends(
+    digits, parts, unbroken, tmp_path, ends_at, stalls, signalled, overrides
+):
+    folder, number = parts
+    (folder / "go").unlink(missing_ok=True)
+    ranks = " || ".join(f"[ $RANK = {rank} ]" for rank in stalls)
+    last = 2 * (ends_at + AHEAD) - 1 if ends_at else 1  # the second half of a step
+    cfg = cfg_of(digits, tmp_path, standing_still(folder, number, last, f"{{ {ranks}; }}"), *overrides)
+    assert run_ranks(_rank, 2, cfg, tmp_path, ends_at, stalls, signalled) == [STOPPED, STOPPED]
+    assert {path.name for path in tmp_path.glob("waits_*")} == {f"waits_{rank}" for rank in stalls}
+    newest = folders.newest(tmp_path)
+    assert (newest and newest.name) == (f"step_{ends_at:08d}" if ends_at else None)
+    line = (tmp_path / "progress.txt").read_text().splitlines()[-1].split("\t")
+    assert line[1:] == ["exit", f"step={ends_at}", "reason=signal"]
+
+    (folder / "go").touch()
+    assert run_ranks(_rank, 2, cfg, tmp_path) == [0, 0]
+    assert curve(read_metrics(tmp_path / "metrics.jsonl")) == unbroken(*overrides)

@@ -1,0 +1,166 @@
+"""Waits for data that are given up: of a stream that stands still, a server that does, a reader that is slow."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+import data.waiting
+from data.loader import still_reading
+from data.pipeline import Batching, Dataset, Reader, Source, StepLoader, StreamDataset, WaitGivenUp
+from data.storage import io_thread
+from data.tokens import build_tokenizer
+from data.waiting import Wait, never
+from tests.hang import HANG_SECONDS
+from tests.http_server import serving
+from tests.tars import in_parts, standing_still
+from tests.unit.data.helpers import images
+
+BATCHING = Batching(2, 2)
+READERS = [Reader("language", 0, 1), Reader("images", 0, 1)]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Waits look early, so that tests take no half seconds."""
+    monkeypatch.setattr(data.waiting, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("data.streams.reading.LOOK_SECONDS", 0.05)
+
+
+def stream(command):
+    media = (images(),)
+    tokenizer = build_tokenizer("bytes", [item.placeholder for item in media])
+    source = Source("", f"pipe:{command}")
+    return StreamDataset(source, tokenizer=tokenizer, media=media, sequence_length=24, shuffle=False)
+
+
+def texts_of(steps):
+    return [microbatch["input_ids"].tolist() for step in steps for microbatch in step.microbatches]
+
+
+def test_a_stream_that_stands_still_is_given_up_and_continued_exactly(small, tmp_path):
+    command = standing_still(tmp_path, in_parts(sorted(small.glob("*.tar")), 1, tmp_path), 9)
+
+    def steps(consumed, limit, gives_up=never):
+        dataset = stream(command)
+        try:
+            with StepLoader(
+                dataset, BATCHING, READERS, consumed_samples=consumed, limit=limit, gives_up=gives_up
+            ) as loader:
+                yield from loader
+        finally:
+            dataset.close()
+
+    found = []
+    with pytest.raises(WaitGivenUp):
+        for step in steps(0, 6, lambda: len(found) == 2):
+            found.append(step)
+    assert len(found) == 2, "two more are planned than are given, and of the fifth a sample is missing"
+    (tmp_path / "go").touch()
+    rest = [*steps(2 * len(found), 6 - len(found))]
+    assert texts_of([*found, *rest]) == texts_of(steps(0, 6))
+
+
+def test_a_stream_that_trickles_is_given_up(small):
+    """Every sample comes before a wait for it alone would look."""
+    asked = []
+
+    def gives_up():
+        asked.append(True)
+        return len(asked) == 2
+
+    dataset = stream(f"cat {small}/a-000000.tar; sleep 0.01")  # again for each epoch
+    with pytest.raises(WaitGivenUp):
+        dataset.gives_up = gives_up
+        dataset.plan_step(0, 1_000_000)
+    dataset.close()
+    assert len(asked) == 2
+
+
+def test_a_server_that_stands_still_is_given_up_and_nobody_waits_for_the_threads(small, monkeypatch):
+    monkeypatch.setattr(io_thread, "IO", io_thread.IoThread(patience=HANG_SECONDS))
+    names = ("a-000000.tar", "a-000001.tar")
+    media = (images(),)
+    with serving({name: (small / name).read_bytes() for name in names}) as server:
+        tokenizer = build_tokenizer("bytes", [item.placeholder for item in media])
+        shards = [server.url("now", name) for name in names]
+        dataset = Dataset(shards, tokenizer=tokenizer, media=media, sequence_length=24, read_retries=0)
+        server.stands_still.add("now")  # from here on: the index was read
+        loader = StepLoader(dataset, BATCHING, READERS, limit=3, gives_up=lambda: True)
+        with pytest.raises(WaitGivenUp):
+            next(loader)
+        assert still_reading(), "a thread waits for the server, and this one has gone on"
+        with pytest.raises(RuntimeError, match="closed"):
+            next(loader)
+        loader.close()
+    wait_for_threads()
+
+
+def wait_for_threads():
+    """Until no test that follows sees those of this one."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while still_reading():
+        assert time.monotonic() < deadline, "threads are left"
+        time.sleep(0.01)
+
+
+def test_a_slow_reader_is_given_up(dataset, monkeypatch):
+    slow, entered, held = dataset(), threading.Event(), threading.Event()
+    read = slow.read_text
+
+    def read_text(number):
+        if number == 3:
+            entered.set()
+            assert held.wait(HANG_SECONDS)
+        return read(number)
+
+    monkeypatch.setattr(slow, "read_text", read_text)
+    loader = StepLoader(slow, BATCHING, READERS, workers=2, limit=3, gives_up=entered.is_set)
+    assert next(loader).first_sample == 0
+    with pytest.raises(WaitGivenUp):
+        next(loader)
+    held.set()
+    wait_for_threads()
+
+
+def test_a_loader_that_is_closed_leaves_a_reader_that_hangs_behind(dataset, monkeypatch):
+    monkeypatch.setattr("data.loader._PATIENCE", 0.05)
+    slow, entered, held = dataset(), threading.Event(), threading.Event()
+    monkeypatch.setattr(slow, "read_text", lambda number: entered.set() or held.wait(HANG_SECONDS))
+    loader = StepLoader(slow, BATCHING, READERS, workers=1, limit=3)
+    loader._read_ahead()
+    assert entered.wait(HANG_SECONDS)
+    loader.close()
+    loader.close()
+    assert still_reading()
+    held.set()
+    wait_for_threads()
+
+
+def test_a_slow_reader_in_the_callers_thread_is_given_up_between_two_reads(dataset, monkeypatch):
+    slow, numbers = dataset(), []
+
+    def read_text(number):
+        numbers.append(number)
+        time.sleep(0.1)  # longer than the time after which a wait looks
+        return original(number)
+
+    original = slow.read_text
+    monkeypatch.setattr(slow, "read_text", read_text)
+    loader = StepLoader(slow, BATCHING, READERS, workers=0, limit=3, gives_up=lambda: True)
+    with pytest.raises(WaitGivenUp):
+        next(loader)
+    assert numbers == [0]
+
+
+def test_an_error_of_the_work_is_no_end_of_a_wait():
+    """Also one of the kind that a wait which lasts too long raises."""
+    late: Future[int] = Future()
+    timer = threading.Timer(0.2, late.set_exception, [TimeoutError("of the work")])
+    timer.start()
+    with pytest.raises(TimeoutError, match="of the work"):
+        Wait(never).result_of(late)
+    there: Future[int] = Future()
+    there.set_result(7)
+    assert Wait(lambda: True).result_of(there) == 7

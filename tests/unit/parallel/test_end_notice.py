@@ -1,0 +1,38 @@
+"""What one rank says to those that wait for data."""
+
+import torch.distributed as dist
+
+from mimo_train.parallel import end_notice
+from mimo_train.parallel.end_notice import EndNotice
+
+
+def test_a_notice_reaches_the_others_and_is_of_one_life(monkeypatch):
+    monkeypatch.setattr(end_notice, "_PAUSE", 0.0)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    one, other, later = (EndNotice(dist.PrefixStore(f"life_{life}", store)) for life in (0, 0, 1))
+    assert not other.is_given()
+    one.give()
+    one.give()
+    assert other.is_given() and one.is_given() and not later.is_given()
+
+
+def test_the_store_is_not_asked_all_the_time():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    one, other = EndNotice(store), EndNotice(store)
+    assert not other.is_given()
+    one.give()
+    assert not other.is_given(), "the pause is longer than this test"
+
+
+def test_where_nobody_can_be_told_nothing_fails():
+    one = EndNotice(dist.HashStore())
+    one.give()
+    assert one.is_given() in (True, False)
+
+    gone = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", gone.port, is_master=False, wait_for_workers=False)
+    notice = EndNotice(client)
+    assert not notice.is_given()
+    del gone
+    notice.give()
+    assert not notice.is_given()
