@@ -84,6 +84,7 @@ def main(run: "Run") -> int:
 
 
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
+    from mimo_train.launch.collector import collector_waits
     from mimo_train.launch.cpp_log import errors_only
     from mimo_train.launch.library_log import adopt_torch, divert
     from mimo_train.launch.output import show
@@ -98,13 +99,14 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
         # Its threads poll the other ranks every second, and torch would print a warning each time.
         errors_only()
 
-    import torch.distributed as dist
+    with collector_waits():
+        import torch.distributed as dist
 
-    adopt_torch()
-    from mimo_train.parallel.light_imports import light_imports
+        adopt_torch()
+        from mimo_train.parallel.light_imports import light_imports
 
-    with light_imports(run.cfg.run.device):
-        from mimo_train.training.pretrain import pretrain
+        with light_imports(run.cfg.run.device):
+            from mimo_train.training.pretrain import pretrain
 
     try:
         code = pretrain(run, exit_signal=exit_signal)

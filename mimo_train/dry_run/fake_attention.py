@@ -21,7 +21,7 @@ def install(device: str) -> None:
         setattr(mask, _MARK, True)
         return mask
 
-    attention.causal_lower_right = lower_right  # type: ignore[assignment]
+    attention.causal_lower_right = lower_right
     original = Documents.cumulative
 
     def cumulative(self: Documents, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

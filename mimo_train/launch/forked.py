@@ -9,7 +9,6 @@ program cannot be imported, ranks start as before, as processes that import it t
 
 import atexit
 import ctypes
-import gc
 import importlib
 import os
 import runpy
@@ -24,6 +23,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
+from mimo_train.launch.collector import collector_waits
 from mimo_train.launch.library_log import held
 
 OPTION = "--forked="
@@ -138,13 +138,13 @@ def open_server(device: str) -> ForkServer | None:
         return None
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the import; for several ranks torchrun sets the same
     try:
-        with held() as said:
+        # Frozen: collections in ranks would only copy its pages.
+        with held() as said, collector_waits():
             importlib.import_module(PROGRAM)
     except Exception:  # each rank meets it too, and says so where errors of ranks are said
         return None
     if threading.active_count() > 1 or (device != "cpu" and _has_cuda()):
         return None
-    gc.freeze()  # what is imported is no garbage: collections in ranks would only copy its pages
     try:
         return ForkServer(said)
     except OSError:  # the system refuses a process, or to adopt one

@@ -19,7 +19,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from mimo_train.config.fault import UserError
@@ -288,3 +287,10 @@ def _gathered(
     head = key_CBND.size(-1)
     keys_values = gather_sequence(torch.cat([key_CBND, value_CBND], dim=-1), cp_group)
     return keys_values[..., :head], keys_values[..., head:]
+
+
+def causal_lower_right(queries: int, keys: int) -> torch.Tensor:
+    """The causal mask of the last queries of a sequence, in the form for which torch's kernels need no matrix."""
+    from torch.nn.attention import bias  # torch 2.11 imports its compiler with it
+
+    return bias.causal_lower_right(queries, keys)

@@ -6,10 +6,17 @@ misses it in reshardable checkpoints, :1032 makes all parameters share one tenso
 each). With `step` an int in the param group, none of the special cases applies.
 """
 
+from collections.abc import Callable
+
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
 from torch.optim.optimizer import ParamsT
+
+
+def _as_written[F: Callable](method: F) -> F:
+    """A method of torch's optimizer without what keeps the compiler out of it."""
+    return method.__wrapped__  # type: ignore[attr-defined]
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -38,6 +45,13 @@ class GroupStepAdamW(torch.optim.Optimizer):
         assert adam_w_mode and not capturable, "only decoupled weight decay outside of CUDA graphs"
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
         self._scale = 1.0
+
+    # Torch 2.11 imports its compiler at the first call of these, to keep it out of them: a tenth of a small run's
+    # start. Here nobody compiles an optimizer.
+    add_param_group = _as_written(torch.optim.Optimizer.add_param_group)
+    zero_grad = _as_written(torch.optim.Optimizer.zero_grad)
+    state_dict = _as_written(torch.optim.Optimizer.state_dict)
+    load_state_dict = _as_written(torch.optim.Optimizer.load_state_dict)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by this in the next step, which reads and writes them once for all."""

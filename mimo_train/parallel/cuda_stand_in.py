@@ -34,7 +34,10 @@ class StandIn:
         # mappings.py:154: ranks that share an expert have unequal parts of its rows; gloo gathers equal parts only.
         torch.distributed.all_gather = _of_unequal_parts(torch.distributed.all_gather)
         # Megatron-Core compiles small fusions for the GPU; on the CPU each would start a C++ compiler.
-        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance("force_eager")
+        else:  # torch's compiler, which is slow to import, is told when there is something to compile
+            torch.compile = _eager(torch.compile)
 
     @staticmethod
     def _replace_factories() -> None:
@@ -226,6 +229,19 @@ class Event:
     def query(self) -> bool:
         """Has happened."""
         return True
+
+
+def _eager(compiler: Callable) -> Callable:
+    """`torch.compile`, which forces what is compiled to run eagerly from its first call on."""
+
+    @functools.wraps(compiler)
+    def compile_(*args: Any, **options: Any) -> Any:
+        if torch.compile is compile_:
+            torch.compile = compiler
+        torch.compiler.set_stance("force_eager")
+        return compiler(*args, **options)
+
+    return compile_
 
 
 def _without_effect() -> Callable[..., None]:

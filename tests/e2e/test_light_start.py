@@ -19,6 +19,7 @@ UNUSED = (
     "torchaudio",
     "peft",
     "IPython",
+    "torch._dynamo",
     "matplotlib",
 )
 ONE_STEP = f"""
@@ -56,3 +57,38 @@ def test_a_step_of_the_demo_imports_nothing_that_it_does_not_use(tmp_path):
     assert "found" in lines, lines
     # What was kept away can be imported afterwards; Megatron-Core has done without it.
     assert lines[-1] == "as released torch wandb None True"
+
+
+LATE = """
+import os, sys
+import torch
+from mimo_train.parallel.light_imports import light_imports
+with light_imports("cpu"):
+    import mimo_train.training.pretrain
+from mimo_train.parallel import device
+assert "torch._dynamo" not in sys.modules
+device.install("cpu")
+calls = []
+def backend(graph, inputs):
+    calls.append(graph)
+    return graph
+compiled = torch.compile(lambda number: number + 1, backend=backend)
+assert "torch._dynamo" in sys.modules
+compiled(torch.ones(2))
+print(len(calls))
+with torch.compiler.set_stance("default"):
+    compiled(torch.ones(2))
+print(len(calls))
+"""
+
+
+def test_what_is_compiled_after_the_stand_ins_are_there_runs_eagerly():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LATE],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "1"]

@@ -254,6 +254,25 @@ def test_torch_has_no_kernel_of_rms_norm_for_meta_tensors():
     assert not has(name, "Meta") and (has(name, "CUDA") or not torch.version.cuda)
 
 
+def test_torch_s_optimizer_and_masks_import_its_compiler():
+    """Else `optim/adam.py` need not take methods as they are written, nor `model/attention.py` import a mask late."""
+    from torch import _compile
+    from torch.nn.attention import bias
+    from torch.optim import Optimizer
+
+    assert "import torch._dynamo" in inspect.getsource(_compile._disable_dynamo)
+    for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
+        assert "@torch._disable_dynamo" in inspect.getsource(method), method
+    assert "\ntorch._dynamo.allow_in_graph(" in inspect.getsource(bias)
+
+
+def test_the_stance_of_torch_s_compiler_imports_it():
+    """Else `parallel/cuda_stand_in.py` need not wait with it."""
+    from torch import compiler
+
+    assert "import torch._dynamo" in inspect.getsource(compiler.set_stance)
+
+
 def test_every_adaptation_on_the_page_has_its_reason():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Adaptations", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| `(?:mimo_train/)?(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
