@@ -31,9 +31,11 @@ ALONE = Beside()
 
 def stray_marker(text: str, taken: Mapping[str, str]) -> str | None:
     """The first marker of a medium in a text that is none of `taken`; None if there is none."""
-    if "<" not in text:
-        return None
-    return next((found[0] for found in _MARKER.finditer(text) if found[0] not in taken), None)
+    if "<" in text:
+        for found in _MARKER.findall(text):
+            if found not in taken:
+                return found
+    return None
 
 
 def misfit(record: Mapping[str, Any], key: Key, beside: Beside, media: Mapping[str, int]) -> str | None:
@@ -45,11 +47,13 @@ def misfit(record: Mapping[str, Any], key: Key, beside: Beside, media: Mapping[s
     for kind, fields in _MEDIA_FIELDS.items():
         if kind == "video" and not media.get(kind):
             continue  # it may name the video whose pictures the sample has
+        if record.keys().isdisjoint(fields):
+            continue
         if kind in media and (wrong := _other_files(record, key, kind, fields, beside, media[kind])):
             return wrong
-    unread = {name.lower() for name in beside.unread}
-    if not unread:
+    if not beside.unread:
         return None
+    unread = {name.lower() for name in beside.unread}
     has_video = next((name for name in beside.unread if name.rpartition(".")[2] in VIDEO | OTHER_VIDEO), None)
     for name, value in record.items():
         if has_video and name in _VIDEO_FIELDS and value not in (None, "", []):
@@ -76,6 +80,8 @@ def _other_files(
             continue
         if len(files) != count:
             return f"its field {name!r} names {len(files)} file(s), but the sample has {count} {kind} member(s)"
+        if count == 1:
+            continue  # in any order
         listed, members = [_extension_of(file, key) for file in files], [*beside.names.get(kind, ())]
         if listed != members and sorted(listed) == sorted(members):
             return (

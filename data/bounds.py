@@ -35,7 +35,8 @@ class Bounds:
 
     def of_picture(self, height: int, width: int) -> str | None:
         """What is too large of a picture; None if nothing is."""
-        return self._above(f"{height} x {width} pixels are", height * width, "pixels")
+        pixels = height * width
+        return None if pixels <= self.pixels else self._above(f"{height} x {width} pixels are", pixels, "pixels")
 
     def of_clip(self, frames: int, rate: int) -> str | None:
         """What is too large of a clip of `frames` samples per channel at `rate` a second; None if nothing is."""

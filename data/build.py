@@ -31,7 +31,7 @@ from data.errors import DataError
 from data.listed import listed
 from data.order import GlobalOrder
 from data.storage.replace import replacing
-from data.storage.write import shard_bytes, write_shard
+from data.storage.write import shard_bytes, shard_file
 
 NAMED = 5
 """Faults that an error shows; the rest is counted."""
@@ -40,7 +40,7 @@ LEFT_OUT = "left_out.jsonl"
 SUMMARY = "build.json"
 """In the folder of the shards: what they were built of, and how."""
 _WORK, _DONE = ".build", ".built"
-_VERSION = 1
+_VERSION = 2
 
 Progress = Callable[[str, int, int | None], None]
 """(what is done, how many more, of how many; None: not known)."""
@@ -81,7 +81,7 @@ class _Shard:
 
     path: Path
     first: int
-    lines: np.ndarray  # [samples, 3] part, at, length
+    lines: np.ndarray  # [samples, 4] part, at, length, line, see `data.building.parts.ROW`
     bytes: int
 
 
@@ -222,7 +222,10 @@ def _wrong(source: Source, settings: Settings, samples: int, faults: Sequence[st
 def _planned(to: Path, rows: Sequence[np.ndarray], settings: Settings) -> tuple[list[_Shard], dict[str, int]]:
     """The shards, and the samples of `train` and `held_out`."""
     lines = np.concatenate(
-        [np.stack([np.full(len(own), part), own["at"], own["length"]], axis=1) for part, own in enumerate(rows)]
+        [
+            np.stack([np.full(len(own), part), own["at"], own["length"], own["line"]], axis=1)
+            for part, own in enumerate(rows)
+        ]
     )
     sizes = np.concatenate([own["bytes"] for own in rows])
     total, held = len(sizes), settings.held_out
@@ -267,8 +270,9 @@ def _write_shards(planned: Sequence[_Shard], work: Path, workers: int, progress:
 
 
 def _write_shard(work: Path, shard: _Shard) -> None:
-    with Contents(work) as contents:
-        write_shard(shard.path, (contents.of(*line) for line in shard.lines.tolist()), shard.first)
+    with Contents(work) as contents, shard_file(shard.path, shard.bytes) as file:
+        for row, line in enumerate(shard.lines.tolist(), shard.first):
+            contents.copy(file, row, *line)
 
 
 def _notes(parts: Sequence[Part], rows: Sequence[np.ndarray]) -> list[str]:

@@ -31,6 +31,7 @@ class Part:
     text: str = ""
 
 
+_PLACES = {marker: Part(kind) for marker, kind in MARKERS.items()}
 NO_FIELDS: Mapping[str, Any] = {}
 """Of a turn that has none."""
 
@@ -50,7 +51,7 @@ class Turn:
     @property
     def text(self) -> str:
         """The text parts, joined."""
-        return "".join(part.text for part in self.parts)
+        return "".join([part.text for part in self.parts])
 
     @property
     def marked_text(self) -> str:
@@ -73,8 +74,10 @@ class Conversation:
     @property
     def is_blank(self) -> bool:
         """Whether no answer has a character to learn."""
-        answers = [turn for turn in self.turns if turn.role in ("assistant", "plain")]
-        return not any(turn.text.strip() or turn.fields for turn in answers)
+        for turn in self.turns:
+            if turn.role in ("assistant", "plain") and (turn.fields or turn.text.strip()):
+                return False
+        return True
 
     @property
     def question_and_truth(self) -> tuple[str, str]:
@@ -88,8 +91,9 @@ class Conversation:
 
 def split_markers(text: str) -> tuple[Part, ...]:
     """The pieces of a text, with the places of media that it marks."""
-    pieces = (piece for piece in _SPLIT.split(text) if piece)
-    return tuple(Part(MARKERS[piece]) if piece in MARKERS else Part("text", piece) for piece in pieces)
+    if "<" not in text:
+        return (Part("text", text),) if text else ()
+    return tuple([_PLACES.get(piece) or Part("text", piece) for piece in _SPLIT.split(text) if piece])
 
 
 def with_media(text: str, media: Mapping[str, int], pictures: Sequence[Picture] = ()) -> tuple[Part, ...]:

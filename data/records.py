@@ -79,13 +79,24 @@ def parse_record(
     """
     text = _decoded(raw, extension, key, bounds)
     if extension.rpartition(".")[2] == "txt":
-        conversation = _caption(text, media, pictures, key)
-    else:
-        record = _json(text, f"key {key!r}: the .{shown(extension)} member", bounds)
-        conversation = _from_json(record, key, media, pictures, bounds)
-        if wrong := misfit(record, key, beside, media):
-            raise RecordError(f"key {key!r}: {wrong}")
-    return _checked(conversation, key, media, pictures, bounds)
+        return _checked(_caption(text, media, pictures, key), key, media, pictures, bounds)
+    record = _json(text, f"key {key!r}: the .{shown(extension)} member", bounds)
+    return _of_record(record, key, media, bounds, beside, pictures)
+
+
+def parse_made(
+    record: dict[str, Any],
+    raw: bytes,
+    key: Key,
+    media: Mapping[str, int],
+    bounds: Bounds = BOUNDS,
+    beside: Beside = ALONE,
+    pictures: Sequence[Picture] = (),
+) -> Conversation:
+    """`parse_record` of a `json` member that was just made: `raw` is the JSON of `record`, and is not read again."""
+    _require_bytes(raw, "json", key, bounds)
+    _require_depth(record, raw.count(b"[") + raw.count(b"{"), f"key {key!r}: the .json member", bounds)
+    return _of_record(record, key, media, bounds, beside, pictures)
 
 
 def parse_fields(
@@ -152,9 +163,27 @@ def parse_fields(
     return _checked(conversation, key, media, pictures, bounds)
 
 
-def _decoded(raw: bytes, extension: str, key: Key, bounds: Bounds) -> str:
+def _of_record(
+    record: Any,
+    key: Key,
+    media: Mapping[str, int],
+    bounds: Bounds,
+    beside: Beside,
+    pictures: Sequence[Picture],
+) -> Conversation:
+    conversation = _from_json(record, key, media, pictures, bounds)
+    if wrong := misfit(record, key, beside, media):
+        raise RecordError(f"key {key!r}: {wrong}")
+    return _checked(conversation, key, media, pictures, bounds)
+
+
+def _require_bytes(raw: bytes, extension: str, key: Key, bounds: Bounds) -> None:
     if above := bounds.of_record(len(raw)):
         raise RecordError(f"key {key!r}: the .{shown(extension)} member: {above}")
+
+
+def _decoded(raw: bytes, extension: str, key: Key, bounds: Bounds) -> str:
+    _require_bytes(raw, extension, key, bounds)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -183,7 +212,7 @@ def _checked(
                 f"key {key!r}: the record has {used} {kind} placeholder(s), but the sample has {media.get(kind, 0)} "
                 f"{kind} member(s)"
             )
-    return with_frames(conversation, pictures, key)
+    return with_frames(conversation, pictures, key) if "video" in kinds else conversation
 
 
 def _json(text: str, what: str, bounds: Bounds) -> Any:
@@ -192,10 +221,14 @@ def _json(text: str, what: str, bounds: Bounds) -> Any:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{what} is not JSON ({error})") from error
-    # Of so few brackets none can be deeper.
-    if text.count("[") + text.count("{") > bounds.record_depth and _is_deeper(record, bounds.record_depth):
-        raise RecordError(f"{what}: lists and objects inside each other, above data.bounds.record_depth of them")
+    _require_depth(record, text.count("[") + text.count("{"), what, bounds)
     return record
+
+
+def _require_depth(record: Any, brackets: int, what: str, bounds: Bounds) -> None:
+    # Of so few brackets none can be deeper.
+    if brackets > bounds.record_depth and _is_deeper(record, bounds.record_depth):
+        raise RecordError(f"{what}: lists and objects inside each other, above data.bounds.record_depth of them")
 
 
 def _is_deeper(record: Any, depth: int) -> bool:
@@ -227,10 +260,14 @@ def _from_json(
             )
         if above := bounds.of_turns(len(turns)):
             raise RecordError(f"key {key!r}: {name}: {above}")
-        built = tuple(
-            _turn(turn, role_field, content_field, f"key {key!r}: {name}[{at}]") for at, turn in enumerate(turns)
-        )
-        if not any(turn.role == "assistant" for turn in built):
+        found = []
+        for at, turn in enumerate(turns):
+            try:
+                found.append(_turn(turn, role_field, content_field))
+            except RecordError as error:
+                raise RecordError(f"key {key!r}: {name}[{at}]{error}") from None
+        built = tuple(found)
+        if "assistant" not in [turn.role for turn in built]:
             raise RecordError(f"key {key!r}: {name} has no assistant turn, so there is nothing to learn from it")
         if "system" in record:
             built = _with_system(record, built, key)
@@ -248,30 +285,31 @@ def _from_json(
     )
 
 
-def _turn(turn: Any, role_field: str, content_field: str, where: str) -> Turn:
+def _turn(turn: Any, role_field: str, content_field: str) -> Turn:
+    """Raises RecordError with what goes on behind the place of the turn."""
     if (
         not isinstance(turn, dict)
         or role_field not in turn
         or (content_field not in turn and not turn.get("tool_calls"))
     ):
-        raise RecordError(f"{where} is not an object with {role_field!r} and {content_field!r}")
+        raise RecordError(f" is not an object with {role_field!r} and {content_field!r}")
     name = turn[role_field]
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise RecordError(f"{where}: unknown role {_cut(name)}; known are {', '.join(_ROLES)}")
+        raise RecordError(f": unknown role {_cut(name)}; known are {', '.join(_ROLES)}")
     content, fields = turn.get(content_field), NO_FIELDS
     if len(turn) > 2 or content_field not in turn:
         fields = {
             name: value for name, value in turn.items() if name not in (role_field, content_field) and value is not None
         }
     if isinstance(content, str):
-        _refuse_stray(content, where, MARKERS)
+        _refuse_stray(content, "", MARKERS)
         return Turn(role, split_markers(content), fields)
     if role_field == "role" and isinstance(content, list):
-        return Turn(role, tuple(_typed_part(part, where) for part in content), fields, typed=True)
+        return Turn(role, tuple([_typed_part(part) for part in content]), fields, typed=True)
     if content is None and turn.get("tool_calls"):
         return Turn(role, (), fields, typed=None)
-    raise RecordError(f"{where}: {content_field} is {_called(content)}, neither text nor a list of typed parts")
+    raise RecordError(f": {content_field} is {_called(content)}, neither text nor a list of typed parts")
 
 
 def _with_system(record: dict[str, Any], turns: tuple[Turn, ...], key: Key) -> tuple[Turn, ...]:
@@ -309,13 +347,13 @@ def _tools(record: dict[str, Any], key: Key, bounds: Bounds) -> tuple[Any, ...]:
     return tuple(tools)
 
 
-def _typed_part(part: Any, where: str) -> Part:
+def _typed_part(part: Any) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return Part("text", part["text"])
     if isinstance(kind, str) and kind in _PART_KINDS:
         return Part(_PART_KINDS[kind])
-    raise RecordError(f"{where}: unknown content part {_cut(part)}; known types are text, {', '.join(_PART_KINDS)}")
+    raise RecordError(f": unknown content part {_cut(part)}; known types are text, {', '.join(_PART_KINDS)}")
 
 
 def _caption(text: str, media: Mapping[str, int], pictures: Sequence[Picture], key: Key) -> Conversation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from data.conversation import MARKERS
@@ -13,6 +14,7 @@ from data.fields import MEDIA, TEXTS
 
 _FORMS = ("conversations", "messages", "caption", "text")
 """Of records, the first that one has counts."""
+_TURNS = (("conversations", "from", "value"), ("messages", "role", "content"))
 _ANSWERS = ("answer", "caption", "text", "label")
 MARKED = "records without any marker have their media before the first question"
 PAIRED = "records with `texts`, pairs of `user` and `assistant`, became `conversations`"
@@ -41,7 +43,7 @@ class Columns:
         """The columns with the media of a kind."""
         return [self.names[kind]] if kind in self.names else usual
 
-    @property
+    @cached_property
     def changes_records(self) -> bool:
         """Whether records are not left as they are."""
         return bool(self.question) or any(name in TEXTS for name in self.names)
@@ -61,6 +63,8 @@ class Columns:
             counts: kind -> media of the sample.
         """
         rules = []
+        if not self.changes_records and "texts" not in record:
+            return (record, (MARKED,)) if _mark(record, counts) else (record, ())
         given = {what: _value(record, column, where) for what, column in self.names.items() if what in TEXTS}
         if not given and "texts" in record and not any(name in record for name in _FORMS):
             given, rules = {"conversations": record["texts"]}, [PAIRED]
@@ -137,12 +141,13 @@ def _mark(record: dict[str, Any], counts: Mapping[str, int]) -> bool:
     """Put media before the first question, where no turn says where they are."""
     if not any(counts.values()):
         return False
-    for name, role, content in (("conversations", "from", "value"), ("messages", "role", "content")):
+    for name, role, content in _TURNS:
         turns = record.get(name)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             continue
-        if any(_is_marked(turn.get(content)) for turn in turns):
-            return False
+        for turn in turns:
+            if _is_marked(turn.get(content)):
+                return False
         for at, turn in enumerate(turns):
             said = turn.get(content)
             if turn.get(role) not in ("human", "user"):
@@ -161,7 +166,7 @@ def _mark(record: dict[str, Any], counts: Mapping[str, int]) -> bool:
 
 def _is_marked(content: Any) -> bool:
     if isinstance(content, str):
-        return any(marker in content for marker in MARKERS)
+        return "<" in content and any(marker in content for marker in MARKERS)
     return isinstance(content, list) and any(
         not isinstance(part, dict) or part.get("type") != "text" for part in content
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.beside import Beside
 from data.building.columns import Columns
@@ -18,11 +18,12 @@ from data.building.samples import (
     Place,
     Sample,
     checked,
-    pictures_among,
-    require_extent,
-    require_header,
+    counts_of,
+    extent_of,
+    picture_of,
     require_name,
     sample_of,
+    wrong_extent,
 )
 from data.errors import RecordError
 from data.index import build_index
@@ -32,15 +33,15 @@ from data.storage.whole_read import pread_all
 
 _NAME = re.compile(r"([^.]+)[.](.+)")
 _STATS = "_stats.json"  # of img2dataset, beside a shard
+_READ = os.O_RDONLY | os.O_CLOEXEC
 
 
-@dataclass(frozen=True)
-class _Member:
+class _Member(NamedTuple):
     extension: str
     kind: str
     place: Place
     extent: tuple[int, int] | None
-    """None: not looked at yet."""
+    """Of a medium, see `data.building.samples.extent_of`."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,20 @@ class Tars:
 
     def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
         """Every sample of a tar; first what img2dataset's statistics say of it."""
-        index = build_index(part)
+        index, path = build_index(part), str(part)
         yield part.name, partial(_require_stats, part, len(index))
-        for row in range(len(index)):
-            key, reason, at = index.key(row), index.bad_reason(row), index.record(row)
-            members = [
-                _Member(one.extension, one.kind, Place(str(part), one.offset, one.size), one.extent)
-                for one in index.members(row)
-            ]
-            where = f"{part.name}: {shown(key)}"
-            yield where, partial(_sample, self.columns, where, key, members, at, reason)
+        fd = os.open(path, _READ)
+        try:
+            for row in range(len(index)):
+                key, reason, at = index.key(row), index.bad_reason(row), index.record(row)
+                members = [
+                    _Member(one.extension, one.kind, Place(path, one.offset, one.size), one.extent)
+                    for one in index.members(row)
+                ]
+                where = f"{part.name}: {shown(key)}"
+                yield where, partial(_sample, self.columns, where, key, members, at, reason, fd)
+        finally:
+            os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -107,53 +112,71 @@ class Folders:
         for name in sorted(entry.name for entry in os.scandir(part) if entry.is_file()):
             if (found := _NAME.fullmatch(name)) and not name.endswith(_STATS):
                 groups.setdefault(found[1], []).append(found[2])
-        inside = part.relative_to(self.folder)
+        folder, inside = str(part), str(part.relative_to(self.folder))
         for key, names in groups.items():
-            where = str(inside / key)
-            yield where, partial(self._sample, part, where, key, names)
+            where = key if inside == "." else os.path.join(inside, key)
+            yield where, partial(self._sample, folder, where, key, names)
 
-    def _sample(self, part: Path, where: str, key: str, names: list[str]) -> Sample:
-        files = {name.lower(): part / f"{key}.{name}" for name in names}
+    def _sample(self, folder: str, where: str, key: str, names: list[str]) -> Sample:
+        files = {name.lower(): os.path.join(folder, f"{key}.{name}") for name in names}
         if len(files) < len(names):
             raise RecordError(f"{where}: two files whose endings differ by case alone")
         found = arrange(tuple(files))
         own = list(files.items())
-        members = [
-            _Member(own[at][0], kind, Place(str(own[at][1]), None, own[at][1].stat().st_size), None)
-            for at, kind in zip(found.order, found.kinds, strict=True)
-        ]
+        members = []
+        for at, kind in zip(found.order, found.kinds, strict=True):
+            extension, path = own[at]
+            place = Place(path, None, os.stat(path).st_size)
+            looked_at = kind in READABLE and found.reason is None
+            members.append(_Member(extension, kind, place, extent_of(kind, place) if looked_at else None))
         record = None if found.record < 0 else found.record
         return _sample(self.columns, where, key, members, record, found.reason)
 
 
 def _sample(
-    columns: Columns, where: str, key: str, members: Sequence[_Member], at: int | None, reason: str | None
+    columns: Columns,
+    where: str,
+    key: str,
+    members: Sequence[_Member],
+    at: int | None,
+    reason: str | None,
+    fd: int | None = None,
 ) -> Sample:
-    """A sample of members; all of them stay as they are, unless rules change the record."""
+    """A sample of members; all of them stay as they are, unless rules change the record.
+
+    Args:
+        fd: of the file that all members are in; None: each is a file.
+    """
     if reason is not None or at is None:
         raise RecordError(f"{where}: {reason}")
     for member in members:
         require_name(member.extension, where)
     record, media = members[at], [member for member in members if member.kind in READABLE]
-    with open(record.place.path, "rb", buffering=0) as file:
-        raw = pread_all(file.fileno(), record.place.size, record.place.offset or 0)
+    raw = _read(record.place, fd)
     is_json = record.extension.rpartition(".")[2] == "json"
     if columns.changes_records:
-        read = [Medium(one.kind, one.extension, one.place, f".{one.extension}") for one in media]
+        read = [Medium(one.kind, one.extension, one.place, f".{one.extension}", one.extent) for one in media]
         made = sample_of(_record(raw, is_json, where), read, columns, where)
         rest = [(one.extension, one.place) for one in members if one is not record]
         return Sample([*rest, made.members[-1]], key, made.rules)
     for member in media:
-        what = f"{where}: .{shown(member.extension)}"
-        if member.extent is None:
-            require_header(member.kind, member.place, what)
-        else:
-            require_extent(member.kind, member.extent, what)
+        if said := wrong_extent(member.kind, member.extent):
+            raise RecordError(f"{where}: .{shown(member.extension)}{said}")
     names = {kind: [one.extension for one in media if one.kind == kind] for kind in READABLE}
-    counts = {kind: len(own) for kind, own in names.items()}
+    counts = counts_of([one.kind for one in media])
     beside = Beside(names, [name for name, _ in unread(member.extension for member in members)])
-    checked(raw, record.extension, where, counts, beside, pictures_among((one.extension, one.kind) for one in media))
+    pictures = [picture_of(one.extension, one.kind) for one in media if one.kind != "audio"]
+    checked(raw, record.extension, where, counts, beside, pictures)
     return Sample([(member.extension, member.place) for member in members], key)
+
+
+def _read(place: Place, fd: int | None) -> bytes:
+    own = os.open(place.path, _READ) if fd is None else fd
+    try:
+        return pread_all(own, place.size, place.offset or 0)
+    finally:
+        if fd is None:
+            os.close(own)
 
 
 def _record(raw: bytes, is_json: bool, where: str) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ JSON = (".json", ".jsonl", ".ndjson")
 _FIELDS = {kind: (kind, f"{kind}s") for kind in READABLE}
 _LOOK = 4096  # characters in which a file begins
 _ANY = "file_name"  # as in Hugging Face's folders of pictures or clips
+_NONE = (None, "", [])
 
 
 @dataclass(frozen=True)
@@ -53,45 +54,51 @@ class RecordsFile:
     def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
         """Every record."""
         read = _table(part, self.columns) if part.suffix.lower() in TABLES else _json(part)
+        fields = {kind: self.columns.media(kind, _FIELDS[kind]) for kind in READABLE}
+        folder = str(self.media)
         for number, record in enumerate(read):
             where = f"record {number}"
-            yield where, partial(self._sample, record, where)
+            yield where, partial(self._sample, record, fields, folder, where)
 
-    def _sample(self, record: Any, where: str) -> Sample:
+    def _sample(self, record: Any, fields: Mapping[str, Sequence[str]], folder: str, where: str) -> Sample:
         if isinstance(record, RecordError):
             raise RecordError(f"{where}: {record}")
         if not isinstance(record, dict):
             return sample_of(record, [], self.columns, where)
         media: list[Medium] = []
-        folder = str(self.media)
-        for kind in READABLE:
-            for name in self._names(record, kind, where):
-                media.append(medium_of_file(kind, folder, name, where))
+        alone = _ANY not in record
+        for kind, own in fields.items():
+            # A caption whose picture has no name is no plain text.
+            has = not record.keys().isdisjoint(own)
+            alone = alone and not has
+            if has or _ANY in record or kind in self.columns.names:
+                for name in self._names(record, kind, own, where):
+                    media.append(medium_of_file(kind, folder, name, where))
         called = record.get("id")
-        # A caption whose picture has no name is no plain text.
-        alone = not any(field in record for kind in READABLE for field in (*self._fields(kind), _ANY))
         name = called if isinstance(called, str) else ""
         return sample_of(record, media, self.columns, where, name=name, alone=alone)
 
-    def _fields(self, kind: str) -> Sequence[str]:
-        return self.columns.media(kind, _FIELDS[kind])
-
-    def _names(self, record: dict[str, Any], kind: str, where: str) -> Sequence[str]:
-        fields = self._fields(kind)
-        given = [name for name in fields if record.get(name) not in (None, "", [])]
+    def _names(self, record: dict[str, Any], kind: str, fields: Sequence[str], where: str) -> Sequence[str]:
+        given = [name for name in fields if record.get(name) not in _NONE]
         if len(given) > 1:
             raise RecordError(f"{where} has both {' and '.join(given)}")
         if kind in self.columns.names and fields[0] not in record:
             raise RecordError(f"{where} has no {fields[0]!r}; it has {', '.join(sorted(record)[:8])}")
         if not given and kind not in self.columns.names:
             named = record.get(_ANY)
-            if isinstance(named, str) and Path(named).suffix[1:].lower() in READABLE[kind]:
+            if isinstance(named, str) and _suffix(named) in READABLE[kind]:
                 return [named]
         value = record[given[0]] if given else []
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise RecordError(f"{where}: {given[0]} is neither the name of a file nor a list of such")
-        return names
+        return value
+
+
+@lru_cache(maxsize=16)  # asked once for each kind
+def _suffix(name: str) -> str:
+    return Path(name).suffix[1:].lower()
 
 
 def _json(file: Path) -> Iterator[Any]:

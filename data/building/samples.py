@@ -6,27 +6,30 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from data.beside import ALONE, Beside
 from data.bounds import BOUNDS
 from data.building.columns import Columns
+from data.conversation import Conversation
 from data.errors import NothingToLearn, RecordError
 from data.frames import Picture
 from data.media.audio_headers import parse_audio_header
 from data.media.headers import parse_header
 from data.media.video_headers import parse_video_header
 from data.members import READABLE
-from data.records import parse_record
+from data.records import parse_made, parse_record
 from data.shown import shown
 from data.storage.whole_read import pread_all
 from data.storage.write import LONGEST_NAME
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _NUMBER = 12  # bytes of a key
+_READ = os.O_RDONLY | os.O_CLOEXEC
+_AT_ONCE = _READ | os.O_NONBLOCK | os.O_NOCTTY  # a FIFO is not waited for
 
 
 class Place(NamedTuple):
@@ -38,8 +41,7 @@ class Place(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True)
-class Medium:
+class Medium(NamedTuple):
     """A picture, video or clip of a row."""
 
     kind: str
@@ -47,10 +49,11 @@ class Medium:
     content: bytes | Place
     name: str
     """For messages."""
+    extent: tuple[int, int] | None
+    """What `extent_of` says of it."""
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """What becomes one sample of a shard."""
 
     members: Sequence[tuple[str, bytes | Place]]
@@ -104,20 +107,24 @@ def sample_of(
     if not isinstance(record, dict):
         raise RecordError(f"{where} is a JSON {type(record).__name__}, not an object")
     for medium in media:
-        require_header(medium.kind, medium.content, f"{where}: {shown(medium.name)}")
-    counts = {kind: sum(medium.kind == kind for medium in media) for kind in READABLE}
+        if said := wrong_extent(medium.kind, medium.extent):
+            raise RecordError(f"{where}: {shown(medium.name)}{said}")
+    counts = counts_of([medium.kind for medium in media])
     record, rules = columns.applied(record, counts, where)
-    if not media and not alone and not any(name in record for name in ("conversations", "messages")):
+    if not media and not alone and "conversations" not in record and "messages" not in record:
         raise RecordError(f"{where}: a caption without its medium, whose name or bytes are empty")
     raw = encoded(record, where)
     several = len(media) > 1
     names = [f"{at}.{medium.extension}" if several else medium.extension for at, medium in enumerate(media)]
-    pictures = pictures_among([(name, medium.kind) for name, medium in zip(names, media, strict=True)])
-    checked(raw, "json", where, counts, pictures=pictures)
-    members: list[tuple[str, bytes | Place]] = [
-        (name, medium.content) for name, medium in zip(names, media, strict=True)
-    ]
-    return Sample([*members, ("json", raw)], name, rules)
+    members: list[tuple[str, bytes | Place]] = []
+    pictures: list[Picture] = []
+    for called, medium in zip(names, media, strict=True):
+        members.append((called, medium.content))
+        if medium.kind != "audio":
+            pictures.append(picture_of(called, medium.kind))
+    _require_learnable(partial(parse_made, record, raw, where, counts, pictures=pictures), where)
+    members.append(("json", raw))
+    return Sample(members, name, rules)
 
 
 def encoded(record: Any, where: str) -> bytes:
@@ -130,10 +137,15 @@ def encoded(record: Any, where: str) -> bytes:
         raise RecordError(f"{where}: {error}") from error
 
 
-def pictures_among(members: Iterable[tuple[str, str]]) -> list[Picture]:
-    """The pictures and videos of a sample, of (extension, kind) of its members. How many pictures of a video are read
-    is for a run to say."""
-    return [Picture(extension, int(kind == "video")) for extension, kind in members if kind in ("image", "video")]
+def counts_of(kinds: Sequence[str]) -> dict[str, int]:
+    """How many of each kind there are, by kind."""
+    return {kind: kinds.count(kind) for kind in READABLE}
+
+
+@lru_cache(maxsize=4096)
+def picture_of(extension: str, kind: str) -> Picture:
+    """A picture or video of a sample. How many pictures of a video are read is for a run to say."""
+    return Picture(extension, int(kind == "video"))
 
 
 def checked(
@@ -145,8 +157,13 @@ def checked(
     pictures: Sequence[Picture] = (),
 ) -> None:
     """Raises RecordError, NothingToLearn (blank ones too) for a record that cannot be trained on."""
+    read = partial(parse_record, raw, extension, where, counts, beside=beside, pictures=pictures)
+    _require_learnable(read, where)
+
+
+def _require_learnable(read: Callable[[], Conversation], where: str) -> None:
     try:
-        conversation = parse_record(raw, extension, where, counts, beside=beside, pictures=pictures)
+        conversation = read()
     except RecordError as error:
         raise type(error)(str(error).replace(f"key {where!r}", where)) from error
     if conversation.is_blank:
@@ -161,47 +178,76 @@ def medium_of_file(kind: str, folder: str, name: str, where: str) -> Medium:
         known = ", ".join(sorted(READABLE[kind]))
         raise RecordError(f"{where}: {shown(name)} is no {kind} that can be decoded ({known})")
     path = os.path.join(folder, name)
+    fd = _opened(path, where)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise _no_file(path, where)
+        extent = _extent_in(kind, fd, 0, found.st_size)
+    finally:
+        os.close(fd)
+    return Medium(kind, extension, Place(path, None, found.st_size), name, extent)
+
+
+def _opened(path: str, where: str) -> int:
+    """Raises RecordError: there is no such file. OSError: it cannot be read."""
+    try:
+        return os.open(path, _AT_ONCE)
+    except (OSError, ValueError):
+        return _opened_if_file(path, where)
+
+
+def _opened_if_file(path: str, where: str) -> int:
+    """`_opened` of what cannot be opened at once."""
     try:
         found = os.stat(path)
     except (OSError, ValueError) as error:
         said = f"no file {path}" if isinstance(error, FileNotFoundError) else f"{path}: {error}"
         raise RecordError(f"{where}: {shown(said)}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise RecordError(f"{where}: no file {shown(path)}")
-    return Medium(kind, extension, Place(path, None, found.st_size), name)
+        raise _no_file(path, where)
+    return os.open(path, _READ)
+
+
+def _no_file(path: str, where: str) -> RecordError:
+    return RecordError(f"{where}: no file {shown(path)}")
 
 
 def require_name(extension: str, where: str) -> None:
-    """Raises RecordError for an extension that no header has room for."""
+    """Raises RecordError for an extension that no header has a place for."""
+    if "\0" in extension:
+        raise RecordError(f"{where}: a member with a zero byte in its extension")
     length = len(extension.encode("utf-8", "surrogateescape"))
     if length > LONGEST_NAME - _NUMBER:
         raise RecordError(f"{where}: a member with an extension of {length} bytes")
 
 
-def require_extent(kind: str, extent: tuple[int, int] | None, what: str) -> None:
-    """Raises RecordError for a medium without a readable header, or above its bounds. `what` begins the message.
+def wrong_extent(kind: str, extent: tuple[int, int] | None) -> str:
+    """What is wrong with a medium without a readable header, or above its bounds, as it goes on behind its name; empty
+    if nothing is.
 
     Args:
         extent: see `data.media.headers.parse_extent`; zeros are none.
     """
     if extent is None or 0 in extent:
-        raise RecordError(f"{what} has no readable {kind} header" + ("" if kind == "image" else ", or is cut off"))
-    if above := (BOUNDS.of_clip if kind == "audio" else BOUNDS.of_picture)(*extent):
-        raise RecordError(f"{what}: {above}")
+        return f" has no readable {kind} header" + ("" if kind == "image" else ", or is cut off")
+    above = (BOUNDS.of_clip if kind == "audio" else BOUNDS.of_picture)(*extent)
+    return f": {above}" if above else ""
 
 
-def require_header(kind: str, content: bytes | Place, what: str) -> None:
-    """`require_extent` of a medium's own header."""
+def extent_of(kind: str, content: bytes | Place) -> tuple[int, int] | None:
+    """What a medium's own header says of it, see `wrong_extent`. Raises OSError."""
     if isinstance(content, bytes):
-        found = _extent(kind, lambda at, length: content[at : at + length], len(content))
-    else:
-        path, offset, size = content
-        fd, start = os.open(path, os.O_RDONLY | os.O_CLOEXEC), offset or 0
-        try:
-            found = _extent(kind, lambda at, length: pread_all(fd, max(min(length, size - at), 0), start + at), size)
-        finally:
-            os.close(fd)
-    require_extent(kind, found, what)
+        return _extent(kind, lambda at, length: content[at : at + length], len(content))
+    fd = os.open(content.path, _READ)
+    try:
+        return _extent_in(kind, fd, content.offset or 0, content.size)
+    finally:
+        os.close(fd)
+
+
+def _extent_in(kind: str, fd: int, start: int, size: int) -> tuple[int, int] | None:
+    return _extent(kind, lambda at, length: pread_all(fd, max(min(length, size - at), 0), start + at), size)
 
 
 def _extent(kind: str, read: Callable[[int, int], bytes], size: int) -> tuple[int, int] | None:

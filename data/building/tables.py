@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.building.columns import Columns
-from data.building.samples import Medium, Sample, medium_of_file, sample_of
+from data.building.samples import Medium, Sample, extent_of, medium_of_file, sample_of
 from data.errors import DataError, RecordError
 from data.media.heif_headers import is_heic
 from data.members import READABLE
@@ -127,7 +127,7 @@ class Tables:
             extension = _extension_of(content)
         if extension not in READABLE[kind]:
             raise RecordError(f"{where}: {name!r} is no {kind} that can be decoded")
-        return Medium(kind, extension, content, path.rpartition("/")[2] or name)
+        return Medium(kind, extension, content, path.rpartition("/")[2] or name, extent_of(kind, content))
 
 
 @dataclass(frozen=True)

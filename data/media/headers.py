@@ -83,9 +83,11 @@ class _Window:
 
     def get(self, offset: int, length: int) -> bytes:
         at = offset - self._start
-        if at < 0 or at + length > len(self._bytes):
-            self._start, self._bytes, at = offset, self._read(offset, max(length, 4096)), 0
-        return self._bytes[at : at + length]
+        found = self._bytes[at : at + length] if at >= 0 else b""
+        if len(found) == length:
+            return found
+        self._start, self._bytes = offset, self._read(offset, max(length, 4096))
+        return self._bytes[:length]
 
 
 def _jpeg(window: _Window) -> ImageHeader | None:
@@ -93,29 +95,28 @@ def _jpeg(window: _Window) -> ImageHeader | None:
     exif: tuple[int, int] | None = None  # where it is, and its length
     xmp: tuple[int, int] | None = None
     for _ in range(_MOST_PARTS):
-        marker = window.get(offset, 2)
-        if len(marker) < 2 or marker[0] != 0xFF:
+        segment = window.get(offset, 9)  # marker, length; of a frame also precision, height and width
+        if len(segment) < 2 or segment[0] != 0xFF:
             return None
-        if marker[1] == 0xFF:  # fill byte
+        marker = segment[1]
+        if marker == 0xFF:  # fill byte
             offset += 1
             continue
-        if marker[1] in _JPEG_BARE:
+        if marker in _JPEG_BARE:
             offset += 2
             continue
-        segment = window.get(offset + 2, 2)
-        if marker[1] in (0xD9, 0xDA) or len(segment) < 2:  # the picture ends or starts before any frame header
+        if marker in (0xD9, 0xDA) or len(segment) < 4:  # the picture ends or starts before any frame header
             return None
-        length = int.from_bytes(segment, "big")
-        if marker[1] in _JPEG_FRAMES:
-            frame = window.get(offset + 4, 5)
-            if len(frame) < 5:
+        length = segment[2] << 8 | segment[3]
+        if marker in _JPEG_FRAMES:
+            if len(segment) < 9:
                 return None
-            height, width = struct.unpack(">xHH", frame)
+            height, width = struct.unpack_from(">HH", segment, 5)
             found = orientations.of_exif(window.get(*exif)) if exif else None
             if found is None and xmp:
                 found = orientations.of_xmp(window.get(*xmp))
             return _oriented("JPEG", height, width, orientations.first_of(found))
-        if marker[1] == 0xE1:
+        if marker == 0xE1:
             if exif is None and window.get(offset + 4, 6) == b"Exif\0\0":
                 exif = offset + 10, length - 8
             elif window.get(offset + 4, len(_JPEG_XMP)) == _JPEG_XMP:

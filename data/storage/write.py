@@ -3,41 +3,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from data.errors import DataError
 from data.storage.replace import replacing
+from data.storage.reserve import reserve
 
 _BLOCK = 512
 _END = 2 * _BLOCK
 LONGEST_NAME = 100
 """Bytes of a member's name, in a header of ustar."""
-_BUFFER = 1 << 20  # bytes written at once: the file system takes a quarter less time than for single members
+_BUFFER = 1 << 20  # bytes of each write: the file system takes a tenth less time for such that begin at a multiple
+_SMALL = 1 << 14  # bytes of a content that is put into the buffer with its padding
 _LARGEST = 8**11  # bytes of a member, in eleven octal digits
 
 
 def write_shard(path: Path, samples: Iterable[Sequence[tuple[str, bytes]]], first: int = 0) -> None:
-    """A tar of samples, each a list of (extension, content). Keys are numbers from `first` on. Times and owners are
-    fixed, so that equal content gives equal bytes. The file appears when it is whole.
+    """A tar of samples, each a list of (extension, content). Keys are numbers from `first` on.
+
+    Raises:
+        DataError, OSError: as `shard_file`.
+    """
+    with shard_file(path) as shard:
+        for row, members in enumerate(samples, first):
+            for extension, content in members:
+                shard.add(row, extension, content)
+
+
+@contextmanager
+def shard_file(path: Path, size: int = 0) -> Iterator[ShardFile]:
+    """A tar to write. The file appears when the block ends and it is whole; nothing stays when the block raises. Times
+    and owners are fixed, so that equal content gives equal bytes.
+
+    Args:
+        size: bytes that it will have, `shard_bytes`, for which room is kept; 0: not known.
 
     Raises:
         DataError: a name above `LONGEST_NAME` bytes, or a member of 8 GiB or more.
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, buffer=_BUFFER) as file:
-        for row, members in enumerate(samples, first):
-            for extension, content in members:
-                file.write(_header(path, f"{row:06d}.{extension}", len(content)))
-                file.write(content)
-                file.write(bytes(-len(content) % _BLOCK))
-        file.write(bytes(_END))
+    with replacing(path, buffer=0) as file:
+        if size:
+            reserve(path, file.fileno(), size)
+        shard = ShardFile(path, file)
+        yield shard
+        shard.end()
+
+
+class ShardFile:
+    """A tar that `shard_file` writes: all of it goes through one buffer, into which files are read directly."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._buffer, self._filled = memoryview(bytearray(_BUFFER)), 0
+
+    def add(self, row: int, extension: str, content: bytes) -> None:
+        """A member of sample `row`."""
+        size = len(content)
+        self._put(_header(self._path, f"{row:06d}.{extension}", size))
+        if size <= _SMALL:
+            self._put(content.ljust(size + -size % _BLOCK, b"\0"))
+            return
+        self._put(content)
+        self._put(_ZEROS[: -size % _BLOCK])
+
+    def copy(self, row: int, extension: str, fd: int, offset: int, size: int) -> bool:
+        """A member of sample `row`, the `size` bytes of an open file at `offset`; False: the file ends before, and the
+        shard cannot be used."""
+        self._put(_header(self._path, f"{row:06d}.{extension}", size))
+        left = size
+        while left:
+            if self._filled == _BUFFER:
+                self._write()
+            got = os.preadv(fd, [self._buffer[self._filled : self._filled + left]], offset)
+            if not got:
+                return False
+            self._filled += got
+            offset += got
+            left -= got
+        self._put(_ZEROS[: -size % _BLOCK])
+        return True
+
+    def end(self) -> None:
+        """Write the end of the tar, and what is left in the buffer."""
+        self._put(bytes(_END))
+        self._write()
+
+    def _put(self, content: bytes) -> None:
+        start, end = self._filled, self._filled + len(content)
+        if end <= _BUFFER:
+            self._buffer[start:end] = content
+            self._filled = end
+            return
+        rest = memoryview(content)
+        while rest:
+            if self._filled == _BUFFER:
+                self._write()
+            piece = rest[: _BUFFER - self._filled]
+            self._buffer[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            rest = rest[len(piece) :]
+
+    def _write(self) -> None:
+        """Empty the buffer. The system may take less than all at one call."""
+        done = 0
+        while done < self._filled:
+            done += self._file.write(self._buffer[done : self._filled])
+        self._filled = 0
 
 
 def tar_bytes(sizes: Iterable[int]) -> int:
     """What members of these sizes take in a shard."""
-    return sum(_BLOCK + size + -size % _BLOCK for size in sizes)
+    return sum([_BLOCK + size + -size % _BLOCK for size in sizes])
 
 
 def shard_bytes(of_samples: int) -> int:
@@ -52,11 +134,16 @@ def _header(path: Path, name: str, size: int) -> bytes:
         raise DataError(f"{path}: the member name {name!r} has {len(raw)} bytes, at most {LONGEST_NAME} are written")
     if size >= _LARGEST:
         raise DataError(f"{path}: member {name!r} has {size} bytes, at most {_LARGEST - 1} are written")
-    before = raw.ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + b"%011o\0" % size + b"00000000000\0"
-    # The checksum counts its own field as eight blanks.
-    total = sum(before) + 8 * ord(" ") + sum(_REST)
-    return before + b"%06o\0 " % total + _REST
+    digits = b"%011o" % size
+    checksum = _CHECKSUM + sum(raw) + sum(digits)
+    return b"%b%b%b%b%06o%b" % (raw.ljust(LONGEST_NAME, b"\0"), _OWNER, digits, _TIME, checksum, _REST)
 
 
-_REST = (b"0" + bytes(100) + b"ustar\x0000").ljust(_BLOCK - 156, b"\0")
-"""Behind the checksum: the type, no link, the format."""
+_ZEROS = bytes(_BLOCK)
+# What stands between a header's name, its size and its checksum, and behind that.
+_OWNER = b"0000644\0" + b"0000000\0" * 2
+_TIME = b"\0" + b"00000000000\0"
+_REST = (b"\0 " + b"0" + bytes(100) + b"ustar\x0000").ljust(_BLOCK - 154, b"\0")
+"""From the end of the checksum on: the type, no link, the format."""
+_CHECKSUM = sum(_OWNER) + sum(_TIME) + sum(_REST[2:]) + 8 * ord(" ")
+"""Of a header without name and size; its own field counts as eight blanks."""

@@ -1,5 +1,6 @@
 """Builds of shards that are shuffled, killed, or whose source changes or is large: whole and the same, or an error."""
 
+import hashlib
 import json
 import os
 import signal
@@ -67,6 +68,19 @@ def test_shards_are_shuffled_by_a_seed_and_sized_by_bytes_and_number(tmp_path):
     assert [int(record["caption"]) for _, record in found(tmp_path / "other" / "train")] != numbers
 
 
+EARLIER = {
+    "train/train-000000.tar": "2a42eade9713a0ffb50bf203fce12847f97f72319992a6904638b76a7341d7e4",
+    "held_out/held_out-000000.tar": "359f74368c665ae1e3fccfbbbcc51e3eb39048d5535ac5a19d76336b92b14f11",
+}
+"""Hashes of what the first version wrote."""
+
+
+def test_shards_have_the_bytes_that_earlier_builds_gave(tmp_path):
+    build(many(tmp_path), tmp_path / "out", Settings(held_out=4))
+    shards = {name: raw for name, raw in contents(tmp_path / "out").items() if name.endswith(".tar")}
+    assert {name: hashlib.sha256(raw).hexdigest() for name, raw in shards.items()} == EARLIER
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -118,13 +132,18 @@ def test_a_source_that_changes_meanwhile_is_not_mixed(media, tmp_path, monkeypat
 @pytest.fixture
 def short_reads(monkeypatch):
     """The system gives at most 100 bytes at one call, as Linux gives at most 2 GiB less 4 KiB."""
-    whole, counts = os.pread, []
+    whole, into, counts = os.pread, os.preadv, []
 
     def short(fd, size, offset):
         counts.append(size)
         return whole(fd, min(size, 100), offset)
 
+    def short_into(fd, views, offset):
+        counts.append(len(views[0]))
+        return into(fd, [views[0][:100]], offset)
+
     monkeypatch.setattr(os, "pread", short)
+    monkeypatch.setattr(os, "preadv", short_into)
     return counts
 
 

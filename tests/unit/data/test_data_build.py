@@ -1,6 +1,9 @@
 """Shards from what people have: what goes in is what training reads, and nothing is lost silently."""
 
+import io
 import json
+import os
+import socket
 import tarfile
 from datetime import date
 
@@ -80,6 +83,33 @@ def test_a_record_that_cannot_be_used_is_named_before_anything_is_written(bad, w
     assert built.samples == {"train": 1} and built.left_out == 1
     assert words in json.loads((out / "left_out.jsonl").read_text())["reason"]
     assert found(out / "train") == [([6], RECORDS[0])]
+
+
+def test_what_is_no_plain_file_is_a_fault_and_not_waited_for(media, tmp_path, monkeypatch):
+    os.mkfifo(media / "fifo.jpg")
+    (media / "folder.jpg").mkdir()
+    monkeypatch.chdir(media)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket.jpg")
+        names = ["fifo.jpg", "folder.jpg", "socket.jpg", "zero\0.jpg", "a/one.PNG"]
+        file = written(tmp_path, [{"image": name, "conversations": TALK} for name in names])
+        build(file, tmp_path / "out", Settings(skip_bad=True), media)
+    said = [json.loads(line)["reason"] for line in (tmp_path / "out" / "left_out.jsonl").read_text().splitlines()]
+    assert said == [
+        *(f"record {at}: no file {media / name}" for at, name in enumerate(names[:3])),
+        f"record 3: {media}/zero\\x00.jpg: embedded null byte",
+    ]
+
+
+def test_a_member_with_a_zero_byte_in_its_name_is_left_out(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, raw in (("1.a\0b", b"x"), ("1.txt", b"one"), ("2.txt", b"two")):
+            info = tarfile.TarInfo("2.txt" if name == "2.txt" else "long")
+            info.pax_headers, info.size = {"path": name}, len(raw)
+            tar.addfile(info, io.BytesIO(raw))
+    build(tmp_path / "x.tar", tmp_path / "out", Settings(skip_bad=True))
+    assert [record for _, record in found(tmp_path / "out" / "train")] == ["two"]
+    assert "a zero byte in its extension" in (tmp_path / "out" / "left_out.jsonl").read_text()
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])

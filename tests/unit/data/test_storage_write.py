@@ -1,0 +1,89 @@
+"""Tars that are written: the bytes of `tarfile`'s, whatever the sizes, or no file at all."""
+
+import errno
+import io
+import os
+import tarfile
+
+import pytest
+
+from data.storage import reserve as reserving
+from data.storage.write import shard_bytes, shard_file, tar_bytes, write_shard
+
+SIZES = [0, 1, 511, 512, 513, 20_000, (1 << 20) - 512, 1 << 20, (1 << 20) + 513, 3_000_001]
+
+
+def plain_tar(members):
+    """What `tarfile` writes, with the shortest end."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        end = tar.offset
+    return file.getvalue()[:end] + bytes(1024)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_members_have_the_bytes_of_plain_tars(size, tmp_path):
+    contents = [os.urandom(size) for size in SIZES]
+    expected = plain_tar([(f"{at:06d}.{end}", one) for at, one in enumerate(contents, 7) for end in ("ü.bin", "copy")])
+    known = shard_bytes(2 * tar_bytes(SIZES)) if size else 0
+    with shard_file(tmp_path / "in" / "x.tar", known) as shard:
+        for row, content in enumerate(contents, 7):
+            (tmp_path / "source").write_bytes(b"12345" + content + b"behind")
+            shard.add(row, "ü.bin", content)
+            with open(tmp_path / "source", "rb") as file:
+                assert shard.copy(row, "copy", file.fileno(), 5, len(content))
+    assert (tmp_path / "in" / "x.tar").read_bytes() == expected and len(expected) == shard_bytes(2 * tar_bytes(SIZES))
+    write_shard(tmp_path / "y.tar", [[("ü.bin", one), ("copy", one)] for one in contents], 7)
+    assert (tmp_path / "y.tar").read_bytes() == expected
+
+
+def test_a_system_that_takes_and_gives_few_bytes_at_a_call(tmp_path, monkeypatch):
+    whole, few = os.preadv, []
+
+    class Slow(io.FileIO):
+        def write(self, content):
+            few.append(len(content))
+            return super().write(content[:70_000])
+
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: whole(fd, [views[0][:9000]], at))
+    content = os.urandom(1_500_000)
+    opened = type(tmp_path).open
+    monkeypatch.setattr(type(tmp_path), "open", lambda path, mode, *_: Slow(path, mode.replace("b", "")))
+    with shard_file(tmp_path / "x.tar") as shard:
+        with open(tmp_path / "source", "wb+", buffering=0) as file:
+            file.write(content)
+            assert shard.copy(0, "bin", file.fileno(), 0, len(content))
+            assert not shard.copy(1, "bin", file.fileno(), 10, len(content))
+        shard.add(2, "bin", content)
+    monkeypatch.setattr(type(tmp_path), "open", opened)
+    raw = (tmp_path / "x.tar").read_bytes()
+    assert raw.startswith(plain_tar([("000000.bin", content)])[:-1024]) and content in raw[1_500_000 + 512 :]
+    assert len(few) > 20
+
+
+def test_a_disk_without_room_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(reserving, "_fallocate", lambda: lambda *_: -1)
+    monkeypatch.setattr(reserving.ctypes, "get_errno", lambda: errno.ENOSPC)
+    with pytest.raises(OSError, match=r"No space left on device: .*x\.tar"), shard_file(tmp_path / "x.tar", 5000):
+        pytest.fail("begun")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("found", [None, lambda *_: -1], ids=["no such call", "refused"])
+def test_where_no_room_can_be_kept_the_file_is_written_all_the_same(found, tmp_path, monkeypatch):
+    monkeypatch.setattr(reserving, "_fallocate", lambda: found)
+    monkeypatch.setattr(reserving.ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
+    with shard_file(tmp_path / "x.tar", 2048) as shard:
+        shard.add(0, "txt", b"x")
+    assert (tmp_path / "x.tar").read_bytes() == plain_tar([("000000.txt", b"x")])
+
+
+def test_room_that_is_kept_is_no_content(tmp_path):
+    with open(tmp_path / "x", "wb", buffering=0) as file:
+        reserving.reserve(tmp_path / "x", file.fileno(), 1 << 20)
+        file.write(b"x")
+    assert (tmp_path / "x").read_bytes() == b"x"
