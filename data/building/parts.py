@@ -118,7 +118,7 @@ def read_part(source: Source, folder: Path, number: int, progress: Callable[[int
                 rules.update(changed)
     with replacing(part_path(folder, number, "rows")) as file:
         file.write(np.array(rows, dtype="<u8").tobytes())
-    part = Part(len(rows) // len(ROW), faults, nulls, first_null, dict(rules), unknown)
+    part = Part(len(rows) * rows.itemsize // ROW.itemsize, faults, nulls, first_null, dict(rules), unknown)
     with replacing(part_path(folder, number, "json")) as file:
         file.write(json.dumps(part.__dict__).encode())
     if progress:

@@ -22,7 +22,7 @@ JSON = (".json", ".jsonl", ".ndjson")
 _FIELDS = {kind: (kind, f"{kind}s") for kind in READABLE}
 _LOOK = 4096  # characters in which a file begins
 _ANY = "file_name"  # as in Hugging Face's folders of pictures or clips
-_NONE = (None, "", [])
+_NONE: tuple[Any, ...] = (None, "", [])
 
 
 @dataclass(frozen=True)
