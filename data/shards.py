@@ -12,6 +12,7 @@ from data.braces import expand_braces, split_commas
 from data.compressed import refuse_compressed, refuse_left_out
 from data.energon import energon_part, energon_shards
 from data.errors import DataError
+from data.listed import listed
 from data.remote_shards import find_remote
 from data.storage.place_list import PlaceList
 from data.storage.retry import retrying
@@ -95,6 +96,14 @@ def _find_one(part: str, suffixes: Sequence[str]) -> Sequence[Place | str]:
     return _files(found)
 
 
+def _holds(folder: Path, ends: tuple[str, ...]) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(entry.name.endswith(ends) for entry in entries)
+    except OSError:
+        return False
+
+
 def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os.PathLike[str]], None]) -> PlaceList:
     ends = tuple(suffixes)
     with os.scandir(folder) as found:
@@ -103,7 +112,13 @@ def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os
     if not names:
         for name in sorted(os.listdir(folder)):
             refuse(folder / name)
-        raise DataError(f"data.shards: the folder {folder} holds no *{' and no *'.join(suffixes)} file")
+        inside = sorted(entry.name for entry in entries if entry.is_dir() and _holds(Path(entry.path), ends))
+        remedy = (
+            f"give a folder inside of it that does: {listed([str(folder / name) for name in inside])}"
+            if inside
+            else "`mimo-train shards build` makes shards"
+        )
+        raise DataError(f"data.shards: the folder {folder} holds no *{' and no *'.join(suffixes)} file: {remedy}")
     refuse_left_out(folder, names, [entry.name for entry in entries])
     # What the folder itself says is a file needs no look of its own here: the catalogue looks at each.
     try:

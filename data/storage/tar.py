@@ -61,7 +61,7 @@ def walk_tar(path: object, read: ReadRange, size: int | None) -> Iterator[tuple[
             if at == 0:
                 raise ShardError(
                     f"{path}: not a readable uncompressed tar{_of(size)} (no header at byte 0). Copy or write the "
-                    "shard again."
+                    "shard again; of files of another kind `mimo-train shards build` makes shards."
                 )
             break
         kind = chr(header[156])

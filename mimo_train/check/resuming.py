@@ -8,6 +8,7 @@ from mimo_train.check.findings import Report
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.recorded_config import config_if_trusted
 from mimo_train.checkpoint.same_run import (
+    begun_otherwise,
     continued_otherwise,
     left_behind,
     module_faults,
@@ -72,6 +73,9 @@ def add_run_dir(
             otherwise = continued_otherwise(checkpoint, record, cfg) if known else ""
             if otherwise:
                 report.notes.append(f"from there on numbers are others than so far: {otherwise}")
+            unread = "" if found else begun_otherwise(checkpoint, record, cfg)
+            if unread:
+                report.warnings.append(unread)
         elif cfg.checkpoint.weights:
             key = "checkpoint.weights"
             checkpoint = folders.in_folder(place_of(cfg.checkpoint.weights), key)

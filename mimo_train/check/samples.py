@@ -6,6 +6,7 @@ Only reading samples imports torch.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -46,6 +47,7 @@ from mimo_train.plan.token_inputs import require_none_for_tokens
 if TYPE_CHECKING:
     from data.pipeline import Dataset, Samples
 
+_OF_WEIGHTS = re.compile(r"data\.mix\[\d+\]\.weight$|data\.mix_schedule")
 FIRST_SAMPLES = 100
 """Samples that are read and decoded."""
 
@@ -132,6 +134,8 @@ def _add_whole(
 ) -> None:
     """How long the run is in epochs, of all sources and of each, where all of their shards can be read."""
     data, sizes = cfg.data, list(counts.values())
+    if any(fault.key == "data.mix" or _OF_WEIGHTS.match(fault.key) for fault in report.faults):
+        return  # no order follows from such weights
     if (data.mix or data.held_out_by or data.split) and tokenizer is not None and cfg.data.sequence_length > 0:
         seen.fingerprint = None
         try:

@@ -18,7 +18,13 @@ from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.in_flight import InFlight
 from mimo_train.checkpoint.modules import Loaded, load_modules
-from mimo_train.checkpoint.same_run import continued_otherwise, left_behind, resume_faults, weights_faults
+from mimo_train.checkpoint.same_run import (
+    begun_otherwise,
+    continued_otherwise,
+    left_behind,
+    resume_faults,
+    weights_faults,
+)
 from mimo_train.checkpoint.snapshot import Demand, Snapshot, lacking
 from mimo_train.checkpoint.store import (
     Target,
@@ -141,6 +147,8 @@ class Checkpointer:
         """Modules whose weights `resume` has taken from other runs."""
         self.otherwise = ""
         """What this run does otherwise than the one that `resume` continues, where its numbers follow from it."""
+        self.unread = ""
+        """Weights that it was told to begin with, where it continues with its own."""
         self.lacking = ""
         """What hosts lack for `checkpoint.asynchronous=auto`, as of the last save; empty: nothing."""
 
@@ -275,7 +283,7 @@ class Checkpointer:
                 named, or there is none before it. On every rank.
         """
         cfg, layout = self._run.cfg, self._run.layout
-        self.set_aside, self.loaded, self.otherwise = [], [], ""
+        self.set_aside, self.loaded, self.otherwise, self.unread = [], [], "", ""
         if cfg.checkpoint.resume == "auto":
             folder, self.set_aside = newest_that_loads(self._run.checkpoints, self._continue_from)
         else:
@@ -325,6 +333,7 @@ class Checkpointer:
         self._resumed = self._train_state.step, record.get(SUMS)
         with agreed():
             self.otherwise = continued_otherwise(folder, record, cfg)
+            self.unread = begun_otherwise(folder, record, cfg)
         if self._mixing is not None:
             self._mixing.continue_from(record)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from data.errors import DataError
 from data.storage.url import Place, Url
 from mimo_train.config.fault import UserError
 
@@ -53,7 +54,8 @@ def _why(cause: BaseException, run_dir: Place) -> str:
 def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
+    # What has failed over data names its own folder, which may be on another disk.
+    while cause is not None and id(cause) not in seen and not isinstance(cause, DataError):
         seen.add(id(cause))
         yield cause
         cause = cause.__cause__ or cause.__context__

@@ -3,7 +3,7 @@
 `train` and `mimo-train check` ask here, so that neither accepts what the other refuses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer, DataConfig
 from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.model_changes import model_changes, module_changes
-from mimo_train.plan.otherwise import changed_numbers
+from mimo_train.plan.otherwise import changed_numbers, unread_weights
 
 
 def resume_faults(
@@ -95,11 +95,33 @@ def resume_faults(
     return found + list(_other_stages(folder, before["modules"], cfg, home))
 
 
+def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
+    """A sentence with the weights that a run is told to begin with and does not, since it continues with those of the
+    checkpoint. Empty: none. Arguments and errors as of `resume_faults`, which has found none."""
+    unread = _found(unread_weights, folder, record, cfg)
+    if not unread:
+        return ""
+    home = "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
+    return (
+        f"{', '.join(unread)}: not read, since this run continues with its own weights; in another {home} a run begins "
+        "with them"
+    )
+
+
 def continued_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
     """What a run that continues does otherwise than before, key by key: its numbers are others from there on. Empty:
     nothing. Arguments and errors as of `resume_faults`, which has found none."""
+    return "; ".join(_found(changed_numbers, folder, record, cfg))
+
+
+def _found(
+    look: Callable[[Mapping[str, Any], ConfigContainer], Iterator[str]],
+    folder: Place,
+    record: dict[str, Any],
+    cfg: ConfigContainer,
+) -> list[str]:
     try:
-        return "; ".join(changed_numbers(_config(folder, record), cfg))
+        return [*look(_config(folder, record), cfg)]
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, f"{folders.RECORD} holds no config of a run ({error!r})") from error
 

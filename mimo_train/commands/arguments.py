@@ -1,11 +1,13 @@
 """Shared by the commands: arguments that name a config, and the printing of faults."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from data.shown import shown
+from mimo_train.config.fault import UserError
 
 CONFIG_HELP = "name of a shipped config, such as vlm_digits, or path to a YAML file"
 OVERRIDE_HELP = "changes to the config: train.iters=100, or a file of a group: layout=one_process"
@@ -72,11 +74,27 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def about_files(handler: Handler) -> Handler:
+    """Turns an OSError of a handler into a user error, for commands that read and write files that the user names."""
+
+    def run(args: argparse.Namespace) -> int | None:
+        try:
+            return handler(args)
+        except OSError as error:
+            to = getattr(args, "to", None)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or to is None:
+                raise UserError(str(error)) from error
+            raise UserError(
+                f"--to: {to} cannot take more files ({error.strerror}): free space, or give a folder on another disk"
+            ) from error
+
+    return run
+
+
 def users_faults() -> tuple[type[Exception], ...]:
     """The base classes of user errors of all packages."""
     from data.errors import DataError
     from encoders.errors import EncoderError
-    from mimo_train.config.fault import UserError
 
     return UserError, DataError, EncoderError
 

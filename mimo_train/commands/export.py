@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mimo_train.commands.arguments import above_zero, add_command, add_trust
+from mimo_train.commands.arguments import about_files, above_zero, add_command, add_trust
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -14,7 +14,7 @@ def add(commands: Any) -> None:
     command = add_command(
         commands,
         "export",
-        _export,
+        about_files(_export),
         "write a checkpoint as a directory of transformers",
         "Writes a checkpoint as a directory that transformers reads, on one process, a few tensors at a time.\n\n"
         "example:\n  mimo-train export runs/my_run --to exported",

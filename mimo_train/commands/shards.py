@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from data.shown import shown
 from data.storage.url import Place, is_url
 from mimo_train.commands import shards_build, shards_page, shards_streams, shards_tokens
-from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, positive, whole
+from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, about_files, positive, whole
 from mimo_train.config.fault import UserError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add(subparsers: Any) -> None:
     index.add_argument(
         "--workers", type=positive, default=1, help="processes, each takes a shard at a time (default: 1)"
     )
-    index.set_defaults(handler=_about_files(_index))
+    index.set_defaults(handler=about_files(_index))
 
     inspect = commands.add_parser("inspect", help="show what the shards hold")
     inspect.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{any_help}; or a config: {CONFIG_HELP}")
@@ -48,7 +48,7 @@ def add(subparsers: Any) -> None:
     inspect.add_argument("--samples", type=whole, help="samples to print in full (default: 3), or of a page (20)")
     inspect.add_argument("--html", metavar="FILE", help="of a CONFIG: write a page with samples as training reads them")
     inspect.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
-    inspect.set_defaults(handler=_about_files(_inspect))
+    inspect.set_defaults(handler=about_files(_inspect))
 
     verify = commands.add_parser(
         "verify",
@@ -64,9 +64,9 @@ def add(subparsers: Any) -> None:
     verify.add_argument(
         "--workers", type=positive, default=2, help="threads, of a CONFIG processes that read samples (default: 2)"
     )
-    verify.set_defaults(handler=_about_files(_verify))
+    verify.set_defaults(handler=about_files(_verify))
 
-    shards_build.add(commands, _about_files)
+    shards_build.add(commands)
 
     demo = commands.add_parser("make-demo", help="make a small data set to try things on, without a download")
     demo.add_argument("out", metavar="OUT", help="folder to write")
@@ -74,19 +74,7 @@ def add(subparsers: Any) -> None:
     demo.add_argument("--samples", type=positive, help="training samples (default: digits 12000, mixed 3000)")
     demo.add_argument("--held-out", type=positive, help="held-out samples (default: digits 768, mixed 320)")
     demo.add_argument("--seed", type=int, help="seed of the digits or mixed demo (default: 0)")
-    demo.set_defaults(handler=_about_files(_make_demo))
-
-
-def _about_files(handler: Any) -> Any:
-    """Turn an OSError into a user error: these commands read and write files that the user names."""
-
-    def run(args: argparse.Namespace) -> int:
-        try:
-            return handler(args)
-        except OSError as error:
-            raise UserError(str(error)) from error
-
-    return run
+    demo.set_defaults(handler=about_files(_make_demo))
 
 
 def _index(args: argparse.Namespace) -> int:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mimo_train.commands.arguments import positive, whole
+from mimo_train.commands.arguments import about_files, positive, whole
 from mimo_train.config.fault import UserError
 
 if TYPE_CHECKING:
     from mimo_train.metrics.count_bar import CountBar
 
 
-def add(commands: Any, about_files: Callable[[Any], Any]) -> None:
-    """Add the command to those of `shards`.
-
-    Args:
-        about_files: turns an OSError of a handler into a user error.
-    """
+def add(commands: Any) -> None:
+    """Add the command to those of `shards`."""
     build = commands.add_parser(
         "build",
         help="make shards of a LLaVA JSON, a CSV, a Hugging Face dataset, img2dataset's output, tars or folders",

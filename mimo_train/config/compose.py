@@ -11,7 +11,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from encoders.errors import EncoderError
@@ -97,7 +97,10 @@ def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict
         merged = OmegaConf.merge(composed, OmegaConf.from_dotlist([one for one in values if one not in of_lists]))
         for one in of_lists:  # a merge would take the place of the list
             at, _, value = one.partition("=")
-            OmegaConf.update(merged, at, OmegaConf.from_dotlist([f"value={value}"]).value)
+            try:
+                OmegaConf.update(merged, at, OmegaConf.from_dotlist([f"value={value}"]).value)
+            except IndexError as error:
+                raise ConfigError([_no_entry(merged, at)]) from error
         calls = list(resolver_faults(OmegaConf.to_container(merged, resolve=False)))
         if calls:
             raise ConfigError(calls)
@@ -110,6 +113,17 @@ def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict
         raise ConfigError([Fault(path.name, " ".join(str(error).split()))]) from error
     assert isinstance(plain, dict), type(plain)
     return {str(key): value for key, value in plain.items()}
+
+
+def _no_entry(merged: DictConfig | ListConfig, at: str) -> Fault:
+    """Of a value for an entry that a list does not have; `data.mix[2].weight` and `data.mix.2.weight` are the same."""
+    found: Any = merged
+    where = name = ""
+    for name in re.findall(r"[^.\[\]]+", at):
+        if isinstance(found, ListConfig) and int(name) >= len(found):
+            break
+        found, where = found[int(name) if isinstance(found, ListConfig) else name], f"{where}.{name}"
+    return Fault(at, f"{where[1:]} has no entry {name}: it has {len(found)}, counted from 0")
 
 
 def _composed_files(path: Path, choices: tuple[str, ...]) -> DictConfig:

@@ -59,6 +59,25 @@ FREE_OF_SPECS = {"name", "init_std", "max_positions"}
 """Of `model_changes.MAY_CHANGE`, those that change no number of a run that has weights."""
 
 
+def unread_weights(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:
+    """Weights, as key=value, that this run is told to begin with, its first start was not, and it does not read, since
+    it continues. Arguments and errors as of `changed_numbers`."""
+    past, now = before["checkpoint"], cfg.checkpoint
+    if past.get("trained_only"):
+        return  # then they are read again, and compared
+    if now.weights and now.weights != past.get("weights"):
+        yield f"checkpoint.weights={now.weights}"
+    for name, load in now.load_modules.items():
+        if load.path != past.get("load_modules", {}).get(name, {}).get("path"):
+            yield f"checkpoint.load_modules.{name}.path={load.path}"
+    for name, module in cfg.modules.items():
+        was = before["modules"][name]
+        if module.pretrained and module.pretrained != was.get("pretrained"):
+            yield f"modules.{name}.pretrained={module.pretrained}"
+        if module.lora.adapter and module.lora.adapter != was.get("lora", {}).get("adapter"):
+            yield f"modules.{name}.lora.adapter={module.lora.adapter}"
+
+
 def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:
     """Sentences with key, old and new value, one for each key that is not the same and may be another one.
 

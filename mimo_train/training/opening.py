@@ -48,6 +48,8 @@ def open_state(
         console.message(f"warning: {warning}")
     if resumed_from is not None:
         console.message(f"continues from {resumed_from}, step {step}")
+    if checkpointer.unread:
+        console.message(f"warning: {checkpointer.unread}")
     if checkpointer.otherwise:
         console.message(f"from here on numbers are others than so far: {checkpointer.otherwise}")
     return replace(state, metrics=metrics, console=console)

@@ -104,11 +104,13 @@ def train_and_note_messages(cfg, file: Path) -> int:
 
 def test_what_is_otherwise_than_before_is_said(digits, tmp_path):
     short = run_config(digits, tmp_path, "layout=one_process", "train.iters=4")
+    unread = "checkpoint.weights=runs/gone"
     others = ("train.iters=5", "data.sequence_length=40", "modules.language.llm.dropout=0.25", "data.workers=1")
-    other = run_config(digits, tmp_path, "layout=two_processes", *others)
+    other = run_config(digits, tmp_path, "layout=two_processes", unread, *others)
     for ranks, cfg, name in ((1, short, "first"), (1, short, "again"), (2, other, "other")):
         run_ranks(train_and_note_messages, ranks, cfg, tmp_path / name)
     assert "from here on" not in (tmp_path / "first").read_text() + (tmp_path / "again").read_text()
+    assert f"warning: {unread}: not read, since this run continues" in (tmp_path / "other").read_text()
     length = short.data.sequence_length
     said = f"data.sequence_length was {length}, is 40; train.iters was 4, is 5; modules.language.llm.dropout was 0.0"
     assert f"from here on numbers are others than so far: {said}, is 0.25\n" in (tmp_path / "other").read_text()

@@ -208,6 +208,18 @@ def test_sources_with_one_name_are_a_fault(capsys):
     assert fault == "data.mix[1].name: 'train' is the name of data.mix[0] too: give one"
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [((-1, 1), "data.mix[0].weight: must be at least 0"), ((0, 0), "data.mix: every weight is 0")],
+)
+def test_weights_without_an_order_are_one_fault(weights, said, capsys):
+    for folder in "ab":
+        shard(Path(folder) / "x.tar", *sound(20))
+    sources = (f"shards: {folder}, weight: {weight}" for folder, weight in zip("ab", weights, strict=True))
+    (fault,) = run(capsys, *on(""), mix_of(*sources))[2]
+    assert fault.startswith(said)
+
+
 def test_memory_and_length_are_those_of_all_sources_by_their_shares(capsys):
     shard(Path("p/a.tar"), *sound(40))
     shard(Path("t/b.tar"), *((f"{at}.json", record("No picture?")) for at in range(40)))

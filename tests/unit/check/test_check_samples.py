@@ -140,6 +140,16 @@ def test_shards_that_are_not_there(key, capsys, tmp_path):
         assert said in faults[0] and place in faults[0]
 
 
+def test_a_folder_without_shards_says_where_they_are_or_come_from(capsys):
+    shard(Path("built/train/a.tar"), *sound())
+    shard(Path("built/held_out/a.tar"), *sound())
+    Path("built/pictures").mkdir()
+    (fault,) = run(capsys, *on("built"))[2]
+    assert fault.endswith("no *.tar file: give a folder inside of it that does: built/held_out, built/train")
+    (fault,) = run(capsys, *on("built/pictures"))[2]
+    assert fault.endswith("no *.tar file: `mimo-train shards build` makes shards")
+
+
 def test_shards_named_twice_and_those_of_training_in_the_evaluation_are_warnings(capsys):
     for name in ("a.tar", "b.tar"):
         shard(Path(name), *sound())

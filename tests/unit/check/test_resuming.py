@@ -50,6 +50,12 @@ def test_a_checkpoint_of_another_model_is_a_fault(tmp_path):
     assert fault.key == "checkpoint.resume" and "step_00000200 is of a later step than 0" in fault.message
 
 
+def test_weights_that_are_not_read_are_a_warning(tmp_path):
+    override = saved(tmp_path)
+    (warning,) = check(load("vlm_digits", override, "checkpoint.weights=runs/gone")).warnings
+    assert warning.startswith("checkpoint.weights=runs/gone: not read, since this run continues")
+
+
 CHANGES = {
     "modules.language.llm.num_attention_heads=2": "modules.language.llm.num_attention_heads was 4, is 2",
     "modules.images.encoder.activation=relu": "modules.images.encoder.activation was gelu, is relu",

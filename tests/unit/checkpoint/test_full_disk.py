@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from data.errors import DataError
 from mimo_train.checkpoint.full_disk import full_disk
 
 
@@ -37,7 +38,11 @@ def test_a_full_disk_is_named(error, tmp_path):
 
 @pytest.mark.parametrize(
     "error",
-    [PermissionError(errno.EACCES, "no"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/of/another/disk")],
+    [
+        PermissionError(errno.EACCES, "no"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/of/another/disk"),
+        _within(DataError, FULL),  # the index of shards on another disk: it has a name and a remedy of its own
+    ],
 )
 def test_other_errors_stay_as_they_are(error, tmp_path):
     assert full_disk(error, tmp_path) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.sources import fingerprint_of
-from mimo_train.checkpoint.same_run import continued_otherwise, resume_faults
+from mimo_train.checkpoint.same_run import begun_otherwise, continued_otherwise, resume_faults
 from mimo_train.config import compose
 from mimo_train.config.schema import ConfigContainer, DataConfig
 from mimo_train.config.schema_mix import SourceConfig
@@ -103,6 +103,27 @@ def test_new_weights_of_a_mixture_are_said():
     record = {"config": compose.to_dict(changed({"data.mix": sources})), "data_fingerprint": "same"}
     now = changed({"data.mix": [sources[0], SourceConfig(shards="b", weight=7.0)], "data.mix_new_weights": True})
     assert continued_otherwise(Path("a"), record, now) == "data.mix[1].weight was 1.0, is 7.0"
+
+
+def test_weights_that_a_run_does_not_begin_with_are_said():
+    """It continues with its own; they would be read if its folder were empty."""
+    record = {"config": compose.to_dict(load("vlm_digits")), "data_fingerprint": "same"}
+    said = partial(begun_otherwise, Path("a"), record)
+    same, other = load("vlm_digits"), load("vlm_digits", "checkpoint.weights=runs/b")
+    assert said(same) == ""
+    assert said(other) == (
+        "checkpoint.weights=runs/b: not read, since this run continues with its own weights; in another run.dir a run "
+        "begins with them"
+    )
+    assert begun_otherwise(Path("a"), record | {"config": compose.to_dict(other)}, other) == "", "the same command"
+    assert said(changed({"modules.images.pretrained": "b"})).startswith("modules.images.pretrained=b: not read")
+    adapter = changed({"modules.language.lora.adapter": "b", "checkpoint.dir": "s3://a/b"})
+    assert said(adapter).startswith("modules.language.lora.adapter=b: not read")
+    assert "in another checkpoint.dir" in said(adapter)
+    modules = load("vlm_digits", "checkpoint.load_modules={language: {path: runs/gpt}}")
+    assert said(modules).startswith("checkpoint.load_modules.language.path=runs/gpt: not read")
+    record["config"]["checkpoint"]["trained_only"] = True
+    assert said(other) == "", "frozen weights are read from there, and compared"
 
 
 def test_a_key_of_a_model_is_refused_unless_it_changes_no_weight():

@@ -1,5 +1,7 @@
 """The command line: what it prints, what it refuses, and what it does not import."""
 
+import argparse
+import errno
 import json
 import os
 import shlex
@@ -13,8 +15,10 @@ import pytest
 import yaml
 
 from mimo_train.cli import main
-from mimo_train.commands import generate, train
+from mimo_train.commands import export, generate, train
+from mimo_train.commands.arguments import about_files
 from mimo_train.config import compose
+from mimo_train.config.fault import UserError
 from mimo_train.generation.options import Sampling
 
 HEAVY = ("torch", "megatron", "transformers", "numpy", "hydra", "omegaconf")
@@ -320,3 +324,32 @@ def test_ranks_that_are_not_there_are_refused_before_anything_is_checked(capsys)
     assert main(["check", "vlm_digits", "--without-data", "--dry-run", "--ranks=9"]) == 1
     said = capsys.readouterr()
     assert said.err.startswith("error: --ranks: '9' is not one of the ranks 0 to ") and not said.out
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "--to: out cannot take more files (No space left on device)",
+        ),
+        (OSError(errno.EDQUOT, "Quota exceeded", "x"), "--to: out cannot take more files (Quota exceeded)"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "x"), "[Errno 2] No such file: 'x'"),
+    ],
+)
+def test_files_that_cannot_be_written_are_user_errors(error, said):
+    def handler(_: argparse.Namespace) -> int:
+        raise error
+
+    with pytest.raises(UserError) as raised:
+        about_files(handler)(argparse.Namespace(to=Path("out")))
+    assert str(raised.value).startswith(said)
+
+
+def test_an_export_on_a_full_disk_has_no_traceback(monkeypatch, capsys):
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export, "main", full)
+    assert main(["export", "runs/a", "--to", "out"]) == 1
+    assert capsys.readouterr().err.startswith("error: --to: out cannot take more files")

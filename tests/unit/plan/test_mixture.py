@@ -107,6 +107,13 @@ def test_faults_of_mixtures_and_held_out_sets_name_their_keys(overrides, key, sa
     assert key in found and re.search(said, found[key]), found
 
 
+@pytest.mark.parametrize("key", ["data.mix[2].weight", "data.mix.2.weight"])
+def test_an_entry_that_a_list_does_not_have_is_a_fault(key):
+    with pytest.raises(ConfigError) as raised:
+        load("vlm_digits", *MIX, f"{key}=2")
+    assert str(raised.value) == f"{key}: data.mix has no entry 2: it has 2, counted from 0"
+
+
 def test_unknown_keys_in_lists_are_faults():
     with pytest.raises(ConfigError, match=r"data\.mix\[1\]\.wieght: unknown key; did you mean weight"):
         load("vlm_digits", *MIX, "data.mix[1].wieght=2")
