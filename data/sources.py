@@ -153,7 +153,10 @@ def found_shards(source: Source) -> PlaceList:
     try:
         return find_shards(source.shards)
     except DataError as error:
-        remedy = "; without a held-out set: data.validation_shards=" if source.key == "data.validation_shards" else ""
+        remedy = ""
+        if source.key == "data.validation_shards":
+            remedy = "; to hold out a share of data.shards: data.validation_shards= data.validation_fraction=0.01; "
+            remedy += "to hold out none: data.validation_shards="
         raise type(error)(str(error).replace("data.shards", source.key, 1) + remedy) from error
 
 

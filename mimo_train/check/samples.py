@@ -216,7 +216,7 @@ def _add_shards(
     from data.catalogue.catalogue import open_catalogue
     from data.indexed.find import is_indexed
     from data.members import named_unread
-    from data.shards import find_shards
+    from data.sources import found_shards
 
     pattern = str(source.shards)
     held_out = next((one for one in held_out_sets(cfg) if one.key == key), None)
@@ -234,7 +234,7 @@ def _add_shards(
             return indexed.samples
         if held_out is None:
             require_none_for_tokens(cfg, key)
-        paths = find_shards(pattern)
+        paths = found_shards(source)
         catalogue = open_catalogue(paths, cfg.data.cache_dir or None, strict=False)
     except (DataError, OSError) as error:
         seen.complete = False

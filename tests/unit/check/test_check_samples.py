@@ -138,6 +138,7 @@ def test_shards_that_are_not_there(key, capsys, tmp_path):
         assert len(faults) == 1
         assert faults[0].startswith(f"{key}: ")
         assert said in faults[0] and place in faults[0]
+        assert faults[0].endswith("to hold out none: data.validation_shards=") == (key == "data.validation_shards")
 
 
 def test_a_folder_without_shards_says_where_they_are_or_come_from(capsys):
