@@ -20,13 +20,14 @@ def test_ranks_are_compared():
     assert planner.rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 3.0, 2.0, 4.0]) == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("shape", planner.SHAPES)
-def test_every_layout_is_predicted_and_cores_are_shared(shape):
+@pytest.mark.parametrize(("shape", "replicas"), [("gpt", "dp2"), ("vlm", "shared dp2"), ("demo", "shared dp2")])
+def test_every_layout_is_predicted_and_cores_are_shared(shape, replicas):
+    assert set(planner.SHAPES) == {"gpt", "vlm", "demo"}
     for layout in planner.LAYOUTS[shape]:
         cfg = planner.config(shape, layout)
         few, many = (seconds(cfg, cores) for cores in (1.0, 8.0))
         assert 0.1 < many <= few < 30, layout
-    one, two = (planner.config(shape, layout) for layout in list(planner.LAYOUTS[shape])[:2])
+    one, two = (planner.config(shape, layout) for layout in ("one", replicas))
     # Two replicas on one core take no less than one, on two cores about half.
     assert seconds(two, 1.0) >= 0.99 * seconds(one, 1.0)
     assert seconds(two, 2.0) < 0.6 * seconds(one, 2.0)
