@@ -72,15 +72,35 @@ def main(run: "Run") -> int:
     from mimo_train.launch.watched import watched
 
     exit_signal = ExitSignal().listen()  # before the slow imports
-    with watched(run):
-        code = _watched_main(run, exit_signal)
-    from data.loader import still_reading
-
-    if still_reading():  # what nobody waits for: but the interpreter would, at its end
+    try:
+        with watched(run):
+            code = _watched_main(run, exit_signal)
+    except BaseException as error:
+        if not _still_reading():
+            raise
+        code = _told(error)
+    if _still_reading():  # what nobody waits for: but the interpreter would, at its end
         show("", end="")
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _still_reading() -> bool:
+    from data.loader import still_reading
+
+    return still_reading()
+
+
+def _told(error: BaseException) -> int:
+    """The exit code of a process that an error ends before whoever would print it has the word."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, users_faults()):
+        print_fault(error)
+    else:
+        traceback.print_exception(error)
+    return 1
 
 
 def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:

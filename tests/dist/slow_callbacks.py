@@ -24,3 +24,11 @@ class SlowReading(Callback):
             return read(samples, number)
 
         OutlinedSamples.read_text = read_text
+
+
+class FailsWhileReading(SlowReading):
+    """SlowReading, and an error in the first step behind which a thread reads a sample that does not come."""
+
+    def on_step_end(self, state, result):
+        if Path("slow").exists():
+            raise ValueError("an error of a callback")

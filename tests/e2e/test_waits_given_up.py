@@ -37,3 +37,14 @@ def test_a_run_whose_reader_hangs_saves_ends_and_goes_on(digits, tmp_path):  # n
     assert process.returncode == 0, printed
     alone, *overrides = vlm(digits, tmp_path / "alone", *OVERRIDES)
     assert curve(read_metrics(run_dir / "metrics.jsonl")) == curve(train_on_ranks(load(alone, overrides)))
+
+
+def test_a_run_of_one_process_that_fails_does_not_wait_for_a_reader_that_hangs(digits, tmp_path):  # noqa: F811
+    own = Path(__file__).parents[1] / "dist" / "slow_callbacks.py"
+    (tmp_path / own.name).write_text(own.read_text())
+    one = vlm(digits, tmp_path / "run", *OVERRIDES, "layout=one_process")
+    printed = finish(
+        process := start("train_vlm.sh", *one, "train.callbacks=[slow_callbacks:FailsWhileReading]", cwd=tmp_path)
+    )
+    assert process.returncode == 1, printed
+    assert "ValueError: an error of a callback" in printed
