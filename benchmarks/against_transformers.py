@@ -2,11 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/against_transformers.py demo            # or another of CASES
     ... benchmarks/against_transformers.py gpt_dp2 --blocks 30 --steps 4        # two processes, against torch's DDP
+    ... benchmarks/against_transformers.py demo --reads                         # the reference reads samples too
 
 The reference is what a user would write with `transformers`: LLaVA (a SigLIP tower, which has no class token, and a
 Llama) or a plain Llama with scaled_dot_product_attention, `AdamW(fused=True)`, `clip_grad_norm_`, losses divided by
 all tokens of the step, `no_sync` for all but the last microbatch. It takes the microbatches that our loader made, from
-memory; ours reads, decodes and logs as it does by default.
+memory; ours reads, decodes and logs as it does by default. With `--reads` the reference does that work, too, as such a
+user would (plain_reading.py): it reads as many samples a step and then trains on the same microbatches as without.
 
 The sides make blocks of steps in turns (turns.py). Two clocks: the processor time of the whole process, with its
 threads, and of the main thread. For each: the median of a step, and the median over rounds of the ratio to the
@@ -36,6 +38,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.plain_reading import read_steps
 from benchmarks.turns import Side, Turns, summary, take_turns
 from mimo_train.config.compose import load
 from mimo_train.config.schema import ConfigContainer
@@ -187,11 +190,12 @@ def reference_model(cfg: ConfigContainer, rows: int, placeholder: int) -> torch.
     return LlavaForConditionalGeneration(config)
 
 
-def train_reference(case: Case, folder: Path, name: str, turns: Turns, compiled: str = "") -> None:
+def train_reference(case: Case, folder: Path, name: str, turns: Turns, compiled: str = "", reads: bool = False) -> None:
     """The loop of a user of `transformers`; in bf16 under autocast, with weights of fp32, as its `Trainer` has it.
 
     Args:
         compiled: backend of torch.compile for the whole model; empty: it is not compiled.
+        reads: whether it also reads and decodes a step's samples.
     """
     from mimo_train.plan.inputs import placeholders_of, tokenizer_of
 
@@ -215,9 +219,13 @@ def train_reference(case: Case, folder: Path, name: str, turns: Turns, compiled:
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
     normalize, half = normalization(cfg), cfg.train.precision == "bf16"
+    own = cfg.train.global_batch_size // case.processes
+    samples = read_steps(Path(cfg.data.shards), own, tokenizer, cfg.data.sequence_length) if reads else None
     while True:
         for step in saved["steps"]:
             turns.before_step()
+            if samples is not None:
+                next(samples)
             optimizer.zero_grad(set_to_none=True)
             tokens = sum((batch["labels"] != -100).sum() for batch in step).float().to(case.device)
             if case.processes > 1:
@@ -255,7 +263,7 @@ def normalization(cfg: ConfigContainer) -> Callable[[torch.Tensor], torch.Tensor
 
 @contextlib.contextmanager
 def open_sides(
-    case: Case, folder: Path, compiled: str = "", prepare: Callable[[], None] | None = None
+    case: Case, folder: Path, compiled: str = "", prepare: Callable[[], None] | None = None, reads: bool = False
 ) -> Iterator[list[Side]]:
     """The reference (see `train_reference`) and ours (see `train_ours`), each past its first steps."""
     if case.demo:
@@ -270,7 +278,7 @@ def open_sides(
     side("recorder", record_batches).close()
     with contextlib.ExitStack() as stack:
         sides = []
-        reference, ours = partial(train_reference, compiled=compiled), partial(train_ours, prepare=prepare)
+        reference, ours = partial(train_reference, compiled=compiled, reads=reads), partial(train_ours, prepare=prepare)
         for name, run in (("transformers", reference), ("mimo-train", ours)):
             sides.append(stack.enter_context(side(name, run)))
             sides[-1].block(FIRST_STEPS)
@@ -283,6 +291,7 @@ def main() -> int:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--blocks", type=int, default=30, help="rounds of a block of each side (default: 30)")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block (default: 4)")
+    parser.add_argument("--reads", action="store_true", help="let the reference read and decode samples, too")
     parser.add_argument("--keep", metavar="DIR", help="work in this folder, and keep its logs")
     args = parser.parse_args()
     import_everything()
@@ -290,9 +299,10 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        sides = stack.enter_context(open_sides(case, folder))
+        sides = stack.enter_context(open_sides(case, folder, reads=args.reads))
         found = take_turns(sides, args.blocks, args.steps)
-    print(f"{args.case}, {args.blocks} blocks of {args.steps} steps; of a step: all threads | main thread | memory")
+    name = f"{args.case}, where both read," if args.reads else args.case
+    print(f"{name} {args.blocks} blocks of {args.steps} steps; of a step: all threads | main thread | memory")
     print(summary(found))
     return 0
 
