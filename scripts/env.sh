@@ -115,14 +115,25 @@ _mimo_python_for_wheels() {
   return 1
 }
 
+# Prints the pin of torch. What is compiled for it, as Transformer Engine's half for torch, asks for any version to build
+# with: it would be built for the newest one, and could not be imported beside the one that is installed.
+_mimo_built_for() {
+  "$_mimo_venv/bin/python" -I -S -c '
+import sys, tomllib
+with open(sys.argv[1], "rb") as file:
+    print(*(line for line in tomllib.load(file)["project"]["dependencies"] if line.startswith("torch==")))
+' "$MIMO_ROOT/pyproject.toml"
+}
+
 # Installs this checkout, editable, with uv, or with pip where uv cannot be had or cannot reach what pip is set up for.
 _mimo_install() {
-  local python="$_mimo_venv/bin/python" what="${MIMO_ROOT}[$_mimo_extras]" quiet=()
+  local python="$_mimo_venv/bin/python" what="${MIMO_ROOT}[$_mimo_extras]" quiet=() built="$_mimo_venv/.mimo-built-for"
   if [[ -n "$_mimo_wheels" ]]; then
     "$python" "$MIMO_ROOT/scripts/wheels/install.py" install "$_mimo_wheels" "$_mimo_extras"
     return
   fi
   [[ -t 2 ]] || quiet=(--quiet)
+  _mimo_built_for >"$built" || return 1
   if [[ "$("$python" -P -m uv --version 2>/dev/null)" != "uv $_mimo_uv"* ]]; then
     "$python" -P -m pip --version >/dev/null 2>&1 || "$python" -P -m ensurepip >/dev/null 2>&1
     "$python" -P -m pip install --quiet --disable-pip-version-check "uv==$_mimo_uv" || true
@@ -130,10 +141,14 @@ _mimo_install() {
   if "$python" -P -m uv --version >/dev/null 2>&1; then
     # The certificates that the system trusts, as pip takes them: a network may have its own.
     UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}" \
-      "$python" -P -m uv pip install ${quiet[@]+"${quiet[@]}"} --python "$python" -e "$what" && return 0
+      "$python" -P -m uv pip install ${quiet[@]+"${quiet[@]}"} --build-constraints "$built" --python "$python" \
+      -e "$what" && return 0
     _mimo_say "uv could not install it; pip, which reads this machine's own pip configuration, tries now"
   fi
-  "$python" -P -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -e "$what"
+  # Older versions of pip take the constraints of all that is installed for build environments too, later ones these.
+  PIP_CONSTRAINT="$built${PIP_CONSTRAINT:+ $PIP_CONSTRAINT}" \
+    PIP_BUILD_CONSTRAINT="$built${PIP_BUILD_CONSTRAINT:+ $PIP_BUILD_CONSTRAINT}" \
+    "$python" -P -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -e "$what"
 }
 
 # Runs in a subshell: what it traps and locks ends with it. Exits 3 where its one sentence says all.

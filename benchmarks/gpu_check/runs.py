@@ -1,6 +1,5 @@
 """Runs of `pretrain` for the checks: curves to compare, and a large model to time. Each in its own process."""
 
-import functools
 import io
 import json
 import random
@@ -8,8 +7,11 @@ import statistics
 import string
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.gpu_check.work import require
 
@@ -39,27 +41,23 @@ def curve(
 
     Args:
         te: layers of Transformer Engine, or of torch; whatever is installed.
-        compiled: torch.compile on every transformer layer.
+        compiled: with `train.compile=layers`, on a CPU without a backend.
     """
     require(*NEEDED, *(["transformer-engine"] if te else []))
     import torch
     import torch.distributed as dist
-    from torch._dynamo.utils import counters
 
     torch.set_float32_matmul_precision("highest")  # no TF32 in products,
     torch.backends.cudnn.allow_tf32 = False  # nor in convolutions
-    if compiled and device == "cpu":
-        # torch.compile lists torch's functions and refuses to find one twice, as it would the stand-in for CUDA's.
-        rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
-        torch._dynamo.trace_rules.get_torch_obj_rule_map = functools.cache(lambda: rules)
-    look = _Look(compiled)
-    pretrained(config, [f"data.shards={shards}", *overrides], run_dir, device, te, look)
+    look, changes = _Look(), [f"data.shards={shards}", *overrides, *(["train.compile=layers"] if compiled else [])]
+    with _counted_graphs("inductor" if device == "cuda" else "eager") as compilers:
+        pretrained(config, changes, run_dir, device, te, look)
     steps = [line for line in _lines(run_dir) if "lm loss" in line]
     return {
         "losses": [step["lm loss"] for step in steps],
         "norms": [step["grad_norm"] for step in steps],
         "te_modules": look.te_modules,
-        "graphs": counters["stats"]["unique_graphs"],
+        "graphs": sum(one.graphs for one in compilers),
         "backend": dist.get_backend_config(),
     }
 
@@ -158,23 +156,34 @@ def choose_layers(te: bool) -> None:
             module.use_transformer_engine = chosen
 
 
-class _Look:
-    """Counts what a model is made of when it has been built, and compiles its layers if that is asked for."""
+@contextmanager
+def _counted_graphs(backend: str) -> Iterator[list]:
+    """Compilers of layers of the runs in the block: those of Megatron-Core's small fusions are no matter."""
+    from mimo_train.model import compiled
 
-    def __init__(self, compiled: bool = False):
-        self._compiled = compiled
+    found = []
+
+    class Counted(compiled._Compiler):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            found.append(self)
+
+    with patch.object(compiled, "_Compiler", Counted), patch.object(compiled, "BACKEND", backend):
+        yield found
+
+
+class _Look:
+    """Counts what a model is made of when it has been built."""
+
+    def __init__(self) -> None:
         self.te_modules = self.parameters = 0
 
     def __call__(self, model: list) -> list:
-        from megatron.core.transformer.transformer_layer import TransformerLayer
-
         for chunk in model:
             self.parameters += sum(parameter.numel() for parameter in chunk.parameters())
             for module in chunk.modules():
                 bases = [base.__module__.partition(".")[0] for base in type(module).__mro__]
                 self.te_modules += "transformer_engine" in bases
-                if self._compiled and isinstance(module, TransformerLayer):
-                    module.compile()
         return model
 
 

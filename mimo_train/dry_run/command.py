@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.dry_run.kinds import Kind, chosen
-from mimo_train.dry_run.report import Failed, Found, text_of
+from mimo_train.dry_run.report import Failed, Found, head_of, text_of
 from mimo_train.plan.run import Run, resolve
 
 
@@ -41,9 +41,7 @@ def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = Fa
     if faults:
         sys.stderr.write("".join(f"fault: {fault} (--dry-run)\n" for fault in faults))
         return 1
-    device = one_rank.device_kind(cfg)
-    said = "CUDA, of which none is touched" if device == "cuda" else "the CPU"
-    print(f"\nDry run of {len(kinds)} of {run.layout.world_size:,} ranks, as on {said}", flush=True)
+    print("\n" + head_of(cfg, len(kinds), run.layout.world_size), flush=True)
     one_rank.import_program()
     expected = estimates(run)
     failed = False

@@ -1,10 +1,10 @@
 """Transformer Engine's layers on tensors without memory, where it is not installed or has no GPU to run on.
 
 A stand-in for the package, put in its place before Megatron-Core is imported. It has what Megatron-Core 0.19.2 extends
-(extensions/transformer_engine.py): constructors with the keywords of version 2.6 and no others, so that one that is not
-there is refused, and passes that give the right shapes and send the right messages. Numbers of operations are those of
-torch's own layers; memory is about theirs, since what the real kernels keep is not known here. Attention over
-context-parallel ranks sends nothing, and in packed rows it counts the whole row.
+(extensions/transformer_engine.py): constructors with keywords of version 2.20.2, which the extra `gpu` installs, and no
+others, so that one that is not there is refused, and passes that give the right shapes and send the right messages.
+Numbers of operations are those of torch's own layers; memory is about theirs, since what the real kernels keep is not
+known here. Attention over context-parallel ranks sends nothing, and in packed rows it counts the whole row.
 """
 
 import importlib.machinery
@@ -12,7 +12,8 @@ import sys
 import types
 from typing import Any
 
-VERSION = "2.6.0"
+VERSION = "2.20.2"
+"""Megatron-Core takes its branches by it."""
 
 
 def install() -> None:
@@ -57,12 +58,17 @@ def install() -> None:
         activation_recompute_forward=layers.NotHere,
         checkpoint=layers.checkpoint,
     )
+    # Megatron-Core imports them by name from version 2.7 on; routers are torch's without `moe_router_fusion`.
+    fused = ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
+    package("transformer_engine.pytorch.router", **dict.fromkeys(fused, layers.NotHere))
     names = ("Linear", "LayerNormLinear", "LayerNorm", "RMSNorm", "DotProductAttention", "GroupedLinear")
     pytorch = package(
         "transformer_engine.pytorch",
         fp8=fp8,
         fp8_autocast=fake_fp8.fp8_autocast,
         distributed=distributed,
+        Fp8Padding=fake_fp8.Fp8Padding,
+        Fp8Unpadding=fake_fp8.Fp8Unpadding,
         **{name: getattr(layers, name) for name in names},
     )
     package("transformer_engine", common=common, pytorch=pytorch, __version__=VERSION)

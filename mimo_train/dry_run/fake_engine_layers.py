@@ -16,6 +16,12 @@ from mimo_train.dry_run.fake_fp8 import Fp8Weight
 
 OVERLAP = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad", "ub_name")
 """Keywords of linear layers that overlap messages with products."""
+GROUPED_OVERLAP = ("ub_overlap_ag", "ub_overlap_rs", "ub_name")
+"""Those of grouped ones."""
+PACKED = ("qkv_format", *(f"{what}_{of}" for what in ("cu_seqlens", "max_seqlen") for of in ("q", "kv")),
+          "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs", "num_splits",
+          "core_attention_bias_type", "core_attention_bias")  # fmt: skip
+"""Keywords of a pass of attention beside its inputs."""
 
 
 class NotHere:
@@ -179,6 +185,7 @@ class LayerNormLinear(Linear):
         return_layernorm_output: bool = False,
         **options: Any,
     ):
+        assert "rng_tracker_name" not in options, "of a Linear alone"
         super().__init__(in_features, out_features, **options)
         assert not return_layernorm_output, "nobody asks for it"
         self.eps, self.width = eps, in_features
@@ -218,10 +225,13 @@ class GroupedLinear(_Base):
         device: Any = "cuda",
         rng_tracker_name: str | None = None,
         delay_wgrad_compute: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
         **overlap: Any,
     ):
         super().__init__()
-        assert not set(overlap) - set(OVERLAP), overlap
+        assert not set(overlap) - set(GROUPED_OVERLAP), overlap
+        assert not single_grouped_weight and not single_grouped_bias, "nobody asks for it"
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         self.parallel_mode, self.tp_size, self.tp_group = parallel_mode, tp_size, tp_group
         rows = out_features // tp_size if parallel_mode == "column" else out_features
@@ -229,15 +239,16 @@ class GroupedLinear(_Base):
         for expert in range(num_gemms):
             setattr(self, f"weight{expert}", _parameter((rows, columns), params_dtype, device, init_method))
             setattr(self, f"bias{expert}", _parameter((rows,), params_dtype, device, zeros_) if bias else None)
+        self.fp8_weights = [Fp8Weight() for _ in range(num_gemms)]
 
     def forward(self, inputs: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
         """[rows, out features] of [rows, in features], `m_splits` of each expert."""
         experts, parts = range(self.num_gemms), inputs.split(m_splits)
         biases = [getattr(self, f"bias{expert}") for expert in experts]
-        outputs = [
-            F.linear(part, getattr(self, f"weight{expert}"), None if self.return_bias else biases[expert])
-            for expert, part in zip(experts, parts, strict=True)
-        ]
+        outputs = []
+        for expert, part in zip(experts, parts, strict=True):
+            weight = self.fp8_weights[expert].of(getattr(self, f"weight{expert}"), part, is_first_microbatch)
+            outputs.append(F.linear(part, weight, None if self.return_bias else biases[expert]))
         output = torch.cat(outputs)
         return (output, biases) if self.return_bias else output
 
@@ -280,7 +291,13 @@ class DotProductAttention(_Base):
     ) -> torch.Tensor:
         """Of [S, B, N, D], or [T, N, D] in a packed row: [S, B, N * D] or [T, N * D]."""
         assert attention_mask is None or attn_mask_type == "no_mask" or "causal" in attn_mask_type, attn_mask_type
+        assert not set(packed) - set(PACKED), packed
+        assert query.dtype == key.dtype == value.dtype, (query.dtype, key.dtype, value.dtype)
         is_row = query.dim() == 3
+        if is_row:
+            ends = packed["cu_seqlens_q"], packed["cu_seqlens_kv"]
+            assert packed["qkv_format"] == "thd" and "padding" in attn_mask_type, (packed["qkv_format"], attn_mask_type)
+            assert all(one.dtype == torch.int32 and one.device == query.device for one in ends), ends
         parts = (each.unsqueeze(1) if is_row else each for each in (query, key, value))
         query_BNSD, key_BNSD, value_BNSD = (part.permute(1, 2, 0, 3) for part in parts)
         context = F.scaled_dot_product_attention(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 Format = SimpleNamespace(E4M3="e4m3", HYBRID="hybrid")
 
@@ -19,8 +20,8 @@ Format = SimpleNamespace(E4M3="e4m3", HYBRID="hybrid")
 class _Recipe:
     unit = 16
 
-    def __init__(self, *, fp8_format: str, **options: Any):
-        assert not set(options) - {"fp8_dpa"} and not options.get("fp8_dpa"), options
+    def __init__(self, *, fp8_format: str, fp8_dpa: bool = False):
+        assert not fp8_dpa, "attention in fp8"
         self.fp8_format = fp8_format
 
 
@@ -59,6 +60,37 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: _Recipe | None = None, fp8_gr
 def supported() -> tuple[bool, str]:
     """Of every recipe: the device is one that has it."""
     return True, ""
+
+
+class Fp8Padding(torch.nn.Module):
+    """`te.pytorch.Fp8Padding`: rows of zeros behind those of each expert, so that products take them."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None):
+        super().__init__()
+        assert align_size is None, "Megatron-Core gives none to experts, nor do we"
+        self.num_gemms = num_gemms
+
+    def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """(rows, how many each expert has) of `inputs` [rows, width], `m_splits` of each expert. Outside of fp8 too,
+        as the real one, in layers that are left in bf16."""
+        assert len(m_splits) == self.num_gemms
+        whole = _whole(m_splits)
+        parts = zip(inputs.split(m_splits), m_splits, whole, strict=True)
+        return torch.cat([F.pad(part, (0, 0, 0, after - before)) for part, before, after in parts]), whole
+
+
+class Fp8Unpadding(Fp8Padding):
+    """`te.pytorch.Fp8Unpadding`."""
+
+    def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> torch.Tensor:  # type: ignore[override]
+        """`inputs` without the rows that `Fp8Padding` has added; `m_splits` are as they were before."""
+        parts = zip(inputs.split(_whole(m_splits)), m_splits, strict=True)
+        return torch.cat([part[:rows] for part, rows in parts])
+
+
+def _whole(m_splits: list[int]) -> list[int]:
+    unit = _ACTIVE[-1].unit if _ACTIVE else _Recipe.unit
+    return [-(-rows // unit) * unit for rows in m_splits]
 
 
 class _InItsPlace(torch.autograd.Function):

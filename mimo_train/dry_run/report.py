@@ -8,8 +8,10 @@ from data.errors import DataError
 from data.shown import shown_lines
 from encoders.errors import EncoderError
 from mimo_train.config.fault import UserError
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.dry_run.kinds import Kind
 from mimo_train.dry_run.places import short
+from mimo_train.plan.compiling import compiled_modules
 
 LINES = 6
 """Lines of the program that are named for a peak."""
@@ -77,6 +79,19 @@ def _line_of(trace: TracebackType | None) -> str:
         found = text if text and not text.startswith("megatron/") else found
         trace = trace.tb_next
     return found
+
+
+def head_of(cfg: ConfigContainer, ranks: int, world: int) -> str:
+    """What is about to be run.
+
+    Args:
+        ranks: that are tried, of so many.
+    """
+    said = "the CPU" if cfg.run.device == "cpu" else "CUDA, of which none is touched"
+    head = f"Dry run of {ranks} of {world:,} ranks, as on {said}"
+    if names := ", ".join(compiled_modules(cfg)):
+        head += f"\nNOT TRIED: the compiler; layers of {names}, which the run compiles (train.compile), are as without"
+    return head
 
 
 def text_of(found: Found | Failed, estimate: int) -> str:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -59,8 +60,12 @@ def prepare_layer(layer: TransformerLayer) -> None:
     config: TransformerConfig = layer.config
     if not config.fp8 or is_first_last_bf16_layer(config, layer.layer_number - 1):
         return
-    attention, mlp = layer.self_attention, layer.mlp
-    for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+    attention, blocks = layer.self_attention, [layer.mlp]
+    if isinstance(layer.mlp, MoELayer):
+        # Experts add their own rows, each to its tokens (0.19.2, moe/experts.py: `quantization_padding`).
+        blocks = [] if layer.mlp.shared_experts is None else [layer.mlp.shared_experts]
+    of_blocks = [linear for block in blocks for linear in (block.linear_fc1, block.linear_fc2)]
+    for linear in (attention.linear_qkv, attention.linear_proj, *of_blocks):
         # `plan.fp8` has refused what would get here.
         assert not isinstance(linear, ColumnParallelLinear | RowParallelLinear), f"{type(linear)} has no fp8"
         linear.forward = _of_whole_units(linear.forward, fp8_unit(config.fp8_recipe), config.sequence_parallel)

@@ -1,6 +1,6 @@
 """Which layers of a run have fp8 (`train.fp8`), what that asks of sizes, and what it costs. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from encoders.plain.spec import PlainSpec
 from encoders.spec import GATED, EncoderSpec, built_layers, encoders_in, layer_options
@@ -74,10 +74,6 @@ def fp8_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             yield Fault(key, f"is {recipe}, which is of Transformer Engine on CUDA, and run.device is cpu: {none}")
         if why := torch_layers_because(cfg, name):
             yield Fault(key, f"is {recipe}, and the layers cannot be Transformer Engine's: {why}; {none}")
-        elif name == LANGUAGE and cfg.llm.num_experts:
-            yield Fault(
-                key, f"is {recipe}, and layers with experts (num_experts {cfg.llm.num_experts}) have none: {none}"
-            )
         else:
             yield from _size_faults(cfg, name, recipe, key)
 
@@ -86,13 +82,14 @@ def _size_faults(cfg: ConfigContainer, name: str, recipe: str, key: str) -> Iter
     module, unit = cfg.modules[name], fp8_unit(recipe)
     tp = module.layout.tp
     for what, layers, widths in _widths(cfg, name):
-        wrong = {field: width for field, width in widths.items() if width % tp or width // tp % unit}
-        for field, width in wrong.items():
-            yield Fault(
-                key,
-                f"{recipe} needs widths of multiples of {unit} on each rank, and {what}{field} {width} over tp {tp} is "
-                f"{width / tp:g}: change one, or set modules.{name}.fp8=none",
-            )
+        for field, (width, axis, ranks) in widths.items():
+            if width % (ranks * unit):
+                over = f" over {axis} {ranks} is {width / ranks:g}" if axis else ""
+                yield Fault(
+                    key,
+                    f"{recipe} needs widths of multiples of {unit} on each rank, and {what}{field} {width}{over}: "
+                    f"change one, or set modules.{name}.fp8=none",
+                )
         for field in _IN_BF16:
             most = layers // module.layout.pp
             if (number := getattr(cfg.train, field)) > most:
@@ -120,44 +117,60 @@ def _size_faults(cfg: ConfigContainer, name: str, recipe: str, key: str) -> Iter
             )
 
 
-def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[str, int]]]:
-    """(key, layers, widths of products that tp divides and of those that it does not, times tp) of each stack of layers
-    of a module."""
-    module, tp = cfg.modules[name], cfg.modules[name].layout.tp
+def _widths(cfg: ConfigContainer, name: str) -> Iterator[tuple[str, int, dict[str, tuple[int, str, int]]]]:
+    """(key, layers, widths of products) of each stack of layers of a module; a width with the axis of ranks that divide
+    it and their number, 1 of none."""
+    module, layout = cfg.modules[name], cfg.modules[name].layout
+    tp = ("tp", layout.tp)
     if module.llm is not None:
         llm: LlmSpec = module.llm
-        yield (
-            f"modules.{name}.llm.",
-            llm.num_layers,
-            {
-                "hidden_size": llm.hidden_size * tp,
-                "ffn_hidden_size": llm.ffn_hidden_size,
-                "queries": llm.query_width,
-                "queries, keys and values": llm.qkv_width,
-            },
-        )
+        widths = {
+            "hidden_size": (llm.hidden_size, "", 1),
+            "queries": (llm.query_width, *tp),
+            "queries, keys and values": (llm.qkv_width, *tp),
+        }
+        if not llm.num_experts or llm.dense_layers:
+            widths["ffn_hidden_size"] = (llm.ffn_hidden_size, *tp)
+        if llm.num_experts:
+            field = "expert_ffn_hidden_size" if llm.expert_ffn_hidden_size else "ffn_hidden_size of an expert,"
+            widths[field] = (llm.expert_width, "etp", layout.etp or layout.tp)
+            widths["shared_expert_ffn_hidden_size"] = (llm.shared_expert_ffn_hidden_size, *tp)
+        yield f"modules.{name}.llm.", llm.num_layers, widths
         return
     for part, spec in encoders_in(module.encoder).items():
         place = f"modules.{name}.encoder.{part}." if part else f"modules.{name}.encoder."
-        widths = {"hidden_size": spec.hidden_size * tp, "ffn_hidden_size": spec.ffn_hidden_size}
-        yield place, built_layers(spec), {**widths, "queries": spec.hidden_size}
+        yield (
+            place,
+            built_layers(spec),
+            {
+                "hidden_size": (spec.hidden_size, "", 1),
+                "ffn_hidden_size": (spec.ffn_hidden_size, *tp),
+                "queries": (spec.hidden_size, *tp),
+            },
+        )
 
 
-def fp8_weight_bytes(cfg: ConfigContainer, name: str, stage: int, *, tp: int, stages: int, vpp: int = 1) -> int:
+def fp8_weight_bytes(
+    cfg: ConfigContainer, name: str, stage: int, *, tp: int, stages: int, vpp: int = 1, ep: int = 1, etp: int = 1
+) -> int:
     """Bytes of the copies in fp8 of a module's weights on one rank of a pipeline stage, kept from one step to the
     next."""
     if cfg.fp8_of(name) == "none":
         return 0
     if name == LANGUAGE:
         llm = cfg.llm
-        up = (2 if llm.is_gated else 1) * llm.ffn_hidden_size
-        each = llm.hidden_size * (llm.qkv_width + llm.query_width + up + llm.ffn_hidden_size)
-        own = stage_layers(llm.num_layers, stage, stages, vpp if stages > 1 else 1)
-        return FP8_BYTES * each // tp * _in_fp8(cfg, own, llm.num_layers)
+        own = layers_in_fp8(cfg, stage_layers(llm.num_layers, stage, stages, vpp if stages > 1 else 1), llm.num_layers)
+        matrices = 3 if llm.is_gated else 2
+        attention = (llm.qkv_width + llm.query_width) // tp
+        dense, shared = (matrices * width // tp for width in (llm.ffn_hidden_size, llm.shared_expert_ffn_hidden_size))
+        experts = shared + matrices * llm.expert_width // etp * (llm.num_experts // ep)
+        widths = (attention + (experts if llm.has_experts(layer) else dense) for layer in own)
+        return FP8_BYTES * llm.hidden_size * sum(widths)
     total = 0
     for spec in encoders_in(cfg.modules[name].encoder).values():
         layers = built_layers(spec)
-        total += FP8_BYTES * _matrices(spec) // tp * _in_fp8(cfg, stage_layers(layers, stage, stages), layers)
+        own = layers_in_fp8(cfg, stage_layers(layers, stage, stages), layers)
+        total += FP8_BYTES * _matrices(spec) // tp * len(own)
     return total
 
 
@@ -167,10 +180,10 @@ def _matrices(spec: EncoderSpec) -> int:
     return spec.hidden_size * (4 * spec.hidden_size + up + spec.ffn_hidden_size)
 
 
-def _in_fp8(cfg: ConfigContainer, own: list[int], layers: int) -> int:
-    """How many of these layers, of so many, are in fp8."""
+def layers_in_fp8(cfg: ConfigContainer, own: Iterable[int], layers: int) -> list[int]:
+    """Which of these layers of a module with fp8 are in it, of so many that the module has."""
     first, behind = cfg.train.num_layers_at_start_in_bf16, layers - cfg.train.num_layers_at_end_in_bf16
-    return sum(first <= layer < behind for layer in own)
+    return [layer for layer in own if first <= layer < behind]
 
 
 def described(cfg: ConfigContainer) -> str:

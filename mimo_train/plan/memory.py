@@ -125,7 +125,8 @@ def memory_of_stage(run: Run, name: str, stage: int, vocab: int, media_per_sampl
     dense, divided = sum(counts.values(), ParameterCount(0, 0)), cfg.optim.distributed_optimizer
     memory = parameter_memory(dense, cfg.train.precision, module.dp * module.cp if divided else 1)
     memory += parameter_memory(experts, cfg.train.precision, module.expert_dp if divided else 1)
-    memory += Memory(weights=fp8_weight_bytes(cfg, name, stage, tp=module.tp, stages=module.pp, vpp=module.vpp))
+    copies = {"tp": module.tp, "stages": module.pp, "vpp": module.vpp, "ep": module.ep, "etp": module.etp}
+    memory += Memory(weights=fp8_weight_bytes(cfg, name, stage, **copies))
     if name == LANGUAGE:
         return memory + _language_activations(run, stage, vocab)
     return memory + _encoder_activations(run, name, stage, media_per_sample)

@@ -42,6 +42,8 @@ class Device:
     """Seconds of a message inside of a node."""
     process: float = 0.0
     """Seconds of a step that a rank takes beside its layers, messages and update: the program around them."""
+    eighth: float = 0.0
+    """Floating point operations in a second, of products in fp8 without sparsity; 0: it has none."""
 
     def rate(self, precision: str) -> float:
         """Floating point operations in a second, by `train.precision`."""
@@ -52,22 +54,22 @@ _TERA, _GIGA = 1e12, 1e9
 
 
 def _device(
-    name: str, memory: float, half: float, single: float, traffic: float, inside: float, across: float
+    name: str, memory: float, eighth: float, half: float, single: float, traffic: float, inside: float, across: float
 ) -> Device:
-    """From GB, TFLOP/s, TFLOP/s, GB/s, GB/s, GB/s."""
+    """From GB, three times TFLOP/s, three times GB/s."""
     rates = half * _TERA, single * _TERA, traffic * _GIGA, inside * _GIGA, across * _GIGA
-    return Device(name, memory * _GIGA, *rates)
+    return Device(name, memory * _GIGA, *rates, eighth=eighth * _TERA)
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _device("a100-40", 40, 312, 19.5, 1555, 300, 25),
-        _device("a100", 80, 312, 19.5, 2039, 300, 25),
-        _device("h100", 80, 989, 67, 3350, 450, 50),
-        _device("h200", 141, 989, 67, 4800, 450, 50),
-        _device("b200", 180, 2250, 75, 7700, 900, 50),
-        _device("l40s", 48, 362, 91.6, 864, 25, 12.5),
+        _device("a100-40", 40, 0, 312, 19.5, 1555, 300, 25),
+        _device("a100", 80, 0, 312, 19.5, 2039, 300, 25),
+        _device("h100", 80, 1979, 989, 67, 3350, 450, 50),
+        _device("h200", 141, 1979, 989, 67, 4800, 450, 50),
+        _device("b200", 180, 4500, 2250, 75, 7700, 900, 50),
+        _device("l40s", 48, 733, 362, 91.6, 864, 25, 12.5),
     )
 }
 """SXM modules, but for l40s (PCIe). Between nodes as their usual servers have it: a network card of 400 Gbit/s for each

@@ -4,6 +4,7 @@ from typing import Any
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.fp8 import has_fp8
 from mimo_train.plan.layout import lay_out
 from mimo_train.plan.memory import GIB
 from mimo_train.planner import devices
@@ -131,9 +132,20 @@ def _notes(cfg: ConfigContainer, request: Request) -> list[str]:
         f"{rates} memory {devices.TRAFFIC:.0%} and links {devices.LINKS:.0%} of theirs",
         f"{request.margin:.0%} of the memory are kept free for what is not estimated",
         _counts(request),
-        *filter(None, [of_numbers(cfg)]),
+        *filter(None, [of_numbers(cfg), _of_fp8(cfg, request)]),
         "compare proposals with each other, not with a clock: docs/planner.md has the limits of the model",
     ]
+
+
+def _of_fp8(cfg: ConfigContainer, request: Request) -> str:
+    modules, device = ", ".join(has_fp8(cfg)), request.device
+    if not modules:
+        return ""
+    if request.profile is not None:
+        return f"layers of {modules} are in fp8, and reckoned as measured without it"
+    if not device.eighth:
+        return f"layers of {modules} are in fp8, which {device.name} has none of: reckoned in {cfg.train.precision}"
+    return f"products of layers in fp8 ({modules}) at the same share of a peak of {device.eighth / 1e12:g} TFLOP/s"
 
 
 def _counts(request: Request) -> str:

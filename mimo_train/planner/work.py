@@ -2,18 +2,22 @@
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from encoders.spec import attention_pairs, most_tokens
+from encoders.plain.spec import PlainSpec
+from encoders.spec import attention_pairs, built_layers, encoders_in, most_tokens
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.flops import Passes, StepFlops
+from mimo_train.plan.fp8 import layers_in_fp8
 from mimo_train.plan.layout import stage_layers
 from mimo_train.plan.products import Media, encoder_products, language_products
 
 _LAYER = re.compile(r"(?:decoder\.|layers\.)layers\.(\d+)\.")
+_LINEAR = re.compile(r"(.*?)(?:layers\.)?layers\.(\d+)\..*linear_(?:qkv|proj|fc1|fc2)\.weight")
+"""What of a layer can be in fp8: neither attention nor routers are."""
 AT_THE_END = 2**62
 """A step after all of `freeze_until`."""
 
@@ -27,6 +31,10 @@ class Work:
     products_back: float = 0.0
     """In backward, with what is computed again."""
     attention_back: float = 0.0
+    eighth: float = 0.0
+    """Of products, those in fp8."""
+    eighth_back: float = 0.0
+    """Of products_back."""
 
     @property
     def total(self) -> float:
@@ -39,6 +47,8 @@ class Work:
             self.attention + other.attention,
             self.products_back + other.products_back,
             self.attention_back + other.attention_back,
+            self.eighth + other.eighth,
+            self.eighth_back + other.eighth_back,
         )
 
 
@@ -78,7 +88,22 @@ def module_work(cfg: ConfigContainer, name: str, vocab: int, media_per_sample: f
         module = cfg.modules[name]
         media = _largest(module, media_per_sample)
         products = encoder_products(name, module.encoder, module.projector, cfg.llm.hidden_size, media)
-    return _by_layer(StepFlops(cfg, vocab).passes(name, products, AT_THE_END))
+    return _by_layer(StepFlops(cfg, vocab).passes(name, products, AT_THE_END), _in_fp8(cfg, name))
+
+
+def _in_fp8(cfg: ConfigContainer, name: str) -> dict[str, list[int]]:
+    """Layers of a module in fp8, by what the names of their products begin with."""
+    if cfg.fp8_of(name) == "none":
+        return {}
+    module = cfg.modules[name]
+    if name == LANGUAGE:
+        stacks = {"decoder.": cfg.llm.num_layers}
+    elif isinstance(module.encoder, PlainSpec):
+        stacks = {}
+    else:
+        parts = encoders_in(module.encoder).items()
+        stacks = {f"encoders.{name}.{part}{'.' if part else ''}": built_layers(spec) for part, spec in parts}
+    return {start: layers_in_fp8(cfg, range(layers), layers) for start, layers in stacks.items()}
 
 
 def _largest(module: ModuleConfig, number: float) -> Media:
@@ -95,7 +120,7 @@ def _largest(module: ModuleConfig, number: float) -> Media:
     return Media(*(number * each for each in (patches, tokens, pairs, kept, latents)))
 
 
-def _by_layer(passes: Sequence[Passes]) -> ModuleWork:
+def _by_layer(passes: Sequence[Passes], in_fp8: Mapping[str, list[int]]) -> ModuleWork:
     start, end, layers = Work(), Work(), dict[int, Work]()
     for one in passes:
         product = one.product
@@ -105,7 +130,9 @@ def _by_layer(passes: Sequence[Passes]) -> ModuleWork:
             product.forward * (one.matrix - 1 + one.matrix_again),
             product.attention * (one.attention - 1 + one.attention_again),
         )
-        found = _LAYER.search(product.name)
+        found, linear = _LAYER.search(product.name), _LINEAR.fullmatch(product.name)
+        if linear and int(linear[2]) in in_fp8.get(linear[1], ()):
+            work = replace(work, eighth=work.products, eighth_back=work.products_back)
         if found and not product.name.startswith("input_projections"):
             number = int(found[1])
             layers[number] = layers.get(number, Work()) + work

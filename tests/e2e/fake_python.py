@@ -19,7 +19,8 @@ case "$*" in
   "-P -m uv --version") [ -z "$FAKE_NO_UV" ] && echo "uv 0.13.8" ;;
   "-P -m uv pip install "*) sleep "${FAKE_INSTALL_SECONDS:-0}"; [ -z "$FAKE_NO_UV$FAKE_INSTALL_FAILS" ] ;;
   "-P -m pip install --quiet --disable-pip-version-check uv=="*) [ -z "$FAKE_NO_UV" ] ;;
-  "-P -m pip install "*) [ -z "$FAKE_INSTALL_FAILS" ] ;;
+  "-P -m pip install "*) echo "pip builds with $PIP_CONSTRAINT; $PIP_BUILD_CONSTRAINT" >> "$FAKE_CALLS"
+    [ -z "$FAKE_INSTALL_FAILS" ] ;;
   "-P -m pip --version") ;;
   "-P -W ignore -c import torch"*) ;;
   "-P -m mimo_train.cli launch "*) echo "$@"; exit "${FAKE_EXIT:-0}" ;;

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import tomllib
 
 import pytest
 
@@ -164,6 +165,21 @@ def test_pip_installs_where_uv_cannot_be_had(checkout):
     assert result.returncode == 0, result.stderr
     assert checkout.calls(f"-e {checkout.root}[demo,dev]") == 1
     assert checkout.calls(INSTALL) == 0
+
+
+@pytest.mark.parametrize("without_uv", ["", "1"])
+def test_what_is_compiled_for_torch_is_built_with_the_one_that_is_installed(checkout, without_uv):
+    """Transformer Engine's half for torch asks for torch>=2.1 to build with, and gets the newest."""
+    checkout.program("python3.12")
+    given = {"FAKE_NO_UV": without_uv, "MIMO_EXTRAS": "demo,gpu", "PIP_CONSTRAINT": "own.txt"}
+    assert checkout.run(STRICT, **given).returncode == 0
+    built = checkout.venv / ".mimo-built-for"
+    pins = tomllib.loads((checkout.root / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert built.read_text().split() == [pin for pin in pins if pin.startswith("torch==")] != []
+    if without_uv:
+        assert checkout.calls(f"pip builds with {built} own.txt; {built}") == 1
+    else:
+        assert checkout.calls(f"{INSTALL} --quiet --build-constraints {built} --python") == 1
 
 
 @pytest.mark.parametrize("tools", [("flock",), ()], ids=["flock", "without flock"])

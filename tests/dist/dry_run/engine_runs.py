@@ -26,10 +26,22 @@ RUNS = {
                                         "encoder@modules.images.encoder=vit_tiny_native")),
     "fp8, shared": ("vlm_digits", 0, ("placement.mode=shared", f"{IMAGES}dp=2", f"{LANGUAGE}tp=2",
                                       "train.fp8=tensorwise", "train.recompute=selective")),
+    "fp8, experts": ("gpt_tiny", 1, ("llm@modules.language.llm=gpt_tiny_moe", f"{LANGUAGE}tp=2", f"{LANGUAGE}sp=true",
+                                     f"{LANGUAGE}dp=2", f"{LANGUAGE}ep=2", f"{LANGUAGE}etp=2", "train.fp8=tensorwise",
+                                     "modules.language.llm.shared_expert_ffn_hidden_size=64",
+                                     "data.sequence_length=64")),
     "behind pictures": ("vlm_digits", 2, (f"{IMAGES}tp=2", f"{LANGUAGE}pp=2", f"{LANGUAGE}dp=2")),
 }  # fmt: skip
 """Every one was tried; these by default, and all with MIMO_ALL_LAYOUTS=1."""
-DEFAULT = ("tp, sp", "experts", "behind pictures", "fp8, tp, sp", "fp8, packed, recompute", "fp8, shared")
+DEFAULT = (
+    "tp, sp",
+    "experts",
+    "behind pictures",
+    "fp8, tp, sp",
+    "fp8, packed, recompute",
+    "fp8, shared",
+    "fp8, experts",
+)
 WITHIN_OTHERS = ("head norms, recompute", "pictures", "fp8, packed, recompute", "fp8, pictures")
 """Runs whose peak is not held by these layers."""
 

@@ -23,6 +23,7 @@ def test_sizes_that_are_multiples_have_no_fault():
     assert not faults("train.fp8=mxfp8", FP8[1])
 
 
+MOE = ("llm@modules.language.llm=gpt_tiny_moe",)
 REFUSED = {
     "precision": (("train.precision=fp16",), "train.fp8: is tensorwise, and train.precision fp16"),
     "the CPU": (("run.device=cpu",), "run.device is cpu"),
@@ -31,7 +32,13 @@ REFUSED = {
     "a window over cp": ((f"{LANGUAGE}llm.window=8", f"{LANGUAGE}layout.cp=2"), "llm.window with layout.cp 2"),
     "windows of pictures": (("encoder@modules.images.encoder=qwen2_5_vl_vit", f"{IMAGES}projector.merge=2",
                              "data.sequence_length=2048"), "encoder has attention inside windows"),
-    "experts": (("llm@modules.language.llm=gpt_tiny_moe",), "layers with experts"),
+    "a width of experts": ((*MOE, f"{LANGUAGE}llm.expert_ffn_hidden_size=40"),
+                           "llm.expert_ffn_hidden_size 40 over etp 1 is 40"),
+    "a width of experts over etp": ((*MOE, *TP_SP, f"{LANGUAGE}layout.etp=2", "data.sequence_length=64",
+                                     f"{LANGUAGE}llm.expert_ffn_hidden_size=48"),
+                                    "llm.expert_ffn_hidden_size 48 over etp 2 is 24"),
+    "a width of the shared expert": ((*MOE, f"{LANGUAGE}llm.shared_expert_ffn_hidden_size=56"),
+                                     "llm.shared_expert_ffn_hidden_size 56 over tp 1 is 56"),
     "a width": ((f"{LANGUAGE}llm.ffn_hidden_size=200",), "llm.ffn_hidden_size 200 over tp 1 is 200"),
     "a width over tp": ((f"{IMAGES}layout.tp=4", f"{IMAGES}encoder.ffn_hidden_size=96"),
                         "encoder.ffn_hidden_size 96 over tp 4 is 24"),
@@ -90,6 +97,26 @@ def test_copies_of_weights_by_hand():
     picture = 64 * (4 * 64) + 2 * 64 * 256
     assert fp8_weight_bytes(cfg, "images", 0, tp=1, stages=1) == 2 * 3 * picture
     assert fp8_weight_bytes(load("vlm_digits"), "images", 0, tp=1, stages=1) == 0
+
+
+def test_copies_of_experts_by_hand():
+    sizes = (*MOE, f"{LANGUAGE}llm.num_layers=3", f"{LANGUAGE}llm.hidden_size=96",
+             f"{LANGUAGE}llm.num_attention_heads=6", f"{LANGUAGE}llm.ffn_hidden_size=192",
+             f"{LANGUAGE}llm.expert_ffn_hidden_size=64", f"{LANGUAGE}llm.shared_expert_ffn_hidden_size=32",
+             f"{LANGUAGE}llm.num_experts=8", f"{LANGUAGE}llm.dense_layers=[0]")  # fmt: skip
+    cfg = load("vlm_digits", *FP8, *sizes)
+    attention, dense = 96 * (3 * 96) + 96 * 96, 3 * 96 * 192
+    shared, expert = 3 * 96 * 32, 3 * 96 * 64
+    by_hand = 3 * attention // 2 + dense // 2 + 2 * (shared // 2 + 2 * expert // 2)
+    # Over tp 2, two of eight experts on a rank, each over etp 2; the first layer has none.
+    assert fp8_weight_bytes(cfg, "language", 0, tp=2, stages=1, ep=4, etp=2) == 2 * by_hand
+
+
+def test_a_width_that_no_layer_has_is_not_looked_at():
+    """Of dense layers, in a model whose layers all have experts."""
+    sizes = (*FP8, *MOE, f"{LANGUAGE}llm.ffn_hidden_size=72", f"{LANGUAGE}llm.expert_ffn_hidden_size=64")
+    assert not faults(*sizes)
+    assert any("llm.ffn_hidden_size 72" in fault for fault in faults(*sizes, f"{LANGUAGE}llm.dense_layers=[0]"))
 
 
 def test_the_estimate_counts_them():

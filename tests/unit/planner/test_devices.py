@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from mimo_train.metrics.utilisation import PEAK_TFLOPS
 from mimo_train.planner import devices
 from mimo_train.planner.devices import DEVICES, Links
 
@@ -31,5 +32,7 @@ def test_the_table_says_what_data_sheets_say():
     h100 = DEVICES["h100"]
     assert (h100.memory, h100.half, h100.traffic) == (80e9, 989e12, 3350e9)
     assert h100.rate("bf16") == h100.rate("fp16") == h100.half and h100.rate("fp32") == h100.single
-    for device in DEVICES.values():
+    for name, device in DEVICES.items():
+        half, single, eighth = PEAK_TFLOPS[name.partition("-")[0].upper()]
+        assert (device.half, device.single, device.eighth) == (half * 1e12, single * 1e12, (eighth or 0) * 1e12)
         assert device.half > device.single and device.traffic > device.inside >= device.across > 0

@@ -260,3 +260,45 @@ def test_encoders_apart_are_named_by_their_ranks():
         chosen = load("vlm_digits", "placement.first_rank={images: 0, language: 1}", *one.overrides(cfg))
         assert chosen == one.config(cfg)
         assert resolve(chosen).layout.world_size == one.world_size == (1 if mode else 2)
+
+
+def test_products_in_fp8_by_hand():
+    """Of the first three of four layers: queries, keys and values, projection, feed-forward, at twice the rate."""
+    from mimo_train.planner import devices
+    from mimo_train.planner.work import module_work
+
+    fp8 = {"train__fp8": "tensorwise", "train__precision": "bf16", "train__num_layers_at_end_in_bf16": 1}
+    plain, cfg = gpt(train__precision="bf16"), gpt(**fp8)
+    llm, length = cfg.llm, cfg.data.sequence_length
+    without, work = (module_work(one, "language", ROWS, 0.0).whole for one in (plain, cfg))
+    eighth = 3 * 2 * length * (4 * llm.hidden_size**2 + 3 * llm.hidden_size * llm.ffn_hidden_size)
+    assert (work.eighth, work.eighth_back, without.eighth) == (eighth, 2 * eighth, 0)
+    assert (work.products, work.products_back, work.total) == (without.products, without.products_back, without.total)
+
+    # Rates at which neither the host nor memory nor messages count.
+    links = {"traffic": 1e18, "inside": 1e18, "across": 1e18}
+    device = replace(DEVICES["h100"], half=1e9, eighth=2e9, **links)
+    fast, slow, old = (
+        seconds_of(one, request(one, 1, device=on), candidate())
+        for one, on in ((cfg, device), (plain, device), (cfg, replace(device, eighth=0.0)))
+    )
+    attention = (work.attention + work.attention_back) / (1e9 * devices.ATTENTION)
+    products = (work.products + work.products_back - 3 * eighth + 3 * eighth / 2) / (1e9 * devices.PRODUCTS)
+    assert fast == pytest.approx(16 * (products + attention), rel=1e-6)
+    assert old == pytest.approx(slow, rel=1e-9) and fast < slow
+
+
+def test_products_in_fp8_are_those_of_each_encoder_and_of_experts():
+    from mimo_train.planner.work import module_work
+
+    half = ("train.fp8=tensorwise", "train.precision=bf16")
+    work = module_work(load("vlm_digits", *half), "images", ROWS, 1.0)
+    assert all(layer.eighth == layer.products > 0 for layer in work.layers)
+    assert work.start.eighth == work.end.eighth == 0 < work.end.products
+    none = module_work(load("vlm_digits", *half, "modules.images.fp8=none"), "images", ROWS, 1.0)
+    assert none.whole.eighth == 0 and none.whole.products == work.whole.products
+
+    moe = load("gpt_tiny", *half, "llm@modules.language.llm=gpt_tiny_moe")
+    first = module_work(moe, "language", ROWS, 0.0).layers[0]
+    router = 2 * moe.data.sequence_length * moe.llm.hidden_size * moe.llm.num_experts
+    assert first.eighth == first.products - router
