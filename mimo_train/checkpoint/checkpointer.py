@@ -36,6 +36,7 @@ from mimo_train.checkpoint.store import (
     record_of,
     save_parts,
 )
+from mimo_train.config.compose import to_dict
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.model.param_gather import gathered
 from mimo_train.model.start_weights import load_start_weights
@@ -43,6 +44,7 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel.agreement import agreed
 from mimo_train.plan.mixture import Mixing
+from mimo_train.plan.otherwise import BEGAN, began_with, begun_with
 from mimo_train.plan.run import Run
 
 SUMS = "log_sums"
@@ -141,6 +143,7 @@ class Checkpointer:
         self._snapshot, self._save, self._heard = Snapshot(), cast(InFlight | None, None), 0
         self._parameters: list[Held] | None = None
         self._sums, self._resumed = cast(Sums | None, None), cast(tuple[int, dict[str, Any] | None], (0, None))
+        self._began = begun_with(to_dict(run.cfg))
         self.set_aside: list[SetAside] = []
         """Damaged checkpoints that `resume` has passed over."""
         self.loaded: list[Loaded] = []
@@ -260,6 +263,7 @@ class Checkpointer:
             others = {
                 **left_out,
                 "rerun": rerun is not None,
+                BEGAN: self._began,
                 SUMS: next((one for one in sums if one is not None), None),
                 **self._fingerprints.record(),
                 **(self._mixing.record() if self._mixing else {}),
@@ -334,6 +338,7 @@ class Checkpointer:
         with agreed():
             self.otherwise = continued_otherwise(folder, record, cfg)
             self.unread = begun_otherwise(folder, record, cfg)
+            self._began = began_with(record)
         if self._mixing is not None:
             self._mixing.continue_from(record)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
