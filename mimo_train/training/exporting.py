@@ -21,7 +21,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.generation.source import load_model, on_one_process
 from mimo_train.plan.parameters import embedding_rows
 from mimo_train.plan.run import resolve
-from mimo_train.training.setup import build_parts, start_processes
+from mimo_train.training.parts import build_parts, start_processes
 
 BASE = "base"
 """Folder of the model that adapters are for, beside them, where it is no directory that was there already."""
