@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from data.shown import plural
 from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.dry_run.kinds import Kind, chosen
@@ -43,7 +44,7 @@ def main(config: str, overrides: Sequence[str], ranks: str, *, engine: bool = Fa
         return 1
     device = one_rank.device_kind(cfg)
     said = "CUDA, of which none is touched" if device == "cuda" else "the CPU"
-    print(f"\nDry run of {len(kinds)} of {run.layout.world_size:,} ranks, as on {said}", flush=True)
+    print(f"\nDry run of {len(kinds)} of {plural(run.layout.world_size, 'rank')}, as on {said}", flush=True)
     one_rank.import_program()
     expected = estimates(run)
     failed = False

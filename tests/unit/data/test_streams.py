@@ -322,7 +322,7 @@ def test_a_shard_that_is_another_one_is_an_error(small, tmp_path):
     )
     data = stream(f"pipe:cd {tmp_path}; {command}", media=(), sequence_length=8)
     with pytest.raises(
-        ShardError, match="has 1 samples, and had as many, of other names or sizes, when it was read before"
+        ShardError, match="has 1 sample, and had as many, of other names or sizes, when it was read before"
     ):
         data.plan_step(0, 3)
     data.close()
