@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.pipeline import Samples
 from data.storage.url import Place, place_of
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
@@ -383,7 +383,7 @@ class Checkpointer:
         """The checkpoint that `checkpoint.resume` names. Collective."""
 
         def choose() -> Place | None:
-            folders.finish_renames(self._run.checkpoints)
+            folder_changes.finish_renames(self._run.checkpoints)
             return folders.chosen(self._run.checkpoints, self._run.cfg.checkpoint.resume)
 
         return chosen_by_first(choose, "checkpoint.resume")
