@@ -19,9 +19,10 @@ from mimo_train.planner import search
 from mimo_train.planner.candidate import Candidate
 from mimo_train.planner.costs import Costs
 from mimo_train.planner.devices import DEVICES, Links
+from mimo_train.planner.fullest import Fullest
 from mimo_train.planner.predict import Predictor
 from mimo_train.planner.profile import LayerCost, Profile
-from mimo_train.planner.search import Request, _Search, plan, require_sound
+from mimo_train.planner.search import Request, plan, require_sound
 from tests.unit.configs import changed, load
 
 FOLDER = shipped_configs() / RECIPES
@@ -155,14 +156,14 @@ def test_layouts_that_do_not_fit_take_no_place_of_one_that_does(monkeypatch):
     """Of each kind the best that fits, though more than are looked at would be faster."""
     cfg, room = load("vlm_digits", "train.global_batch_size=64"), 0.85 * 80e9
     asked = request(cfg, 8, top=100)
-    original = _Search._fullest
+    original = Fullest.of
 
     def fullest(self, candidate, option):
         images = candidate.layouts["images"]
         is_alone = (images.tp, images.pp, images.dp) == (1, 1, 1)
         return original(self, candidate, option) if is_alone and not candidate.shared else int(room) + 1
 
-    monkeypatch.setattr(_Search, "_fullest", fullest)
+    monkeypatch.setattr(Fullest, "of", fullest)
     monkeypatch.setattr(search, "_OF_A_KIND", 1)
     found = plan(cfg, asked)
     assert {one.candidate.language.dp for one in found.proposals} >= {1, 2, 4}
