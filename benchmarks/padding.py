@@ -78,7 +78,7 @@ def measure(cfgs: list[ConfigContainer], rounds: int) -> None:
     from mimo_train.plan.run import resolve
     from mimo_train.step.batches import open_loader
     from mimo_train.step.counted_texts import count_texts
-    from mimo_train.training.setup import build_parts, start_processes
+    from mimo_train.training.parts import build_parts, start_processes
 
     run = resolve(cfgs[0])
     kind, device = start_processes(run.cfg)

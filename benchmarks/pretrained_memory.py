@@ -55,7 +55,7 @@ def read_model(cfg) -> dict[str, float]:
     from mimo_train.model.names import global_names
     from mimo_train.plan.parameters import embedding_rows
     from mimo_train.plan.run import resolve
-    from mimo_train.training.setup import build_parts, start_processes
+    from mimo_train.training.parts import build_parts, start_processes
 
     run = resolve(cfg)
     parts = build_parts(run, *start_processes(cfg), undrawn=parts_there(cfg))

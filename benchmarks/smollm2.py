@@ -152,7 +152,7 @@ class _Ours:
         from mimo_train.generation.sampling import Sampler
         from mimo_train.generation.source import open_source
         from mimo_train.plan.run import resolve
-        from mimo_train.training.setup import build_parts, start_processes
+        from mimo_train.training.parts import build_parts, start_processes
 
         source = open_source(run)
         resolved = resolve(source.cfg)

@@ -30,6 +30,7 @@ from data.building.samples import Source
 from data.errors import DataError
 from data.listed import listed
 from data.order import GlobalOrder
+from data.shown import plural
 from data.storage.replace import replacing
 from data.storage.write import shard_bytes, shard_file
 
@@ -212,7 +213,8 @@ def _wrong(source: Source, settings: Settings, samples: int, faults: Sequence[st
     if samples <= settings.held_out:
         first = f", such as: {faults[0]}" if faults else ""
         return (
-            f"{source.what} has {samples} records that can be used{first}: hold out fewer, not {settings.held_out}"
+            f"{source.what} has {plural(samples, 'record')} that can be used{first}: hold out fewer, not "
+            f"{settings.held_out}"
             if settings.held_out
             else f"{source.what} has no record that can be used{first}"
         )
@@ -283,7 +285,7 @@ def _notes(parts: Sequence[Part], rows: Sequence[np.ndarray]) -> list[str]:
     rules: Counter[str] = Counter()
     for part in parts:
         rules.update(part.rules)
-    notes += [f"{count} {rule}" for rule, count in rules.items()]
+    notes += [f"{plural(count, 'record')} {rule}" for rule, count in rules.items()]
     names = np.concatenate([own["name"] for own in rows])
     names = names[names != 0]
     if again := len(names) - len(np.unique(names)):

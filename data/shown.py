@@ -15,6 +15,6 @@ def shown_lines(text: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: 1 shard, 2 shards, 2 microbatches."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    """A count with its noun: 1 shard, 2 shards, 2 microbatches, 2 processes."""
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count:,} {noun}{ending}"

@@ -12,6 +12,7 @@ The length of a bad sample is that of its stand-in: its placeholders.
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ import numpy as np
 
 from data.announce import expect_texts
 from data.catalogue.found import Found
-from data.catalogue.journal import Busy, Journal, opened_journal
+from data.catalogue.journal import Busy, Journal, opened_journal, remove_journal
 from data.catalogue.lengths_file import STAMP, LengthsFile, Part, load_lengths, write_lengths
 from data.catalogue.places import catalogue_path
 from data.errors import DataError
@@ -45,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 _AHEAD = 256  # records of a remote shard that are announced together
 _FEW = 20_000  # samples that are counted before processes for it would have started
+_LEFT = 30 * 24 * 3600.0  # seconds after which nobody is taken to go on with a count of another key
 _PAUSE = 0.1  # seconds between looks whether another process still counts
 
 Count = Callable[[Sequence[int]], Iterator[tuple[int, np.ndarray, bytes]]]
@@ -56,6 +58,8 @@ class Counted(NamedTuple):
 
     shard: Place
     samples: int
+    here: bool
+    """Whether this process has done it, now: not another one, and not one that was killed before."""
 
 
 class TextLengths:
@@ -127,12 +131,13 @@ class TextLengths:
         for folder in self._folders:
             while folder.missing():
                 try:
-                    for shard, samples in folder.build(count):
-                        yield Counted(self._shard(shard), samples)
+                    for shard, samples, here in folder.build(count):
+                        yield Counted(self._shard(shard), samples, here)
                     break
                 except Busy:
-                    yield Counted(self._shard(folder.missing()[0]), 0)
+                    yield Counted(self._shard(folder.missing()[0]), 0, False)
                     time.sleep(_PAUSE)
+            folder.remove_journals()
 
     def _counted_here(self, shards: Sequence[int]) -> Iterator[tuple[int, np.ndarray, bytes]]:
         stamps = self._dataset.stamps()
@@ -191,8 +196,9 @@ class _Folder:
         for number, file, row in zip(self._numbers.tolist(), found.file.tolist(), found.row.tolist(), strict=True):
             yield number, found.files[file].of(row)
 
-    def build(self, count: Count) -> Generator[tuple[int, int]]:
-        """Counts what is missing and writes the file; gives (number, samples) of each shard that is done.
+    def build(self, count: Count) -> Generator[tuple[int, int, bool]]:
+        """Counts what is missing and writes the file; gives (number, samples, whether they were counted here and now)
+        of each shard that is done.
 
         Raises:
             Busy: another process does it.
@@ -200,14 +206,13 @@ class _Folder:
         """
         with ExitStack() as stack:
             with self._writing():
-                path = self._path.with_name(self._path.name + ".journal")
-                journal = stack.enter_context(opened_journal(path, wait=False))
+                journal = stack.enter_context(opened_journal(self._journal, wait=False))
             missing = {self._names[at]: at for at in np.flatnonzero(self._found.missing).tolist()}
             self._load()  # another process may have worked meanwhile
             records = self._of_journal(journal, missing)
             for name, at in missing.items():
                 if name in records or not self._found.missing[at]:
-                    yield int(self._numbers[at]), int(self._stamps["samples"][at])
+                    yield int(self._numbers[at]), int(self._stamps["samples"][at]), False
             left = [at for name, at in missing.items() if name not in records and self._found.missing[at]]
             places = {int(self._numbers[at]): at for at in left}
             for number, stamp, lengths in count([*places]):
@@ -215,10 +220,23 @@ class _Folder:
                 with self._writing():
                     journal.append(json.dumps([name, stamp.tobytes().hex()]).encode(), lengths)
                 records[name] = stamp, len(journal) - 1
-                yield number, len(lengths) // 4
+                yield number, len(lengths) // 4, True
             if records:
                 self._save(journal, records)
         self._load()
+
+    def remove_journals(self) -> None:
+        """Removes what builds have left that were killed: between the file and the end, of this folder; and of others
+        that nobody has gone on with, since their tokenizer or template is not this one, for a long time."""
+        remove_journal(self._journal)
+        before, _, _ = self._path.name.partition(".mimo-lengths")
+        folder_name = before.rpartition(".")[0]
+        for other in self._path.parent.glob(f"{glob.escape(folder_name)}.*.mimo-lengths.journal"):
+            remove_journal(other, unused_seconds=_LEFT)
+
+    @property
+    def _journal(self) -> Path:
+        return self._path.with_name(self._path.name + ".journal")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -16,8 +16,8 @@ _FORMS = ("conversations", "messages", "caption", "text")
 """Of records, the first that one has counts."""
 _TURNS = (("conversations", "from", "value"), ("messages", "role", "content"))
 _ANSWERS = ("answer", "caption", "text", "label")
-MARKED = "records without any marker have their media before the first question"
-PAIRED = "records with `texts`, pairs of `user` and `assistant`, became `conversations`"
+MARKED = "without any marker: media before the first question"
+PAIRED = "with `texts`, pairs of `user` and `assistant`: became `conversations`"
 
 
 @dataclass(frozen=True)

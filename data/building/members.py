@@ -28,7 +28,7 @@ from data.building.samples import (
 from data.errors import RecordError
 from data.index import build_index
 from data.members import READABLE, arrange, unread
-from data.shown import shown
+from data.shown import plural, shown
 from data.storage.whole_read import pread_all
 
 _NAME = re.compile(r"([^.]+)[.](.+)")
@@ -198,4 +198,6 @@ def _require_stats(tar: Path, samples: int) -> None:
         raise RecordError(f"{tar.stem + _STATS} is not JSON ({error})") from error
     said = stats.get("successes") if isinstance(stats, dict) else None
     if isinstance(said, int) and said != samples:
-        raise RecordError(f"{tar.name} has {samples} samples, and {tar.stem + _STATS} counts {said}: some are missing")
+        raise RecordError(
+            f"{tar.name} has {plural(samples, 'sample')}, and {tar.stem + _STATS} counts {said}: some are missing"
+        )

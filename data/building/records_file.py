@@ -15,6 +15,7 @@ from data.building.columns import Columns
 from data.building.samples import Medium, Sample, medium_of_file, sample_of
 from data.errors import DataError, RecordError
 from data.members import READABLE
+from data.shown import plural
 
 TABLES = {".csv": ",", ".tsv": "\t"}
 """What separates columns, by a file's ending."""
@@ -133,7 +134,9 @@ def _table(file: Path, columns: Columns) -> Iterator[Any]:
                 if len(cells) == len(names):
                     yield {name: cell if cell else None for name, cell in zip(names, cells, strict=True)}
                 else:
-                    yield RecordError(f"{len(cells)} columns in line {reader.line_num}, and {len(names)} in the first")
+                    yield RecordError(
+                        f"{plural(len(cells), 'column')} in line {reader.line_num}, and {len(names)} in the first"
+                    )
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 ({error.reason} at byte {error.start})") from error
     except csv.Error as error:

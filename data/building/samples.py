@@ -61,7 +61,7 @@ class Sample(NamedTuple):
     name: str = ""
     """What its source calls it; it need not be unique."""
     rules: tuple[str, ...] = ()
-    """Which rules changed its record, as sentences about several."""
+    """Which rules changed its record, as they follow a number of records."""
 
 
 class Source(Protocol):

@@ -15,7 +15,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from xxhash import xxh3_64
@@ -101,6 +101,21 @@ def opened_journal(path: Path, *, wait: bool = True) -> Iterator[Journal]:
             raise
         own.unlink(missing_ok=True)
     finally:
+        os.close(fd)
+
+
+def remove_journal(path: Path, unused_seconds: float = 0.0) -> None:
+    """Removes the journal at a path, unless a process has it, or has written it in the last `unused_seconds`. Where it
+    cannot be removed it stays: it is in nobody's way."""
+    try:
+        if time.time() - path.stat().st_mtime < unused_seconds:
+            return
+        fd, is_shared = _locked(path, wait=False)
+    except (OSError, Busy):
+        return
+    if is_shared:
+        with suppress(OSError):
+            path.unlink()
         os.close(fd)
 
 

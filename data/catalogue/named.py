@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from data.errors import DataError
+from data.shown import plural
 
 
 class Named:
@@ -22,7 +23,7 @@ class Named:
     def __init__(self, names: Any, rows: int) -> None:
         """Raises DataError if these are not the names of so many shards."""
         if not are_texts(names) or len(names) != rows or len(set(names)) != rows:
-            raise DataError(f"it has not the names of {rows} shards")
+            raise DataError(f"it has not the names of {plural(rows, 'shard')}")
         self.names: list[str] = names
 
     @cached_property

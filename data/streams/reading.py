@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from data.errors import DataError, ShardError
+from data.shown import plural
 from data.storage.streams import Origin
 from data.streams.order import StreamOrder
 from data.streams.shard import StreamedSample, StreamedShard
@@ -134,7 +135,8 @@ class Reading:
             had, _ = self._counts[shard]
             what = "as many, of other names or sizes," if had == found[0] else had
             raise ShardError(
-                f"{self._shards[shard]}: has {found[0]} samples, and had {what} when it was read before: a run "
+                f"{self._shards[shard]}: has {plural(found[0], 'sample')}, and had {what} when it was read before: a "
+                "run "
                 "continues, and every rank has the same samples, only where a shard is the same each time"
             )
         return opened.samples

@@ -112,11 +112,11 @@ def add_batch(report: Report, run: Run) -> None:
     packed = cfg.data.pack
     rows = [
         ("processes", _processes(layout)),
-        ("global batch", f"{train.global_batch_size} samples"),
+        ("global batch", f"{plural(train.global_batch_size, 'sample')}"),
         *(_packed_rows(cfg, layout) if packed else ()),
         (
             "microbatch of an evaluation" if packed else "microbatch",
-            f"{together} samples ({why} x dp of {LANGUAGE} {replicas})",
+            f"{plural(together, 'sample')} ({why} x dp of {LANGUAGE} {replicas})",
         ),
         *(() if packed else (("microbatches", f"{microbatches} a step"),)),
         ("samples of a microbatch on a rank", f"{per_rank}{' in an evaluation' if packed else ''}"),
@@ -127,7 +127,7 @@ def add_batch(report: Report, run: Run) -> None:
         ),
         (
             "run",
-            f"{train.iters:,} steps, {batch.samples_of(train.iters):,} samples"
+            f"{plural(train.iters, 'step')}, {plural(batch.samples_of(train.iters), 'sample')}"
             if train.iters
             else f"{train.epochs:g} epochs of the data",
         ),
@@ -176,14 +176,15 @@ def _processes(layout: RunLayout) -> str:
 def _describe(module: ModuleConfig) -> str:
     if module.llm is not None:
         llm = module.llm
-        return f"{llm.name}: {llm.num_layers} layers x {llm.hidden_size}, {llm.num_attention_heads} heads"
+        heads = plural(llm.num_attention_heads, "head")
+        return f"{llm.name}: {plural(llm.num_layers, 'layer')} x {llm.hidden_size}, {heads}"
     encoder, projector = module.encoder, module.projector
     frozen = [part for part in ("encoder", "projector") if part in module.freeze]
     sizes = (
         f"features of {encoder.hidden_size}"
         if isinstance(encoder, PlainSpec)
         else " and ".join(
-            f"{built_layers(part)} layers x {part.hidden_size}, {part.num_attention_heads} heads"
+            f"{plural(built_layers(part), 'layer')} x {part.hidden_size}, {plural(part.num_attention_heads, 'head')}"
             for part in encoders_in(encoder).values()
         )
     )

@@ -1,5 +1,6 @@
 """What `data.shuffle_block` makes of the order of a run's samples."""
 
+from data.shown import plural
 from mimo_train.check.findings import Report
 from mimo_train.config.schema import ConfigContainer
 
@@ -18,6 +19,7 @@ def add_blocks(report: Report, cfg: ConfigContainer, samples: int, rows: list[tu
         )
     elif step < 4 * block:
         report.warnings.append(
-            f"data.shuffle_block: a step of {step} samples has less than 4 blocks of {block} neighbours: lower it, or "
+            f"data.shuffle_block: a step of {plural(step, 'sample')} has less than 4 blocks of {block} neighbours: "
+            "lower it, or "
             "raise train.global_batch_size, unless the shards' samples are shuffled well"
         )

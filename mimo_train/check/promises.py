@@ -17,6 +17,9 @@ from mimo_train.plan.parameters import freeze_patterns
 DRIVER = Path("/proc/driver/nvidia")
 """What a machine with a driver for NVIDIA's GPUs has."""
 
+OF_WINDOWS = Path("/dev/dxg")
+"""What Linux inside Windows has in its place."""
+
 
 def add_promises(report: Report, cfg: ConfigContainer) -> None:
     """Faults callbacks that are not there, and notes what only the start of the run can show."""
@@ -33,11 +36,12 @@ def add_promises(report: Report, cfg: ConfigContainer) -> None:
             if patterns:
                 report.notes.append(
                     f"modules.{name}.{key}: whether {', '.join(patterns)} match parameters is seen when the model is "
-                    "built"
+                    "built, as with --dry-run"
                 )
-    if cfg.run.device == "cuda" and not DRIVER.exists():
-        report.notes.append(
-            "run.device is cuda, and this machine has no driver for GPUs: the run starts on others only"
+    if cfg.run.device == "cuda" and not DRIVER.exists() and not OF_WINDOWS.exists():
+        report.warnings.append(
+            "run.device is cuda, and this machine has no driver for GPUs: the run starts on others only, here with "
+            "run.device=cpu"
         )
 
 

@@ -21,6 +21,7 @@ from mimo_train.config.own_code import code_named
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import RunLayout, lay_out
 from mimo_train.plan.mixture import Mixing
+from mimo_train.plan.run import all_made
 from mimo_train.plan.run_dir import folder_fault
 
 
@@ -70,6 +71,8 @@ def add_run_dir(
             _note(report, checkpoint, record, layout, own)
             # Of epochs without data the steps are not known, which a checkpoint has.
             known = not found and (cfg.train.iters or not cfg.train.epochs)
+            if known and record.get("step", 0) >= cfg.train.iters:
+                report.warnings.append(all_made(cfg.train, record["step"]))
             otherwise = continued_otherwise(checkpoint, record, cfg) if known else ""
             if otherwise:
                 report.notes.append(f"from there on numbers are others than so far: {otherwise}")

@@ -93,6 +93,10 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
         report.notes.append("data.validation_shards is empty: no evaluation")
     sources = [(one.key, one, Seen(name=one.name)) for one in training_sources(cfg)]
     others = [(one.key, one.source, Seen(name=one.name)) for one in sets if not one.fraction]
+    named = Counter(own.name for *_, own in sources + others)
+    for key, _, own in sources + others:
+        if own.name and named[own.name] > 1:
+            own.name = key.removesuffix(".shards")
     counts: dict[str, int] = {}
     for at, (key, source, own) in enumerate(sources + others):
         training, pattern = at < len(sources), str(source.shards)
@@ -153,7 +157,7 @@ def _add_whole(
             seen.fingerprint = dataset.fingerprint
         if data.split or data.validation_fraction:
             left, share = sum(counts.values()) - sum(sizes), data.split or f"{data.validation_fraction:g}"
-            rows.append((data.held_out_by or "data.split", share, f"{left:,} samples not trained on"))
+            rows.append((data.held_out_by or "data.split", share, f"{plural(left, 'sample')} not trained on"))
     seen.training_samples, seen.source_sizes = sum(sizes), sizes
     run = Run(cfg, lay_out(cfg), Batch.of(cfg)) if _has_batch(report) else None
     if run is None:
@@ -178,13 +182,13 @@ def _add_whole(
         (
             "epochs",
             "",
-            f"{drawn / seen.training_samples:.2f} ({drawn:,} samples drawn from {seen.training_samples:,})",
+            f"{drawn / seen.training_samples:.2f} ({plural(drawn, 'sample')} drawn from {seen.training_samples:,})",
         )
     )
     add_blocks(report, cfg, seen.training_samples, rows)
     if steps < wanted:
         key = "train.epochs" if cfg.train.epochs else "train.iters"
-        rows.append(("data.exhausted", "stop", f"after {steps:,} of the {wanted:,} steps of {key}"))
+        rows.append(("data.exhausted", "stop", f"after {steps:,} of the {plural(wanted, 'step')} of {key}"))
     if data.mix:
         drawn_of = order.counts(drawn)
         header = ("source", "samples", *_phase_names(mixing), "drawn", "epochs")
@@ -262,7 +266,7 @@ def _add_shards(
     rows.append(("", "members", ", ".join(f"{count:,} .{name}" for name, count in sorted(members.items())) or "none"))
     report.warnings += [f"{key}: {sentence}" for sentence in named_unread(not_read)]
     if unusable:
-        rows.append(("", "unusable", f"{unusable:,} samples, according to the shards' indexes"))
+        rows.append(("", "unusable", f"{plural(unusable, 'sample')}, according to the shards' indexes"))
     if good and not samples:
         report.faults.append(Fault(key, f"{plural(len(good), 'shard')} of {pattern} can be read, without any sample"))
     elif samples and tokenizer is not None and cfg.data.sequence_length > 0:
@@ -364,7 +368,8 @@ def _add_bad(report: Report, budget: int, key: str, bad: list[str], count: int) 
 def _add_fewer(report: Report, cfg: ConfigContainer, key: str, samples: int) -> None:
     if cfg.train.eval_samples > samples:
         report.warnings.append(
-            f"{key}: train.eval_samples asks for {cfg.train.eval_samples:,} samples, and there are {samples:,}: an "
+            f"{key}: train.eval_samples asks for {plural(cfg.train.eval_samples, 'sample')}, and there are "
+            f"{samples:,}: an "
             "evaluation takes these"
         )
 

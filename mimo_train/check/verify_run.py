@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from data.bad_samples import allowed_of
 from data.errors import DataError
 from data.members import named_unread
-from data.shown import shown
+from data.shown import plural, shown
 from data.sources import Source
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError
@@ -147,7 +147,7 @@ def _verify_set(
     for sentence in named_unread(dataset.unread_members()) if isinstance(dataset, Dataset) else ():
         print(f"warning: {key}: {sentence}", file=sys.stderr)
     fields = f", data.fields {sorted(read)}" if read else ""
-    print(f"{key}: {size:,} samples, {bad:,} bad, data.max_bad_samples allows {allowed:,}{fields}")
+    print(f"{key}: {plural(size, 'sample')}, {bad:,} bad, data.max_bad_samples allows {allowed:,}{fields}")
     if not isinstance(dataset, TokenDataset):  # whose samples are windows, each as long
         print(f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {silent:,} have no token with loss")
     for reason, count in reasons.most_common(8):

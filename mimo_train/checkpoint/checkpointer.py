@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from data.pipeline import Samples
 from data.storage.url import Place, place_of
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
@@ -36,6 +36,7 @@ from mimo_train.checkpoint.store import (
     record_of,
     save_parts,
 )
+from mimo_train.config.compose import to_dict
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.model.param_gather import gathered
 from mimo_train.model.start_weights import load_start_weights
@@ -43,6 +44,7 @@ from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel.agreement import agreed
 from mimo_train.plan.mixture import Mixing
+from mimo_train.plan.otherwise import BEGAN, began_with, begun_with
 from mimo_train.plan.run import Run
 
 SUMS = "log_sums"
@@ -141,6 +143,7 @@ class Checkpointer:
         self._snapshot, self._save, self._heard = Snapshot(), cast(InFlight | None, None), 0
         self._parameters: list[Held] | None = None
         self._sums, self._resumed = cast(Sums | None, None), cast(tuple[int, dict[str, Any] | None], (0, None))
+        self._began = begun_with(to_dict(run.cfg))
         self.set_aside: list[SetAside] = []
         """Damaged checkpoints that `resume` has passed over."""
         self.loaded: list[Loaded] = []
@@ -260,6 +263,7 @@ class Checkpointer:
             others = {
                 **left_out,
                 "rerun": rerun is not None,
+                BEGAN: self._began,
                 SUMS: next((one for one in sums if one is not None), None),
                 **self._fingerprints.record(),
                 **(self._mixing.record() if self._mixing else {}),
@@ -334,6 +338,7 @@ class Checkpointer:
         with agreed():
             self.otherwise = continued_otherwise(folder, record, cfg)
             self.unread = begun_otherwise(folder, record, cfg)
+            self._began = began_with(record)
         if self._mixing is not None:
             self._mixing.continue_from(record)
         if record["rerun"] is not None and self._train_state.step + 1 not in cfg.train.skip_iters:
@@ -378,7 +383,7 @@ class Checkpointer:
         """The checkpoint that `checkpoint.resume` names. Collective."""
 
         def choose() -> Place | None:
-            folders.finish_renames(self._run.checkpoints)
+            folder_changes.finish_renames(self._run.checkpoints)
             return folders.chosen(self._run.checkpoints, self._run.cfg.checkpoint.resume)
 
         return chosen_by_first(choose, "checkpoint.resume")

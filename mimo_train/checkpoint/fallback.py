@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from data.storage.url import Place, Url
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.damage import damage_in
 from mimo_train.config.fault import UserError
 from mimo_train.parallel.agreement import agreed
@@ -70,7 +70,7 @@ def _candidates(run_dir: Place) -> list[Place]:
     box = list[list[Place]]([[]])
     with agreed():
         if dist.get_rank() == 0:
-            folders.finish_renames(run_dir)
+            folder_changes.finish_renames(run_dir)
             box = [folders.newest_first(run_dir)]
     dist.broadcast_object_list(box)
     return box[0]
@@ -91,7 +91,7 @@ def _require_whole(folder: Place, key: str) -> None:
 
 def _renamed(folder: Place, damage: UserError) -> Place:
     try:
-        return folders.set_aside(folder)
+        return folder_changes.set_aside(folder)
     except OSError as error:
         raise UserError(f"{damage}\nand it cannot be renamed ({error}): rename or remove it") from error
 

@@ -1,4 +1,5 @@
-"""Folders of checkpoints: names, the newest complete one, removing old ones. Imports no torch.
+"""Folders of checkpoints: their names, which are complete, the newest one, their records; all of it only looks
+(`folder_changes` makes, renames and removes them). Imports no torch.
 
 They are on file systems or in object storage (`object_folders`): a `run_dir` is the folder or URL in which the folder
 `checkpoints` is, `run.dir` or `checkpoint.dir`.
@@ -6,20 +7,15 @@ They are on file systems or in object storage (`object_folders`): a `run_dir` is
 
 import json
 import os
-import shutil
 import stat
-from collections.abc import Collection
 from fnmatch import fnmatchcase
-from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 from data.storage.url import WEB, Place, Url, place_of
 from mimo_train.checkpoint import object_folders as objects
 from mimo_train.checkpoint.damage import REMEDY, DamagedCheckpoint, damaged, failure_named, unreadable
-from mimo_train.checkpoint.format.durable import make_folder
 from mimo_train.checkpoint.format.files import COMPLETE, marked_file, patiently
-from mimo_train.checkpoint.full_disk import require_room
 from mimo_train.checkpoint.other_formats import require_own_format
 from mimo_train.config.fault import UserError
 
@@ -50,28 +46,6 @@ def step_in(folder: Place) -> int:
     named = objects.STEP.fullmatch(folder.name)
     assert named, folder
     return int(named[1])
-
-
-def begin(run_dir: Place, step: int, non_persistent: bool, nbytes: int) -> tuple[Place, Place]:
-    """Make the folder that a checkpoint of `nbytes` is written into, after removing what earlier saves have not
-    finished.
-
-    Returns:
-        (that folder; the one that it is when it is complete).
-
-    Raises:
-        OSError: it cannot be made, or has no room.
-    """
-    remove_unfinished(run_dir, non_persistent)
-    final, partial = final_folder(run_dir, step, non_persistent), partial_folder(run_dir, step, non_persistent)
-    if isinstance(final, Url) or isinstance(partial, Url):
-        assert isinstance(final, Url), final
-        begun = objects.begin(final.parent, final.name)
-        return begun, begun
-    make_folder(partial.parent)
-    require_room(partial.parent, nbytes)
-    partial.mkdir()
-    return partial, final
 
 
 def run_of(folder: Place) -> Place | None:
@@ -145,23 +119,6 @@ def newest_readable(run_dir: Place) -> tuple[Place | None, list[str]]:
     if passed_over:
         raise UserError("\n".join(map(str, passed_over)))
     return None, []
-
-
-def set_aside(folder: Place) -> Place:
-    """Give a damaged checkpoint a name that is none of a checkpoint, or, in object storage, a mark; returns it. Nothing
-    is removed, then or later.
-
-    Raises:
-        OSError: the folder cannot be renamed or marked.
-    """
-    if isinstance(folder, Url):
-        return objects.set_aside(folder)
-    for number in count(1):
-        aside = folder.with_name(f"{folder.name}.damaged{f'.{number}' if number > 1 else ''}")
-        if not os.path.lexists(aside):
-            folder.rename(aside)
-            return aside
-    raise AssertionError("unreachable")
 
 
 def _newest_of_whole(run_dir: Place, key: str) -> Place | None:
@@ -311,84 +268,6 @@ def require_seen(folder: Place, key: str) -> None:
         raise UserError(f"{key}: a rank does not find {folder}, which rank 0 has chosen: {where}")
 
 
-def require_shared(partial: Place) -> None:
-    """Raises UserError, or OSError of object storage, where a folder that rank 0 has just made is not there."""
-    if isinstance(partial, Url):
-        objects.require_begun(partial)
-    elif not partial.is_dir():
-        raise UserError(
-            f"run.dir: {partial} was made by rank 0 and is not there for another rank: run.dir must be on a file "
-            "system that all nodes see"
-        )
-
-
-def finish_renames(run_dir: Place) -> None:
-    """Give complete checkpoints their names that a kill has left without: it came between the marker and the rename, or
-    between the two renames that replace a folder. For the one process that writes into `run_dir`. Raises
-    FolderFailed."""
-    for kind in (False, True):
-        folder = checkpoints_dir(run_dir, kind)
-        if isinstance(folder, Url):
-            return  # they have them
-        for pattern in ("step_????????.partial", "step_????????.old.partial"):  # the new one first
-            for found in listed(folder, pattern):
-                final = found.with_name(found.name.partition(".")[0])
-                if is_complete(found) and not os.path.lexists(final):
-                    with failure_named(folder):
-                        found.rename(final)
-
-
-def remove_unfinished(run_dir: Place, non_persistent: bool = False) -> None:
-    """Remove what earlier saves have not finished."""
-    folder = checkpoints_dir(run_dir, non_persistent)
-    if isinstance(folder, Url):
-        objects.remove_unfinished(folder)
-        return
-    finish_renames(run_dir)
-    for partial in listed(folder, "*.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def holds(folder: Place, names: Collection[str]) -> bool:
-    """Whether a folder has all of these files. Raises OSError of object storage."""
-    there = objects.in_folder(folder).objects if isinstance(folder, Url) else os.listdir(folder)
-    return set(names) <= set(there)
-
-
 def key_of(run_dir: Place) -> str:
     """The config key that a folder of checkpoints is of."""
     return "checkpoint.dir" if isinstance(run_dir, Url) else "run.dir"
-
-
-def remove_old(run_dir: Place, keep: int, non_persistent: bool = False, keep_every: int = 0) -> None:
-    """Remove checkpoints beyond `keep`.
-
-    Args:
-        keep: number of complete checkpoints to keep; 0 keeps all. Of the non-persistent ones, one is kept.
-        non_persistent: which of the two kinds.
-        keep_every: steps of which every multiple is kept, beside the newest; 0: none.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
-    keep, every = (1, 0) if non_persistent else (keep, keep_every)
-    found = complete(run_dir, non_persistent)
-    # Of objects, the one before of a step that was saved again is still there.
-    before = [one for one, after in pairwise(found) if step_in(one) == step_in(after)]
-    found = [folder for folder in found if folder not in before]
-    old = [folder for folder in found[:-keep] if not every or step_in(folder) % every] if keep else []
-    for folder in (*before, *old):
-        remove(folder)
-
-
-def remove(folder: Place) -> None:
-    """Remove a checkpoint, or what there is of one; what cannot be removed is left and is none.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
-    if isinstance(folder, Url):
-        return objects.remove(folder)
-    # The marker first: without it the folder is no checkpoint.
-    (folder / COMPLETE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)

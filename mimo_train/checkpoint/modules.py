@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from data.shown import plural
 from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.chosen import chosen_by_first
@@ -48,7 +49,7 @@ class Loaded:
     """How the model there differs."""
 
     def __str__(self) -> str:
-        text = f"modules.{self.module}: {self.taken} tensors of {self.source} in {self.folder}"
+        text = f"modules.{self.module}: {plural(self.taken, 'tensor')} of {self.source} in {self.folder}"
         for what, names in (("new", self.new), ("unused", self.unused), ("changed", self.changes)):
             text += f"\n  {what}: {', '.join(names)}" if names else ""
         return text

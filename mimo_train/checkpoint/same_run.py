@@ -98,6 +98,7 @@ def resume_faults(
 def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
     """A sentence with the weights that a run is told to begin with and does not, since it continues with those of the
     checkpoint. Empty: none. Arguments and errors as of `resume_faults`, which has found none."""
+    _config(folder, record)
     unread = _found(unread_weights, folder, record, cfg)
     if not unread:
         return ""
@@ -111,17 +112,17 @@ def begun_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer)
 def continued_otherwise(folder: Place, record: dict[str, Any], cfg: ConfigContainer) -> str:
     """What a run that continues does otherwise than before, key by key: its numbers are others from there on. Empty:
     nothing. Arguments and errors as of `resume_faults`, which has found none."""
-    return "; ".join(_found(changed_numbers, folder, record, cfg))
+    return "; ".join(_found(changed_numbers, folder, _config(folder, record), cfg))
 
 
 def _found(
     look: Callable[[Mapping[str, Any], ConfigContainer], Iterator[str]],
     folder: Place,
-    record: dict[str, Any],
+    before: Mapping[str, Any],
     cfg: ConfigContainer,
 ) -> list[str]:
     try:
-        return [*look(_config(folder, record), cfg)]
+        return [*look(before, cfg)]
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, f"{folders.RECORD} holds no config of a run ({error!r})") from error
 

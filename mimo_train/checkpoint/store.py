@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from data.storage.url import Place
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.damage import damage_named, damaged
 from mimo_train.checkpoint.failed_save import raise_together
@@ -113,11 +113,11 @@ def open_folder(target: Target, nbytes: int) -> Opened:
 
     def make() -> None:
         if dist.get_rank() == 0:
-            box[0] = Opened(*folders.begin(target.run_dir, target.step, target.non_persistent, nbytes))
+            box[0] = Opened(*folder_changes.begin(target.run_dir, target.step, target.non_persistent, nbytes))
 
     def look() -> None:
         assert box[0] is not None
-        folders.require_shared(box[0].partial)
+        folder_changes.require_shared(box[0].partial)
 
     raise_together(Job(make, beside=False).error, target.run_dir)
     if dist.get_world_size() > 1:
@@ -183,7 +183,7 @@ def begin_save(
         text = folders.record_text(record)  # here, since it takes as long as a copy of 40 MB
         complete(folder.partial, folder.final, world, {folders.RECORD: text}, sizes)
         try:
-            folders.remove_old(target.run_dir, target.keep, target.non_persistent, target.keep_every)
+            folder_changes.remove_old(target.run_dir, target.keep, target.non_persistent, target.keep_every)
         except OSError as error:
             _logger.warning("an old checkpoint cannot be removed (%s)", error)
 
@@ -192,8 +192,8 @@ def begin_save(
         target.run_dir,
         write,
         commit,
-        abandon=lambda: folders.remove(folder.partial),
-        all_written=lambda: folders.holds(folder.partial, [of_rank(each)[1] for each in range(world)]),
+        abandon=lambda: folder_changes.remove(folder.partial),
+        all_written=lambda: folder_changes.holds(folder.partial, [of_rank(each)[1] for each in range(world)]),
         beside=snapshot is not None,
     )
     return save, hold

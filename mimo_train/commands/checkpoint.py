@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.shown import shown
+from data.shown import plural, shown
 from data.storage.url import Place, Url, place_of
 from mimo_train.commands.arguments import positive
 
@@ -85,7 +85,10 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         _print_json({**_plain(one), "tensors": [_plain(tensor) for tensor in tensors]})
     else:
-        print(f"{one.path}\nstep {_step(one)}, {one.kind}, saved {_when(one)}, {one.files} files, {_size(one.nbytes)}")
+        print(
+            f"{one.path}\nstep {_step(one)}, {one.kind}, saved {_when(one)}, {plural(one.files, 'file')}, "
+            f"{_size(one.nbytes)}"
+        )
         print(f"layout: {_layout(one)}\n")
         _print_modules(tensors)
         print()
@@ -120,14 +123,18 @@ def _verify(args: argparse.Namespace) -> int:
         found.append(one)
         if not args.json:
             state = "damaged" if one.damage else "whole"
-            print(f"{path}: {state}, {one.files} files, {_size(one.nbytes)} in {one.blocks} blocks", flush=True)
+            print(
+                f"{path}: {state}, {plural(one.files, 'file')}, {_size(one.nbytes)} in {plural(one.blocks, 'block')}",
+                flush=True,
+            )
     if args.json:
         _print_json([_plain(one) for one in found])
     else:
         seconds = time.monotonic() - start
         damaged = sum(bool(one.damage) for one in found)
         print(
-            f"{len(found)} checkpoints, {damaged} damaged, {_size(sum(one.nbytes for one in found))}, {seconds:.1f} s"
+            f"{plural(len(found), 'checkpoint')}, {damaged} damaged, {_size(sum(one.nbytes for one in found))}, "
+            f"{seconds:.1f} s"
         )
     return _complain([(one.path, why) for one in found for why in one.damage])
 

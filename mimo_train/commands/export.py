@@ -2,9 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mimo_train.commands.arguments import about_files, above_zero, add_command, add_trust
+
+if TYPE_CHECKING:
+    from data.storage.url import Place
+    from mimo_train.config.schema import ConfigContainer
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -27,6 +31,13 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--merge", action="store_true", help="put adapters into the weights (default: write them for peft)"
     )
+    command.add_argument(
+        "--base-model",
+        default="",
+        metavar="NAME",
+        help="what adapters name as the model that they are for: a name of a hub, or a folder (default: the hub's name "
+        "of a folder in its cache, else the folder itself)",
+    )
     add_trust(command)
     command.add_argument(
         "--file-gigabytes", type=above_zero, default=5, metavar="N", help="largest file, in 10^9 bytes (default: 5)"
@@ -35,14 +46,25 @@ def add(commands: Any) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     options = {"dtype": args.dtype or "", "file_gigabytes": args.file_gigabytes, "merge": args.merge}
+    options["base_model"] = args.base_model
     return main(args.checkpoint, args.to, **options, trust_code=args.trust_code)
 
 
-def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: float, merge: bool, trust_code: bool = False) -> int:
+def main(
+    checkpoint: str,
+    to: Path,
+    *,
+    dtype: str,
+    file_gigabytes: float,
+    merge: bool,
+    base_model: str = "",
+    trust_code: bool = False,
+) -> int:
     """Write the model of a checkpoint to `to`. Returns the exit code.
 
     Args:
         file_gigabytes: above which a new file begins; a tensor is never divided.
+        base_model: what adapters name as their model, see `exporting.export`.
         trust_code: import encoders that the checkpoint's config names by their paths.
 
     Raises:
@@ -56,11 +78,23 @@ def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: float, merge:
 
     folder = folders.in_folder(place_of(checkpoint), "CHECKPOINT")
     cfg = recorded_config(folder, trust_code=trust_code)
-    new_directory(to)
+    with new_directory(to):
+        return _export_into(to, folder, cfg, dtype, file_gigabytes, merge, base_model)
 
+
+def _export_into(
+    to: Path,
+    checkpoint: "Place",
+    cfg: "ConfigContainer",
+    dtype: str,
+    file_gigabytes: float,
+    merge: bool,
+    base_model: str,
+) -> int:
+    from mimo_train.checkpoint import folders
     from mimo_train.launch.library_log import adopt_torch, divert_of
 
-    run_dir = folders.run_of(folder)
+    run_dir = folders.run_of(checkpoint)
     divert_of("export", run_dir if isinstance(run_dir, Path) else None)
     import torch.distributed as dist
 
@@ -68,7 +102,9 @@ def main(checkpoint: str, to: Path, *, dtype: str, file_gigabytes: float, merge:
     from mimo_train.training.exporting import export
 
     largest_file = int(file_gigabytes * 10**9)
-    written, why = export(folder, cfg, to, dtype=dtype, largest_file=largest_file, merge=merge)
+    written, why = export(
+        checkpoint, cfg, to, dtype=dtype, largest_file=largest_file, merge=merge, base_model=base_model
+    )
     if why:
         print(f"each part by itself, for no model of transformers has them all: {why}")
     for one in written:

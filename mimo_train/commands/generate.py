@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mimo_train.generation.answers import Answer
     from mimo_train.generation.chat import Chat
     from mimo_train.generation.source import Source
-    from mimo_train.training.setup import Parts
+    from mimo_train.training.parts import Parts
 
 KINDS = ("image", "video", "audio")
 """Kinds of media, which are options and commands of a conversation."""
@@ -192,7 +192,7 @@ def _parts_of_conversation(media: list[tuple[str, Path]], chat: bool, system: st
 
 def _build(source: "Source") -> "Parts":
     from mimo_train.plan.run import resolve
-    from mimo_train.training.setup import build_parts, start_processes
+    from mimo_train.training.parts import build_parts, start_processes
 
     run = resolve(source.cfg)
     return build_parts(run, *start_processes(run.cfg), undrawn=source.undrawn)

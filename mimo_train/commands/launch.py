@@ -105,7 +105,16 @@ def _add_skypilot(kinds: Any) -> None:
 
 
 def _kubernetes(args: argparse.Namespace) -> None:
-    from mimo_train.launch.manifests import RESTARTS, RUNTIME, Pods, indexed_job, require_fit, train_job, volumes_of
+    from mimo_train.launch.manifests import (
+        RESTARTS,
+        RUNTIME,
+        Pods,
+        indexed_job,
+        require_fit,
+        require_gpus_used,
+        train_job,
+        volumes_of,
+    )
     from mimo_train.launch.start import launch_of
 
     of_others = ("runtime",) if args.form == "job" else ("folder", "restarts")
@@ -114,6 +123,8 @@ def _kubernetes(args: argparse.Namespace) -> None:
             raise UserError(f"--{option} is {getattr(args, option)}, which a {args.form} does not have: leave it away")
     launch = launch_of(args.config, args.overrides, args.nodes, {})
     pods = Pods(args.name, args.image, args.nodes, args.gpus_per_node, volumes_of(args.volume))
+    if pods.gpus:
+        require_gpus_used(launch, f"--gpus-per-node is {pods.gpus}", "--gpus-per-node 0, or run.device=auto")
     require_fit(launch, pods.nodes, pods.gpus)
     if args.form == "job":
         restarts = RESTARTS if args.restarts is None else args.restarts

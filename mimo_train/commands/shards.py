@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.shown import shown
+from data.shown import plural, shown
 from data.storage.url import Place, is_url
 from mimo_train.commands import shards_build, shards_page, shards_streams, shards_tokens
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, about_files, positive, whole
@@ -122,7 +122,7 @@ def _count_texts(cfg: Any, workers: int) -> int:
     counted = 0
     try:
         for done in lengths.build(OneShard(cfg), workers):
-            counted += done.samples
+            counted += done.samples if done.here else 0
             bar.add(done.samples)
     finally:
         bar.close()
@@ -130,7 +130,8 @@ def _count_texts(cfg: Any, workers: int) -> int:
     found = dataset.lengths
     assert found is not None
     print(
-        f"{counted} of {len(found)} texts counted now; tokens of a sample: {found.mean():.1f} on average, longest "
+        f"{counted} of {plural(len(found), 'text')} counted now; tokens of a sample: {found.mean():.1f} on average, "
+        "longest "
         f"{found.max()}, of data.sequence_length {cfg.data.sequence_length}"
     )
     return 0
@@ -160,10 +161,13 @@ def _index_all(paths: Sequence[Place], cache_dir: str | None, workers: int) -> i
         else:
             samples, bad = samples + len(index), bad + index.num_bad
             faults = f", {index.num_bad} of them cannot be used" if index.num_bad else ""
-            print(f"{path}: {len(index)} samples{faults}")
-    print(f"{len(paths) - failed} of {len(paths)} shards indexed, {samples} samples, {bad} of them cannot be used")
+            print(f"{path}: {plural(len(index), 'sample')}{faults}")
+    print(
+        f"{len(paths) - failed} of {plural(len(paths), 'shard')} indexed, {plural(samples, 'sample')}, {bad} of them "
+        "cannot be used"
+    )
     if empty and not samples:
-        print(f"error: {empty} shards without any sample: a run cannot read them", file=sys.stderr)
+        print(f"error: {plural(empty, 'shard')} without any sample: a run cannot read them", file=sys.stderr)
     return 0 if samples and not failed else 1
 
 
@@ -213,7 +217,10 @@ def _inspect_shards(args: argparse.Namespace) -> int:
                 listed = ", ".join(_describe(member) for member in members)
                 print(f"{path.name}  {shown(index.key(row))}  {listed}")
     total = sum(shards.values())
-    print(f"\n{len(shards)} shards, {samples} samples, {total / 1e6:.1f} MB, {len(faults)} samples cannot be used")
+    print(
+        f"\n{plural(len(shards), 'shard')}, {plural(samples, 'sample')}, {total / 1e6:.1f} MB, "
+        f"{plural(len(faults), 'sample')} cannot be used"
+    )
     print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
     for extension, count in sorted(counts.items()):
         print(f".{shown(extension):<15}{count:>10}{sizes[extension] / count:>12.0f}{sizes[extension] / 1e6:>10.1f}")
@@ -335,7 +342,7 @@ def _verify_shards(args: argparse.Namespace) -> int:
                 print(f"bad shard: {shown(str(error))}")
     for sentence in named_unread(not_read):
         print(f"warning: {sentence}", file=sys.stderr)
-    print(f"{checked} samples checked, {bad} bad; {broken} shards cannot be read")
+    print(f"{plural(checked, 'sample')} checked, {bad} bad; {plural(broken, 'shard')} cannot be read")
     return 1 if bad or broken or not checked else 0
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.shown import plural
 from mimo_train.commands.arguments import about_files, positive, whole
 from mimo_train.config.fault import UserError
 
@@ -82,9 +83,9 @@ def _build(args: argparse.Namespace) -> int:
     for note in built.notes:
         print(f"note: {note}", file=sys.stderr)
     if built.left_out:
-        print(f"left out: {built.left_out} records that cannot be used, see {to / LEFT_OUT}", file=sys.stderr)
+        print(f"left out: {plural(built.left_out, 'record')} that cannot be used, see {to / LEFT_OUT}", file=sys.stderr)
     for part, samples in built.samples.items():
-        print(f"{to / part}: {samples} samples in {built.shards[part]} shards")
+        print(f"{to / part}: {plural(samples, 'sample')} in {plural(built.shards[part], 'shard')}")
     return 0
 
 

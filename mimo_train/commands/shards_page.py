@@ -19,7 +19,7 @@ _ANY = 10**12  # bad samples
 
 def write(args: argparse.Namespace) -> int:
     """Write the page of the first samples of a run, in its order."""
-    from data.shown import shown
+    from data.shown import plural, shown
     from data.storage.replace import replacing
     from mimo_train.config.compose import load
     from mimo_train.config.fault import UserError
@@ -44,7 +44,7 @@ def write(args: argparse.Namespace) -> int:
         learned.append(int(text.loss_mask.sum()))
         bad += found is not None
     facts = [
-        ("shards", f"{len(dataset.shards):,} with {len(dataset):,} samples"),
+        ("shards", f"{len(dataset.shards):,} with {plural(len(dataset), 'sample')}"),
         ("tokens", f"{_spread(lengths)}; with loss {_spread(learned)}, of the first {len(lengths):,} samples"),
         ("cut or full", f"{sum(one >= data.sequence_length for one in lengths):,} at {data.sequence_length} tokens"),
         ("bad", f"{bad:,}"),
@@ -52,7 +52,7 @@ def write(args: argparse.Namespace) -> int:
     page = DataPage(shown(args.pattern), facts, length_bins(lengths), samples)
     with replacing(Path(args.html)) as file:
         file.write(render_data(page).encode(errors="replace"))
-    print(f"{args.html}: {number} samples, lengths of {len(lengths)}")
+    print(f"{args.html}: {plural(number, 'sample')}, lengths of {len(lengths)}")
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from data.shown import shown
+from data.shown import plural, shown
 
 if TYPE_CHECKING:
     from data.index import ShardIndex
@@ -55,7 +55,7 @@ def verify(pattern: str) -> int:
             print(f"bad shard: {shown(str(error))}")
     for sentence in named_unread(not_read):
         print(f"warning: {sentence}", file=sys.stderr)
-    print(f"{checked} samples checked, {bad} bad; {broken} shards cannot be read")
+    print(f"{plural(checked, 'sample')} checked, {bad} bad; {plural(broken, 'shard')} cannot be read")
     return 1 if bad or broken or not checked else 0
 
 

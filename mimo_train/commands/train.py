@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.shown import shown_lines
+from data.shown import plural, shown_lines
 from mimo_train.commands.arguments import add_config_command, print_fault, users_faults
 
 if TYPE_CHECKING:
@@ -168,10 +168,10 @@ def _first_line(run: "Run") -> str:
     modules = ", ".join(f"{name} ({sizes})" for name, sizes in run.layout.modules.items())
     ranks = f"{run.layout.world_size} processes" if run.layout.world_size > 1 else "one process"
     train = run.cfg.train
-    length = f"{train.epochs:g} epochs in steps" if train.epochs else f"{train.iters} steps"
+    length = f"{train.epochs:g} epochs in steps" if train.epochs else f"{plural(train.iters, 'step')}"
     return (
         f"{run.dir}: {modules} on {ranks}; {length} of "
-        f"{run.batch.global_batch_size} samples of {run.cfg.data.sequence_length} tokens; "
+        f"{plural(run.batch.global_batch_size, 'sample')} of {run.cfg.data.sequence_length} tokens; "
         "starting"
     )
 

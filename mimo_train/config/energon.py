@@ -9,6 +9,7 @@ from typing import Any
 from data.braces import split_commas
 from data.energon import energon_fields, energon_part, read_metadataset
 from data.errors import DataError
+from data.shown import plural
 from mimo_train.config.fault import ConfigError, Fault
 
 _TRAIN, _HELD_OUT = "train", "val"
@@ -68,7 +69,7 @@ def _fill_in_metadataset(data: dict[str, Any], key: str) -> None:
     if len(sources) == 1:
         data[key] = sources[0].shards
     elif not training:
-        raise DataError(f"{named}: {len(sources)} sources: name each of them in data.validation")
+        raise DataError(f"{named}: {plural(len(sources), 'source')}: name each of them in data.validation")
     elif data.get("mix"):
         raise DataError(f"{named} is a mixture, and data.mix is given too: leave out one of them")
     else:

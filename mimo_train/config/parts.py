@@ -1,5 +1,9 @@
 """Names of modules and their parts, shared by configs, models and checkpoints. Imports no torch."""
 
+import re
+
+from mimo_train.config.fault import nearest
+
 LANGUAGE = "language"
 """Name of the module with the loss: fixed, as in Megatron-Core (MIMO_LANGUAGE_MODULE_KEY)."""
 
@@ -17,6 +21,26 @@ ADAPTERS = ("lora_a", "lora_b", "lora_magnitude")
 def parts_of(module: str) -> tuple[str, ...]:
     """The parts of a module that `freeze` can name."""
     return ("llm",) if module == LANGUAGE else ("encoder", "projector")
+
+
+def why_no_parameter(module: str, entry: str) -> str:
+    """Why an entry of `freeze` names no parameter of a module, whatever encoder or model that has; empty where it is a
+    part, or a pattern that may match. Which other names there are is known when the model is built."""
+    parts = parts_of(module)
+    has = " and ".join(parts)
+    if entry in PARTS:
+        return "" if entry in parts else f"{entry!r} is no part of this module, it has {has}"
+    literal = re.split(r"[*?\[]", entry, maxsplit=1)[0]
+    if literal == entry and "." not in entry:
+        near = nearest(entry, parts)
+        neither = f"{entry!r} is neither a part of this module, which has {has}, nor a pattern of parameter names"
+        return neither + (near if near.startswith("; did") else "")
+    if module == LANGUAGE:
+        return ""  # a hook may add a head of any name
+    begins = (f"encoders.{module}.", "input_projections.0.")
+    if any(literal.startswith(one) or one.startswith(literal) for one in begins):
+        return ""
+    return f"{entry!r} matches no parameter: names of this module begin with {' or '.join(begins)}"
 
 
 def is_adapter(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from mimo_train.config.fault import Fault
 from mimo_train.config.keys import key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH, LlmSpec
-from mimo_train.config.parts import ADAPTED, LANGUAGE, PARTS, parts_of
+from mimo_train.config.parts import ADAPTED, LANGUAGE, why_no_parameter
 from mimo_train.config.schema_train import COMPILE, DECAYS, FP8, MOST_DECAY, MOST_RATE, RECOMPUTE, OptimConfig
 
 MOST_RANKS = 2**20
@@ -251,15 +251,12 @@ class ModuleConfig:
             )
 
     def _freeze_faults(self, name: str) -> Iterator[Fault]:
-        parts, prefix = parts_of(name), f"modules.{name}"
-        for entry in self.freeze:
-            if entry in PARTS and entry not in parts:
-                yield Fault(f"{prefix}.freeze", f"{entry!r} is no part of this module, it has {' and '.join(parts)}")
+        prefix = f"modules.{name}"
+        for field_name, entries in (("freeze", self.freeze), ("freeze_until", self.freeze_until)):
+            for entry in entries:
+                if why := why_no_parameter(name, entry):
+                    yield Fault(f"{prefix}.{field_name}", why)
         for entry in self.freeze_until:
-            if entry in PARTS and entry not in parts:
-                yield Fault(
-                    f"{prefix}.freeze_until", f"{entry!r} is no part of this module, it has {' and '.join(parts)}"
-                )
             if entry in self.freeze:
                 yield Fault(
                     f"{prefix}.freeze_until",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.shown import shown_lines
+from encoders.ranges import rules_of
 from mimo_train.config.fault import Fault
 
 LONGEST_SHOWN = 80
@@ -31,12 +32,15 @@ def structured(cls: type, plain: Any, prefix: str) -> tuple[Any, list[Fault]]:
     if not isinstance(plain, Mapping):
         return None, [Fault(prefix, f"must be a mapping of keys, is {shown_plain(plain)}")]
     hints, values, faults = _hints(cls), {}, []
+    rules = {field.name: rules_of(field) for field in dataclasses.fields(cls)}
     for name, value in plain.items():
         key = f"{prefix}.{name}" if prefix else name
         try:
             found, wrong = _value(hints.get(name, Any), value, key)
         except _Misfit as misfit:
-            faults.append(Fault(misfit.key, misfit.sentence))
+            # YAML reads some words that people give for a choice as other values: yes, off, 1.
+            of_choices = rules[name].complaint(value) if misfit.key == key and rules[name].choices else ""
+            faults.append(Fault(misfit.key, of_choices or misfit.sentence))
         else:
             values[name] = found
             faults += wrong

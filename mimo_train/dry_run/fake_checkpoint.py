@@ -59,7 +59,7 @@ def _install_saves(files: Files) -> None:
 
 
 def _install_loads(given: Run, files: Files) -> None:
-    from mimo_train.checkpoint import checkpointer, folders, modules, store
+    from mimo_train.checkpoint import checkpointer, folder_changes, folders, modules, store
     from mimo_train.checkpoint.format.files import Damage
     from mimo_train.checkpoint.format.read import Reader
     from mimo_train.checkpoint.format.spans import common_numel
@@ -114,7 +114,7 @@ def _install_loads(given: Run, files: Files) -> None:
     # Of other ranks nothing is known, of weights no values, and of a step that is not made no state.
     store.require_taken = modules._require_all = store.require_same = _nothing
     store.ModuleOptimizer.load_plain_state = _nothing  # type: ignore[method-assign]
-    folders.finish_renames = _nothing
+    folder_changes.finish_renames = _nothing
 
 
 class _Complete:

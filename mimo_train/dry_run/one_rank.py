@@ -149,9 +149,10 @@ def _install(device: str, counts: Counts) -> Any:
 
 def _choose_layers(engine: bool) -> None:
     """Those of Transformer Engine itself need a GPU, installed or not."""
+    from mimo_train.training import parts
     from mimo_train.training import setup as setting_up
 
-    setting_up.use_transformer_engine = lambda kind: engine and kind == "cuda"
+    setting_up.use_transformer_engine = parts.use_transformer_engine = lambda kind: engine and kind == "cuda"
 
 
 def observe(run: Run, counts: Counts) -> dict[str, Any]:

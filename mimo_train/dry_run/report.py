@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from data.errors import DataError
-from data.shown import shown_lines
+from data.shown import plural, shown_lines
 from encoders.errors import EncoderError
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
@@ -88,7 +88,7 @@ def head_of(cfg: ConfigContainer, ranks: int, world: int) -> str:
         ranks: that are tried, of so many.
     """
     said = "the CPU" if cfg.run.device == "cpu" else "CUDA, of which none is touched"
-    head = f"Dry run of {ranks} of {world:,} ranks, as on {said}"
+    head = f"Dry run of {ranks} of {plural(world, 'rank')}, as on {said}"
     if names := ", ".join(compiled_modules(cfg)):
         head += f"\nNOT TRIED: the compiler; layers of {names}, which the run compiles (train.compile), are as without"
     return head

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from data.shown import plural
 from mimo_train.config.fault import UserError
 from mimo_train.launch.requeue import AGAIN
 from mimo_train.launch.restarts import ANOTHER_MACHINE, STOPPED_CODE, require_resume
@@ -99,12 +100,26 @@ def require_fit(launch: Launch, nodes: int, gpus: int) -> int:
     per_node = processes_per_node(launch.cfg, nodes)
     if gpus and per_node != gpus:
         raise UserError(
-            f"--gpus-per-node is {gpus}, and the layout has {per_node} processes on each of {nodes} nodes: change "
+            f"--gpus-per-node is {gpus}, and the layout has {plural(per_node, 'process')} on each of "
+            f"{plural(nodes, 'node')}: change "
             "modules.*.layout (or layout=...), --nodes or --gpus-per-node"
         )
     if not gpus and launch.cfg.run.device == "cuda":
         raise UserError("--gpus-per-node is 0, and run.device is cuda")
     return per_node
+
+
+def require_gpus_used(launch: Launch, asked: str, instead: str) -> None:
+    """
+    Args:
+        asked: the option that asks for GPUs, with its value.
+        instead: what to give where the run is to stay on the CPU.
+
+    Raises:
+        UserError: the run would not use them.
+    """
+    if launch.cfg.run.device == "cpu":
+        raise UserError(f"{asked}, and run.device is cpu, which would leave the GPUs idle: give {instead}")
 
 
 def indexed_job(launch: Launch, pods: Pods, folder: str, restarts: int) -> list[Manifest]:
@@ -217,6 +232,7 @@ def sky_task(launch: Launch, name: str, nodes: int, accelerators: str, script: s
     kind, _, gpus = accelerators.partition(":")
     if not re.fullmatch(r"[A-Za-z][\w.-]*", kind) or not re.fullmatch(r"[1-9]\d*", gpus):
         raise UserError(f"--accelerators is {accelerators!r}: give a kind and a number, such as H100:8")
+    require_gpus_used(launch, f"--accelerators is {accelerators}", "run.device=auto")
     require_fit(launch, nodes, int(gpus))
     task = {
         "name": name,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data.shown import plural
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.schema import ConfigContainer
@@ -99,7 +100,7 @@ def _line_of_task(environment: Mapping[str, str]) -> list[str]:
     except (OSError, ValueError) as error:
         raise UserError(f"{ARRAY_FILE} is {file}: {error}") from error
     if task > len(lines):
-        raise UserError(f"{ARRAY_FILE} is {file}, which has {len(lines)} lines, and this is task {task}")
+        raise UserError(f"{ARRAY_FILE} is {file}, which has {plural(len(lines), 'line')}, and this is task {task}")
     return lines[task - 1]
 
 
@@ -141,7 +142,8 @@ def processes_per_node(cfg: ConfigContainer, nodes: int) -> int:
     world = _world(cfg)
     if world % nodes:
         raise UserError(
-            f"the layout needs {world} processes, which {nodes} nodes cannot share evenly: change modules.*.layout (or "
+            f"the layout needs {plural(world, 'process')}, which {nodes} nodes cannot share evenly: change "
+            "modules.*.layout (or "
             "layout=...) or NNODES, or let some be idle with placement.allow_idle=true and "
             f"NPROC_PER_NODE={-(-world // nodes)}"
         )
@@ -161,7 +163,7 @@ def _per_node(cfg: ConfigContainer, nodes: Nodes) -> int:
     if started < world:  # more may be idle: the program knows
         given = nodes.ranks.variables[2] if nodes.ranks else "NPROC_PER_NODE"
         raise UserError(
-            f"the layout needs {world} processes, but NNODES * {given} = {nodes.number} * {nodes.per_node} = "
+            f"the layout needs {plural(world, 'process')}, but NNODES * {given} = {nodes.number} * {nodes.per_node} = "
             f"{started}: change modules.*.layout (or layout=...), NNODES or {given}"
         )
     return nodes.per_node

@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import torch
 
+from data.shown import plural
 from mimo_train.config.fault import UserError
 from mimo_train.parallel.cuda_stand_in import CPU, StandIn
 
@@ -68,7 +69,8 @@ def choose(requested: str, processes: int = 1, local_rank: int = 0) -> Choice:
 
 def _too_few(processes: int, available: int) -> str:
     return (
-        f"{processes} processes on this machine have {available} CUDA device{'s' * (available > 1)}: use a layout of "
+        f"{plural(processes, 'process')} on this machine have {available} CUDA device{'s' * (available > 1)}: use a "
+        "layout of "
         "fewer ranks (layout=one_process), more nodes"
     )
 

@@ -7,6 +7,7 @@ at equal distances in consumed samples, and is at the full size once more than `
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from data.shown import plural
 from mimo_train.config.fault import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -116,7 +117,7 @@ def rampup_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         interleaved = f" x modules.{LANGUAGE}.layout.pp {language.pp}" if language.vpp > 1 else ""
         yield Fault(
             KEY,
-            f"a step of {wrong[0]} samples is not a multiple of {unit} (train.micro_batch_size "
+            f"a step of {plural(wrong[0], 'sample')} is not a multiple of {unit} (train.micro_batch_size "
             f"{train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}{interleaved}): use multiples of "
             f"{unit}",
         )
@@ -140,7 +141,7 @@ def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     if language.vpp > 1 and not rest and microbatches % language.pp:
         yield Fault(
             "train.global_batch_size",
-            f"{train.global_batch_size} samples are {microbatches} microbatches of "
+            f"{train.global_batch_size} samples are {plural(microbatches, 'microbatch')} of "
             f"{microbatch}; interleaving (modules.{LANGUAGE}.layout.vpp {language.vpp}) needs a multiple of pp "
             f"{language.pp}: use a multiple of {microbatch * language.pp}, or set vpp to 1",
         )
@@ -150,7 +151,7 @@ def batch_faults(cfg: ConfigContainer) -> Iterator[Fault]:
         if module.balance == "samples" and microbatch % module.layout.dp:
             yield Fault(
                 f"modules.{name}.layout.dp",
-                f"dp {module.layout.dp} does not divide a microbatch of {microbatch} samples "
+                f"dp {module.layout.dp} does not divide a microbatch of {plural(microbatch, 'sample')} "
                 f"(train.micro_batch_size {train.micro_batch_size} x modules.{LANGUAGE}.layout.dp {language.dp}): "
                 f"use a divisor of {microbatch}",
             )

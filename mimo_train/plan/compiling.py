@@ -15,6 +15,17 @@ def compiled_modules(cfg: ConfigContainer) -> list[str]:
     return [name for name in cfg.modules if cfg.compile_of(name) == "layers"]
 
 
+def compile_remark(cfg: ConfigContainer) -> str:
+    """What a run says before its first step, which waits for the compiler; empty where nothing is compiled."""
+    compiled = compiled_modules(cfg)
+    if not compiled:
+        return ""
+    layers = " and ".join(f"modules.{name}" for name in compiled)
+    return (
+        f"train.compile: the layers of {layers} are compiled in the first step, which takes seconds to minutes longer"
+    )
+
+
 def compile_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     """Why layers of this run cannot be compiled, of a config whose sizes and layouts have no fault."""
     for name in compiled_modules(cfg):

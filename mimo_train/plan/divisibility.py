@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from data.shown import plural
 from encoders.plain.spec import PlainSpec
 from encoders.spec import built_layers, encoders_in
 from mimo_train.config.fault import Fault
@@ -32,7 +33,8 @@ def language_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fa
     elif layout.pp > llm.num_layers:
         yield Fault(
             f"{key}.layout.pp",
-            f"pp {layout.pp} is more than the {llm.num_layers} layers of {key}.llm.num_layers: each stage needs one",
+            f"pp {layout.pp} is more than the {plural(llm.num_layers, 'layer')} of {key}.llm.num_layers: each stage "
+            "needs one",
         )
     yield from _expert_faults(llm, layout, key)
 
@@ -57,7 +59,8 @@ def encoder_faults(module: ModuleConfig, key: str) -> Iterator[Fault]:
     if layout.pp > (layers := built_layers(encoder)):
         yield Fault(
             f"{key}.layout.pp",
-            f"pp {layout.pp} is more than the {layers} layers of {key}.encoder.num_layers: each stage needs one",
+            f"pp {layout.pp} is more than the {plural(layers, 'layer')} of {key}.encoder.num_layers: each stage needs "
+            "one",
         )
     for axis, why in _ENCODER_AXES.items():
         if getattr(layout, axis) > 1:
@@ -160,7 +163,8 @@ def _expert_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterator[Fau
         axis = "ep" if layout.ep > 1 else "etp"
         yield Fault(
             f"{key}.layout.{axis}",
-            f"ep {layout.ep} x etp {layout.etp} does not divide the {ranks} ranks of a stage (tp {layout.tp} x cp "
+            f"ep {layout.ep} x etp {layout.etp} does not divide the {plural(ranks, 'rank')} of a stage (tp {layout.tp} "
+            "x cp "
             f"{layout.cp} x dp {layout.dp}): experts are dealt to these; use a divisor of {ranks}, or raise dp",
         )
     if layout.tp > 1 and not layout.sp:
@@ -181,7 +185,8 @@ def _interleaving_faults(llm: LlmSpec, layout: LayoutConfig, key: str) -> Iterat
     if llm.num_layers % chunks:
         yield Fault(
             f"{key}.layout.vpp",
-            f"{llm.num_layers} layers ({key}.llm.num_layers) are not equal parts of pp {layout.pp} x vpp {layout.vpp} "
+            f"{plural(llm.num_layers, 'layer')} ({key}.llm.num_layers) are not equal parts of pp {layout.pp} x vpp "
+            f"{layout.vpp} "
             f"= {chunks} chunks: use a divisor of the layers of a stage, or a number of layers that {chunks} divides",
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.mixture import Phase, whole_weights
+from data.shown import plural
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
@@ -98,7 +99,8 @@ def too_short(cfg: ConfigContainer, batch: Batch, samples: int, source: str = ""
     weights = ", give it less weight in data.mix" if source else ""
     return Fault(
         "data.exhausted",
-        f"is stop, and the {samples:,} samples{of} do not last for the first step of {batch.size_at(0)} samples: give "
+        f"is stop, and the {samples:,} samples{of} do not last for the first step of "
+        f"{plural(batch.size_at(0), 'sample')}: give "
         f"more samples or a smaller train.global_batch_size{weights}, or set data.exhausted=repeat",
     )
 

@@ -8,6 +8,7 @@ those that are named here.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mimo_train.config.compose import to_dict
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.key_changes import key_changes
 from mimo_train.plan.model_changes import MAY_CHANGE, SPECS
@@ -59,23 +60,41 @@ FREE_OF_SPECS = {"name", "init_std", "max_positions"}
 """Of `model_changes.MAY_CHANGE`, those that change no number of a run that has weights."""
 
 
-def unread_weights(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:
+BEGAN = "began_with"
+"""Entry of a checkpoint's record: the weights that the first start of its run began with."""
+
+
+def begun_with(config: Mapping[str, Any]) -> dict[str, str]:
+    """The weights that a new run of a config, as a record holds it, begins with: key -> what is given there."""
+    checkpoint = config["checkpoint"]
+    found = {"checkpoint.weights": checkpoint.get("weights")}
+    for name, load in checkpoint.get("load_modules", {}).items():
+        found[f"checkpoint.load_modules.{name}.path"] = load.get("path")
+    for name, module in config["modules"].items():
+        found[f"modules.{name}.pretrained"] = module.get("pretrained")
+        found[f"modules.{name}.lora.adapter"] = module.get("lora", {}).get("adapter")
+    return {key: value for key, value in found.items() if value}
+
+
+def unread_weights(record: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:
     """Weights, as key=value, that this run is told to begin with, its first start was not, and it does not read, since
-    it continues. Arguments and errors as of `changed_numbers`."""
-    past, now = before["checkpoint"], cfg.checkpoint
-    if past.get("trained_only"):
+    it continues.
+
+    Args:
+        record: of the checkpoint that it continues from.
+    """
+    if record["config"]["checkpoint"].get("trained_only"):
         return  # then they are read again, and compared
-    if now.weights and now.weights != past.get("weights"):
-        yield f"checkpoint.weights={now.weights}"
-    for name, load in now.load_modules.items():
-        if load.path != past.get("load_modules", {}).get(name, {}).get("path"):
-            yield f"checkpoint.load_modules.{name}.path={load.path}"
-    for name, module in cfg.modules.items():
-        was = before["modules"][name]
-        if module.pretrained and module.pretrained != was.get("pretrained"):
-            yield f"modules.{name}.pretrained={module.pretrained}"
-        if module.lora.adapter and module.lora.adapter != was.get("lora", {}).get("adapter"):
-            yield f"modules.{name}.lora.adapter={module.lora.adapter}"
+    began = began_with(record)
+    for key, value in begun_with(to_dict(cfg)).items():
+        if value != began.get(key):
+            yield f"{key}={value}"
+
+
+def began_with(record: Mapping[str, Any]) -> dict[str, str]:
+    """`begun_with` of the first start of the run of a checkpoint. Its config is that of the start that saved it, and
+    all that is known where the record is of before `BEGAN` was there."""
+    return record[BEGAN] if BEGAN in record else begun_with(record["config"])
 
 
 def changed_numbers(before: Mapping[str, Any], cfg: ConfigContainer) -> Iterator[str]:

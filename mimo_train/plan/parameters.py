@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from data.shown import plural
 from encoders.plain.spec import PlainSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import (
@@ -44,7 +45,8 @@ def vocabulary_faults(llm: LlmSpec, tokens: int) -> Iterator[Fault]:
     if 0 < llm.vocab_size < tokens:
         yield Fault(
             f"modules.{LANGUAGE}.llm.vocab_size",
-            f"the embedding has {llm.vocab_size} rows and the tokenizer {tokens} tokens of text: set it to at least "
+            f"the embedding has {plural(llm.vocab_size, 'row')} and the tokenizer {plural(tokens, 'token')} of text: "
+            "set it to at least "
             f"{tokens}, or change data.tokenizer",
         )
 

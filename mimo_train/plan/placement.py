@@ -7,6 +7,7 @@ other ranks may share these with each other, stage by stage.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from data.shown import plural
 from mimo_train.config.fault import Fault
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -157,7 +158,7 @@ def _overlap_faults(cfg: ConfigContainer, spans: dict[str, range]) -> Iterator[F
             same_start = cfg.placement.mode == "shared" or span[0] == of_taker[0]
             yield Fault(
                 f"modules.{giver}.layout" if same_start else f"placement.first_rank.{giver}",
-                f"{giver} has {len(span)} ranks ({span_text(span)}), the first stage of {taker} "
+                f"{giver} has {plural(len(span), 'rank')} ({span_text(span)}), the first stage of {taker} "
                 f"{len(first_stage)} ({span_text(first_stage)}): make them the same, with tp x dp "
                 f"{len(first_stage)} and first rank {first_stage[0]}, or put {giver} on ranks that {taker} "
                 f"({span_text(of_taker)}) does not have",

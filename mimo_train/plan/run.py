@@ -17,6 +17,7 @@ from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
+from mimo_train.config.schema_train import TrainConfig
 from mimo_train.plan.adapters import adapter_faults
 from mimo_train.plan.batch import Batch, batch_faults
 from mimo_train.plan.bridge_limits import bridge_faults
@@ -65,6 +66,16 @@ def steps_of_epochs(run: Run, samples: int) -> int:
     """
     # In decimals: 0.1 of 30 samples are 3, and not the next whole number above them.
     return max(1, run.batch.steps_of(math.ceil(Fraction(str(run.cfg.train.epochs)) * samples)))
+
+
+def length_of(train: TrainConfig) -> str:
+    """The length of a run, with the key that gives it."""
+    return f"the {train.iters} steps of train.epochs {train.epochs:g}" if train.epochs else f"train.iters {train.iters}"
+
+
+def all_made(train: TrainConfig, step: int) -> str:
+    """What is said of a run that has made all of its steps."""
+    return f"nothing to train: step {step} of {length_of(train)} was made; raise it, or give another run.dir"
 
 
 def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:

@@ -11,12 +11,16 @@ KEY = "run.dir"
 
 
 def folder_fault(folder: Path) -> Fault | None:
-    """Why a run cannot write into `folder`, as far as it shows without writing; None if nothing is in the way."""
+    """Why a run cannot write into `folder`, as far as it shows without making it; None if nothing is in the way."""
     standing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not standing.is_dir():
         return Fault(KEY, f"the folder {folder} cannot be made: {standing} is no folder; give another one")
     if not os.access(standing, os.W_OK | os.X_OK):
         return Fault(KEY, f"the folder {folder} cannot be written: no permission to write into {standing}; {_REMEDY}")
+    try:
+        _write_into(standing)  # permissions do not bind root, and are not all: a file system may take no files
+    except OSError as error:
+        return _refused(folder, error)
     return None
 
 
@@ -28,11 +32,20 @@ def make_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        _write_into(folder)
     except OSError as error:
-        why = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-        raise ConfigError([Fault(KEY, f"the folder {folder} cannot be written ({why}); {_REMEDY}")]) from error
+        raise ConfigError([_refused(folder, error)]) from error
+
+
+def _write_into(folder: Path) -> None:
+    """Make a file without a name, which leaves nothing."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _refused(folder: Path, error: OSError) -> Fault:
+    why = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    return Fault(KEY, f"the folder {folder} cannot be written ({why}); {_REMEDY}")
 
 
 def runs_within(folder: Path, files: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data.shown import plural
 from mimo_train.config.compose import load, to_yaml
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
@@ -134,7 +135,7 @@ def _said_of_file(path: Path, found: Plan) -> str:
 def _write(path: Path, found: Plan, cfg: ConfigContainer, config: str) -> None:
     """The whole config with the first proposal."""
     chosen = found.proposals[0].candidate
-    text = f"# {config} with the layout that `mimo-train plan` proposes for {chosen.gpus} GPUs.\n"
+    text = f"# {config} with the layout that `mimo-train plan` proposes for {plural(chosen.gpus, 'GPU')}.\n"
     try:
         path.write_text(text + to_yaml(chosen.config(cfg)))
     except OSError as error:

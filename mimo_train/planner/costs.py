@@ -70,7 +70,7 @@ class Costs:
             return 0.0  # rates differ with tp
         work = self._work(LANGUAGE, recompute).whole
         return self._computing(
-            work.products + work.products_back, work.attention + work.attention_back, work.eighth + work.eighth_back
+            work.products + work.products_back, work.attention + work.attention_back, work.in_fp8 + work.in_fp8_back
         )
 
     def language(self, layout: LayoutConfig, samples: int, recompute: str, *, divided: bool) -> list[StageCost]:
@@ -169,16 +169,16 @@ class Costs:
         traffic = layers * kept * devices.TOUCHED / (device.traffic * devices.TRAFFIC)
         least = layers * devices.LEAST_LAYER
 
-        forward = max(least, share * self._computing(work.products, work.attention, work.eighth) + traffic)
-        backward = share * self._computing(work.products_back, work.attention_back, work.eighth_back) + 2 * traffic
+        forward = max(least, share * self._computing(work.products, work.attention, work.in_fp8) + traffic)
+        backward = share * self._computing(work.products_back, work.attention_back, work.in_fp8_back) + 2 * traffic
         passes = 3 if recompute == "full" else 2
         return forward, max(passes * least, backward) if has_gradients else 0.0
 
-    def _computing(self, products: float, attention: float, eighth: float) -> float:
-        """Seconds, at the rates that are assumed; `eighth` of the products are in fp8."""
+    def _computing(self, products: float, attention: float, in_fp8: float) -> float:
+        """Seconds, at the rates that are assumed; `in_fp8` of the products are in fp8."""
         device = self._links.device
         rate = device.rate(self._cfg.train.precision)
-        slow, fast = (products - eighth) / rate, eighth / (device.eighth or rate)
+        slow, fast = (products - in_fp8) / rate, in_fp8 / (device.eighth or rate)
         return (slow + fast) / devices.PRODUCTS + attention / (rate * devices.ATTENTION)
 
     def _tail(self, name: str, layout: LayoutConfig, stage: int, divided: bool, cp: int) -> tuple[float, float]:

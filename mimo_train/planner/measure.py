@@ -32,7 +32,7 @@ from mimo_train.plan.divisibility import encoder_faults, language_faults, projec
 from mimo_train.plan.run import resolve
 from mimo_train.planner.profile import LayerCost, Profile
 from mimo_train.planner.work import Work, module_work
-from mimo_train.training.setup import build_parts, start_processes
+from mimo_train.training.parts import build_parts, start_processes
 
 _WARM_UP, _TIMED = 2, 5
 """Calls that are not timed, and those of which the median counts."""

@@ -4,7 +4,7 @@ import heapq
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -12,13 +12,13 @@ from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import LayoutConfig
-from mimo_train.plan.batch import Batch
-from mimo_train.plan.memory import GIB, Memory, memory_of_stage
-from mimo_train.plan.run import INPUT_KEYS, Run, config_faults
+from mimo_train.plan.memory import GIB
+from mimo_train.plan.run import INPUT_KEYS, config_faults
 from mimo_train.planner.candidate import Candidate, ranks_of
 from mimo_train.planner.costs import Costs
 from mimo_train.planner.counts import Counts, KnownStep
 from mimo_train.planner.devices import MARGIN, Device, Links
+from mimo_train.planner.fullest import Fullest
 from mimo_train.planner.predict import Prediction, Predictor
 from mimo_train.planner.profile import Profile
 from mimo_train.planner.space import LanguageOption, Space
@@ -146,8 +146,7 @@ class _Search:
             counts = Counts(cfg, request.vocab, request.media, request.steps)
         self._predictor = Predictor(cfg, costs, links, counts)
         self._room = request.device.memory * (1 - request.margin)
-        self._memory = cache(self._memory_of)
-        self._least_memory = math.inf
+        self._fullest = Fullest(cfg, request.vocab, request.media, partial(self._candidate, together=False))
 
     def run(self) -> Plan:
         """Bound, simulate, look at the best once more."""
@@ -188,7 +187,7 @@ class _Search:
             # What comes now is no better, whatever its encoders are.
             if bound >= worst:
                 break
-            if self._of_language(option) > self._room:
+            if self._fullest.of_language(option) > self._room:
                 continue
             candidates = [(self._bound(candidate), candidate) for candidate in self._candidates(option)]
             bounded += len(candidates)
@@ -299,30 +298,6 @@ class _Search:
         (encoder,) = apart
         return ranks_of(encoder) % option.tp == 0 or ranks_of(option.layout) % encoder.tp == 0
 
-    def _of_language(self, option: LanguageOption) -> int:
-        """Bytes of the fullest rank of the language model alone."""
-        most = max(self._memory_of_language(option, stage).total for stage in _stages(option.pp))
-        self._least_memory = min(self._least_memory, most)
-        return most
-
-    def _fullest(self, candidate: Candidate, option: LanguageOption) -> int:
-        """Bytes of the fullest rank."""
-        of_encoders = {
-            name: [self._of_encoder(candidate, name, stage) for stage in {0, layout.pp - 1}]
-            for name, layout in candidate.layouts.items()
-            if name != LANGUAGE
-        }
-        first = sum((of_encoders[name][0] for name in candidate.shared), self._memory_of_language(option, 0))
-        found = [first.total, *(self._memory_of_language(option, stage).total for stage in _stages(option.pp))]
-        if candidate.together:
-            pairs = zip(*(of_encoders[name] for name in candidate.apart), strict=True)
-            found += [sum(each, Memory()).total for each in pairs]
-        else:
-            found += [one.total for name in candidate.apart for one in of_encoders[name]]
-        most = max(found)
-        self._least_memory = min(self._least_memory, most)
-        return most
-
     def _few(
         self, found: list[tuple[float, Candidate]], option: LanguageOption, worst: float
     ) -> Iterator[tuple[float, Candidate, int]]:
@@ -335,40 +310,13 @@ class _Search:
             kind = candidate.kind
             if taken.get(kind, 0) == _OF_A_KIND:
                 continue
-            memory = self._fullest(candidate, option)
+            memory = self._fullest.of(candidate, option)
             if memory <= self._room:
                 taken[kind] = taken.get(kind, 0) + 1
                 yield least, candidate, memory
 
-    def _memory_of_language(self, option: LanguageOption, stage: int) -> Memory:
-        return self._memory(LANGUAGE, option, None, True, stage)
-
-    def _of_encoder(self, candidate: Candidate, name: str, stage: int) -> Memory:
-        layout = candidate.layouts[name]
-        sizes = layout.tp, layout.pp, layout.dp
-        language, samples = candidate.language, candidate.micro_batch_size
-        # What of the language model the memory of an encoder depends on.
-        option = LanguageOption(
-            1, language.pp, 1, language.dp, 1, 1, 1, False, samples, candidate.recompute,
-            candidate.distributed_optimizer,
-        )  # fmt: skip
-        return self._memory(name, option, sizes, name in candidate.shared, stage)
-
-    def _memory_of(
-        self, name: str, option: LanguageOption, sizes: tuple[int, int, int] | None, shared: bool, stage: int
-    ) -> Memory:
-        others = {one: LayoutConfig() for one in self._cfg.encoders}
-        if sizes is not None:
-            others[name] = LayoutConfig(tp=sizes[0], pp=sizes[1], dp=sizes[2])
-        inside = frozenset(others) if shared else frozenset(others) - {name}
-        candidate = self._candidate(option, others, inside, together=False)
-        cfg = candidate.config(self._cfg)
-        run = Run(cfg, candidate.run_layout(cfg), Batch.of(cfg))
-        media = self._request.media.get(name, 0.0)
-        return memory_of_stage(run, name, stage, self._request.vocab, media)
-
     def _nothing_fits(self, legal: int) -> str:
-        least, room = self._least_memory / GIB, self._room / GIB
+        least, room = self._fullest.least / GIB, self._room / GIB
         if not legal:
             return (
                 f"--gpus: no layout of the language model has at most {self._request.gpus} ranks and divides "
@@ -388,8 +336,3 @@ def _is_better(one: Proposal, other: Proposal) -> bool:
     if abs(seconds / others - 1) > _ALIKE:
         return seconds < others
     return (one.candidate.world_size, one.memory) < (other.candidate.world_size, other.memory)
-
-
-def _stages(stages: int) -> set[int]:
-    """The stages that differ in memory: the first, one behind it, the last."""
-    return {0, min(1, stages - 1), stages - 1}

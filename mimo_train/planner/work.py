@@ -31,9 +31,9 @@ class Work:
     products_back: float = 0.0
     """In backward, with what is computed again."""
     attention_back: float = 0.0
-    eighth: float = 0.0
+    in_fp8: float = 0.0
     """Of products, those in fp8."""
-    eighth_back: float = 0.0
+    in_fp8_back: float = 0.0
     """Of products_back."""
 
     @property
@@ -47,8 +47,8 @@ class Work:
             self.attention + other.attention,
             self.products_back + other.products_back,
             self.attention_back + other.attention_back,
-            self.eighth + other.eighth,
-            self.eighth_back + other.eighth_back,
+            self.in_fp8 + other.in_fp8,
+            self.in_fp8_back + other.in_fp8_back,
         )
 
 
@@ -132,7 +132,7 @@ def _by_layer(passes: Sequence[Passes], in_fp8: Mapping[str, list[int]]) -> Modu
         )
         found, linear = _LAYER.search(product.name), _LINEAR.fullmatch(product.name)
         if linear and int(linear[2]) in in_fp8.get(linear[1], ()):
-            work = replace(work, eighth=work.products, eighth_back=work.products_back)
+            work = replace(work, in_fp8=work.products, in_fp8_back=work.products_back)
         if found and not product.name.startswith("input_projections"):
             number = int(found[1])
             layers[number] = layers.get(number, Work()) + work

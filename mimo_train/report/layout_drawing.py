@@ -5,6 +5,7 @@ templates/layout.html.j2 places it. Imports no torch.
 
 from dataclasses import dataclass
 
+from data.shown import plural
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.plan.layout import ModuleLayout, RunLayout
 from mimo_train.plan.run import Run
@@ -92,8 +93,8 @@ def _summary(run: Run, shares_ranks: bool) -> str:
     if _has_nodes(layout):
         said += f"; {layout.ranks_per_node} a node"
     count = batch.num_microbatches
-    microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
-    return f"{said}. A step is {batch.global_batch_size:,} samples: {microbatches} of {batch.microbatch_samples:,}."
+    samples = plural(batch.global_batch_size, "sample")
+    return f"{said}. A step is {samples}: {plural(count, 'microbatch')} of {batch.microbatch_samples:,}."
 
 
 def _has_nodes(layout: RunLayout) -> bool:

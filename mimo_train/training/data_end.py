@@ -4,13 +4,14 @@ of a source would be drawn a second time."""
 from dataclasses import dataclass
 
 from data.pipeline import Samples
+from data.shown import plural
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.schema_train import TrainConfig
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.parallel.agreement import agreed
 from mimo_train.plan.inputs import build_dataset, tokenizer_of
 from mimo_train.plan.mixture import too_short
-from mimo_train.plan.run import Run, steps_of_epochs, with_iters
+from mimo_train.plan.run import Run, all_made, length_of, steps_of_epochs, with_iters
 from mimo_train.step.state import GlobalState, TrainState
 
 
@@ -28,7 +29,7 @@ class DataEnd:
     def __str__(self) -> str:
         of = f" of {self.source}" if self.source else ""
         return (
-            f"data.exhausted=stop: the {self.samples:,} samples{of} last until step {self.step} of "
+            f"data.exhausted=stop: the {plural(self.samples, 'sample')}{of} last until step {self.step} of "
             f"{length_of(self.train)}, where the run ends"
         )
 
@@ -63,11 +64,6 @@ def data_end(run: Run, dataset: Samples, train_state: TrainState) -> DataEnd | N
     return DataEnd(step, name, size, cfg.train)
 
 
-def length_of(train: TrainConfig) -> str:
-    """The length of a run, with the key that gives it."""
-    return f"the {train.iters} steps of train.epochs {train.epochs:g}" if train.epochs else f"train.iters {train.iters}"
-
-
 def decided_by(state: GlobalState) -> str:
     """The key that gives the number of steps."""
     if state.data_ends is not None:
@@ -77,10 +73,11 @@ def decided_by(state: GlobalState) -> str:
 
 def nothing_left(state: GlobalState) -> str:
     """What a run is told that has made its last step before."""
-    made, train = f"nothing to train: step {state.train_state.step}", state.cfg.train
+    step = state.train_state.step
     if state.data_ends is not None:
         return (
-            f"{made} was made, and with data.exhausted=stop the next would draw a sample a second time; set "
+            f"nothing to train: step {step} was made, and with data.exhausted=stop the next would draw a sample a "
+            "second time; set "
             "data.exhausted=repeat, or give another run.dir"
         )
-    return f"{made} of {length_of(train)} was made; raise it, or give another run.dir"
+    return all_made(state.cfg.train, step)

@@ -2,6 +2,7 @@
 
 import torch
 
+from data.shown import plural
 from mimo_train.config.fault import UserError
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.step.state import TrainState
@@ -54,7 +55,8 @@ class EmptySteps:
         if state.empty_steps <= self._allowed:
             return
         raise UserError(
-            f"train.max_empty_steps: {state.empty_steps} of {state.step} steps had no token with loss, {self._allowed} "
+            f"train.max_empty_steps: {state.empty_steps} of {plural(state.step, 'step')} had no token with loss, "
+            f"{self._allowed} "
             f"allowed; {state.bad_samples} samples were bad. Answers are empty, or cut by data.sequence_length "
             "(`mimo-train check` counts the tokens with loss), or every sample of a step is bad: mend the data, or "
             "raise train.max_empty_steps"

@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from data.shown import plural
 from data.storage.url import Place
 from data.tokens import Tokenizer
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
-from mimo_train.checkpoint.hf.adapters import ModuleAdapters, is_base, module_adapters
+from mimo_train.checkpoint.hf.adapters import ModuleAdapters, is_base, module_adapters, named_in_hub
 from mimo_train.checkpoint.hf.documents import Document, separate
 from mimo_train.checkpoint.hf.export import Stored, write_document
 from mimo_train.checkpoint.hf.joined import NoLlava, llava
@@ -20,7 +21,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.generation.source import load_model, on_one_process
 from mimo_train.plan.parameters import embedding_rows
 from mimo_train.plan.run import resolve
-from mimo_train.training.setup import build_parts, start_processes
+from mimo_train.training.parts import build_parts, start_processes
 
 BASE = "base"
 """Folder of the model that adapters are for, beside them, where it is no directory that was there already."""
@@ -36,7 +37,14 @@ class Exported:
 
 
 def export(
-    checkpoint: Place, cfg: ConfigContainer, to: Path, *, dtype: str, largest_file: int, merge: bool
+    checkpoint: Place,
+    cfg: ConfigContainer,
+    to: Path,
+    *,
+    dtype: str,
+    largest_file: int,
+    merge: bool,
+    base_model: str = "",
 ) -> tuple[list[Exported], str]:
     """Write the model of a checkpoint. On one process.
 
@@ -47,12 +55,15 @@ def export(
         dtype: of the weights: fp32, bf16 or fp16; empty: as in the checkpoint.
         largest_file: in bytes.
         merge: put adapters into the weights, instead of writing them by themselves.
+        base_model: what adapters name as their model; empty: its name in a hub, where its folder is one of the hub's
+            cache, or else the folder, which a reader takes from its own working directory if it is not absolute.
 
     Returns:
         What was written, and why parts that `transformers` could have as one model are several; empty if they are not.
 
     Raises:
-        UserError: the checkpoint is damaged, or PEFT has no place for its adapters.
+        UserError: the checkpoint is damaged, PEFT has no place for its adapters, or `base_model` is given and adapters
+            of one model are not what is written.
         ConfigError: the directory of a module has gone.
     """
     _, record = opened(checkpoint)
@@ -69,6 +80,9 @@ def export(
     stored = Stored(chunk, None if LEFT_OUT in record else checkpoint)
     documents, why = _documents(run.cfg, built.tokenizer)
     adapters = {} if merge else _adapters(run.cfg, documents, stored)
+    if base_model and len(adapters) != 1:
+        why = f"adapters are for {plural(len(adapters), 'model')} ({', '.join(adapters)})" if adapters else "none"
+        raise UserError(f"--base-model is {base_model}, which adapters name, and {why} are written: leave it away")
     kind = dtype or run.cfg.train.precision
     write = partial(write_document, stored=stored, dtype=kind, largest_file=largest_file, merge=merge)
     written = []
@@ -87,7 +101,8 @@ def export(
             write(document, to=base)
             written.append(Exported(base, document.what))
         task = "CAUSAL_LM" if LANGUAGE in document.modules else "FEATURE_EXTRACTION"
-        write_adapters(place, own, base_model=str(base.resolve()), task_type=task)
+        name, revision = (base_model, "") if base_model else named_in_hub(base)
+        write_adapters(place, own, base_model=name, revision=revision, task_type=task)
         names = " and ".join(one.module for one in own)
         written.append(Exported(place, f"adapters of {names} for peft, beside {base}"))
     return written, why

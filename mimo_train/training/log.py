@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from data.shown import plural
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.straggler import StragglerTimer
 from mimo_train.metrics.busiest import Busiest
@@ -200,7 +201,8 @@ class StepLog:
         empty, self._empty_said = state.train_state.empty_steps - self._empty_said, state.train_state.empty_steps
         if empty:
             state.console.message(
-                f"step {state.train_state.step}: {empty} of the last {numbers.steps} steps had no token with loss"
+                f"step {state.train_state.step}: {empty} of the last {plural(numbers.steps, 'step')} had no token with "
+                "loss"
             )
         self._bad_samples.require_budget()
         self._empty_steps.require_budget()

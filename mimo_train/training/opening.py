@@ -10,6 +10,7 @@ from mimo_train.config.compose import to_yaml
 from mimo_train.metrics import progress
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.metrics_log import build_metrics_log
+from mimo_train.plan.compiling import compile_remark
 from mimo_train.plan.run import Run
 from mimo_train.plan.warm_up import warm_up_warnings
 from mimo_train.step.state import GlobalState, TrainState
@@ -46,6 +47,8 @@ def open_state(
         console.message(str(stops))
     for warning in warm_up_warnings(run.cfg, state.last_step):
         console.message(f"warning: {warning}")
+    if step < state.last_step and (remark := compile_remark(run.cfg)):
+        console.message(remark)
     if resumed_from is not None:
         console.message(f"continues from {resumed_from}, step {step}")
     if checkpointer.unread:

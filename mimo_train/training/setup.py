@@ -1,54 +1,40 @@
 """Build everything the loop needs from a run: processes, groups, model, optimizer, data, loggers, resume."""
 
-import os
-import random
-from collections.abc import Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 
 from data.pipeline import Dataset, never
 from data.storage.url import Url
-from data.tokens import Tokenizer
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
 from mimo_train.checkpoint.every_weight import loads_every_weight
 from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.fault import UserError
 from mimo_train.config.pretrained.fill_in import all_parts, parts_there
-from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
-from mimo_train.diagnose.profiling import StepProfiler
 from mimo_train.diagnose.rerun import Rerun
 from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.evaluation.held_out import HeldOut, open_held_out
 from mimo_train.flight.recorder import RECORDER, remove_old_starts
 from mimo_train.launch.object_lock import ObjectLock, require_seen
-from mimo_train.launch.output import show
 from mimo_train.launch.processes import is_first_of_node
 from mimo_train.launch.run_lock import LOCK_FILE, LONGEST_LOCK, RunLock
-from mimo_train.metrics.stopwatch import Stopwatch
-from mimo_train.model.build import build_model
 from mimo_train.model.heads import ModelHook
 from mimo_train.model.layers import use_transformer_engine
 from mimo_train.model.llm.gpt import TrainedLogits
 from mimo_train.model.names import modules_of
-from mimo_train.model.seeds import seed_for
 from mimo_train.optim.factory import build_optimizer
 from mimo_train.optim.freeze_stages import FreezeStages, GradientNeeds
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.optim.schedules import ModuleSchedulers
 from mimo_train.parallel import device as devices
 from mimo_train.parallel.agreement import agreed
-from mimo_train.parallel.alone import return_at_once
 from mimo_train.parallel.bridge.shapes import StepShapes
-from mimo_train.parallel.groups import RunGroups, build_groups
 from mimo_train.parallel.one_run import (
     LONGEST_SIGHT,
     Start,
@@ -56,12 +42,11 @@ from mimo_train.parallel.one_run import (
     require_one_folder,
     require_own_devices,
 )
-from mimo_train.parallel.recorded import record_messages
 from mimo_train.parallel.step_sum import StepSum
-from mimo_train.plan.inputs import build_dataset, placeholders_of, tokenizer_of
+from mimo_train.plan.inputs import build_dataset
 from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.padding import padding_of
-from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
+from mimo_train.plan.parameters import embedding_rows
 from mimo_train.plan.run import Run
 from mimo_train.plan.run_dir import make_folder
 from mimo_train.step.batches import StepIterator, open_loader
@@ -75,18 +60,7 @@ from mimo_train.training.data_end import data_end, with_steps
 from mimo_train.training.empty_steps import EmptySteps
 from mimo_train.training.exit import ExitVotes
 from mimo_train.training.opening import open_state
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a run that a forward pass needs, without an optimizer."""
-
-    tokenizer: Tokenizer
-    pipeline: Pipeline
-    """With the model, the process groups and the device."""
-    step_sum: StepSum
-    stopwatch: Stopwatch
-    profiler: StepProfiler
+from mimo_train.training.parts import Parts, build_parts, start_processes
 
 
 @dataclass(frozen=True)
@@ -297,76 +271,6 @@ def _open_sections(
         step_sum.open("logits", 1, TrainedLogits(pipeline.model).own)
 
 
-def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
-    """Prepare this process for its device and join the others, over `store` if it is given.
-
-    Returns:
-        The kind of device, and the device.
-    """
-    chosen = devices.choose(cfg.run.device, *(int(os.environ.get(*each)) for each in _OF_THIS_MACHINE))
-    kind, device = chosen.kind, devices.install(chosen.kind, chosen.index)
-    _remark(cfg, chosen)
-    record_messages()
-    return_at_once()
-    if kind == "cuda":
-        RECORDER.queued()
-    if not dist.is_initialized():
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
-            os.environ.setdefault(name, value)
-        if store is None and os.environ["WORLD_SIZE"] == "1":
-            # There is nobody to meet: an address that something else has left in the environment is not waited for.
-            store = dist.HashStore()
-        RECORDER.to("join")
-        devices.init_process_group(kind, cfg.run.timeout_minutes, store)
-    return kind, device
-
-
-_OF_THIS_MACHINE = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-
-
-def _remark(cfg: ConfigContainer, chosen: devices.Choice) -> None:
-    """Say on the first rank what there is to say about the device."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    overlaps = any(module.layout.tp * module.layout.cp > 1 for module in cfg.modules.values())
-    for remark in devices.remarks(overlaps) if chosen.kind == "cuda" else filter(None, [chosen.remark]):
-        show(remark)
-
-
-def build_parts(
-    run: Run,
-    kind: str,
-    device: torch.device,
-    pre_wrap_hook: ModelHook | None = None,
-    *,
-    undrawn: Set[tuple[str, str]] = frozenset(),
-) -> Parts:
-    """Groups, model and pipeline of a run; weights are initial, but for those of `undrawn` (see `build_model`).
-    Collective over all ranks."""
-    RECORDER.to("groups")
-    cfg, groups, tokenizer = run.cfg, build_groups(run.layout, run.cfg.run.timeout_minutes), tokenizer_of(run.cfg)
-    if faults := list(vocabulary_faults(cfg.llm, tokenizer.text_size)):
-        raise ConfigError(faults)
-    profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
-    _seed(cfg, groups)
-    RECORDER.to("model")
-    model = build_model(
-        cfg,
-        run.layout,
-        groups,
-        vocab_size=tokenizer.vocab_size,
-        special_token_ids={name: tokenizer.placeholder_id(token) for name, token in placeholders_of(cfg).items()},
-        device=device,
-        te=use_transformer_engine(kind),
-        pre_wrap_hook=pre_wrap_hook,
-        undrawn=undrawn,
-    )
-    _seed(cfg, groups)
-    step_sum, stopwatch = StepSum(device), Stopwatch(cuda=kind == "cuda")
-    pipeline = Pipeline(run, groups, model, device, step_sum, stopwatch)
-    return Parts(tokenizer, pipeline, step_sum, stopwatch, profiler)
-
-
 def make_demo_shards(run: Run) -> None:
     """Generate the demo shards of `data.demo` if they are missing, on the first rank of each node; the others wait."""
     data = run.cfg.data
@@ -381,20 +285,3 @@ def make_demo_shards(run: Run) -> None:
 
 def _announce_needs(shapes: StepShapes, needs: GradientNeeds, step: int) -> None:
     shapes.needs = needs.at(step)
-
-
-def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
-    """Seed every generator: dropout differs between data- and context-parallel ranks, stages and modules."""
-    name, pgs = next(iter(groups.collections.items()))
-    place = (name, pgs.dp.rank(), pgs.pp.rank(), *([pgs.cp.rank()] if pgs.cp.size() > 1 else []))
-    seed = seed_for(cfg.run.seed, "rank", *place) % 2**31
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(
-        seed,
-        force_reset_rng=True,
-        tp_rank=pgs.tp.rank(),
-        ep_rank=pgs.ep.rank(),
-        etp_rank=pgs.expt_tp.rank(),
-    )

@@ -97,8 +97,8 @@ def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 def put_in_place(new: Place, final: Place) -> None:
     """Give a folder its final name. One that has this name is replaced, and removed only after the new one is on the
-    disk in its place: a kill leaves one of the two, under its name or under one that `folders.finish_renames` knows.
-    A folder of objects has its name already, and loses the mark that it is unfinished.
+    disk in its place: a kill leaves one of the two, under its name or under one that `folder_changes.finish_renames`
+    knows. A folder of objects has its name already, and loses the mark that it is unfinished.
 
     Raises:
         OSError: the folder that was there still is.

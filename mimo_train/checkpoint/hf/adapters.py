@@ -1,6 +1,8 @@
 """Adapters of a run, and where `transformers` has the layers that they are beside."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,6 +15,8 @@ from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.adapters import linears
+
+_IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$")
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,10 @@ def is_base(document: Document, stored: Stored) -> bool:
             if not torch.equal(trained, there):
                 return False
     return True
+
+
+def named_in_hub(folder: Path) -> tuple[str, str]:
+    """(what names the model in a folder, its revision). One of the cache of huggingface_hub has the name and the
+    revision of its hub, which mean the same on any machine; any other its path, and no revision."""
+    found = _IN_CACHE.search(folder.absolute().as_posix())
+    return (found[1].replace("--", "/"), found[2]) if found else (str(folder.resolve()), "")

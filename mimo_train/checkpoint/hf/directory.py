@@ -2,7 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,26 @@ one on Pillow there."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin.index.json")
 
 
-def new_directory(folder: Path) -> Path:
-    """
+@contextmanager
+def new_directory(folder: Path) -> Iterator[Path]:
+    """A folder for a model. Where the block raises, all that was made goes: half a model looks like a whole one.
+
     Raises:
         UserError: it is there already, and not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--to: {folder} is there already: give a folder that is not, or an empty one")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    made = list(takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # the first error counts; and another process may have begun to write beside it
+            for path in list(folder.iterdir()):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            for path in made:
+                path.rmdir()
+        raise
 
 
 def copy_files(source: Path, to: Path) -> None:

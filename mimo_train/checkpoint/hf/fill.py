@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from data.listed import listed
+from data.shown import plural
 from encoders.normal import fill
 from encoders.weight_map import Rows, Rule, Spelling, WeightMap, spelt
 from encoders.whisper.positions import sinusoids
@@ -173,7 +174,7 @@ class Reader:
         there = self._folder.tensors
         missing = [theirs for theirs in self._theirs.values() if theirs not in there]
         found = [
-            f"{theirs} has shape {there[theirs].shape} there, and {self._counts[name]} rows here"
+            f"{theirs} has shape {there[theirs].shape} there, and {plural(self._counts[name], 'row')} here"
             for name, theirs in self._theirs.items()
             if theirs in there and there[theirs].shape[:1] != (self._counts[name],)
         ][:SHOWN]

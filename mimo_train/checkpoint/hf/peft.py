@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from mimo_train.config.fault import UserError, nearest
 from mimo_train.config.parts import ADAPTERS
@@ -90,8 +90,13 @@ class Adapted:
     places: Places
 
 
-def write_adapters(folder: Path, modules: Sequence[Adapted], *, base_model: str = "", task_type: str) -> None:
+def write_adapters(
+    folder: Path, modules: Sequence[Adapted], *, base_model: str = "", revision: str = "", task_type: str
+) -> None:
     """Write the adapters of modules that are one Hugging Face model into `folder`. Rank and alpha may differ.
+
+    Args:
+        revision: of `base_model` in its hub; empty: any.
 
     Raises:
         UserError: as `write_adapter`; or PEFT has one value for what differs between the modules.
@@ -117,6 +122,7 @@ def write_adapters(folder: Path, modules: Sequence[Adapted], *, base_model: str 
         "peft_type": "LORA",
         "task_type": task_type,
         "base_model_name_or_path": base_model or None,
+        "revision": revision or None,
         "inference_mode": True,
         "r": first.rank,
         "lora_alpha": _number(first.alpha),
@@ -133,7 +139,8 @@ def write_adapters(folder: Path, modules: Sequence[Adapted], *, base_model: str 
         "modules_to_save": None,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: value.clone() for key, value in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    # A failing write is an OSError here, and an error of its own where safetensors writes.
+    (folder / WEIGHTS).write_bytes(save({key: value.clone() for key, value in tensors.items()}, {"format": "pt"}))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from numbers import Integral
 from pathlib import Path
 
+from data.shown import plural
 from data.storage.replace import replacing
 from mimo_train.config.fault import UserError
 
@@ -70,7 +71,9 @@ class JsonlSink:
             self._write()
         except OSError as error:
             lines = self._held_back.count(b"\n")
-            what = f"the last {lines} lines of {self.handle}" if lines else f"{self.handle}, which was removed,"
+            what = (
+                f"the last {plural(lines, 'line')} of {self.handle}" if lines else f"{self.handle}, which was removed,"
+            )
             raise UserError(
                 f"run.dir: {what} could not be written ({error}): the same command "
                 "continues the run from its newest complete checkpoint, and writes those behind it again"

@@ -26,10 +26,11 @@ RUNS = {
 def curve(name: str, run) -> None:
     """Train with layers of the stand-in."""
     from mimo_train.step import schedule
+    from mimo_train.training import parts
     from mimo_train.training import setup as setting_up
     from mimo_train.training.pretrain import pretrain
 
-    setting_up.use_transformer_engine = lambda kind: True
+    setting_up.use_transformer_engine = parts.use_transformer_engine = lambda kind: True
     if STALE in name:
         schedule.renew_copies = lambda chunks: None
     pretrain(run)

@@ -55,7 +55,7 @@ def compared(cfg, pictures: int) -> tuple[float, list[int], list[int], int]:
     from mimo_train.generation.sampling import Sampler
     from mimo_train.generation.source import on_one_process
     from mimo_train.plan.run import resolve
-    from mimo_train.training.setup import build_parts, start_processes
+    from mimo_train.training.parts import build_parts, start_processes
 
     run = resolve(on_one_process(cfg))
     parts = build_parts(run, *start_processes(run.cfg))

@@ -54,7 +54,7 @@ def _answered(folder: str, questions: list) -> list[list[int]]:
     from mimo_train.generation.source import open_source
     from mimo_train.plan.inputs import media_of
     from mimo_train.plan.run import resolve
-    from mimo_train.training.setup import build_parts, start_processes
+    from mimo_train.training.parts import build_parts, start_processes
 
     source = open_source(Path(folder))
     run = resolve(source.cfg)

@@ -79,6 +79,27 @@ def test_layers_that_are_not_torch_s_own_are_refused_where_they_are_built(prose,
         assert said.startswith("modules.language.compile: is layers, and its layers are not torch's in plain calls")
 
 
+def _messages(cfg) -> list[str]:
+    """What a run says on the console."""
+    from mimo_train.metrics.console import Console
+    from mimo_train.training.pretrain import pretrain
+
+    compiled.BACKEND, said = "eager", []
+    Console.message = lambda console, text: said.append(text)
+    pretrain(cfg)
+    return said
+
+
+def test_the_wait_for_the_compiler_is_announced(prose, tmp_path):
+    cfg = config("gpt_tiny", tmp_path / "run", prose, "train.iters=1")
+    remark = "train.compile: the layers of modules.language are compiled in the first step"
+    for choice, times in (("none", 0), ("layers", 1), ("layers", 0)):  # the last start has no step to make
+        cfg.train.compile = choice
+        cfg.run.dir = str(tmp_path / choice)
+        (said,) = run_ranks(_messages, 1, cfg)
+        assert sum(text.startswith(remark) for text in said) == times
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_numbers_are_those_of_layers_that_are_not_compiled(name, digits, prose, tmp_path):
     layout, *others = RUNS[name]

@@ -40,7 +40,7 @@ def _features(cfg, media: torch.Tensor) -> list:
     from mimo_train.model.names import modules_of
     from mimo_train.plan.parameters import embedding_rows, encoder_parameters
     from mimo_train.plan.run import resolve
-    from mimo_train.training.setup import build_parts, start_processes
+    from mimo_train.training.parts import build_parts, start_processes
 
     run = resolve(cfg)
     parts = build_parts(run, *start_processes(run.cfg))

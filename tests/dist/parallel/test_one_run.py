@@ -19,7 +19,8 @@ def _start(cfgs, folder):
     from mimo_train.config.fault import UserError
     from mimo_train.parallel import one_run
     from mimo_train.parallel.agreement import agreed
-    from mimo_train.training.setup import setup, start_processes
+    from mimo_train.training.parts import start_processes
+    from mimo_train.training.setup import setup
 
     start_processes(cfgs[0])
     rank, said = dist.get_rank(), []

@@ -110,7 +110,7 @@ def test_frozen_parts_do_not_move_and_the_others_do(layout, overrides, moving, d
 
 
 def test_freeze_pattern_that_matches_nothing_is_named(digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "modules.images.freeze=['encoder.blocks.*']")
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "modules.images.freeze=['encoders.*.blocks.*']")
     with pytest.raises(RankFailure, match=r"modules\.images\.freeze.*matches no parameter"):
         train_on_ranks(cfg)
 

@@ -204,8 +204,9 @@ def mix_of(*sources: str) -> str:
 def test_sources_with_one_name_are_a_fault(capsys):
     for folder in ("a/train", "b/train"):  # as `shards build` names its folders
         shard(Path(folder) / "x.tar", *sound(20))
-    (fault,) = run(capsys, *on(""), mix_of("shards: a/train", "shards: b/train"))[2]
+    _, out, (fault,) = run(capsys, *on(""), mix_of("shards: a/train", "shards: b/train"))
     assert fault == "data.mix[1].name: 'train' is the name of data.mix[0] too: give one"
+    assert "first 20 of data.mix[0]" in out and "first 20 of data.mix[1]" in out and "of train" not in out
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What `mimo-train check` says of callbacks, and of what only the start of a run can show."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -54,11 +53,16 @@ def test_names_that_a_module_makes_are_there_or_not_known():
 
 
 def test_what_only_the_start_can_show_is_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(promises, "DRIVER", Path(tmp_path / "none"))
+    monkeypatch.setattr(promises, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(promises, "OF_WINDOWS", tmp_path / "none")
     frozen = ("modules.language.freeze=[nothing*,llm]", "modules.language.freeze_until={also*: 3}")
-    notes = check(load("vlm_digits", *frozen, "run.device=cuda")).notes
+    report = check(load("vlm_digits", *frozen, "run.device=cuda"))
     for key, pattern in (("freeze", "nothing*"), ("freeze_until", "also*")):
-        assert f"modules.language.{key}: whether {pattern} match parameters is seen when the model is built" in notes
-    assert "run.device is cuda, and this machine has no driver for GPUs: the run starts on others only" in notes
-    monkeypatch.setattr(promises, "DRIVER", tmp_path)
-    assert not any("run.device" in note for note in check(load("vlm_digits", "run.device=cuda")).notes)
+        said = f"modules.language.{key}: whether {pattern} match parameters is seen when the model is built, as with"
+        assert any(said in note for note in report.notes)
+    (warning,) = report.warnings
+    assert warning.startswith("run.device is cuda, and this machine has no driver for GPUs: the run starts on others")
+    for there in ("DRIVER", "OF_WINDOWS"):
+        with monkeypatch.context() as patch:
+            patch.setattr(promises, there, tmp_path)
+            assert check(load("vlm_digits", "run.device=cuda")).warnings == []

@@ -20,7 +20,8 @@ def saved(run_dir: Path, *overrides: str, fingerprint: str = "", steps=(100, 200
     for step in steps:
         folder = run_dir / "checkpoints" / f"step_{step:08d}"
         folder.mkdir(parents=True)
-        record = {"config": compose.to_dict(load(config, *overrides)), "data_fingerprint": fingerprint, **more}
+        config_of_run = compose.to_dict(load(config, *overrides))
+        record = {"step": step, "config": config_of_run, "data_fingerprint": fingerprint, **more}
         write_record(folder, record)
     (run_dir / "checkpoints" / "step_00000300.partial").mkdir()
     return f"run.dir={run_dir}"
@@ -32,6 +33,15 @@ def test_a_run_that_resumes_says_from_where(tmp_path):
     assert f"resumes {tmp_path}/checkpoints/step_00000200" in report.notes
     report = check(load("vlm_digits", f"checkpoint.resume={tmp_path}/checkpoints/step_00000100"))
     assert f"resumes {tmp_path}/checkpoints/step_00000100" in report.notes
+
+
+def test_a_run_that_has_made_all_of_its_steps_is_told_that_it_has_nothing_to_do(tmp_path):
+    override = saved(tmp_path)
+    for iters in (199, 200):
+        report = check(load("vlm_digits", override, f"train.iters={iters}"))
+        assert f"nothing to train: step 200 of train.iters {iters} was made; raise it" in report.warnings[0]
+        assert not report.faults, "as training, which ends well"
+    assert check(load("vlm_digits", override, "train.iters=201")).warnings == []
 
 
 def test_a_checkpoint_of_another_layout_is_fine(tmp_path):

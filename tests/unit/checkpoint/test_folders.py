@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.damage import damage_in, damaged
 from mimo_train.config.fault import PeersError, UserError
 from tests.records import write_record
@@ -116,9 +116,9 @@ def test_only_damage_of_the_checkpoint_itself_sets_it_aside(tmp_path):
 
 def test_what_is_set_aside_is_no_checkpoint_and_stays(tmp_path):
     for _ in range(2):
-        folders.set_aside(saved(tmp_path, 4))
+        folder_changes.set_aside(saved(tmp_path, 4))
     saved(tmp_path, 2), saved(tmp_path, 3)
-    folders.remove_old(tmp_path, 1)
+    folder_changes.remove_old(tmp_path, 1)
     assert [path.name for path in folders.newest_first(tmp_path)] == ["step_00000003"]
     assert sorted(path.name for path in folders.checkpoints_dir(tmp_path).glob("*.damaged*")) == [
         "step_00000004.damaged",
@@ -142,11 +142,11 @@ def test_each_kind_is_thinned_out_by_its_own_rule(tmp_path):
         saved(tmp_path, step, True)
     folders.partial_folder(tmp_path, 5).mkdir()
     folders.partial_folder(tmp_path, 5, True).mkdir()
-    folders.remove_old(tmp_path, 2)
-    folders.remove_unfinished(tmp_path)
+    folder_changes.remove_old(tmp_path, 2)
+    folder_changes.remove_unfinished(tmp_path)
     assert names(tmp_path) == [3, 4] and names(tmp_path, True) == [1, 2, 3, 4]
     assert not folders.partial_folder(tmp_path, 5).exists() and folders.partial_folder(tmp_path, 5, True).exists()
-    folders.remove_old(tmp_path, 0, True)
+    folder_changes.remove_old(tmp_path, 0, True)
     assert names(tmp_path) == [3, 4] and names(tmp_path, True) == [4]
-    folders.remove_old(tmp_path, 0)
+    folder_changes.remove_old(tmp_path, 0)
     assert names(tmp_path) == [3, 4]

@@ -1,12 +1,22 @@
 """Adapters in PEFT's files: what is written, what is read back, and what is refused, without the library itself."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mimo_train.checkpoint.hf.peft import CONFIG, WEIGHTS, Place, read_adapter, write_adapter
+from mimo_train.checkpoint.hf.adapters import named_in_hub
+from mimo_train.checkpoint.hf.peft import (
+    CONFIG,
+    WEIGHTS,
+    Adapted,
+    Place,
+    read_adapter,
+    write_adapter,
+    write_adapters,
+)
 from mimo_train.config.fault import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
@@ -182,3 +192,31 @@ def test_a_layer_that_is_fused_there_too_has_its_rows_in_another_order(tmp_path)
         UserError, match="linear_qkv has an adapter of q_proj, .* name linear_qkv in lora.targets instead"
     ):
         write_adapter(tmp_path, apart, lora, LINEARS, where)
+
+
+def adapted() -> Adapted:
+    lora = LoraConfig(rank=3, targets=["q_proj"])
+    return Adapted(drawn(lora), lora, LINEARS, places())
+
+
+def test_a_model_of_a_hubs_cache_is_named_as_in_the_hub(tmp_path):
+    """By that name and revision peft finds it on another machine too."""
+    revision = "0123456789abcdef" * 2 + "01234567"
+    cached = tmp_path / "models--org--name-1.5" / "snapshots" / revision
+    cached.mkdir(parents=True)
+    assert named_in_hub(cached) == ("org/name-1.5", revision)
+    assert named_in_hub(tmp_path / "models--gpt2" / "snapshots" / revision) == ("gpt2", revision)
+    for other in (cached.with_name("main"), cached / "base", tmp_path):
+        assert named_in_hub(other) == (str(other.resolve()), "")
+    name, revision = named_in_hub(cached)
+    write_adapters(tmp_path, [adapted()], base_model=name, revision=revision, task_type="CAUSAL_LM")
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/name-1.5", revision)
+    read_adapter(tmp_path, LINEARS, places())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_adapter_on_a_full_disk_is_an_error_of_the_system(tmp_path):
+    (tmp_path / WEIGHTS).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_adapters(tmp_path, [adapted()], task_type="CAUSAL_LM")

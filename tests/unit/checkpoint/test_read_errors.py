@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.storage import retry
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.damage import DamagedCheckpoint, damage_in, damage_named
 from mimo_train.checkpoint.format import blocks, files
 from mimo_train.checkpoint.format.files import RETRIES, Damage
@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_listed_or_renamed_in_is_named_and_not_taken_for
     calls = (
         lambda: folders.newest_first(run_dir),
         lambda: folders.newest_readable(run_dir),
-        lambda: folders.finish_renames(run_dir),
+        lambda: folder_changes.finish_renames(run_dir),
         lambda: folders.chosen(run_dir / "other", str(run_dir)),
         lambda: folders.in_folder(run_dir, "checkpoint.weights"),
     )
@@ -117,10 +117,10 @@ def test_a_folder_that_cannot_be_listed_or_renamed_in_is_named_and_not_taken_for
     folder.rename(folders.partial_folder(run_dir, 4))
     fails(Path, "rename", code, 1)
     with pytest.raises(UserError, match=words):
-        folders.finish_renames(run_dir)
+        folder_changes.finish_renames(run_dir)
     fails(os, "listdir", code, 999)
     for call in calls:
         with pytest.raises(UserError, match=words):
             call()
     with pytest.raises(OSError):  # inside a save it is one that has failed
-        folders.remove_unfinished(run_dir)
+        folder_changes.remove_unfinished(run_dir)

@@ -17,7 +17,7 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
 from mimo_train.plan.inputs import tokenizer_of
 from mimo_train.plan.model_changes import MAY_CHANGE, SPECS
-from mimo_train.plan.otherwise import BY_CONTENT, BY_MODULE, FREE, FREE_OF_SPECS, REFUSED
+from mimo_train.plan.otherwise import BEGAN, BY_CONTENT, BY_MODULE, FREE, FREE_OF_SPECS, REFUSED
 from tests.unit.configs import changed, load
 from tests.unit.data.chat_templates import CHATML, GEMMA, save_tokenizer, unmarked
 
@@ -120,6 +120,10 @@ def test_weights_that_a_run_does_not_begin_with_are_said():
     adapter = changed({"modules.language.lora.adapter": "b", "checkpoint.dir": "s3://a/b"})
     assert said(adapter).startswith("modules.language.lora.adapter=b: not read")
     assert "in another checkpoint.dir" in said(adapter)
+    later = record | {"config": compose.to_dict(other), BEGAN: {}}
+    assert said(other) == begun_otherwise(Path("a"), later, other), "also when a start of that command has saved"
+    later = record | {"config": compose.to_dict(same), BEGAN: {"checkpoint.weights": "runs/b"}}
+    assert begun_otherwise(Path("a"), later, other) == "", "it began with them, whatever a later start was told"
     modules = load("vlm_digits", "checkpoint.load_modules={language: {path: runs/gpt}}")
     assert said(modules).startswith("checkpoint.load_modules.language.path=runs/gpt: not read")
     record["config"]["checkpoint"]["trained_only"] = True

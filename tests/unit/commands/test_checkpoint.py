@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.format.files import COMPLETE, INDEX
 from mimo_train.cli import main
 from tests.records import write_record
@@ -27,7 +27,7 @@ def whole(tmp_path_factory) -> Path:
         shutil.copytree(first, folder)
         write_record(folder, {"step": step, "layout": LAYOUT})
     shutil.copytree(
-        folder, folders.set_aside(shutil.copytree(folder, folder.with_name("step_00000005"))), dirs_exist_ok=True
+        folder, folder_changes.set_aside(shutil.copytree(folder, folder.with_name("step_00000005"))), dirs_exist_ok=True
     )
     folders.partial_folder(run_dir, 6).mkdir()
     return run_dir

@@ -293,10 +293,13 @@ def test_senseless_values_are_faults_of_their_key(run, key, value):
 def test_all_wrong_types_are_named_at_once(run):
     plain = copy.deepcopy(run)
     plain["train"]["iters"], plain["optim"]["lr"] = "many", []
+    plain["train"]["compile"], plain["modules"]["images"]["compile"] = True, False  # as YAML reads yes and no
     plain["modules"]["images"]["encoder"]["patch_size"] = {}
     found = {fault.key: fault.message for fault in faults_of(plain)[1]}
     assert found == {
         "train.iters": "must be a whole number, is 'many'",
+        "train.compile": "must be none or layers, is True",
+        "modules.images.compile": "must be empty or none or layers, is False",
         "optim.lr": "must be a number, is []",
         "modules.images.encoder.patch_size": "must be a whole number, is {}",
     }

@@ -82,6 +82,20 @@ def test_rules_are_many():
         ("modules.language.llm.num_query_groups", -1, "at least 0 and at most 4194304 (0: as many as query heads)"),
         ("modules.images.freeze", ["llm"], "'llm' is no part of this module, it has encoder and projector"),
         ("modules.language.freeze", ["encoder"], "'encoder' is no part of this module, it has llm"),
+        (
+            "modules.images.freeze",
+            ["encodr"],
+            "'encodr' is neither a part of this module, which has encoder and projector, nor a pattern of parameter "
+            "names; did you mean encoder?",
+        ),
+        ("modules.language.freeze", ["wrong"], "'wrong' is neither a part of this module, which has llm, nor a"),
+        ("modules.images.freeze_until", {"projectr": 3}, "did you mean projector?"),
+        (
+            "modules.images.freeze",
+            ["encoder.*"],
+            "'encoder.*' matches no parameter: names of this module begin with encoders.images. or "
+            "input_projections.0.",
+        ),
     ],
 )
 def test_values_out_of_range_are_faults_of_their_key(key, value, said):

@@ -1,11 +1,14 @@
 """Small shards for the tests of the data path."""
 
+import gzip
+
 import pytest
 import torch
 
 from data.pipeline import Dataset
 from data.tokens import build_tokenizer
 from tests.tars import write_tar
+from tests.unit.data.chat_templates import save_tokenizer
 from tests.unit.data.helpers import chat, encode_picture, images
 
 
@@ -35,5 +38,29 @@ def dataset(small):
         media = (images(),) if media is None else media
         tokenizer = build_tokenizer("bytes", [item.placeholder for item in media])
         return Dataset(shards, tokenizer=tokenizer, sequence_length=sequence_length, media=media, **options)
+
+    return make
+
+
+@pytest.fixture
+def squeezed(small, tmp_path):
+    """`small` as .tar.gz."""
+    folder = tmp_path / "squeezed"
+    folder.mkdir()
+    for path in small.glob("*.tar"):
+        (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """`make(template, ...)`: a folder with a tokenizer that has the template."""
+    made = {}
+
+    def make(template: str, **options):
+        key = (template, repr(options))
+        if key not in made:
+            made[key] = save_tokenizer(tmp_path_factory.mktemp("tokenizer"), template, **options)
+        return made[key]
 
     return make

@@ -232,7 +232,7 @@ def test_pairs_of_user_and_assistant_and_lists_of_pictures(tmp_path):
     built = build(folder, tmp_path / "out")
     ((extents, record),) = found(tmp_path / "out" / "train")
     assert extents == [4, 4] and record["conversations"][0]["value"] == "<image>\n<image>\nWhich is larger?"
-    assert len(built.notes) == 2 and all(note.startswith("1 records with") for note in built.notes)
+    assert len(built.notes) == 2 and all(note.startswith("1 record with") for note in built.notes)
 
 
 def downloaded(tmp_path, caption="A hill."):

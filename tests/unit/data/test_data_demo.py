@@ -259,7 +259,7 @@ def test_verify_command(small, with_bad_samples, capsys):
     assert run("verify", with_bad_samples) == 1
     output = capsys.readouterr().out
     assert "b.tar: key x: member .jpg" in output and "b.tar: key z" in output and "key y" not in output
-    assert "bad shard" in output and "16 samples checked, 2 bad; 1 shards cannot be read" in output
+    assert "bad shard" in output and "16 samples checked, 2 bad; 1 shard cannot be read" in output
 
 
 def test_make_demo_command(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """Text lengths are those of the texts, counted once, and never taken for those of others."""
 
+import fcntl
 import logging
+import os
 import pickle
 
 import numpy as np
@@ -127,7 +129,11 @@ def test_a_count_that_is_killed_goes_on_where_it_was(shards, dataset, monkeypatc
     journal.write_bytes(journal.read_bytes() + b"torn")
     data, read = dataset(shards=shards), []
     monkeypatch.setattr(data, "length_of", lambda shard, row: read.append(shard) or Dataset.length_of(data, shard, row))
-    assert counted(data) == 12 and read == [1] * 6 and not journal.exists()
+    done = list(TextLengths(data).build())
+    assert [(one.samples, one.here) for one in done] == [(6, False), (6, True)], (
+        "the first was counted by the one before"
+    )
+    assert counted(data) == 0 and read == [1] * 6 and not journal.exists()
     fresh = dataset(shards=shards, cache_dir=shards.parent / "apart")
     assert counted(fresh) == 12 and fresh.lengths.tolist() == data.lengths.tolist()
 
@@ -138,8 +144,26 @@ def test_one_that_finds_another_at_work_waits_for_what_it_counts(shards, dataset
     assert next(one).samples == 6 and next(other).samples == 0 and next(other).samples == 0
     assert [done.samples for done in one] == [6]
     monkeypatch.delattr(Dataset, "length_of")
-    assert sum(done.samples for done in other) == 12 and second.missing() == []
+    found = list(other)
+    assert sum(done.samples for done in found) == 12 and second.missing() == []
+    assert not any(done.here for done in found), "the first has counted all of it"
     second.serve()
+
+
+def test_journals_that_nobody_goes_on_with_do_not_stay(shards, dataset):
+    """One of a kill between the file and the end, at once; of another tokenizer or length, after a month."""
+    counted(dataset(shards=shards))
+    (file,) = shards.glob("*.mimo-lengths")
+    own = file.with_name(f"{file.name}.journal")
+    others = [file.with_name(f"shards.{key}.mimo-lengths.journal") for key in ("old", "new", "held")]
+    for path in (own, *others):
+        path.write_bytes(b"torn")
+    for path in (others[0], others[2]):
+        os.utime(path, (0, 0))
+    with others[2].open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert counted(dataset(shards=shards)) == 0
+    assert sorted(shards.glob("*.journal")) == sorted(others[1:])
 
 
 def test_files_of_some_shards_are_joined_and_forget_those_that_are_gone(shards, dataset):

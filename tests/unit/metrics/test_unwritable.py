@@ -46,7 +46,7 @@ def test_lines_are_held_back_while_the_disk_is_full(room, tmp_path, monkeypatch,
     assert caplog.text.count("cannot be written") == 1
     monkeypatch.setattr(jsonl, "os", Full(5))
     sink.log(7, 7, {"lm loss": 0.25})
-    with pytest.raises(UserError, match=r"the last 1 lines of .*metrics.jsonl could not be written"):
+    with pytest.raises(UserError, match=r"the last 1 line of .*metrics.jsonl could not be written"):
         sink.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 

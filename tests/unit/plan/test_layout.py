@@ -182,7 +182,7 @@ MEGATRON = {"placement.bridge": "megatron"}
         (
             {**SHARED, f"{LANGUAGE}.layout.dp": 2},
             f"{IMAGES}.layout",
-            ["1 ranks (0)", "of language 2 (0-1)", "tp x dp 2"],
+            ["1 rank (0)", "of language 2 (0-1)", "tp x dp 2"],
         ),
         ({**SHARED, FIRST: {"images": 0, "language": 0}}, FIRST, ["shared"]),
         ({f"{IMAGES}.balance": "pixels"}, f"{IMAGES}.balance", ["samples or patches", "'pixels'"]),
@@ -228,7 +228,7 @@ EXPERTS = {f"{LANGUAGE}.llm.num_experts": 4, f"{LANGUAGE}.llm.expert_ffn_hidden_
             ["3 microbatches of 4", "multiple of pp 2", "multiple of 8"],
         ),
         ({**EXPERTS, f"{LANGUAGE}.layout.ep": 3, f"{LANGUAGE}.layout.dp": 3}, f"{LANGUAGE}.layout.ep", ["3", "4"]),
-        ({**EXPERTS, f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep 2 x etp 1", "1 ranks of a stage"]),
+        ({**EXPERTS, f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep 2 x etp 1", "1 rank of a stage"]),
         (
             {**EXPERTS, f"{LANGUAGE}.layout.ep": 2, f"{LANGUAGE}.layout.etp": 2, f"{LANGUAGE}.layout.dp": 2},
             f"{LANGUAGE}.layout.ep",

@@ -53,8 +53,18 @@ def test_a_file_system_that_refuses_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(ConfigError, match=rf"run\.dir: .*\(Read-only file system: {tmp_path}\)"):
         make_folder(tmp_path)
+    assert f"the folder {tmp_path}/new cannot be written (Read-only file" in folder_fault(tmp_path / "new").message
+    assert not (tmp_path / "new").exists()
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert f"no permission to write into {tmp_path}" in folder_fault(tmp_path).message
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+@pytest.mark.parametrize("folder", ["/proc/none", "/proc/self/none"])
+def test_a_file_system_of_the_kernel_takes_no_run(folder, capsys):
+    """Root has the permission to write there."""
+    assert main(["check", "gpt_tiny", f"run.dir={folder}", "--without-data"]) == 1
+    assert f"error: run.dir: the folder {folder} cannot be written" in capsys.readouterr().err
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path, monkeypatch):

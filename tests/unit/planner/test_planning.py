@@ -19,9 +19,10 @@ from mimo_train.planner import search
 from mimo_train.planner.candidate import Candidate
 from mimo_train.planner.costs import Costs
 from mimo_train.planner.devices import DEVICES, Links
+from mimo_train.planner.fullest import Fullest
 from mimo_train.planner.predict import Predictor
 from mimo_train.planner.profile import LayerCost, Profile
-from mimo_train.planner.search import Request, _Search, plan, require_sound
+from mimo_train.planner.search import Request, plan, require_sound
 from tests.unit.configs import changed, load
 
 FOLDER = shipped_configs() / RECIPES
@@ -155,14 +156,14 @@ def test_layouts_that_do_not_fit_take_no_place_of_one_that_does(monkeypatch):
     """Of each kind the best that fits, though more than are looked at would be faster."""
     cfg, room = load("vlm_digits", "train.global_batch_size=64"), 0.85 * 80e9
     asked = request(cfg, 8, top=100)
-    original = _Search._fullest
+    original = Fullest.of
 
     def fullest(self, candidate, option):
         images = candidate.layouts["images"]
         is_alone = (images.tp, images.pp, images.dp) == (1, 1, 1)
         return original(self, candidate, option) if is_alone and not candidate.shared else int(room) + 1
 
-    monkeypatch.setattr(_Search, "_fullest", fullest)
+    monkeypatch.setattr(Fullest, "of", fullest)
     monkeypatch.setattr(search, "_OF_A_KIND", 1)
     found = plan(cfg, asked)
     assert {one.candidate.language.dp for one in found.proposals} >= {1, 2, 4}
@@ -271,8 +272,8 @@ def test_products_in_fp8_by_hand():
     plain, cfg = gpt(train__precision="bf16"), gpt(**fp8)
     llm, length = cfg.llm, cfg.data.sequence_length
     without, work = (module_work(one, "language", ROWS, 0.0).whole for one in (plain, cfg))
-    eighth = 3 * 2 * length * (4 * llm.hidden_size**2 + 3 * llm.hidden_size * llm.ffn_hidden_size)
-    assert (work.eighth, work.eighth_back, without.eighth) == (eighth, 2 * eighth, 0)
+    in_fp8 = 3 * 2 * length * (4 * llm.hidden_size**2 + 3 * llm.hidden_size * llm.ffn_hidden_size)
+    assert (work.in_fp8, work.in_fp8_back, without.in_fp8) == (in_fp8, 2 * in_fp8, 0)
     assert (work.products, work.products_back, work.total) == (without.products, without.products_back, without.total)
 
     # Rates at which neither the host nor memory nor messages count.
@@ -283,7 +284,7 @@ def test_products_in_fp8_by_hand():
         for one, on in ((cfg, device), (plain, device), (cfg, replace(device, eighth=0.0)))
     )
     attention = (work.attention + work.attention_back) / (1e9 * devices.ATTENTION)
-    products = (work.products + work.products_back - 3 * eighth + 3 * eighth / 2) / (1e9 * devices.PRODUCTS)
+    products = (work.products + work.products_back - 3 * in_fp8 + 3 * in_fp8 / 2) / (1e9 * devices.PRODUCTS)
     assert fast == pytest.approx(16 * (products + attention), rel=1e-6)
     assert old == pytest.approx(slow, rel=1e-9) and fast < slow
 
@@ -293,12 +294,12 @@ def test_products_in_fp8_are_those_of_each_encoder_and_of_experts():
 
     half = ("train.fp8=tensorwise", "train.precision=bf16")
     work = module_work(load("vlm_digits", *half), "images", ROWS, 1.0)
-    assert all(layer.eighth == layer.products > 0 for layer in work.layers)
-    assert work.start.eighth == work.end.eighth == 0 < work.end.products
+    assert all(layer.in_fp8 == layer.products > 0 for layer in work.layers)
+    assert work.start.in_fp8 == work.end.in_fp8 == 0 < work.end.products
     none = module_work(load("vlm_digits", *half, "modules.images.fp8=none"), "images", ROWS, 1.0)
-    assert none.whole.eighth == 0 and none.whole.products == work.whole.products
+    assert none.whole.in_fp8 == 0 and none.whole.products == work.whole.products
 
     moe = load("gpt_tiny", *half, "llm@modules.language.llm=gpt_tiny_moe")
     first = module_work(moe, "language", ROWS, 0.0).layers[0]
     router = 2 * moe.data.sequence_length * moe.llm.hidden_size * moe.llm.num_experts
-    assert first.eighth == first.products - router
+    assert first.in_fp8 == first.products - router

@@ -4,6 +4,7 @@ model. Imports no torch."""
 from collections.abc import Mapping
 from typing import Any
 
+from data.shown import plural
 from encoders.errors import EncoderError
 from encoders.pretrained import ConfigFile
 from encoders.weight_map import Rule, Spelling, WeightMap, same, with_biases
@@ -92,7 +93,7 @@ def _layer(file: ConfigFile, layers: int) -> int:
         raise EncoderError(f"config.json: vision_feature_layer is {given}, and only one layer can be read")
     layer = numbers[0] if numbers[0] < 0 else numbers[0] - layers - 1
     if not -layers <= layer <= -1:
-        raise EncoderError(f"config.json: vision_feature_layer is {given}, and the tower has {layers} layers")
+        raise EncoderError(f"config.json: vision_feature_layer is {given}, and the tower has {plural(layers, 'layer')}")
     return layer
 
 

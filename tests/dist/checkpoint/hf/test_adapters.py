@@ -73,6 +73,13 @@ def test_an_adapter_of_peft_starts_a_run_and_leaves_it(made, prose, tmp_path):
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(llama.resolve())
     assert (config["r"], config["lora_alpha"]) == (3, 5)
+    export(tmp_path / "run", tmp_path / "named", "--base-model", "org/name")
+    config = json.loads((tmp_path / "named" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/name", None)
+    merge = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "no"), "--base-model", "org/name", "--merge"]
+    ((code, said),) = run_ranks(command, 1, merge)
+    assert code == 1 and "--base-model is org/name, which adapters name, and none are written: leave it" in said
+    assert not (tmp_path / "no").exists()
 
 
 def test_in_a_run_with_an_encoder_it_is_one_of_llava(made, digits, prose, tmp_path):

@@ -149,7 +149,7 @@ def _ours(cfg, clips: list[bytes], prompts: list[list[int]]) -> list[tuple[int, 
     from mimo_train.generation.source import on_one_process
     from mimo_train.plan.parameters import embedding_rows
     from mimo_train.plan.run import resolve
-    from mimo_train.training.setup import build_parts, start_processes
+    from mimo_train.training.parts import build_parts, start_processes
 
     run = resolve(on_one_process(cfg))
     parts = build_parts(run, *start_processes(run.cfg))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.format import durable
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.read import Reader
@@ -22,7 +22,7 @@ KEY, RANKS = Key("language", "weight", WEIGHT), 2
 def save(run_dir: Path, value: float) -> None:
     """A checkpoint of step 4, as its two ranks write it one after the other."""
     partial = folders.partial_folder(run_dir, 4)
-    folders.remove_unfinished(run_dir)
+    folder_changes.remove_unfinished(run_dir)
     partial.mkdir(parents=True)
     for rank in range(RANKS):
         part = Part(KEY, Span.of_whole((8,)).part(4 * rank, 4 * rank + 4), torch.full((4,), value), True)
@@ -32,7 +32,7 @@ def save(run_dir: Path, value: float) -> None:
 
 def left(run_dir: Path) -> float:
     """The value in the one whole checkpoint that a new start finds."""
-    folders.finish_renames(run_dir)
+    folder_changes.finish_renames(run_dir)
     (folder,) = folders.complete(run_dir)
     assert folders.read_record(folder, "step") == {"step": 4}
     reader = Reader(folder)
@@ -140,7 +140,7 @@ def test_multiples_stay_beside_the_newest(tmp_path):
         folder = folders.final_folder(tmp_path, step)
         folder.mkdir(parents=True)
         write_record(folder, {"step": step})
-    folders.remove_old(tmp_path, 2, keep_every=4)
+    folder_changes.remove_old(tmp_path, 2, keep_every=4)
     assert [int(folder.name[5:]) for folder in folders.complete(tmp_path)] == [4, 8, 9]
-    folders.remove_old(tmp_path, 1)
+    folder_changes.remove_old(tmp_path, 1)
     assert [int(folder.name[5:]) for folder in folders.complete(tmp_path)] == [9]

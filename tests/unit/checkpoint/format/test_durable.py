@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mimo_train.checkpoint import folders
+from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.format import durable
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
@@ -84,7 +84,7 @@ def test_no_name_is_on_the_disk_before_what_it_stands_for(tmp_path, monkeypatch)
 
     def save() -> list[str]:
         calls.done.clear()
-        partial, final = folders.begin(run_dir, 4, False, 100)
+        partial, final = folder_changes.begin(run_dir, 4, False, 100)
         for rank in range(2):
             part = Part(Key("language", str(rank), WEIGHT), Span.of_whole((3,)), torch.zeros(3))
             write_rank(partial, rank, [part])

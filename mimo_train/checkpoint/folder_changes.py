@@ -1,0 +1,141 @@
+"""What changes among the folders of checkpoints: one is made, gets its name, is set aside or removed. Imports no
+torch."""
+
+import os
+import shutil
+from collections.abc import Collection
+from itertools import count, pairwise
+
+from data.storage.url import Place, Url
+from mimo_train.checkpoint import object_folders as objects
+from mimo_train.checkpoint.damage import failure_named
+from mimo_train.checkpoint.folders import (
+    checkpoints_dir,
+    complete,
+    final_folder,
+    is_complete,
+    listed,
+    partial_folder,
+    step_in,
+)
+from mimo_train.checkpoint.format.durable import make_folder
+from mimo_train.checkpoint.format.files import COMPLETE
+from mimo_train.checkpoint.full_disk import require_room
+from mimo_train.config.fault import UserError
+
+
+def begin(run_dir: Place, step: int, non_persistent: bool, nbytes: int) -> tuple[Place, Place]:
+    """Make the folder that a checkpoint of `nbytes` is written into, after removing what earlier saves have not
+    finished.
+
+    Returns:
+        (that folder; the one that it is when it is complete).
+
+    Raises:
+        OSError: it cannot be made, or has no room.
+    """
+    remove_unfinished(run_dir, non_persistent)
+    final, partial = final_folder(run_dir, step, non_persistent), partial_folder(run_dir, step, non_persistent)
+    if isinstance(final, Url) or isinstance(partial, Url):
+        assert isinstance(final, Url), final
+        begun = objects.begin(final.parent, final.name)
+        return begun, begun
+    make_folder(partial.parent)
+    require_room(partial.parent, nbytes)
+    partial.mkdir()
+    return partial, final
+
+
+def require_shared(partial: Place) -> None:
+    """Raises UserError, or OSError of object storage, where a folder that rank 0 has just made is not there."""
+    if isinstance(partial, Url):
+        objects.require_begun(partial)
+    elif not partial.is_dir():
+        raise UserError(
+            f"run.dir: {partial} was made by rank 0 and is not there for another rank: run.dir must be on a file "
+            "system that all nodes see"
+        )
+
+
+def holds(folder: Place, names: Collection[str]) -> bool:
+    """Whether a folder has all of these files. Raises OSError of object storage."""
+    there = objects.in_folder(folder).objects if isinstance(folder, Url) else os.listdir(folder)
+    return set(names) <= set(there)
+
+
+def finish_renames(run_dir: Place) -> None:
+    """Give complete checkpoints their names that a kill has left without: it came between the marker and the rename, or
+    between the two renames that replace a folder. For the one process that writes into `run_dir`. Raises
+    FolderFailed."""
+    for kind in (False, True):
+        folder = checkpoints_dir(run_dir, kind)
+        if isinstance(folder, Url):
+            return  # they have them
+        for pattern in ("step_????????.partial", "step_????????.old.partial"):  # the new one first
+            for found in listed(folder, pattern):
+                final = found.with_name(found.name.partition(".")[0])
+                if is_complete(found) and not os.path.lexists(final):
+                    with failure_named(folder):
+                        found.rename(final)
+
+
+def set_aside(folder: Place) -> Place:
+    """Give a damaged checkpoint a name that is none of a checkpoint, or, in object storage, a mark; returns it. Nothing
+    is removed, then or later.
+
+    Raises:
+        OSError: the folder cannot be renamed or marked.
+    """
+    if isinstance(folder, Url):
+        return objects.set_aside(folder)
+    for number in count(1):
+        aside = folder.with_name(f"{folder.name}.damaged{f'.{number}' if number > 1 else ''}")
+        if not os.path.lexists(aside):
+            folder.rename(aside)
+            return aside
+    raise AssertionError("unreachable")
+
+
+def remove_unfinished(run_dir: Place, non_persistent: bool = False) -> None:
+    """Remove what earlier saves have not finished."""
+    folder = checkpoints_dir(run_dir, non_persistent)
+    if isinstance(folder, Url):
+        objects.remove_unfinished(folder)
+        return
+    finish_renames(run_dir)
+    for partial in listed(folder, "*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_old(run_dir: Place, keep: int, non_persistent: bool = False, keep_every: int = 0) -> None:
+    """Remove checkpoints beyond `keep`.
+
+    Args:
+        keep: number of complete checkpoints to keep; 0 keeps all. Of the non-persistent ones, one is kept.
+        non_persistent: which of the two kinds.
+        keep_every: steps of which every multiple is kept, beside the newest; 0: none.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    keep, every = (1, 0) if non_persistent else (keep, keep_every)
+    found = complete(run_dir, non_persistent)
+    # Of objects, the one before of a step that was saved again is still there.
+    before = [one for one, after in pairwise(found) if step_in(one) == step_in(after)]
+    found = [folder for folder in found if folder not in before]
+    old = [folder for folder in found[:-keep] if not every or step_in(folder) % every] if keep else []
+    for folder in (*before, *old):
+        remove(folder)
+
+
+def remove(folder: Place) -> None:
+    """Remove a checkpoint, or what there is of one; what cannot be removed is left and is none.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if isinstance(folder, Url):
+        return objects.remove(folder)
+    # The marker first: without it the folder is no checkpoint.
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

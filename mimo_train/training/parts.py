@@ -1,0 +1,131 @@
+"""The parts of a run that a forward pass needs, on this rank: processes, groups, model and pipeline."""
+
+import os
+import random
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from data.tokens import Tokenizer
+from mimo_train.config.fault import ConfigError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.diagnose.profiling import StepProfiler
+from mimo_train.flight.recorder import RECORDER
+from mimo_train.launch.output import show
+from mimo_train.metrics.stopwatch import Stopwatch
+from mimo_train.model.build import build_model
+from mimo_train.model.heads import ModelHook
+from mimo_train.model.layers import use_transformer_engine
+from mimo_train.model.seeds import seed_for
+from mimo_train.parallel import device as devices
+from mimo_train.parallel.alone import return_at_once
+from mimo_train.parallel.groups import RunGroups, build_groups
+from mimo_train.parallel.recorded import record_messages
+from mimo_train.parallel.step_sum import StepSum
+from mimo_train.plan.inputs import placeholders_of, tokenizer_of
+from mimo_train.plan.parameters import vocabulary_faults
+from mimo_train.plan.run import Run
+from mimo_train.step.schedule import Pipeline
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run that a forward pass needs, without an optimizer."""
+
+    tokenizer: Tokenizer
+    pipeline: Pipeline
+    """With the model, the process groups and the device."""
+    step_sum: StepSum
+    stopwatch: Stopwatch
+    profiler: StepProfiler
+
+
+def start_processes(cfg: ConfigContainer, store: dist.Store | None = None) -> tuple[str, torch.device]:
+    """Prepare this process for its device and join the others, over `store` if it is given.
+
+    Returns:
+        The kind of device, and the device.
+    """
+    chosen = devices.choose(cfg.run.device, *(int(os.environ.get(*each)) for each in _OF_THIS_MACHINE))
+    kind, device = chosen.kind, devices.install(chosen.kind, chosen.index)
+    _remark(cfg, chosen)
+    record_messages()
+    return_at_once()
+    if kind == "cuda":
+        RECORDER.queued()
+    if not dist.is_initialized():
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+            os.environ.setdefault(name, value)
+        if store is None and os.environ["WORLD_SIZE"] == "1":
+            # There is nobody to meet: an address that something else has left in the environment is not waited for.
+            store = dist.HashStore()
+        RECORDER.to("join")
+        devices.init_process_group(kind, cfg.run.timeout_minutes, store)
+    return kind, device
+
+
+_OF_THIS_MACHINE = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def _remark(cfg: ConfigContainer, chosen: devices.Choice) -> None:
+    """Say on the first rank what there is to say about the device."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    overlaps = any(module.layout.tp * module.layout.cp > 1 for module in cfg.modules.values())
+    for remark in devices.remarks(overlaps) if chosen.kind == "cuda" else filter(None, [chosen.remark]):
+        show(remark)
+
+
+def build_parts(
+    run: Run,
+    kind: str,
+    device: torch.device,
+    pre_wrap_hook: ModelHook | None = None,
+    *,
+    undrawn: Set[tuple[str, str]] = frozenset(),
+) -> Parts:
+    """Groups, model and pipeline of a run; weights are initial, but for those of `undrawn` (see `build_model`).
+    Collective over all ranks."""
+    RECORDER.to("groups")
+    cfg, groups, tokenizer = run.cfg, build_groups(run.layout, run.cfg.run.timeout_minutes), tokenizer_of(run.cfg)
+    if faults := list(vocabulary_faults(cfg.llm, tokenizer.text_size)):
+        raise ConfigError(faults)
+    profiler = StepProfiler(cfg, run.dir, kind)  # before the model: the allocator's history holds all of it
+    _seed(cfg, groups)
+    RECORDER.to("model")
+    model = build_model(
+        cfg,
+        run.layout,
+        groups,
+        vocab_size=tokenizer.vocab_size,
+        special_token_ids={name: tokenizer.placeholder_id(token) for name, token in placeholders_of(cfg).items()},
+        device=device,
+        te=use_transformer_engine(kind),
+        pre_wrap_hook=pre_wrap_hook,
+        undrawn=undrawn,
+    )
+    _seed(cfg, groups)
+    step_sum, stopwatch = StepSum(device), Stopwatch(cuda=kind == "cuda")
+    pipeline = Pipeline(run, groups, model, device, step_sum, stopwatch)
+    return Parts(tokenizer, pipeline, step_sum, stopwatch, profiler)
+
+
+def _seed(cfg: ConfigContainer, groups: RunGroups) -> None:
+    """Seed every generator: dropout differs between data- and context-parallel ranks, stages and modules."""
+    name, pgs = next(iter(groups.collections.items()))
+    place = (name, pgs.dp.rank(), pgs.pp.rank(), *([pgs.cp.rank()] if pgs.cp.size() > 1 else []))
+    seed = seed_for(cfg.run.seed, "rank", *place) % 2**31
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(
+        seed,
+        force_reset_rng=True,
+        tp_rank=pgs.tp.rank(),
+        ep_rank=pgs.ep.rank(),
+        etp_rank=pgs.expt_tp.rank(),
+    )

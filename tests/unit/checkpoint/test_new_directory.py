@@ -1,0 +1,49 @@
+"""The folder of an export: there is a whole model in it, or nothing of it is left."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from mimo_train.checkpoint.hf.directory import new_directory
+from mimo_train.cli import main
+from mimo_train.config.fault import UserError
+
+
+def half_a_model(folder: Path) -> None:
+    (folder / "base").mkdir()
+    (folder / "base" / "model.safetensors").write_bytes(b"half")
+    (folder / "link").symlink_to(folder.parent)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_half_a_model_does_not_stay(tmp_path, was_there):
+    (tmp_path / "own").touch()
+    out = tmp_path / "new" / "out"
+    if was_there:
+        out.mkdir(parents=True)
+    with pytest.raises(OSError), new_directory(out):
+        half_a_model(out)
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+    assert left == (["new", "new/out", "own"] if was_there else ["own"])
+
+
+def test_what_was_there_before_stays(tmp_path):
+    (tmp_path / "mine").touch()
+    with pytest.raises(UserError, match="is there already"), new_directory(tmp_path):
+        pass
+    with new_directory(tmp_path / "out"):
+        (tmp_path / "out" / "config.json").touch()
+    assert (tmp_path / "mine").exists() and (tmp_path / "out" / "config.json").exists()
+
+
+def test_an_export_onto_a_full_disk_leaves_nothing_and_says_what_to_do(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    monkeypatch.setattr("mimo_train.checkpoint.folders.in_folder", lambda folder, key: folder)
+    monkeypatch.setattr("mimo_train.checkpoint.recorded_config.recorded_config", lambda folder, trust_code: None)
+    monkeypatch.setattr("mimo_train.launch.library_log.divert_of", lambda *_: half_a_model(out))
+    assert main(["export", str(tmp_path / "step_1"), "--to", str(out)]) == 1
+    assert f"error: --to: {out} cannot take more files (No space left on device): free" in capsys.readouterr().err
+    assert not out.exists()

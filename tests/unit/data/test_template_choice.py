@@ -1,0 +1,137 @@
+"""Which chat template a run has, and what follows from it."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from data.errors import DataError
+from data.placeholders import Placeholder
+from data.tokens import build_tokenizer
+from tests.unit.data.chat_templates import (
+    CHATML,
+    GEMMA,
+    LLAMA,
+    QWEN_VL,
+    TOOLS,
+    save_tokenizer,
+    unmarked,
+)
+from tests.unit.data.talks import SCHEMA, TALKS, messages, parse
+
+
+def test_the_choice_of_a_template(saved, tmp_path):
+    record = parse(messages(TALKS["one turn"]))
+    build = partial(build_tokenizer, saved(CHATML))
+    own, plain = build(chat_template="own"), build_tokenizer(saved(CHATML, plain=True))
+    assert own.template.encode(record, {}).tokens == plain.template.encode(record, {}).tokens
+    assert own.shown(own.template.encode(record, {}).tokens).startswith("user:\nwhich")
+    (tmp_path / "chat.jinja").write_text(unmarked(GEMMA))
+    other = build(chat_template=str(tmp_path / "chat.jinja"), template_variables={"bos_token": "B"})
+    assert other.shown(other.template.encode(record, {}).tokens).startswith("B<start_of_turn>user\n")
+    named = saved(CHATML, chat_template={"default": unmarked(CHATML), "tool_use": unmarked(TOOLS)})
+    several = build_tokenizer(named)
+    assert several.template.encode(record, {}).tokens == build().template.encode(record, {}).tokens
+    with_tools = parse({"messages": messages(TALKS["one turn"]), "tools": [SCHEMA]})
+    assert "<tools>" in several.shown(several.template.encode(with_tools, {}).tokens)
+
+
+def test_the_template_of_an_older_processor(tmp_path):
+    saved = save_tokenizer(tmp_path, CHATML, plain=True)
+    (saved / "chat_template.json").write_text(json.dumps({"chat_template": unmarked(QWEN_VL)}))
+    assert build_tokenizer(saved, [Placeholder("<image>")]).template._renderer.written("image")
+    (saved / "chat_template.json").write_text("{}")
+    with pytest.raises(DataError, match=r"data\.tokenizer.*chat_template\.json holds no chat_template"):
+        build_tokenizer(saved)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for %}", "is no Jinja: line 1"),
+        ("{{ 'always the same' }}", "does not write the words.*'always the same'"),
+        ("{{ raise_exception('not today') }}", "an error.*not today"),
+        ("{{ messages }}", "tried with a question and an answer.*before message 1"),
+        (
+            "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "nothing of an answer",
+        ),
+        (
+            "{% macro a(text) %}A: {% generation %}{{ text }}{% endgeneration %}{% endmacro %}"
+            "{% for m in messages %}{{ a(m.content) }}{% endfor %}",
+            "inside a macro",
+        ),
+        (None, "cannot read the file"),
+    ],
+)
+def test_templates_that_cannot_be_used(source, words, saved, tmp_path):
+    file = tmp_path / "chat.jinja"
+    if source is not None:
+        file.write_text(source)
+    with pytest.raises(ValueError, match=rf"(?s)data\.chat_template: .*{words}"):
+        build_tokenizer(saved(CHATML), chat_template=str(file))
+
+
+def test_choices_that_contradict_each_other(saved):
+    for name, options, words in (
+        ("bytes", {"chat_template": "x.jinja"}, r"data\.chat_template.*`bytes` has our own format only"),
+        ("bytes", {"template_variables": {"a": 1}}, r"data\.template_variables: \['a'\].*takes none"),
+        (
+            saved(CHATML),
+            {"chat_template": "own", "template_variables": {"a": 1}},
+            r"data\.template_variables",
+        ),
+        (saved(CHATML, plain=True), {"template_variables": {"a": 1}}, r"data\.template_variables.*has none"),
+        (
+            saved(CHATML, chat_template={"rag": "x", "tool_use": "y"}),
+            {},
+            "rag, tool_use and none named 'default'",
+        ),
+        ("bytes", {"placeholders": [Placeholder("<image>", mark="x")]}, "nothing writes 'x'"),
+    ):
+        with pytest.raises(DataError, match=words):
+            build_tokenizer(name, **options)
+
+
+def test_the_day_is_not_today(saved):
+    """A template with a clock gives the same tokens every day."""
+    record = parse(messages(TALKS["one turn"]))
+    tokenizer = build_tokenizer(saved(LLAMA))
+    assert "Today: 26 Jul 2024\n" in tokenizer.shown(tokenizer.template.encode(record, {}).tokens)
+
+
+def test_the_fingerprint_follows_all_that_tokens_follow_from(saved):
+    build = partial(build_tokenizer, saved(LLAMA))
+    first = build(["<image>"]).fingerprint
+    assert build(["<image>"]).fingerprint == first
+    others = [
+        build(["<image>"], template_variables={"date_string": "x"}),
+        build(["<image>"], chat_template="own"),
+        build([Placeholder("<image>", start="S")]),
+        build_tokenizer(saved(LLAMA, blocks=True), ["<image>"]),
+        build_tokenizer(saved(CHATML), ["<image>"]),
+        build_tokenizer("bytes"),
+        build_tokenizer("bytes", ["<image>"]),
+    ]
+    assert len({first, *(tokenizer.fingerprint for tokenizer in others)}) == len(others) + 1
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_template_serves_threads(blocks, saved):
+    tokenizer = build_tokenizer(saved(TOOLS, blocks=blocks))
+    records = [
+        parse(messages([("user", f"<|im_end|>{n}" * (n % 2)), ("assistant", "a" * (n % 7 + 1))])) for n in range(200)
+    ]
+    alone = [tokenizer.template.encode(record, {}) for record in records]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda record: tokenizer.template.encode(record, {}), records)) == alone
+
+
+def test_names_of_tokens_for_people():
+    tokenizer = build_tokenizer("bytes", ["<image>"])
+    record = parse(messages([("user", "<image>é"), ("assistant", "3")]), image=1)
+    encoded = tokenizer.template.encode(record, {"image": [[(tokenizer.placeholder_id("<image>"), 2)]]})
+    assert tokenizer.shown([*encoded.tokens, 999]) == "[begin][user]<image><image>é[end][assistant]3[end][unused]"
+    assert re.fullmatch(r"[0-9a-f]{32}", tokenizer.fingerprint)
