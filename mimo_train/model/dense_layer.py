@@ -22,7 +22,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mimo_train.model.attention import SdpaAttention
-from mimo_train.model.own_gradients import linear
+from mimo_train.model.own_gradients import linear, linear_halves
 
 NOTHING_TO_DO: dict[str, Any] = {
     "hidden_dropout": 0.0,
@@ -123,12 +123,12 @@ class DenseLayer:
         """The layer's output, from its input and what core attention gives."""
         _, proj, fc1, fc2 = self._linears
         hidden_SBH = hidden_SBH + linear(context, proj.weight, proj.bias)
-        inner = linear(self._norms[1](hidden_SBH), fc1.weight, fc1.bias)
+        normed = self._norms[1](hidden_SBH)
         if self._gated:
-            gate, inner = inner.chunk(2, dim=-1)
+            gate, inner = linear_halves(normed, fc1.weight, fc1.bias)
             inner = self._activation(gate) * inner
         else:
-            inner = self._activation(inner)
+            inner = self._activation(linear(normed, fc1.weight, fc1.bias))
         return hidden_SBH + linear(inner, fc2.weight, fc2.bias)
 
     def _heads_of(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
