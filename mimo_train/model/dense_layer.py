@@ -22,7 +22,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mimo_train.model.attention import SdpaAttention
-from mimo_train.model.own_gradients import linear
+from mimo_train.model.own_gradients import linear, linear_halves
+from mimo_train.model.turned_heads import parts_of, turned, turned_parts
 
 NOTHING_TO_DO: dict[str, Any] = {
     "hidden_dropout": 0.0,
@@ -114,37 +115,31 @@ class DenseLayer:
     def _before(self, hidden_SBH: torch.Tensor, *turns: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values; `turns` are cosines and sines, where there are any."""
         qkv, norm = self._linears[0], self._norms[0]
-        query, key, value = self._heads_of(linear(norm(hidden_SBH), qkv.weight, qkv.bias))
+        mixed = linear(norm(hidden_SBH), qkv.weight, qkv.bias)
+        each = self._heads // self._groups
+        mixed = mixed.unflatten(-1, (self._groups, each + 2, self._width))
+        if turns and self._query_norm is None and self._key_norm is None:
+            return turned_parts(mixed, *turns)
+        query, key, value = parts_of(mixed)
+        if self._query_norm is not None:
+            query = self._query_norm(query)
+        if self._key_norm is not None:
+            key = self._key_norm(key)
         if turns:
-            query, key = _turned(query, *turns), _turned(key, *turns)
+            query, key = turned(query, *turns), turned(key, *turns)
         return query, key, value
 
     def _behind(self, hidden_SBH: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """The layer's output, from its input and what core attention gives."""
         _, proj, fc1, fc2 = self._linears
         hidden_SBH = hidden_SBH + linear(context, proj.weight, proj.bias)
-        inner = linear(self._norms[1](hidden_SBH), fc1.weight, fc1.bias)
+        normed = self._norms[1](hidden_SBH)
         if self._gated:
-            gate, inner = inner.chunk(2, dim=-1)
+            gate, inner = linear_halves(normed, fc1.weight, fc1.bias)
             inner = self._activation(gate) * inner
         else:
-            inner = self._activation(inner)
+            inner = self._activation(linear(normed, fc1.weight, fc1.bias))
         return hidden_SBH + linear(inner, fc2.weight, fc2.bias)
-
-    def _heads_of(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [S, B, N, D], keys and values [S, B, G, D], which stand beside each other by key head."""
-        each = self._heads // self._groups
-        mixed = mixed.unflatten(-1, (self._groups, each + 2, self._width))
-        if each == 1:
-            query, key, value = mixed.unbind(dim=3)
-        else:
-            query, key, value = mixed.split([each, 1, 1], dim=3)
-            query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
-        if self._query_norm is not None:
-            query = self._query_norm(query)
-        if self._key_norm is not None:
-            key = self._key_norm(key)
-        return query, key, value
 
     def _turns(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of a layer's angles, those for the first half of a head negated; computed once for all
@@ -164,16 +159,6 @@ class DenseLayer:
 
 _TURNS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By the angles of a model's positions: cosines and sines, as layers use them."""
-
-
-def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Heads [S, B, N, D] turned by their positions; of wider heads the first channels."""
-    width = cos.shape[-1]
-    if width < heads.shape[-1]:
-        turned = _turned(heads[..., :width], cos, sin)
-        return torch.cat((turned, heads[..., width:]), dim=-1)
-    # The halves of a head change places: what is negated is the sine, once for all layers.
-    return heads * cos + heads.roll(width // 2, dims=-1) * sin
 
 
 def _is_dense(layer: TransformerLayer) -> bool:

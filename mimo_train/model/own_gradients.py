@@ -51,12 +51,25 @@ def _reduced(parameter: torch.nn.Parameter) -> torch.Tensor:
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`torch.nn.functional.linear`, whose backward pass adds to the gradient of a weight that is summed in place. In a
     compiled graph, which has no memory of its own to write to, autograd adds it."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_in_place(weight):
-        return _Linear.apply(inputs, weight, bias)
+    if _is_in_place(weight):
+        return _Linear.apply(inputs, 1, weight, bias)
     return F.linear(inputs, weight, bias)
 
 
+def linear_halves(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `linear`, what the first and the second half of the weight's rows give. Where the weight is summed in place
+    each is a tensor of its own, and their gradients are never put together."""
+    if _is_in_place(weight):
+        return _Linear.apply(inputs, 2, weight, bias)
+    first, second = F.linear(inputs, weight, bias).chunk(2, dim=-1)
+    return first, second
+
+
 def _is_in_place(weight: torch.Tensor) -> bool:
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
     gradient = weight.grad
     # A hook of the weight wants its gradient by itself, and one that is frozen by now has none.
     is_reduced = gradient is not None and gradient is getattr(weight, "main_grad", None)
@@ -64,16 +77,31 @@ def _is_in_place(weight: torch.Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
+    """The products of inputs with equal parts of a weight's rows."""
+
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, inputs: torch.Tensor, parts: int, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         ctx.save_for_backward(inputs, weight)
-        return F.linear(inputs, weight, bias)
+        if parts == 1:
+            return F.linear(inputs, weight, bias)
+        biases = (None,) * parts if bias is None else bias.chunk(parts)
+        return tuple(F.linear(inputs, *part) for part in zip(weight.chunk(parts), biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        (gradient,) = gradients
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        weight.grad.addmm_(rows.t(), inputs.reshape(-1, inputs.shape[-1]))
-        to_inputs, _, to_bias = ctx.needs_input_grad
-        return gradient.matmul(weight) if to_inputs else None, None, rows.sum(0) if to_bias else None
+        to_inputs, _, _, to_bias = ctx.needs_input_grad
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        parts = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        for rows, sums in zip(parts, weight.grad.chunk(len(parts)), strict=True):
+            sums.addmm_(rows.t(), flat)
+        back = None
+        if to_inputs:
+            first, *others = zip(parts, weight.chunk(len(parts)), strict=True)
+            back = torch.mm(*first)
+            for other in others:
+                back.addmm_(*other)
+            back = back.view_as(inputs)
+        return back, None, None, torch.cat([rows.sum(0) for rows in parts]) if to_bias else None

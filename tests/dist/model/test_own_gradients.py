@@ -103,3 +103,46 @@ def test_a_weight_that_was_frozen_since_gets_no_gradient(frozen):
     own_gradients.linear(inputs, weight, None).sum().backward()
     assert torch.equal(weight.main_grad, torch.full((2, 4), 0.0 if frozen else 3.0))
     assert torch.equal(inputs.grad, torch.full((3, 4), 2.0))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_halves_of_a_weight_are_summed_in_place(biased):
+    inputs, other = torch.randn(2, 5, 4), torch.randn(2, 5, 3)
+
+    def gradients(in_place: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        weight, own = torch.nn.Parameter(torch.randn(6, 4)), inputs.clone().requires_grad_()
+        bias = torch.nn.Parameter(torch.randn(6)) if biased else None
+        weight.grad = torch.ones(6, 4)
+        if in_place:
+            weight.main_grad = weight.grad
+        first, second = own_gradients.linear_halves(own, weight, bias)
+        assert ("_Linear" in type(first.grad_fn).__name__) == in_place and first.is_contiguous() == in_place
+        (first * other + second.sin()).sum().backward()
+        return [first, second, own.grad, weight.grad, *([] if bias is None else [bias.grad])]
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-6, atol=1e-6)
+
+
+def _of_weight(change) -> str:
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    weight.main_grad = weight.grad = torch.zeros(4, 3)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    change(weight)
+    return type(own_gradients.linear_halves(inputs, weight, None)[0].grad_fn).__name__
+
+
+def test_halves_whose_weight_is_not_summed_in_place_are_cut():
+    assert "_Linear" in _of_weight(lambda weight: None)
+    for change in (
+        lambda weight: weight.requires_grad_(False),
+        lambda weight: weight.register_hook(lambda gradient: None),
+        lambda weight: setattr(weight, "grad", None),
+        lambda weight: setattr(weight, "main_grad", torch.zeros(4, 3)),
+    ):
+        assert "Split" in _of_weight(change)
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    weight.main_grad = weight.grad = torch.zeros(4, 3)
+    with torch.no_grad():
+        first, second = own_gradients.linear_halves(torch.ones(2, 3), weight, None)
+    assert first.equal(torch.full((2, 2), 3.0)) and first.equal(second) and not first.requires_grad
