@@ -249,7 +249,8 @@ def spread(values_N: torch.Tensor, places_N: torch.Tensor, shape: tuple[int, int
 
 def _scale_embeddings(_module: torch.nn.Module, _arguments: tuple, embeddings: torch.Tensor) -> torch.Tensor:
     """Times sqrt(hidden size), which is rounded to the precision of the weights first, as families were trained."""
-    return embeddings * torch.tensor(embeddings.size(-1) ** 0.5, dtype=embeddings.dtype, device=embeddings.device)
+    # Filled on the device: a copy of a number would wait for all that is queued.
+    return embeddings * torch.full((), embeddings.size(-1) ** 0.5, dtype=embeddings.dtype, device=embeddings.device)
 
 
 class _SoftCap:

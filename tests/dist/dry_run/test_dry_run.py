@@ -45,6 +45,10 @@ RUNS = {
                                                     f"{IMAGES}pp=2", "modules.images.encoder.num_layers=2",
                                                     f"{LANGUAGE}dp=2", HALF)),
     "sequence parallel": ("gpt_tiny", 1, (f"{LANGUAGE}tp=2", f"{LANGUAGE}sp=true", HALF)),
+    "a family's options": ("gpt_tiny", 0, ("modules.language.llm.scale_embeddings=true",
+                                           "modules.language.llm.logit_softcap=10", HALF,
+                                           "modules.language.llm.post_norms=true",
+                                           "modules.language.llm.zero_centered_norms=true")),
     "saves beside": ("gpt_tiny", 0, (f"{LANGUAGE}dp=2", "checkpoint.asynchronous=true",
                                      "checkpoint.save_interval=1", HALF)),
 }  # fmt: skip
@@ -53,7 +57,7 @@ MEANT = ("mimo_train/optim/module_optimizer.py", "mimo_train/metrics/stopwatch.p
          "mimo_train/training/log.py")  # fmt: skip
 """Where the host waits for the device in a step that is logged: gradient norms; times; the numbers of the log, and the
 loss scale of fp16."""
-DEFAULT = ("cp, tp, packed", "experts", "interleaved", "shared, fp16")
+DEFAULT = ("cp, tp, packed", "experts", "interleaved", "shared, fp16", "a family's options")
 DEMOS = {"vlm_digits": "digits", "gpt_tiny": "prose"}
 
 
