@@ -7,11 +7,8 @@ samples are counted when a step is handed out, not when it is read ahead: the sa
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,17 +29,11 @@ from data.samples import Samples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
 from data.step_plan import Share, StepPlan
 from data.text_lengths import require_planned
+from data.threads import ReadingThreads
 from data.waiting import GivesUp, Wait, WaitGivenUp, never
 
 _STEPS_AHEAD = 2
 _TOGETHER = 4  # samples of one task, at most
-_THREADS = "data"
-_PATIENCE = 5.0  # seconds that the end of a read is waited for which nobody needs
-
-
-def still_reading() -> bool:
-    """Whether threads of a loader are left whose reads it has not waited for."""
-    return any(thread.name.startswith(f"{_THREADS}_") for thread in threading.enumerate())
 
 
 class StepLoader:
@@ -51,7 +42,7 @@ class StepLoader:
     readers: one per module that this rank reads; none is allowed (such a rank gets numbers and counts only).
     workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to hand out, None = endless.
     gives_up: asked now and then where `next` waits for samples; where it is true, `next` raises WaitGivenUp, and
-    threads that still read are left behind, see `still_reading`.
+    threads that still read are left behind, see `data.threads`.
     `next` raises what went wrong in a worker, as it was: TooManyBadSamples, ShardError, ...
     With `Batching.padding` the dataset has lengths (`TextLengths.serve`).
     """
@@ -85,9 +76,8 @@ class StepLoader:
         self._next, self._issued, self._closed = consumed_samples, 0, False
         self._gives_up = dataset.gives_up = gives_up
         self._given_up, self._wait = False, Wait(gives_up)
-        self._threads: list[threading.Thread] = []
         self._workers = workers
-        self._pool = ThreadPoolExecutor(workers, _THREADS, self._note_thread) if workers else None
+        self._threads = ReadingThreads(workers) if workers else None
         self._pending: deque[_Step] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -127,15 +117,8 @@ class StepLoader:
         given up. May be called twice."""
         self._closed = True
         self._pending.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            deadline = time.monotonic() + (0 if self._given_up else _PATIENCE)
-            for thread in self._threads:
-                thread.join(max(0, deadline - time.monotonic()))
-            self._pool.shutdown(wait=not any(thread.is_alive() for thread in self._threads))
-
-    def _note_thread(self) -> None:
-        self._threads.append(threading.current_thread())
+        if self._threads is not None:
+            self._threads.close(waits=not self._given_up)
 
     def _read_ahead(self) -> None:
         # Without threads, what is issued is read when it is assembled.
@@ -155,8 +138,8 @@ class StepLoader:
         if isinstance(self._dataset, Dataset):
             if self._dataset.is_remote:
                 self._expect(self._dataset, own)  # before a thread can read it: what comes too late is read again
-            elif self._pool is not None and self._dataset.reader.ahead.pays:
-                self._pool.submit(self._expect, self._dataset, own)  # of files it may; a reading thread does it
+            elif self._threads is not None and self._dataset.reader.ahead.pays:
+                self._threads.submit(self._expect, self._dataset, own)  # of files it may; a reading thread does it
         read = [{module: one[module] for module in one if module not in self._sizes_only} for one in own]
         self._dataset.will_read(read)
         return _Step(
@@ -210,12 +193,12 @@ class StepLoader:
 
     def _submit(self, work: Callable[[int], Any], numbers: Sequence[int]) -> Callable[[], list[Any]]:
         """The results for all numbers, in order, when called."""
-        if self._pool is None:
+        if self._threads is None:
             return lambda: [self._read_now(work, number) for number in numbers]
         # To hand a task over costs as much as to read a short text; every thread gets one all the same.
         size = max(1, min(_TOGETHER, len(numbers) // self._workers))
         parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-        tasks = [self._pool.submit(_each, work, part) for part in parts]
+        tasks = [self._threads.submit(_each, work, part) for part in parts]
         return lambda: [result for task in tasks for result in self._wait.result_of(task)]
 
     def _read_now(self, work: Callable[[int], Any], number: int) -> Any:

@@ -59,7 +59,7 @@ def plan_in_packs(
         replicas: data-parallel ranks of the language model.
         documents: of each sample the tokens of its documents; None: it is one.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
+    lengths = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # no document is empty; a stand-in without media is
     tokens, squares = lengths.tolist(), lengths**2
     if documents is not None:
         squares = np.array([(of_sample**2).sum() for of_sample in documents], dtype=np.int64)

@@ -79,7 +79,7 @@ def main(run: "Run") -> int:
         if not _still_reading():
             raise
         code = _told(error)
-    if _still_reading():  # what nobody waits for: but the interpreter would, at its end
+    if _still_reading():  # a thread that goes on while the interpreter takes itself apart could abort it
         show("", end="")
         sys.stderr.flush()
         os._exit(code)
@@ -87,7 +87,7 @@ def main(run: "Run") -> int:
 
 
 def _still_reading() -> bool:
-    from data.loader import still_reading
+    from data.threads import still_reading
 
     return still_reading()
 

@@ -101,7 +101,8 @@ def greedy_answers(
 ) -> list[tuple[int, list[int]]]:
     """Answers of the current step's samples by greedy decoding, one forward pass of the whole pipeline per token.
 
-    Every sample is cut before its last answer; the tokens that the model adds replace it. Collective over all ranks.
+    Every sample is cut before its last answer; the tokens that the model adds replace it. One without an answer, or
+    with media in or behind its last one, is not answered. Collective over all ranks.
 
     Args:
         data_iterator: on a step of samples with `loss_mask` on answers.
@@ -142,10 +143,17 @@ class _OpenAnswers:
         self.numbers = microbatch["sample_numbers"].tolist()
         self._microbatch, self._as_text = microbatch, tokenizer.as_text
         self.ids, self._ends = microbatch["input_ids"], tokenizer.template.stop_ids
-        self.lengths = [_prompt_length(row) for row in microbatch["loss_mask"]]
+        self.lengths = [self._prompt(*row) for row in zip(self.ids, microbatch["loss_mask"], strict=True)]
         for row, length in zip(self.ids, self.lengths, strict=True):
-            row[length:] = tokenizer.pad_id
+            if length:
+                row[length:] = tokenizer.pad_id
         self._new: list[list[int]] = [[] for _ in self.numbers]
+
+    def _prompt(self, ids_S: torch.Tensor, loss_mask_S: torch.Tensor) -> int:
+        """Tokens before the last answer; 0 where there is none, and where it has placeholders in it or behind it: their
+        features come all the same, and need a place."""
+        length = _prompt_length(loss_mask_S)
+        return length if all(self._as_text(token) == token for token in ids_S[length:].tolist()) else 0
 
     def want_next(self) -> None:
         """Ask the next pass for the logits behind the last token of every sample."""

@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from data.pipeline import TokenDataset, require_budget
+from data.pipeline import GivesUp, TokenDataset, never, require_budget
 from data.storage.replace import replacing
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
@@ -33,6 +33,19 @@ SHOWN_TOKENS = 24
 """Longest answer that the report's samples are decoded to."""
 
 
+class EvaluationGivenUp(Exception):
+    """The run is to end, and the samples of an evaluation have not come; raised on all ranks alike."""
+
+
+class Ending(NamedTuple):
+    """How an evaluation hears that the run is to end."""
+
+    gives_up: GivesUp = never
+    """See `StepLoader`."""
+    votes: Callable[[], tuple[bool, bool]] | None = None
+    """See `StepIterator`."""
+
+
 class HeldOut:
     """The samples of a held-out set, all or the first `train.eval_samples`, and evaluations on them."""
 
@@ -45,15 +58,17 @@ class HeldOut:
         of: HeldOutSet | None = None,
         *,
         shows: bool = True,
+        ending: Ending | None = None,
     ):
         """
         Args:
             features: lookups of cached features of frozen encoders.
             of: the set; default: the run's first.
             shows: whether its evaluations write samples.json.
+            ending: what ends an evaluation that waits for its samples; default: nothing.
         """
         of = of or held_out_sets(run.cfg)[0]
-        self._run, self._pipeline, self._tokenizer = run, pipeline, tokenizer
+        self._run, self._pipeline, self._tokenizer, self._ending = run, pipeline, tokenizer, ending or Ending()
         self._prefix, self._shows = f"eval/{of.name}/" if of.name else "eval/", shows
         self._predictions = f"predictions_{of.name}.jsonl" if of.name else PREDICTIONS
         self.dataset = build_dataset(run.cfg, tokenizer, held_out=of)
@@ -77,6 +92,9 @@ class HeldOut:
         Args:
             all_logits: whether the model gives logits everywhere, also with `train.logits=learned`.
         """
+        return self._open(Ending(), all_logits=all_logits)
+
+    def _open(self, ending: Ending, *, all_logits: bool = False) -> StepIterator:
         loader = open_loader(
             self._run,
             self._pipeline.groups,
@@ -84,9 +102,10 @@ class HeldOut:
             consumed=0,
             steps=self.steps,
             padding=self._padding,
+            gives_up=ending.gives_up,
         )
         learned = self._run.cfg.train.logits == "learned" and not all_logits
-        return StepIterator(loader, self._pipeline, learned_logits=learned)
+        return StepIterator(loader, self._pipeline, learned_logits=learned, votes=ending.votes)
 
     def evaluate(self, step: int = 0) -> dict[str, float]:
         """Loss and exact match over the samples; on the logging rank, samples.json and predictions.jsonl (of a
@@ -102,6 +121,7 @@ class HeldOut:
         Raises:
             TooManyBadSamples: more of the samples are bad than `data.max_bad_samples` allows, on every rank alike; a
                 rank that has found too many by itself raises earlier.
+            EvaluationGivenUp: the run is to end, and a rank has waited for samples in vain.
 
         Returns:
             {"eval/loss": nats per answer token, "eval/exact_match": share of samples, "eval/samples": their number},
@@ -115,11 +135,12 @@ class HeldOut:
         # Each replica of the language model decodes its own samples; one writes them.
         wanted = run.cfg.train.report_samples if self._shows else 0
         of_step = run.batch.global_batch_size // run.layout.language.dp
-        iterator = self()
+        iterator = self._open(self._ending)
         try:
             with _evaluating(pipeline.model):
                 for index in range(self.steps):
-                    iterator.advance()
+                    if iterator.advance() is None:
+                        raise EvaluationGivenUp
                     # The last step may begin again with the first samples.
                     bad += torch.count_nonzero(iterator.bad[: max(self.samples - iterator.current.first_sample, 0)])
                     collected = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
@@ -193,11 +214,17 @@ class HeldOut:
 
 
 def open_held_out(
-    run: Run, pipeline: Pipeline, tokenizer: Tokenizer, features: Features | None = None
+    run: Run,
+    pipeline: Pipeline,
+    tokenizer: Tokenizer,
+    features: Features | None = None,
+    ending: Ending | None = None,
 ) -> tuple[HeldOut, ...]:
     """All held-out sets of a run; the first one's evaluations write samples.json."""
     sets = enumerate(held_out_sets(run.cfg))
-    return tuple(HeldOut(run, pipeline, tokenizer, features, one, shows=not number) for number, one in sets)
+    return tuple(
+        HeldOut(run, pipeline, tokenizer, features, one, shows=not number, ending=ending) for number, one in sets
+    )
 
 
 def _write_samples(path: Path, shown: list[dict]) -> None:

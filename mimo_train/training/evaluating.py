@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mimo_train.evaluation.held_out import EvaluationGivenUp
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.metrics import progress
 from mimo_train.step.forward_step import ForwardStepCallable
@@ -36,8 +37,14 @@ def evaluate_when_due(
     due = (interval > 0 and step % interval == 0) or step == state.last_step
     if held_out is None or not due:
         return
-    with RECORDER.during("evaluate"):
-        values = {name: value for one in session.held_out_sets for name, value in one.evaluate(step).items()}
+    try:
+        with RECORDER.during("evaluate"):
+            values = {name: value for one in session.held_out_sets for name, value in one.evaluate(step).items()}
+    except EvaluationGivenUp:
+        state.console.message(
+            f"the evaluation at step {step} was given up: the run is to end, and held-out samples have not come"
+        )
+        return
     if state.is_logging_rank:
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.evaluation(step, values)

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from mimo_train.evaluation.held_out import Ending
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel.end_notice import EndNotice
 from mimo_train.step.batches import StepIterator
 from mimo_train.step.same_samples import PARTS, parts_of, require_same
+
+EVALUATION_SECONDS = 10.0
+"""How long the samples of an evaluation, which is not made again, are waited for when the run is to end."""
 
 
 class StepsDiffer(RuntimeError):
@@ -36,6 +40,7 @@ class ExitVotes:
         """
         self._signal, self._ends_waits, self._told = exit_signal, ends_waits, False
         self._notice: EndNotice | None = None
+        self._evaluation_ends = float("inf")
         began = time.monotonic() - (time.time() - start_time)
         self._deadline = began + 60 * minutes if minutes > 0 else float("inf")
 
@@ -66,6 +71,17 @@ class ExitVotes:
         if not any(self.own()) and self._notice is not None:
             self._told = self._notice.is_given()
         return any(self.own())
+
+    @property
+    def of_evaluations(self) -> Ending:
+        """What ends an evaluation that waits for its samples, EVALUATION_SECONDS after it has seen a vote."""
+        return Ending(self._gives_up_evaluation, self.before_a_step)
+
+    def _gives_up_evaluation(self) -> bool:
+        now = time.monotonic()
+        if self.gives_up():
+            self._evaluation_ends = min(self._evaluation_ends, now + EVALUATION_SECONDS)
+        return now >= self._evaluation_ends
 
     def numbers(self, step: int, digest: int | None = 0) -> tuple[float, ...]:
         """What is summed over ranks: the votes, and 1, the step and its square, and `parts_of` the digest of the

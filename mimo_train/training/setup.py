@@ -222,7 +222,7 @@ def _build(
     prefetcher = features.prefetcher(data)
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
-    held_out = open_held_out(run, pipeline, parts.tokenizer, features)
+    held_out = open_held_out(run, pipeline, parts.tokenizer, features, votes.of_evaluations)
     # The log is opened last: what fails before leaves the files of an earlier start as they are.
     state = open_state(run, given, train_state, start_time, resumed_from, checkpointer, stops)
     report = BadSampleReport(run.dir, run.layout.logging_rank, state.console.message)

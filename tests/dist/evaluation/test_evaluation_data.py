@@ -1,10 +1,16 @@
 """What `train` hands to a user at evaluations: data that is no loss, and the values."""
 
+import io
+import json
 from pathlib import Path
+
+import pytest
+from PIL import Image
 
 from mimo_train.training.callbacks import Callback
 from tests.dist.ranks import run_ranks
-from tests.dist.runs import config
+from tests.dist.runs import config, curve, train_on_ranks
+from tests.tars import write_tar
 
 
 class Evaluations(Callback):
@@ -98,3 +104,52 @@ def test_a_function_gives_data_instead_on_every_rank_in_evaluation_mode(digits, 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("mine")] == [(2, 4.0), (3, 4.0)]
+
+
+def picture() -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (48, 32), "red").save(content, "PNG")
+    return content.getvalue()
+
+
+def turns(*texts: str) -> bytes:
+    """A record of a person and an assistant in turn."""
+    words = [{"from": ("human", "gpt")[at % 2], "value": text} for at, text in enumerate(texts)]
+    return json.dumps({"conversations": words}).encode()
+
+
+ODD = {
+    "cut before its answer": (1, turns("<image>\n" + "q" * 500, "seven")),
+    "bad, with a place for its picture": (1, turns("<image> <image>\nWhat?", "seven")),
+    "bad, without any token": (0, turns()),
+    "a picture in its answer": (2, turns("<image>\nWhat?", "like <image>")),
+    "a picture behind its answer": (2, turns("<image>\nWhat?", "seven", "<image>\nAnd this?")),
+}
+
+
+@pytest.fixture
+def odd(tmp_path) -> Path:
+    """Shards of whole samples, and one of each of ODD in the middle."""
+    whole = (1, turns("<image>\nWhat?", "seven"))
+    samples = [whole, whole, *ODD.values(), *[whole] * 9]
+    members = []
+    for key, (pictures, record) in enumerate(samples):
+        members += [(f"{key:03d}.{at}.png", picture()) for at in range(pictures)]
+        members.append((f"{key:03d}.json", record))
+    return write_tar(tmp_path / "odd" / "a-000000.tar", members).parent
+
+
+def test_samples_that_cannot_be_answered_are_evaluated_and_packed_like_any_others(odd, digits, tmp_path):
+    def lines(*overrides: str) -> list[dict]:
+        places = (f"data.shards={odd}", f"data.validation_shards={odd}", "data.max_bad_samples=9")
+        options = ("layout=two_processes", "train.iters=2", "train.report_samples=8", *overrides)
+        run_dir = tmp_path / f"run{len(overrides)}"
+        found = train_on_ranks(config("vlm_digits", run_dir, digits, *places, *options))
+        shown = json.loads((run_dir / "samples.json").read_text())
+        assert [one["correct"] for one in shown[2:4]] == [None, None], "cut, or media behind the prompt: nobody knows"
+        return found
+
+    unpacked, packed = lines(), lines("data.pack=true")
+    assert curve(packed) == [pytest.approx(point, rel=1e-5) for point in curve(unpacked)]
+    (values,) = [line for line in unpacked if "eval/loss" in line]
+    assert values["eval/samples"] == 16 - 3, "but for the one that is cut, and the two that are bad"

@@ -13,8 +13,9 @@ from mimo_train.checkpoint import folders
 from mimo_train.metrics.sinks.jsonl import read_metrics
 from mimo_train.plan.run import resolve
 from mimo_train.training.callbacks import Callback
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import run_ranks, started_ranks
 from tests.dist.runs import config, curve
+from tests.hang import HANG_SECONDS
 from tests.tars import in_parts, standing_still
 
 ENCODER, LANGUAGE = 0, 1
@@ -135,3 +136,47 @@ def test_a_run_that_waits_for_a_stream_saves_and_ends(
     (folder / "go").touch()
     assert run_ranks(_rank, 2, cfg, tmp_path) == [0, 0]
     assert curve(read_metrics(tmp_path / "metrics.jsonl")) == unbroken(*overrides)
+
+
+def _evaluating_rank(cfg, hangs_on: int, signalled: int) -> int:
+    """One rank as `mimo-train train` runs it. On rank `hangs_on` no held-out text is read, and while it waits rank
+    `signalled` signals itself."""
+    from data.outlined import OutlinedSamples
+    from mimo_train.commands.train import main
+    from mimo_train.evaluation.held_out import HeldOut
+    from mimo_train.training import exit as exits
+
+    os.environ["MIMO_STOPPED_CODE"], exits.EVALUATION_SECONDS = str(STOPPED), 0.1
+    rank, evaluate, read_text, held_out = int(os.environ["RANK"]), HeldOut.evaluate, OutlinedSamples.read_text, []
+
+    def evaluate_and_signal(self, step=0):
+        if rank == hangs_on:
+            held_out.append(self.dataset)
+        if rank == signalled:
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        return evaluate(self, step)
+
+    def hang_or_read(samples, number):
+        if samples in held_out:
+            threading.Event().wait()
+        return read_text(samples, number)
+
+    HeldOut.evaluate, OutlinedSamples.read_text = evaluate_and_signal, hang_or_read
+    return main(resolve(cfg))
+
+
+@pytest.mark.parametrize(("hangs_on", "signalled"), [(LANGUAGE, LANGUAGE), (LANGUAGE, ENCODER)])
+def test_an_evaluation_that_waits_is_given_up(digits, tmp_path, hangs_on, signalled):
+    held_out = (f"data.validation_shards={digits}/held_out", "train.eval_interval=2", "data.workers=1")
+    cfg = config("vlm_digits", tmp_path / "run", digits, "layout=two_processes", "train.iters=5", *held_out)
+    with started_ranks(_evaluating_rank, 2, cfg, hangs_on, signalled) as processes:
+        for process in processes:
+            process.join(HANG_SECONDS)
+        assert processes[hangs_on].exitcode == STOPPED, "what hangs is left behind"
+        assert processes[1 - hangs_on].exitcode == 0, "of `started_ranks`"
+    line = (tmp_path / "run" / "progress.txt").read_text().splitlines()[-1].split("\t")
+    assert line[1:] == ["exit", "step=3", "reason=signal"], "the step after the evaluation is the last one"
+    assert run_ranks(_evaluating_rank, 2, cfg, -1, -1) == [0, 0]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [point[0] for point in curve(lines)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [4, 5]

@@ -55,6 +55,12 @@ def test_every_sample_is_in_one_row_that_has_room_for_it(lengths, budget, replic
     ]
 
 
+def test_a_stand_in_without_tokens_is_a_document_of_padding():
+    found = plan([5, 0, 3, 0], budget=8)
+    assert found.lengths.tolist() == [5, 1, 3, 1]
+    assert plan([0, 0], budget=8).lengths.tolist() == [1, 1]
+
+
 def balance(found: StepPlan, replicas: int, work) -> float:
     """Work of the busiest data-parallel rank over the mean."""
     of_ranks = [sum(work(shares[rank].places) for shares in found.shares) for rank in range(replicas)]

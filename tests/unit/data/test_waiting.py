@@ -1,5 +1,7 @@
 """Waits for data that are given up: of a stream that stands still, a server that does, a reader that is slow."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -7,9 +9,9 @@ from concurrent.futures import Future
 import pytest
 
 import data.waiting
-from data.loader import still_reading
 from data.pipeline import Batching, Dataset, Reader, Source, StepLoader, StreamDataset, WaitGivenUp
 from data.storage import io_thread
+from data.threads import ReadingThreads, still_reading
 from data.tokens import build_tokenizer
 from data.waiting import Wait, never
 from tests.hang import HANG_SECONDS
@@ -125,7 +127,7 @@ def test_a_slow_reader_is_given_up(dataset, monkeypatch):
 
 
 def test_a_loader_that_is_closed_leaves_a_reader_that_hangs_behind(dataset, monkeypatch):
-    monkeypatch.setattr("data.loader._PATIENCE", 0.05)
+    monkeypatch.setattr("data.threads._PATIENCE", 0.05)
     slow, entered, held = dataset(), threading.Event(), threading.Event()
     monkeypatch.setattr(slow, "read_text", lambda number: entered.set() or held.wait(HANG_SECONDS))
     loader = StepLoader(slow, BATCHING, READERS, workers=1, limit=3)
@@ -135,6 +137,35 @@ def test_a_loader_that_is_closed_leaves_a_reader_that_hangs_behind(dataset, monk
     loader.close()
     assert still_reading()
     held.set()
+    wait_for_threads()
+
+
+PROGRAM = """
+import threading, time
+from data import threads
+threads._PATIENCE = {patience}
+reading, entered = threads.ReadingThreads(1), threading.Event()
+reading.submit(lambda: entered.set() or {read} or print("read to its end", flush=True))
+entered.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("read", "patience", "printed"),
+    [("threading.Event().wait()", 0.1, ""), ("time.sleep(0.2)", HANG_SECONDS, "read to its end\n")],
+)
+def test_a_program_ends_though_a_reader_hangs_and_not_while_one_reads(read, patience, printed):
+    program = [sys.executable, "-c", PROGRAM.format(read=read, patience=patience)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+def test_threads_that_nobody_knows_any_more_end():
+    reading = ReadingThreads(2)
+    assert [reading.submit(pow, 2, power).result() for power in range(5)] == [1, 2, 4, 8, 16]
+    assert isinstance(reading.submit(int, "x").exception(), ValueError)
+    assert still_reading()
+    del reading
     wait_for_threads()
 
 

@@ -1,5 +1,11 @@
 """What one rank says to those that wait for data."""
 
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
 import torch.distributed as dist
 
 from mimo_train.parallel import end_notice
@@ -36,3 +42,33 @@ def test_where_nobody_can_be_told_nothing_fails():
     del gone
     notice.give()
     assert not notice.is_given()
+
+
+SERVER = """
+import time, torch.distributed as dist
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["not opened yet", "opened"])
+def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch, opened):
+    monkeypatch.setattr(end_notice, "_PAUSE", 0.0)
+    monkeypatch.setattr(end_notice, "_PATIENCE", 0.2)
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        store = dist.TCPStore("localhost", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+        notice = EndNotice(store)
+        if opened:
+            monkeypatch.setattr(end_notice, "_PATIENCE", 20.0)
+            notice.give()
+            assert notice.is_given()
+            monkeypatch.setattr(end_notice, "_PATIENCE", 0.2)
+        os.kill(server.pid, signal.SIGSTOP)
+        assert not notice.is_given()
+        notice.give()
+        assert not notice.is_given()
+    finally:
+        server.kill()
+        server.wait()
