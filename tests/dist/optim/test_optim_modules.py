@@ -128,7 +128,8 @@ def test_the_loss_scale_grows_is_the_same_on_all_ranks_and_is_resumed(digits, tm
 
 
 ORDER = 1e-6
-"""Gradients of microbatches are summed in another order where they are reduced beside the backward pass."""
+"""Gradients are summed in another order where they are reduced beside the backward pass, and where layers are
+Megatron-Core's, as with weights that are gathered beside the forward pass."""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -144,7 +145,7 @@ def test_overlapped_reductions_give_the_same_numbers(precision, prose, tmp_path)
 
     plain = run("plain")
     both = run("both", "optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true")
-    assert largest_difference(both, run("one", "optim.overlap_grad_reduce=true")) == (0, 0)
+    assert max(largest_difference(both, run("one", "optim.overlap_grad_reduce=true"))) < ORDER
     assert max(largest_difference(plain, both)) < ORDER
 
 
