@@ -226,13 +226,26 @@ class _Folder:
         self._load()
 
     def remove_journals(self) -> None:
-        """Removes what builds have left that were killed: between the file and the end, of this folder; and of others
-        that nobody has gone on with, since their tokenizer or template is not this one, for a long time."""
-        remove_journal(self._journal)
+        """Removes what builds have left that were killed: between the file and the end, of this folder; and what nobody
+        has gone on with for a long time, be it of other shards, or of another tokenizer or template."""
+        if self._is_in_file():
+            remove_journal(self._journal)
         before, _, _ = self._path.name.partition(".mimo-lengths")
         folder_name = before.rpartition(".")[0]
         for other in self._path.parent.glob(f"{glob.escape(folder_name)}.*.mimo-lengths.journal"):
             remove_journal(other, unused_seconds=_LEFT)
+
+    def _is_in_file(self) -> bool:
+        """Whether all that the journal has is in the file: of a dataset with other shards of this folder it may not."""
+        try:
+            with self._journal.open("rb") as file:
+                journal = Journal(file.fileno())
+                counted = dict(json.loads(journal[number][0]) for number in range(len(journal)))
+        except (OSError, ValueError, TypeError):  # none, or of another version of this program
+            return False
+        saved = load_lengths(self._path)
+        stamps = dict(zip(saved.names, saved.stamps, strict=True)) if saved else {}
+        return all(name in stamps and stamps[name].tobytes().hex() == stamp for name, stamp in counted.items())
 
     @property
     def _journal(self) -> Path:

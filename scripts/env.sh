@@ -146,6 +146,8 @@ _mimo_install() {
     _mimo_say "uv could not install it; pip, which reads this machine's own pip configuration, tries now"
   fi
   # Older versions of pip take the constraints of all that is installed for build environments too, later ones these.
+  # Spaces separate files in both: of a URL they are %20.
+  built="$("$python" -I -S -c 'import pathlib, sys; print(pathlib.Path(sys.argv[1]).as_uri())' "$built")" || return 1
   PIP_CONSTRAINT="$built${PIP_CONSTRAINT:+ $PIP_CONSTRAINT}" \
     PIP_BUILD_CONSTRAINT="$built${PIP_BUILD_CONSTRAINT:+ $PIP_BUILD_CONSTRAINT}" \
     "$python" -P -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -e "$what"

@@ -166,6 +166,17 @@ def test_journals_that_nobody_goes_on_with_do_not_stay(shards, dataset):
     assert sorted(shards.glob("*.journal")) == sorted(others[1:])
 
 
+def test_what_a_killed_count_has_of_other_shards_stays(shards, dataset, monkeypatch):
+    counted(dataset(shards=shards / "s-1.tar"))
+    work = TextLengths(dataset(shards=shards)).build()
+    next(work)
+    work.close()  # as a kill leaves it
+    assert counted(dataset(shards=shards / "s-1.tar")) == 0
+    monkeypatch.delattr(Dataset, "length_of")
+    assert [done.here for done in TextLengths(dataset(shards=shards)).build()] == [False]
+    assert not list(shards.glob("*.journal"))
+
+
 def test_files_of_some_shards_are_joined_and_forget_those_that_are_gone(shards, dataset):
     counted(dataset(shards=shards / "s-1.tar"))
     data = dataset(shards=shards)
