@@ -125,9 +125,23 @@ with open(sys.argv[1], "rb") as file:
 ' "$MIMO_ROOT/pyproject.toml"
 }
 
+# Prints the files of pip's option $1, `constraint` or `build-constraint`: those of its variable, or without
+# one of its configuration, which the variable hides once this script sets it. (`pip config get` reads one file alone.)
+_mimo_pip_takes() {
+  "$_mimo_venv/bin/python" -P -m pip config list 2>/dev/null | "$_mimo_venv/bin/python" -I -S -c '
+import ast, sys
+found = dict(line.rstrip("\n").split("=", 1) for line in sys.stdin if "=" in line)
+for section in (":env:", "install", "global"):
+    if value := found.get(f"{section}.{sys.argv[1]}"):
+        print(*ast.literal_eval(value).split())
+        break
+' "$1"
+}
+
 # Installs this checkout, editable, with uv, or with pip where uv cannot be had or cannot reach what pip is set up for.
 _mimo_install() {
   local python="$_mimo_venv/bin/python" what="${MIMO_ROOT}[$_mimo_extras]" quiet=() built="$_mimo_venv/.mimo-built-for"
+  local own own_to_build constraints=(--build-constraints "$_mimo_venv/.mimo-built-for")
   if [[ -n "$_mimo_wheels" ]]; then
     "$python" "$MIMO_ROOT/scripts/wheels/install.py" install "$_mimo_wheels" "$_mimo_extras"
     return
@@ -139,17 +153,20 @@ _mimo_install() {
     "$python" -P -m pip install --quiet --disable-pip-version-check "uv==$_mimo_uv" || true
   fi
   if "$python" -P -m uv --version >/dev/null 2>&1; then
+    for own in ${UV_BUILD_CONSTRAINT:-}; do # the option would hide the variable
+      constraints+=(--build-constraints "$own")
+    done
     # The certificates that the system trusts, as pip takes them: a network may have its own.
     UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}" \
-      "$python" -P -m uv pip install ${quiet[@]+"${quiet[@]}"} --build-constraints "$built" --python "$python" \
+      "$python" -P -m uv pip install ${quiet[@]+"${quiet[@]}"} "${constraints[@]}" --python "$python" \
       -e "$what" && return 0
     _mimo_say "uv could not install it; pip, which reads this machine's own pip configuration, tries now"
   fi
   # Older versions of pip take the constraints of all that is installed for build environments too, later ones these.
   # Spaces separate files in both: of a URL they are %20.
   built="$("$python" -I -S -c 'import pathlib, sys; print(pathlib.Path(sys.argv[1]).as_uri())' "$built")" || return 1
-  PIP_CONSTRAINT="$built${PIP_CONSTRAINT:+ $PIP_CONSTRAINT}" \
-    PIP_BUILD_CONSTRAINT="$built${PIP_BUILD_CONSTRAINT:+ $PIP_BUILD_CONSTRAINT}" \
+  own="$(_mimo_pip_takes constraint)" own_to_build="$(_mimo_pip_takes build-constraint)"
+  PIP_CONSTRAINT="$built${own:+ $own}" PIP_BUILD_CONSTRAINT="$built${own_to_build:+ $own_to_build}" \
     "$python" -P -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -e "$what"
 }
 

@@ -21,6 +21,7 @@ case "$*" in
   "-P -m pip install --quiet --disable-pip-version-check uv=="*) [ -z "$FAKE_NO_UV" ] ;;
   "-P -m pip install "*) echo "pip builds with $PIP_CONSTRAINT; $PIP_BUILD_CONSTRAINT" >> "$FAKE_CALLS"
     [ -z "$FAKE_INSTALL_FAILS" ] ;;
+  "-P -m pip config list") printf '%s' "$FAKE_PIP_CONFIG" ;;
   "-P -m pip --version") ;;
   "-P -W ignore -c import torch"*) ;;
   "-P -m mimo_train.cli launch "*) echo "$@"; exit "${FAKE_EXIT:-0}" ;;

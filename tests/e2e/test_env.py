@@ -172,17 +172,20 @@ def test_what_is_compiled_for_torch_is_built_with_the_one_that_is_installed(chec
     """Transformer Engine's half for torch asks for torch>=2.1 to build with, and gets the newest."""
     checkout.program("python3.12")
     checkout.venv = checkout.root.parent / "an environment"
-    given = {"FAKE_NO_UV": without_uv, "MIMO_EXTRAS": "demo,gpu", "PIP_CONSTRAINT": "own.txt"}
-    given["MIMO_VENV"] = str(checkout.venv)
+    given = {"FAKE_NO_UV": without_uv, "MIMO_EXTRAS": "demo,gpu", "MIMO_VENV": str(checkout.venv)}
+    # As pip says what it takes, from its variables and its files.
+    lines = [":env:.constraint='own.txt'", "global.constraint='/hidden.txt'", "install.build-constraint='/a.txt\\n/b.txt'"]
+    given |= {"UV_BUILD_CONSTRAINT": "a.txt b.txt", "FAKE_PIP_CONFIG": "".join(f"{line}\n" for line in lines)}
     assert checkout.run(STRICT, **given).returncode == 0
     built = checkout.venv / ".mimo-built-for"
     pins = tomllib.loads((checkout.root / "pyproject.toml").read_text())["project"]["dependencies"]
     assert built.read_text().split() == [pin for pin in pins if pin.startswith("torch==")] != []
     if without_uv:
         # pip takes these variables apart at spaces.
-        assert checkout.calls(f"pip builds with {built.as_uri()} own.txt; {built.as_uri()}") == 1
+        assert checkout.calls(f"pip builds with {built.as_uri()} own.txt; {built.as_uri()} /a.txt /b.txt") == 1
     else:
-        assert checkout.calls(f"{INSTALL} --quiet --build-constraints {built} --python") == 1
+        own = "--build-constraints a.txt --build-constraints b.txt"
+        assert checkout.calls(f"{INSTALL} --quiet --build-constraints {built} {own} --python") == 1
 
 
 @pytest.mark.parametrize("tools", [("flock",), ()], ids=["flock", "without flock"])
