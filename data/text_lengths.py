@@ -276,8 +276,9 @@ class _Folder:
         self._found = found
 
     def _of_journal(self, journal: Journal, missing: dict[str, int]) -> dict[str, tuple[np.ndarray, int]]:
-        """Missing shard's name -> its stamp, and the record with its lengths."""
-        records = dict[str, tuple[Any, int]]()
+        """Name -> stamp, and the record with the lengths: of missing shards, and of those of this folder that the
+        dataset lacks, which a build of more shards had begun: the journal goes with this one."""
+        records, own = dict[str, tuple[Any, int]](), set(self._names)
         for number in range(len(journal)):
             head, body = journal[number]
             try:
@@ -285,8 +286,11 @@ class _Folder:
                 (found,) = np.frombuffer(bytes.fromhex(stamp), dtype=STAMP)
             except (ValueError, TypeError):  # of another version of this program
                 continue
-            is_same = name in missing and found.item() == self._stamps[missing[name]].item()
-            if is_same and len(body) == 4 * int(found["samples"]):
+            if name in missing:
+                is_wanted = found.item() == self._stamps[missing[name]].item()
+            else:
+                is_wanted = name not in own and self._may_be_there(name)
+            if is_wanted and len(body) == 4 * int(found["samples"]):
                 records[name] = found, number
         return records
 
@@ -298,12 +302,16 @@ class _Folder:
             for row, name in enumerate(file.names):
                 at = wanted.get(name)
                 if at is None:
-                    stays = file.path == self._path and (self._folder is None or (self._folder / name).exists())
+                    stays = file.path == self._path and self._may_be_there(name)
                 else:
                     stays = file.stamps[row] == self._stamps[at]
                 if stays and name not in parts and file.is_whole(row):
                     parts[name] = Part(name, file.stamps[row], partial(_bytes_of, file, row))
         write_lengths(self._path, parts.values())
+
+    def _may_be_there(self, name: str) -> bool:
+        """Whether a shard that is not of the dataset is in the folder."""
+        return self._folder is None or (self._folder / name).exists()
 
 
 def _body_of(journal: Journal, record: int) -> bytes:

@@ -177,6 +177,15 @@ def test_what_a_killed_count_has_of_other_shards_stays(shards, dataset, monkeypa
     assert not list(shards.glob("*.journal"))
 
 
+def test_a_count_of_other_shards_takes_what_a_killed_one_has(shards, dataset, monkeypatch):
+    work = TextLengths(dataset(shards=shards)).build()
+    assert next(work).shard == shards / "s-0.tar"
+    work.close()  # as a kill leaves it
+    assert counted(dataset(shards=shards / "s-1.tar")) == 6 and not list(shards.glob("*.journal"))
+    monkeypatch.delattr(Dataset, "length_of")
+    assert counted(dataset(shards=shards)) == 0
+
+
 def test_files_of_some_shards_are_joined_and_forget_those_that_are_gone(shards, dataset):
     counted(dataset(shards=shards / "s-1.tar"))
     data = dataset(shards=shards)
