@@ -55,8 +55,19 @@ def to_ids(sample: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[int], lis
         return found, found
     ids: list[int] = []
     labels: list[int] = []
-    for turn in sample["json"]["conversations"]:
-        found = tokenizer.encode(turn["value"])
+    for is_answer, text in turns_of(sample["json"]):
+        found = tokenizer.encode(text)
         ids += found
-        labels += found if turn["from"] == "gpt" else [-100] * len(found)
+        labels += found if is_answer else [-100] * len(found)
     return ids, labels
+
+
+def turns_of(record: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+    """(whether the assistant says it, text) of each turn, of LLaVA's conversations or of the messages of a chat."""
+    for turn in record.get("conversations", ()):
+        yield turn["from"] == "gpt", turn["value"]
+    for message in record.get("messages", ()):
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "<image>") for part in content)
+        yield message["role"] == "assistant", content
