@@ -2,13 +2,9 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mimo_train.commands.arguments import about_files, above_zero, add_command, add_trust
-
-if TYPE_CHECKING:
-    from data.storage.url import Place
-    from mimo_train.config.schema import ConfigContainer
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -75,36 +71,22 @@ def main(
     from mimo_train.checkpoint import folders
     from mimo_train.checkpoint.hf.directory import new_directory
     from mimo_train.checkpoint.recorded_config import recorded_config
+    from mimo_train.launch.library_log import adopt_torch, divert_of
 
     folder = folders.in_folder(place_of(checkpoint), "CHECKPOINT")
     cfg = recorded_config(folder, trust_code=trust_code)
     with new_directory(to):
-        return _export_into(to, folder, cfg, dtype, file_gigabytes, merge, base_model)
+        run_dir = folders.run_of(folder)
+        divert_of("export", run_dir if isinstance(run_dir, Path) else None)
+        import torch.distributed as dist
 
+        adopt_torch()
+        from mimo_train.training.exporting import export
 
-def _export_into(
-    to: Path,
-    checkpoint: "Place",
-    cfg: "ConfigContainer",
-    dtype: str,
-    file_gigabytes: float,
-    merge: bool,
-    base_model: str,
-) -> int:
-    from mimo_train.checkpoint import folders
-    from mimo_train.launch.library_log import adopt_torch, divert_of
-
-    run_dir = folders.run_of(checkpoint)
-    divert_of("export", run_dir if isinstance(run_dir, Path) else None)
-    import torch.distributed as dist
-
-    adopt_torch()
-    from mimo_train.training.exporting import export
-
-    largest_file = int(file_gigabytes * 10**9)
-    written, why = export(
-        checkpoint, cfg, to, dtype=dtype, largest_file=largest_file, merge=merge, base_model=base_model
-    )
+        largest_file = int(file_gigabytes * 10**9)
+        written, why = export(
+            folder, cfg, to, dtype=dtype, largest_file=largest_file, merge=merge, base_model=base_model
+        )
     if why:
         print(f"each part by itself, for no model of transformers has them all: {why}")
     for one in written:

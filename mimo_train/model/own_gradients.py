@@ -84,6 +84,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, inputs: torch.Tensor, parts: int, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         ctx.save_for_backward(inputs, weight)
+        ctx.parameter = weight  # what is saved comes back as another tensor, without a gradient, where it is recomputed
         if parts == 1:
             return F.linear(inputs, weight, bias)
         biases = (None,) * parts if bias is None else bias.chunk(parts)
@@ -95,7 +96,7 @@ class _Linear(torch.autograd.Function):
         to_inputs, _, _, to_bias = ctx.needs_input_grad
         flat = inputs.reshape(-1, inputs.shape[-1])
         parts = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        for rows, sums in zip(parts, weight.grad.chunk(len(parts)), strict=True):
+        for rows, sums in zip(parts, ctx.parameter.grad.chunk(len(parts)), strict=True):
             sums.addmm_(rows.t(), flat)
         back = None
         if to_inputs:

@@ -174,7 +174,11 @@ def test_what_is_compiled_for_torch_is_built_with_the_one_that_is_installed(chec
     checkout.venv = checkout.root.parent / "an environment"
     given = {"FAKE_NO_UV": without_uv, "MIMO_EXTRAS": "demo,gpu", "MIMO_VENV": str(checkout.venv)}
     # As pip says what it takes, from its variables and its files.
-    lines = [":env:.constraint='own.txt'", "global.constraint='/hidden.txt'", "install.build-constraint='/a.txt\\n/b.txt'"]
+    lines = [
+        ":env:.constraint='own.txt'",
+        "global.constraint='/hidden.txt'",
+        "install.build-constraint='/a.txt\\n/b.txt'",
+    ]
     given |= {"UV_BUILD_CONSTRAINT": "a.txt b.txt", "FAKE_PIP_CONFIG": "".join(f"{line}\n" for line in lines)}
     assert checkout.run(STRICT, **given).returncode == 0
     built = checkout.venv / ".mimo-built-for"

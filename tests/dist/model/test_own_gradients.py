@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mimo_train.model import own_gradients
 from mimo_train.model.names import modules_of
@@ -146,3 +147,25 @@ def test_halves_whose_weight_is_not_summed_in_place_are_cut():
     with torch.no_grad():
         first, second = own_gradients.linear_halves(torch.ones(2, 3), weight, None)
     assert first.equal(torch.full((2, 2), 3.0)) and first.equal(second) and not first.requires_grad
+
+
+def test_a_hook_that_waits_for_the_gradient_sees_it_whole():
+    """As of an optimizer that steps within the backward pass."""
+    weight, seen = torch.nn.Parameter(torch.ones(2, 4)), []
+    weight.main_grad = weight.grad = torch.zeros(2, 4)
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    own_gradients.linear(torch.ones(3, 4), weight, None).sum().backward()
+    torch.testing.assert_close(seen, [torch.full((2, 4), 3.0)])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_products_that_are_computed_again_are_summed_in_place(reentrant):
+    weight, inputs = torch.nn.Parameter(torch.ones(2, 4)), torch.ones(3, 4, requires_grad=True)
+    weight.main_grad = weight.grad = torch.zeros(2, 4)
+
+    def product(own: torch.Tensor) -> torch.Tensor:
+        return own_gradients.linear(own, weight, None)
+
+    checkpoint(product, inputs, use_reentrant=reentrant).sum().backward()
+    assert weight.grad is weight.main_grad and torch.equal(weight.main_grad, torch.full((2, 4), 3.0))
+    assert torch.equal(inputs.grad, torch.full((3, 4), 2.0))
