@@ -19,7 +19,9 @@ from data.errors import DataError
 
 
 @contextmanager
-def worker_processes(number: int, begin: Callable[..., Any] | None = None, *given: Any) -> Iterator[ProcessPoolExecutor]:
+def worker_processes(
+    number: int, begin: Callable[..., Any] | None = None, *given: Any
+) -> Iterator[ProcessPoolExecutor]:
     """So many processes, for the block. Where it ends or raises, jobs that have not begun are left.
 
     Args:
