@@ -14,11 +14,10 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from data.building.samples import Source
 from data.errors import DataError
 from data.listed import listed
 from data.order import GlobalOrder
+from data.processes import worker_processes
 from data.shown import plural
 from data.storage.replace import replacing
 from data.storage.write import shard_bytes, shard_file
@@ -193,14 +193,10 @@ def _read_parts(source: Source, work: Path, workers: int, progress: Progress) ->
 
 def _in_processes(work: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[tuple[Any, Any]]:
     """(job, result) as they end. The first error ends the work."""
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with worker_processes(workers) as pool:
         futures = {pool.submit(work, job): job for job in jobs}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
 
 def _wrong(source: Source, settings: Settings, samples: int, faults: Sequence[str]) -> str:

@@ -19,10 +19,9 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +34,7 @@ from data.catalogue.lengths_file import STAMP, LengthsFile, Part, load_lengths, 
 from data.catalogue.places import catalogue_path
 from data.errors import DataError
 from data.fields import Fields
+from data.processes import worker_processes
 from data.storage.replace import cannot_write
 from data.storage.streams import Origin
 from data.storage.url import Place
@@ -120,7 +120,7 @@ class TextLengths:
         if open_shard is None or processes <= 1:
             yield from self._build(self._counted_here)
             return
-        with _pool(processes) as pool:
+        with worker_processes(processes) as pool:
             opener, fields_of = pickle.dumps(open_shard), self._dataset.fields_of
             job_of = cache(lambda shard: pool.submit(_count_one, opener, self._shard(shard), fields_of(shard)))
             for shard in missing:  # of all folders: one of few shards keeps no process waiting
@@ -320,16 +320,6 @@ def _body_of(journal: Journal, record: int) -> bytes:
 
 def _bytes_of(file: LengthsFile, row: int) -> bytes:
     return file.of(row).tobytes()
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    # Not forked: this process may have threads, and locks that one of them holds.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        try:
-            yield pool
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 _opener = lru_cache(maxsize=1)(pickle.loads)  # one for all shards that a process counts: it may hold a tokenizer

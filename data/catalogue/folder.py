@@ -12,10 +12,9 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from multiprocessing import get_context
 from operator import attrgetter
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from data.catalogue.journal import Journal, opened_journal
 from data.catalogue.places import catalogue_path
 from data.errors import DataError
 from data.index import build_index, build_remote
+from data.processes import worker_processes
 from data.storage.place_list import PlaceList
 from data.storage.remote import WholeObject
 from data.storage.replace import cannot_write
@@ -224,13 +224,9 @@ class Folder:
             for at, place in zip(missing, places, strict=True):
                 yield at, _part_of(place, self._retries)
             return
-        # Not forked: this process may have threads, and locks that one of them holds.
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        with worker_processes(processes) as pool:
             work = pool.map(partial(_part_of, retries=self._retries), places, chunksize=4)
-            try:
-                yield from zip(missing, work, strict=True)
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+            yield from zip(missing, work, strict=True)
 
     def _of_object(self, shard: Place) -> Part | DataError:
         assert isinstance(shard, Url)

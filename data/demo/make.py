@@ -9,6 +9,7 @@ give equal bytes. Only a demo's own shards are ever replaced.
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import re
@@ -124,6 +125,8 @@ def ensure_demo(out_dir: str | os.PathLike[str], kind: str = "digits", **paramet
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with open(out_dir.parent / f".{out_dir.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when the process dies
+        for left in out_dir.parent.glob(f"{glob.escape(_scratch_of(out_dir))}*"):  # of one that was killed
+            shutil.rmtree(left, ignore_errors=True)
         if not _complete(out_dir, kind, wanted):
             make(out_dir, **parameters)
     return out_dir
@@ -163,7 +166,7 @@ def _complete(out_dir: Path, kind: str, parameters: dict[str, Any]) -> bool:
 def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[Path]:
     """A scratch folder whose files move into `out_dir` one by one when all are whole; the marker goes last."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=_scratch_of(out_dir), dir=out_dir.parent))
     try:
         yield scratch
         files = sorted(scratch.rglob("*.tar"))
@@ -184,6 +187,11 @@ def _writing(out_dir: Path, kind: str, parameters: dict[str, Any]) -> Iterator[P
             marker_file.write(json.dumps(marker, indent=1).encode() + b"\n")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _scratch_of(out_dir: Path) -> str:
+    """What the names of scratch folders begin with."""
+    return f".{out_dir.name}.making-"
 
 
 def _require_own_shards(out_dir: Path, scratch: Path, folders: set[Path]) -> None:

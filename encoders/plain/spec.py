@@ -218,7 +218,8 @@ class ClipSpec(PlainSpec):
         length = -(-samples * self.sample_rate // rate)
         if length > self.max_seconds * self.sample_rate:
             raise EncoderError(
-                f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
+                f"its {samples / rate:.2f} seconds ({samples} samples at {rate} Hz) are more than "
+                f"encoder.max_seconds {self.max_seconds:g}: cut the "
                 "clip, or raise it"
             )
         features = self.tokens(length)

@@ -91,7 +91,8 @@ class WhisperSpec:
         length = -(-samples * self.sample_rate // rate)
         if length > self.max_samples:
             raise EncoderError(
-                f"its {samples / rate:.2f} seconds are more than encoder.max_seconds {self.max_seconds:g}: cut the "
+                f"its {samples / rate:.2f} seconds ({samples} samples at {rate} Hz) are more than "
+                f"encoder.max_seconds {self.max_seconds:g}: cut the "
                 "clip, or raise it"
             )
         unit = self.frame * merge

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from data.bad_samples import allowed_of
 from data.errors import DataError
 from data.members import named_unread
+from data.processes import worker_processes
 from data.shown import plural, shown
 from data.sources import Source
 from mimo_train.config import compose
@@ -89,8 +89,7 @@ def verify_run(config: str, overrides: Sequence[str], workers: int) -> int:
     with ExitStack() as stack:
         pool = None
         if workers > 1:
-            context = get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(workers, context, _open, (config, list(overrides))))
+            pool = stack.enter_context(worker_processes(workers, _open, config, list(overrides)))
         else:
             _open(config, overrides)
         for number, one in enumerate(_sets_of(cfg)):

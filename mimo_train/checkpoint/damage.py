@@ -1,10 +1,12 @@
 """Errors of checkpoints whose files are not those that were written, or cannot be read. Imports no torch."""
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from data.storage.url import Place, Url
-from mimo_train.checkpoint.format.files import Damage
+from mimo_train.checkpoint.format.files import COMPLETE, Damage
 from mimo_train.config.fault import PeersError, UserError
 
 
@@ -17,14 +19,36 @@ class FolderFailed(UserError, OSError):
     that nothing is moved, and no checkpoint is believed missing."""
 
 
+_LOOKS, _PAUSE = 5, 0.05
+"""Looks at a folder without a marker, and the seconds between them."""
 _DAMAGED = " is damaged: "
 REMEDY = "; remove this folder, and checkpoint.resume=auto takes the newest that is left, or name another one"
 """End of the message of a damaged checkpoint."""
 
 
-def damaged(folder: Place, why: str) -> DamagedCheckpoint:
-    """The error of a checkpoint whose files are not those that were written."""
+def damaged(folder: Place, why: str) -> UserError:
+    """The error of a checkpoint whose files are not those that were written; of one that is being removed, as runs do
+    with old ones, another."""
+    if _is_removed(folder):
+        return UserError(
+            f"checkpoint {folder} was removed while it was read, as a run removes its old ones: start again, which "
+            "takes the newest, or let that run keep more (checkpoint.keep, checkpoint.keep_every)"
+        )
     return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{why}{REMEDY}")
+
+
+def _is_removed(folder: Place) -> bool:
+    """Whether a folder is gone, or goes: its marker is removed first, and soon the rest."""
+    if not isinstance(folder, Path):
+        return False
+    with suppress(OSError):  # then it is not known
+        for _ in range(_LOOKS):
+            if not folder.exists():
+                return True
+            if (folder / COMPLETE).exists():
+                break
+            time.sleep(_PAUSE)
+    return False
 
 
 def unreadable(folder: Place, error: OSError) -> FolderFailed:

@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +15,13 @@ from megatron.core.utils import unwrap_model
 
 from data.media.ground import READING
 from data.pipeline import MEDIA, Lookup, Samples
+from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.encoder_module import EncoderModule
 from mimo_train.model.feature_files import FeatureCache
 from mimo_train.model.names import modules_of
+from mimo_train.parallel.agreement import agreed
 from mimo_train.parallel.device import to_device
 from mimo_train.plan.fp8 import has_fp8
 from mimo_train.step.batches import StepIterator
@@ -29,17 +31,22 @@ class Features:
     """Caches of this rank's frozen encoders, and the lookups that its datasets use."""
 
     def __init__(self, cfg: ConfigContainer, model: list[MegatronModule], te: bool):
-        """Open the caches of `modules.NAME.feature_cache`, after the weights are loaded. Collective over the
-        tensor-parallel ranks of a module.
+        """Open the caches of `modules.NAME.feature_cache`, after the weights are loaded. Collective.
 
         Args:
             te: whether layers are Transformer Engine's.
+
+        Raises:
+            UserError: a rank cannot make its folder; on every rank.
         """
         self._lookups: dict[str, Lookup] = {}
         self._prefetched: dict[str, int] = {}
         self._modules: dict[str, EncoderModule] = {}
         self.prefetch_together = False
         """Whether ranks compute features of the next step together: all of them must have read it, or none."""
+        if any(module.feature_cache.dir for module in cfg.encoders.values()):
+            with agreed():
+                _make_folders(cfg, modules_of(model))
         for name, chunks in modules_of(model).items():
             config = cfg.modules[name]
             if name == LANGUAGE or not (config.feature_cache.dir or config.prefetch_microbatches):
@@ -132,6 +139,19 @@ def fingerprint(cfg: ConfigContainer, name: str, module: EncoderModule, te: bool
     if recipe := has_fp8(cfg).get(name):
         described["fp8"] = [recipe, cfg.train.num_layers_at_start_in_bf16, cfg.train.num_layers_at_end_in_bf16]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _make_folders(cfg: ConfigContainer, modules: Iterable[str]) -> None:
+    for name in modules:
+        folder = cfg.modules[name].feature_cache.dir
+        try:
+            if folder:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"modules.{name}.feature_cache.dir: cannot make {folder} ({error.strerror}): give a folder that can be "
+                "written, or leave it empty"
+            ) from error
 
 
 def _weights(encoders: torch.nn.Module) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
+from data.errors import DataError
 from data.pipeline import Dataset, never
 from data.storage.url import Url
 from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
@@ -272,15 +273,26 @@ def _open_sections(
 
 
 def make_demo_shards(run: Run) -> None:
-    """Generate the demo shards of `data.demo` if they are missing, on the first rank of each node; the others wait."""
+    """Generate the demo shards of `data.demo` if they are missing, on the first rank of each node; the others wait.
+
+    Raises:
+        DataError: they cannot be made there; on every rank.
+    """
     data = run.cfg.data
     if not data.demo:
         return
     from data.demo.make import ensure_demo
 
-    if is_first_of_node(run.layout, dist.get_rank()):
-        ensure_demo(Path(data.shards).parent, data.demo)
-    dist.barrier()
+    folder = Path(data.shards).parent
+    with agreed():
+        try:
+            if is_first_of_node(run.layout, dist.get_rank()):
+                ensure_demo(folder, data.demo)
+        except OSError as error:
+            raise DataError(
+                f"data.demo: cannot make the {data.demo} demo in {folder} ({error}): free space there, or set "
+                "data.shards=FOLDER/train data.validation_shards=FOLDER/held_out for a FOLDER that can be written"
+            ) from error
 
 
 def _announce_needs(shapes: StepShapes, needs: GradientNeeds, step: int) -> None:

@@ -25,22 +25,33 @@ PROCESSORS = (PROCESSOR, "preprocessor_config.json")
 _BOTH_KINDS = ("Bit", "CLIP", "DINOv3ViT", "Llava", "LlavaNext", "LlavaOnevision", "Qwen2VL", "Siglip", "Siglip2")
 """Image processors whose name has `Fast` at its end in version 4 where they are on torchvision; that of version 5 is
 one on Pillow there."""
+UNFINISHED = ".unfinished"
+"""File in a directory that is not whole yet, or never will be: whoever wrote it was killed."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin.index.json")
 
 
 @contextmanager
 def new_directory(folder: Path) -> Iterator[Path]:
-    """A folder for a model. Where the block raises, all that was made goes: half a model looks like a whole one.
+    """A folder for a model, for this process alone. Where the block raises, all that was made goes: half a model looks
+    like a whole one.
 
     Raises:
-        UserError: it is there already, and not empty.
+        UserError: it is there already, and not empty, or another process has it.
     """
+    mark = folder / UNFINISHED
+    if mark.exists():
+        raise _unfinished(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--to: {folder} is there already: give a folder that is not, or an empty one")
     made = list(takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch(exist_ok=False)
+    except FileExistsError as error:
+        raise _unfinished(folder) from error
+    try:
         yield folder
+        mark.unlink()
     except BaseException:
         with suppress(OSError):  # the first error counts; and another process may have begun to write beside it
             for path in list(folder.iterdir()):
@@ -48,6 +59,13 @@ def new_directory(folder: Path) -> Iterator[Path]:
             for path in made:
                 path.rmdir()
         raise
+
+
+def _unfinished(folder: Path) -> UserError:
+    return UserError(
+        f"--to: {folder} holds an export that is not whole: another process is writing it, or was killed: wait for it, "
+        "or remove the folder, or give another one"
+    )
 
 
 def copy_files(source: Path, to: Path) -> None:

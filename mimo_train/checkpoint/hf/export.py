@@ -13,6 +13,7 @@ from megatron.core.utils import unwrap_model
 
 from data.storage.url import Place
 from encoders.weight_map import Rule, WeightMap, spelt
+from mimo_train.checkpoint.damage import damage_named
 from mimo_train.checkpoint.format.dtypes import TYPES
 from mimo_train.checkpoint.format.read import Reader, Wanted
 from mimo_train.checkpoint.held import held_tensors
@@ -40,7 +41,10 @@ class Stored:
                 values of the checkpoint.
         """
         self.modules = {name: unwrap_model(module) for name, (module,) in modules_of([chunk]).items()}
-        self._reader = Reader(folder) if folder is not None else None
+        self._folder, self._reader = folder, None
+        if folder is not None:
+            with damage_named(folder):
+                self._reader = Reader(folder)
         self._held = {id(one.tensor): one for one in held_tensors([chunk])}
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -48,13 +52,18 @@ class Stored:
         return id(tensor) in self._held
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The value that a tensor of the model has in the checkpoint, in the dtype in which it is stored."""
-        if self._reader is None:
+        """The value that a tensor of the model has in the checkpoint, in the dtype in which it is stored.
+
+        Raises:
+            UserError: it is damaged there.
+        """
+        if self._folder is None or self._reader is None:
             return tensor.detach().cpu()
         held = self._held[id(tensor)]
         value = torch.empty(tensor.shape, dtype=TYPES[self._reader.index.dtypes[held.key()]])
         spans = held.spans(0, value.numel())
-        self._reader.fill(Wanted(held.key(), span, value.view(-1)[first:last]) for first, last, span in spans)
+        with damage_named(self._folder):
+            self._reader.fill(Wanted(held.key(), span, value.view(-1)[first:last]) for first, last, span in spans)
         return value
 
 

@@ -181,16 +181,29 @@ def test_generate_names_a_damaged_checkpoint(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     folder = folders.newest(tmp_path / "run")
     write_record(folder, {"step": 2})
-    ((code, said),) = run_ranks(_generate, 1, str(folder))
+    ((code, said),) = run_ranks(_command, 1, ["generate", str(folder), "--prompt", "Hello"])
     assert code == 1
     assert said.startswith(f"error: checkpoint {folder} is damaged: {folders.RECORD} has no config")
 
 
-def _generate(folder: str) -> tuple[int, str]:
+def test_export_names_damaged_tensors_and_leaves_nothing(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    folder = folders.newest(tmp_path / "run")
+    for file in folder.glob("rank_*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    out = tmp_path / "out"
+    ((code, said),) = run_ranks(_command, 1, ["export", str(folder), "--merge", "--to", str(out)])
+    assert code == 1 and not out.exists()
+    assert said.startswith(f"error: checkpoint {folder} is damaged: rank_0000")
+
+
+def _command(arguments: list[str]) -> tuple[int, str]:
     import contextlib
     import io
 
     from mimo_train.cli import main
 
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        return main(["generate", folder, "--prompt", "Hello"]), said.getvalue()
+        return main(arguments), said.getvalue()

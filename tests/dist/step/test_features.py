@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mimo_train.config.fault import UserError
 from mimo_train.plan.run import resolve
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TOLERANCE, config, largest_difference
@@ -216,3 +217,19 @@ def test_an_evaluation_is_served_from_the_cache(few, tmp_path):
     cfg = vlm(few, tmp_path / "run", "layout=one_process", held_out, *cached(tmp_path / "features"))
     ((first, second, seen),) = run_ranks(_evaluated_twice, 1, cfg)
     assert second == pytest.approx(first, rel=1e-6) and seen[0] > 0 == seen[1]
+
+
+def _refused(cfg) -> str:
+    try:
+        Steps(cfg)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_cannot_be_made_is_named_on_every_rank(few, tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "features"
+    cfg = vlm(few, tmp_path, "layout=images_tp2_language_pp2", *cached(folder))
+    said = run_ranks(_refused, 4, cfg)
+    assert len(set(said)) == 1 and f"modules.images.feature_cache.dir: cannot make {folder} (Not a dir" in said[0]

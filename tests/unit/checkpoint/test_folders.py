@@ -107,7 +107,8 @@ def test_a_checkpoint_that_lost_its_record_is_named(tmp_path, complete, spoil):
 
 def test_only_damage_of_the_checkpoint_itself_sets_it_aside(tmp_path):
     """Not that of the one whose weights it leaves out; a peer's error is as good as one's own."""
-    mine, base = tmp_path / "step_00000004", tmp_path / "base"
+    base = tmp_path / "base"
+    mine = saved(tmp_path, 4)
     error = damaged(mine, "a file is missing")
     assert damage_in(mine, error) == "a file is missing" and not damage_in(base, error)
     assert damage_in(mine, PeersError(str(error), type(error).__name__)) == "a file is missing"

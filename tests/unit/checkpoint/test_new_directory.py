@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo_train.checkpoint.hf.directory import new_directory
+from mimo_train.checkpoint.hf.directory import UNFINISHED, new_directory
 from mimo_train.cli import main
 from mimo_train.config.fault import UserError
 
@@ -37,6 +37,18 @@ def test_what_was_there_before_stays(tmp_path):
     with new_directory(tmp_path / "out"):
         (tmp_path / "out" / "config.json").touch()
     assert (tmp_path / "mine").exists() and (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_folder_that_another_process_writes_is_not_written(tmp_path):
+    """Two models in one folder would be one of parts of both."""
+    out = tmp_path / "out"
+    with new_directory(out):
+        assert [path.name for path in out.iterdir()] == [UNFINISHED]  # also while nothing of the model is there
+        with pytest.raises(UserError, match="not whole: another process is writing it, or was killed"):
+            with new_directory(out):
+                pass
+        (out / "config.json").touch()
+    assert [path.name for path in out.iterdir()] == ["config.json"]
 
 
 def test_an_export_onto_a_full_disk_leaves_nothing_and_says_what_to_do(tmp_path, monkeypatch, capsys):

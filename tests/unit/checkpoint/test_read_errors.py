@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.storage import retry
-from mimo_train.checkpoint import folder_changes, folders
+from mimo_train.checkpoint import damage, folder_changes, folders
 from mimo_train.checkpoint.damage import DamagedCheckpoint, damage_in, damage_named
 from mimo_train.checkpoint.format import blocks, files
 from mimo_train.checkpoint.format.files import RETRIES, Damage
@@ -19,6 +19,7 @@ from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.config.fault import UserError
 
 KEY = Key("language", "weight", WEIGHT)
+REMOVED = "was removed while it was read, as a run removes its old ones: start again"
 PASSING = [errno.EIO, errno.ESTALE, errno.EMFILE]
 
 
@@ -124,3 +125,24 @@ def test_a_folder_that_cannot_be_listed_or_renamed_in_is_named_and_not_taken_for
             call()
     with pytest.raises(OSError):  # inside a save it is one that has failed
         folder_changes.remove_unfinished(run_dir)
+
+
+@pytest.mark.parametrize("before", ["the marker", "the folder"])
+def test_a_checkpoint_that_its_run_removes_is_not_called_damaged(folder, before, monkeypatch):
+    """Who exports from a run that goes on is not told to remove the folder."""
+    if before == "the folder":
+        folder_changes.remove(folder)
+    else:
+        (folder / files.COMPLETE).unlink()
+        monkeypatch.setattr(damage.time, "sleep", lambda seconds: folder_changes.remove(folder))
+    with pytest.raises(UserError, match=REMOVED) as raised:
+        folders.read_record(folder)
+    assert not damage_in(folder, raised.value)
+    with pytest.raises(UserError, match=REMOVED), damage_named(folder):
+        Reader(folder)
+
+
+def test_a_checkpoint_without_its_marker_that_stays_is_damaged(folder):
+    (folder / files.COMPLETE).unlink()
+    with pytest.raises(DamagedCheckpoint, match="COMPLETE is missing"):
+        folders.read_record(folder)

@@ -165,6 +165,18 @@ def test_ensure_demo_makes_it_once_and_completes_it(tmp_path, monkeypatch):
         make_demo(out, text_only_fraction=1.5)
 
 
+def test_what_a_killed_process_left_beside_the_demo_goes(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.shutil, "rmtree", lambda *_, **__: None)  # as killed: nothing is cleared away
+        patch.setattr(demo, "write_shard", lambda path, samples: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ensure_demo(tmp_path / "d", "text")
+    (tmp_path / ".d.mine").mkdir()
+    assert len([*tmp_path.glob(".d.*")]) == 3
+    ensure_demo(tmp_path / "d", "text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".d.lock", ".d.mine", "d"]
+
+
 def test_a_demo_leaves_the_shards_of_others(tmp_path):
     """Also those with the names of its own."""
     small = {"train_samples": 20, "held_out_samples": 5, "shards": 2}

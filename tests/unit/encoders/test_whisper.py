@@ -53,6 +53,8 @@ def test_no_clip_has_more_tokens_than_the_longest(samples, merge):
 def test_longer_clips_are_refused():
     with pytest.raises(EncoderError, match=r"4\.50 seconds .*max_seconds 4"):
         SPEC.num_tokens(36000, 8000)
+    with pytest.raises(EncoderError, match=r"4\.00 seconds \(32001 samples at 8000 Hz\) are more than"):
+        SPEC.num_tokens(32001, 8000)
 
 
 @pytest.mark.parametrize(

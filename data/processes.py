@@ -1,0 +1,58 @@
+"""Processes that work for this one, and never outlive it.
+
+Those of `concurrent.futures` wait for their next job forever where the process that started them was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context, parent_process
+from typing import Any
+
+from data.errors import DataError
+
+
+@contextmanager
+def worker_processes(
+    number: int, begin: Callable[..., Any] | None = None, *given: Any
+) -> Iterator[ProcessPoolExecutor]:
+    """So many processes, for the block. Where it ends or raises, jobs that have not begun are left.
+
+    Args:
+        begin: called with `given` in each of them before its first job; at module level, as all that they do.
+
+    Raises:
+        DataError: one of them was killed.
+    """
+    # Not forked: this process may have threads, and locks that one of them holds.
+    with ProcessPoolExecutor(number, get_context("spawn"), _begin, (begin, given)) as pool:
+        try:
+            yield pool
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"one of {number} processes that worked for this one was killed, as the system does where memory runs "
+                "out: free some, or let `mimo-train shards` do that work before, with fewer --workers"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(begin: Callable[..., Any] | None, given: tuple[Any, ...]) -> None:
+    # Ctrl-C is for the process that they work for, which ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="end_with_parent", daemon=True).start()
+    if begin is not None:
+        begin(*given)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
