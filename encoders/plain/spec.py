@@ -219,8 +219,7 @@ class ClipSpec(PlainSpec):
         if length > self.max_seconds * self.sample_rate:
             raise EncoderError(
                 f"its {samples / rate:.2f} seconds ({samples} samples at {rate} Hz) are more than "
-                f"encoder.max_seconds {self.max_seconds:g}: cut the "
-                "clip, or raise it"
+                f"encoder.max_seconds {self.max_seconds:g}: cut the clip, or raise it"
             )
         features = self.tokens(length)
         whole = max(1, -(-features // merge)) * merge

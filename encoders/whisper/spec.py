@@ -92,8 +92,7 @@ class WhisperSpec:
         if length > self.max_samples:
             raise EncoderError(
                 f"its {samples / rate:.2f} seconds ({samples} samples at {rate} Hz) are more than "
-                f"encoder.max_seconds {self.max_seconds:g}: cut the "
-                "clip, or raise it"
+                f"encoder.max_seconds {self.max_seconds:g}: cut the clip, or raise it"
             )
         unit = self.frame * merge
         if self.pad_clips:
