@@ -12,7 +12,8 @@ from megatron.core.transformer.module import MegatronModule
 from data.errors import DataError
 from data.pipeline import Dataset, never
 from data.storage.url import Url
-from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
+from mimo_train.checkpoint.checkpointer import Checkpointer
+from mimo_train.checkpoint.contents import Fingerprints
 from mimo_train.checkpoint.every_weight import loads_every_weight
 from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
 from mimo_train.config.fault import UserError
