@@ -82,7 +82,7 @@ class Session:
     bad_samples: BadSampleCount
     empty_steps: EmptySteps
     opened: ExitStack
-    """The training data, and on rank 0 the locks of `run.dir` and `checkpoint.dir`."""
+    """The training and held-out data, and on rank 0 the locks of `run.dir` and `checkpoint.dir`."""
 
     @property
     def held_out(self) -> HeldOut | None:
@@ -225,6 +225,8 @@ def _build(
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
     held_out = open_held_out(run, pipeline, parts.tokenizer, features, votes.of_evaluations)
+    for one in held_out:
+        opened.callback(one.dataset.close)
     # The log is opened last: what fails before leaves the files of an earlier start as they are.
     state = open_state(run, given, train_state, start_time, resumed_from, checkpointer, stops)
     report = BadSampleReport(run.dir, run.layout.logging_rank, state.console.message)
