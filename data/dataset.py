@@ -28,6 +28,7 @@ from data.order import GlobalOrder
 from data.outline import Media, SampleOutline
 from data.outlined import OutlinedSamples
 from data.sample_table import SampleTable, StepSamples, lengths_key
+from data.shown import plural
 from data.sources import MixedOrder, Shards, Source, fingerprint_of, found_shards, order_of, sources_of
 from data.storage.file_cache import FileCache
 from data.storage.local import ShardReader
@@ -109,7 +110,7 @@ class Dataset(OutlinedSamples):
         self._begins = self._ends - self._catalogue.counts
         if not self._ends[-1]:
             raise DataError(
-                f"data.shards: the {len(self.shards)} shard(s) hold no sample, for example {self.shards[0]}"
+                f"data.shards: no sample in {plural(len(self.shards), 'shard')}, for example {self.shards[0]}"
             )
         self._source_ends = np.cumsum([len(paths) for paths in found])
         sizes, contents = self._catalogue.contents()

@@ -21,6 +21,7 @@ from data.fields import Fields
 from data.mixture import Phase, Phases, whole_weights
 from data.order import GlobalOrder, splitmix, splitmix_all
 from data.shards import find_shards
+from data.shown import plural
 from data.storage.place_list import PlaceList
 from data.storage.url import Url
 from data.streams.order import StreamOrder
@@ -191,7 +192,7 @@ def parts_of(
         if not part.size:
             holds = "none" if only_held else "all"
             why = f": data.validation_fraction {held_fraction:g} holds out {holds} of them" if rows else ""
-            raise DataError(f"{source.key}: no sample is left of the {rows} in {end - begin} shard(s){why}")
+            raise DataError(f"{source.key}: no sample is left of the {rows} in {plural(end - begin, 'shard')}{why}")
         parts.append(part)
         begin, first = end, first + rows
     return parts

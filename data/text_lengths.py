@@ -35,6 +35,7 @@ from data.catalogue.places import catalogue_path
 from data.errors import DataError
 from data.fields import Fields
 from data.processes import worker_processes
+from data.shown import plural
 from data.storage.replace import cannot_write
 from data.storage.streams import Origin
 from data.storage.url import Place
@@ -88,7 +89,7 @@ class TextLengths:
     def serve(self) -> None:
         """Gives the lengths to the dataset, for `Dataset.plan_step`. Raises DataError if some are missing."""
         if missing := self.missing():
-            raise DataError(f"the texts of {len(missing)} shard(s) are not counted, {self._shard(missing[0])}")
+            raise DataError(f"not counted: the texts of {plural(len(missing), 'shard')}, {self._shard(missing[0])}")
         counts = [self._dataset.samples_of(shard) for shard in range(len(self._dataset.shards))]
         if len(self._folders) == 1 and (mapped := self._folders[0].mapped()) is not None:
             self._dataset.lengths = mapped

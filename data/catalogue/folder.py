@@ -27,6 +27,7 @@ from data.catalogue.places import catalogue_path
 from data.errors import DataError
 from data.index import build_index, build_remote
 from data.processes import worker_processes
+from data.shown import plural
 from data.storage.place_list import PlaceList
 from data.storage.remote import WholeObject
 from data.storage.replace import cannot_write
@@ -304,4 +305,4 @@ class _Told:
         self._done += more
         if time.monotonic() - self._told > _TELL:
             self._told = time.monotonic()
-            _log.info("%d shards indexed", self._done)
+            _log.info("%s indexed", plural(self._done, "shard"))

@@ -87,16 +87,16 @@ def opened_journal(path: Path, *, wait: bool = True) -> Iterator[Journal]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with READS.of(path):  # while it waits, a run goes on where the process that has the lock does
-        fd, is_shared = _locked(path, wait)
+        fd, is_locked = _locked(path, wait)
     own = path
-    if not is_shared:
+    if not is_locked:
         own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         fd = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         try:
             yield Journal(fd)
         except BaseException:
-            if not is_shared:
+            if not is_locked:
                 own.unlink(missing_ok=True)
             raise
         own.unlink(missing_ok=True)
@@ -110,17 +110,20 @@ def remove_journal(path: Path, unused_seconds: float = 0.0) -> None:
     try:
         if time.time() - path.stat().st_mtime < unused_seconds:
             return
-        fd, is_shared = _locked(path, wait=False)
+        fd, is_locked = _locked(path, wait=False)
     except (OSError, Busy):
         return
-    if is_shared:
+    if is_locked:
         with suppress(OSError):
             path.unlink()
         os.close(fd)
 
 
 def _locked(path: Path, wait: bool) -> tuple[int, bool]:
-    """(descriptor of the journal, locked; whether there is one). Waits for whoever has the lock, or raises Busy."""
+    """(descriptor of the journal, whether it is locked); (-1, False) where files cannot be locked.
+
+    Waits for whoever has the lock, or raises Busy.
+    """
     told = time.monotonic() - _TELL + 1
     while True:
         try:

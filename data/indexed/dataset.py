@@ -22,6 +22,7 @@ from data.indexed.split import WHOLE, Part
 from data.order import GlobalOrder
 from data.sample_table import StepSamples
 from data.samples import Samples
+from data.shown import plural
 from data.sources import MixedOrder, Source, fingerprint_of, order_of
 from data.storage.local import ShardReader
 from data.storage.retry import RETRIES
@@ -159,8 +160,9 @@ class TokenDataset(Samples):
                 longest = max(last - first for first, last in spans[begin:end])
                 of = "" if part == WHOLE else f" in documents from {part[0]:.2%} to {part[1]:.2%} of each"
                 raise DataError(
-                    f"{source.key}: no sample in {end - begin} file(s), of which the longest has {longest} tokens{of}: "
-                    f"a sample of data.sequence_length {self.sequence_length} needs {self.sequence_length + 1}"
+                    f"{source.key}: no sample in {plural(end - begin, 'file')}, of which the longest has {longest} "
+                    f"tokens{of}: a sample of data.sequence_length {self.sequence_length} needs "
+                    f"{self.sequence_length + 1}"
                 )
             begin = end
 

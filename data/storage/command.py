@@ -121,7 +121,8 @@ class CommandBytes(io.RawIOBase):
 
     def _ending(self, code: int) -> str:
         if code < 0:
-            return f"the command was ended by {signal.Signals(-code).name}"
+            named = {each.value: each.name for each in signal.Signals}
+            return f"the command was ended by {named.get(-code, f'signal {-code}')}"
         return f"the command ended with exit code {code}"
 
     def _words(self) -> str:

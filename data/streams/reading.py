@@ -109,9 +109,8 @@ class Reading:
                     return
             size, epoch = number - first, epoch + 1
             if not size:
-                raise DataError(
-                    f"data.shards: the {len(self._shards)} shard(s) hold no sample, for example {self._shards[0]}"
-                )
+                shards = plural(len(self._shards), "shard")
+                raise DataError(f"data.shards: no sample in {shards}, for example {self._shards[0]}")
             self._order.epoch_size = size
             passed = max(start - number, 0) // size  # whole epochs
             number, epoch = number + passed * size, epoch + passed
@@ -136,8 +135,7 @@ class Reading:
             what = "as many, of other names or sizes," if had == found[0] else had
             raise ShardError(
                 f"{self._shards[shard]}: has {plural(found[0], 'sample')}, and had {what} when it was read before: a "
-                "run "
-                "continues, and every rank has the same samples, only where a shard is the same each time"
+                "run continues, and every rank has the same samples, only where a shard is the same each time"
             )
         return opened.samples
 

@@ -258,6 +258,8 @@ class PictureSpec:
                 found.append(
                     ("patch_size", f"{self.patch_size} does not divide {name} {getattr(self, name)}: change one")
                 )
+            elif 0 < getattr(self, name) < self.patch_size:
+                found.append(("patch_size", f"{self.patch_size} is above {name} {getattr(self, name)}: lower it"))
         if self.resize not in self.resizes:
             *others, last = self.resizes
             found.append(("resize", f"must be {', '.join(others)} or {last}, is {self.resize!r}"))

@@ -129,7 +129,7 @@ def add_batch(report: Report, run: Run) -> None:
             "run",
             f"{plural(train.iters, 'step')}, {plural(batch.samples_of(train.iters), 'sample')}"
             if train.iters
-            else f"{train.epochs:g} epochs of the data",
+            else f"{train.epochs:g} epoch{'s' * (train.epochs != 1)} of the data",
         ),
         (
             "pipeline",

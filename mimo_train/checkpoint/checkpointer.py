@@ -1,18 +1,17 @@
 """Saves and loads a run: one object, created at set-up, that holds everything a checkpoint contains."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
-from data.pipeline import Samples
 from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.chosen import chosen_by_first
+from mimo_train.checkpoint.contents import Fingerprints, Repeatable, Stateful, Sums
 from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
@@ -49,60 +48,6 @@ from mimo_train.plan.run import Run
 
 SUMS = "log_sums"
 """Key of a record: what the log had summed since its last line; null where the log had just been written."""
-
-
-class Stateful(Protocol):
-    """Plain numbers that a checkpoint holds."""
-
-    step: int
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
-class Sums(Protocol):
-    """What the log has summed since its last line, for example `mimo_train.training.log.StepLog`."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """On the rank that writes the log; None on others."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Repeatable(Protocol):
-    """State of a step that may have to be repeated, for example `mimo_train.diagnose.rerun.Rerun`."""
-
-    def state_dict(self, data: Any) -> dict[str, Any] | None: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Fingerprints:
-    """What a run reads, as far as a checkpoint depends on it."""
-
-    data: str
-    """Of the training shards; a checkpoint of others is refused."""
-    text: str
-    """Of tokenizer, chat template and placeholders, likewise."""
-    vocabulary: str
-    """Of the tokenizer's vocabulary; weights that were trained with another one are refused."""
-
-    data_size: tuple[int, int] | None = None
-    """(shards, samples) of the training data, so that it can be said how others differ."""
-
-    @classmethod
-    def of(cls, dataset: Samples, vocabulary: str) -> "Fingerprints":
-        """Those of a run's training samples."""
-        sizes = dataset.source_sizes  # none of a stream
-        size = (len(dataset.shards), sum(sizes)) if sizes else None
-        return cls(dataset.fingerprint, dataset.text_fingerprint, vocabulary, size)
-
-    def record(self) -> dict[str, Any]:
-        """As a checkpoint's record has them."""
-        names = {"data": self.data, "text": self.text, "vocabulary": self.vocabulary}
-        return {f"{name}_fingerprint": value for name, value in names.items()} | {"data_size": self.data_size}
 
 
 class Checkpointer:

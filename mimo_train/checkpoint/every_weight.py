@@ -4,6 +4,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from data.errors import DataError
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.config.fault import UserError
@@ -20,7 +21,7 @@ def loads_every_weight(run: Run) -> bool:
     """
     box = [False]
     if dist.get_rank() == 0:
-        with suppress(UserError, OSError):
+        with suppress(UserError, DataError, OSError):  # `Checkpointer.resume` says it, on every rank
             box = [_all_are_whole(run)]
     dist.broadcast_object_list(box)
     return box[0]

@@ -190,7 +190,7 @@ def _size(nbytes: int) -> str:
     """With a unit of powers of 1000."""
     number = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
+        if number < 999.5:  # as three digits it is written as
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} TB"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from data.shown import plural
+
 if TYPE_CHECKING:
     from data.indexed.file import IndexedFile
 
@@ -32,7 +34,7 @@ def inspect(pattern: str, samples: int) -> int:
         for document in range(min(samples, file.documents)):
             (first,) = file.starts(np.array([document])).tolist()
             tokens = file.read(reader, first, min(int(lengths[document]), 16)).tolist()
-            print(f"  document {document}, {lengths[document]:,} tokens: {' '.join(map(str, tokens))}")
+            print(f"  document {document}, {plural(int(lengths[document]), 'token')}: {' '.join(map(str, tokens))}")
     return 0
 
 
@@ -62,4 +64,5 @@ def _files(pattern: str) -> list[IndexedFile]:
 
 
 def _line(file: IndexedFile) -> str:
-    return f"{file.path}: {file.documents:,} documents, {file.tokens:,} tokens ({file.dtype.name})"
+    documents, tokens = plural(file.documents, "document"), plural(file.tokens, "token")
+    return f"{file.path}: {documents}, {tokens} ({file.dtype.name})"

@@ -168,7 +168,8 @@ def _first_line(run: "Run") -> str:
     modules = ", ".join(f"{name} ({sizes})" for name, sizes in run.layout.modules.items())
     ranks = f"{run.layout.world_size} processes" if run.layout.world_size > 1 else "one process"
     train = run.cfg.train
-    length = f"{train.epochs:g} epochs in steps" if train.epochs else f"{plural(train.iters, 'step')}"
+    epochs = f"{train.epochs:g} epoch{'s' * (train.epochs != 1)} in steps"
+    length = epochs if train.epochs else plural(train.iters, "step")
     return (
         f"{run.dir}: {modules} on {ranks}; {length} of "
         f"{plural(run.batch.global_batch_size, 'sample')} of {run.cfg.data.sequence_length} tokens; "

@@ -69,8 +69,7 @@ def choose(requested: str, processes: int = 1, local_rank: int = 0) -> Choice:
 
 def _too_few(processes: int, available: int) -> str:
     return (
-        f"{plural(processes, 'process')} on this machine have {available} CUDA device{'s' * (available > 1)}: use a "
-        "layout of "
+        f"{plural(processes, 'process')} on this machine have {plural(available, 'CUDA device')}: use a layout of "
         "fewer ranks (layout=one_process), more nodes"
     )
 

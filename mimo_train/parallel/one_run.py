@@ -109,7 +109,7 @@ def require_one_folder(file: Path, starts: Sequence[Start], patience: float = LO
         hosts = len({start.host for start in starts})
         raise UserError(
             f"run.dir: rank {rank} on {starts[rank].host} does not see what rank 0 on {starts[0].host} writes into "
-            f"{file.parent.absolute()}: give a folder on a file system that all {hosts} host(s) of this run share"
+            f"{file.parent.absolute()}: give a folder on a file system that all hosts of this run share ({hosts})"
         )
 
 

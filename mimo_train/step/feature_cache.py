@@ -158,7 +158,8 @@ def _weights(encoders: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter_name, tensor in _tensors(encoders):
         digest.update(parameter_name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        # Flat, since one number without axes has no view as bytes.
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

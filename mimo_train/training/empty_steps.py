@@ -56,8 +56,7 @@ class EmptySteps:
             return
         raise UserError(
             f"train.max_empty_steps: {state.empty_steps} of {plural(state.step, 'step')} had no token with loss, "
-            f"{self._allowed} "
-            f"allowed; {state.bad_samples} samples were bad. Answers are empty, or cut by data.sequence_length "
-            "(`mimo-train check` counts the tokens with loss), or every sample of a step is bad: mend the data, or "
-            "raise train.max_empty_steps"
+            f"{self._allowed} allowed; {plural(state.bad_samples, 'bad sample')} so far. Answers are empty, or cut by "
+            "data.sequence_length (`mimo-train check` counts the tokens with loss), or every sample of a step is bad: "
+            "mend the data, or raise train.max_empty_steps"
         )

@@ -145,9 +145,10 @@ class Saver:
             return None
         finally:
             timer.stop()
+            waited = timer.elapsed(reset=True, barrier=False)  # of this save, whatever becomes of it
         if not non_persistent:
             self._saved_step = self._state.train_state.step
-        self._report(self._facts(reason, began, timer.elapsed(reset=True, barrier=False)), folder)
+        self._report(self._facts(reason, began, waited), folder)
         return folder
 
     def save_apart(self, data: StepIterator, folder: Path, reason: str) -> Path:
@@ -192,12 +193,13 @@ class Saver:
             return
         finally:
             timer.stop()
+            waited = timer.elapsed(reset=True, barrier=False)
         if (lacking := self._checkpointer.lacking) and not self._told_lacking:
             self._state.console.message(f"checkpoint.asynchronous=auto: saves stop training, since {lacking}")
         self._told_lacking = bool(lacking)
         if not non_persistent:
             self._saved_step = step
-        facts = self._facts(reason, began, timer.elapsed(reset=True, barrier=False))
+        facts = self._facts(reason, began, waited)
         if folder is None:
             self._in_flight = facts
         else:

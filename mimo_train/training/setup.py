@@ -12,7 +12,8 @@ from megatron.core.transformer.module import MegatronModule
 from data.errors import DataError
 from data.pipeline import Dataset, never
 from data.storage.url import Url
-from mimo_train.checkpoint.checkpointer import Checkpointer, Fingerprints
+from mimo_train.checkpoint.checkpointer import Checkpointer
+from mimo_train.checkpoint.contents import Fingerprints
 from mimo_train.checkpoint.every_weight import loads_every_weight
 from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
 from mimo_train.config.fault import UserError
@@ -81,7 +82,7 @@ class Session:
     bad_samples: BadSampleCount
     empty_steps: EmptySteps
     opened: ExitStack
-    """The training data, and on rank 0 the locks of `run.dir` and `checkpoint.dir`."""
+    """The training and held-out data, and on rank 0 the locks of `run.dir` and `checkpoint.dir`."""
 
     @property
     def held_out(self) -> HeldOut | None:
@@ -224,6 +225,8 @@ def _build(
     if prefetcher is not None:
         pipeline.work_ahead(prefetcher.one, prefetcher.all)
     held_out = open_held_out(run, pipeline, parts.tokenizer, features, votes.of_evaluations)
+    for one in held_out:
+        opened.callback(one.dataset.close)
     # The log is opened last: what fails before leaves the files of an earlier start as they are.
     state = open_state(run, given, train_state, start_time, resumed_from, checkpointer, stops)
     report = BadSampleReport(run.dir, run.layout.logging_rank, state.console.message)

@@ -58,3 +58,24 @@ def test_weights_that_a_checkpoint_leaves_out_are_drawn(digits, tmp_path):
     ((drawn, error),) = run_ranks(_started, 1, cfg, False)
     assert drawn > 10_000 and not error
     assert Path(tmp_path, "checkpoints").is_dir()
+
+
+def _refused(cfg) -> str:
+    """What a rank says of a start that is refused."""
+    from data.errors import DataError
+    from mimo_train.config.fault import UserError
+    from tests.dist.steps import Steps
+
+    try:
+        Steps(cfg).session.close()
+    except (UserError, DataError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_place_that_nobody_can_look_into_is_told_by_every_rank(digits, tmp_path):
+    """Rank 0 alone looks for a checkpoint before the model is built: its error must not leave the others waiting."""
+    cfg = config("vlm_digits", tmp_path, digits, "layout=two_processes", "train.iters=1",
+                 "checkpoint.resume=nobody://host/run")  # fmt: skip
+    one, other = run_ranks(_refused, 2, cfg)
+    assert one == other and one.startswith("nobody://host/run/COMPLETE: no file system of this scheme")

@@ -55,7 +55,7 @@ def test_other_configs_and_folders_that_are_not_shared_are_refused_on_every_rank
     assert differs.startswith("optim.lr: is 0.3 for rank 0 on ") and ", and 0.5 for rank 1 on " in differs
     assert "cache_dir" not in differs
     assert "run.dir: rank 1 on node1 does not see what rank 0 on node0 writes into" in unseen
-    assert "all 2 host(s)" in unseen
+    assert "all hosts of this run share (2)" in unseen
 
 
 def test_two_ranks_with_one_cuda_device_are_refused_by_name():

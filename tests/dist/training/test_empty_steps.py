@@ -22,7 +22,7 @@ def without_records_before(number: int):
 
 def test_a_run_whose_samples_are_all_bad_ends_with_an_error(digits, tmp_path):
     demo = spoiled(digits, tmp_path / "demo", without_records_before(10**6))
-    with pytest.raises(RankFailure, match=r"train\.max_empty_steps: 2 of 2 steps .*, 1 allowed; 16 samples were bad"):
+    with pytest.raises(RankFailure, match=r"train\.max_empty_steps: 2 of 2 steps .*, 1 allowed; 16 bad samples so far"):
         train_on_ranks(config("vlm_digits", tmp_path / "run", demo, *BATCH, "train.iters=9", "train.max_empty_steps=1"))
 
 

@@ -1,5 +1,8 @@
 """`mimo_train.compat.setup.setup` called again in a process: refused until the first run is closed, and then right."""
 
+import os
+from pathlib import Path
+
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import config
 
@@ -59,3 +62,34 @@ def test_a_second_run_is_refused_until_the_first_is_closed_and_then_right(digits
         assert "this process has a run already" in said and "call close()" in said
         assert not between and others == alone and (not losses or losses != others)
     assert any(alone for alone in wanted)
+
+
+def _open_shards() -> list[str]:
+    """Shards that this process has open."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(Path(os.readlink(entry)))
+        except FileNotFoundError:  # that of the look itself
+            continue
+    return sorted(path.parent.name for path in found if path.suffix == ".tar")
+
+
+def _shards_before_and_after_close(cfg) -> tuple[list[str], list[str]]:
+    from tests.dist.steps import Steps
+
+    steps = Steps(cfg)
+    steps.train()
+    for one in steps.session.held_out_sets:
+        one.evaluate()
+    before = _open_shards()
+    steps.session.close()
+    return before, _open_shards()
+
+
+def test_a_run_that_is_closed_has_no_shard_open(digits, tmp_path):
+    """A process may have one run behind the other, as with `run.inprocess_restarts`."""
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "train.iters=1", "train.eval_interval=1",
+                 f"data.validation_shards={digits}/held_out", "train.eval_samples=8")  # fmt: skip
+    ((before, after),) = run_ranks(_shards_before_and_after_close, 1, cfg)
+    assert {"train", "held_out"} <= set(before) and not after

@@ -168,3 +168,9 @@ def test_a_directory_without_a_preprocessor_is_read(kind):
     values = family.read({"model_type": kind}, {})
     spec = family.spec(**{name: value for name, value in values.items() if name != "family"})
     assert not spec.faults()
+
+
+def test_a_picture_has_at_least_one_patch():
+    """Pixels that make no whole patch are not read: of a picture below a patch, none."""
+    assert not SiglipSpec(image_size=14, patch_size=14).faults()
+    assert SiglipSpec(image_size=13, patch_size=14).faults() == [("patch_size", "14 is above image_size 13: lower it")]

@@ -119,3 +119,14 @@ def test_features_of_other_code_are_not_used(tmp_path, monkeypatch):
     assert _code(torch.nn.Sequential(Own(), torch.nn.Linear(2, 2))) == before
     source.write_text(source.read_text() + "# changed\n")
     assert _code(module) != before
+
+
+def test_a_number_without_axes_is_part_of_the_fingerprint():
+    from mimo_train.step.feature_cache import _weights
+
+    module = torch.nn.BatchNorm1d(2)
+    assert module.num_batches_tracked.dim() == 0
+    before = _weights(module)
+    assert _weights(torch.nn.BatchNorm1d(2)) == before
+    module.num_batches_tracked += 1
+    assert _weights(module) != before
