@@ -11,7 +11,7 @@ class Bounds:
     """What is above is a bad sample, with its number and the bound: config keys `data.bounds.NAME`."""
 
     pixels: int = 100_000_000
-    """Of one picture, those of videos too."""
+    """Of one picture, those of videos too; also of what its middle is cut out of, and of a square around it."""
     seconds: float = 3600.0
     """Of one clip or video."""
     sample_rate: int = 384_000
@@ -37,6 +37,13 @@ class Bounds:
         """What is too large of a picture; None if nothing is."""
         pixels = height * width
         return None if pixels <= self.pixels else self._above(f"{height} x {width} pixels are", pixels, "pixels")
+
+    def of_resized(self, height: int, width: int) -> str | None:
+        """What is too large of a picture that is made of another before a part of it is read; None if nothing is."""
+        pixels = height * width
+        if pixels <= self.pixels:
+            return None
+        return self._above(f"read as a part of {height} x {width} pixels, these are", pixels, "pixels")
 
     def of_clip(self, frames: int, rate: int) -> str | None:
         """What is too large of a clip of `frames` samples per channel at `rate` a second; None if nothing is."""

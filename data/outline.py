@@ -65,6 +65,14 @@ class Media:
         """What the functions get for each of a sample's media of this kind, from their own extents."""
         return [(0, 0)] * len(extents) if not self.cut_several and len(extents) > 1 else list(extents)
 
+    def above(self, own: tuple[int, int], extent: tuple[int, int], bounds: Bounds) -> str | None:
+        """What is too large of what is made of a picture on its way, None if nothing is.
+
+        Args:
+            own: its (height, width); extent: what the functions get for it.
+        """
+        return bounds.of_resized(*self.resize.largest(*own, cut=min(extent) > 0)) if self.kind == "image" else None
+
     def blank_shape(self, extent: tuple[int, int]) -> tuple[int, ...]:
         """Shape of a picture's or clip's tensor."""
         first, second = self.size(*extent)
@@ -170,7 +178,7 @@ def count_tokens(
         for member, extent in zip(members[media.kind], extents, strict=True):
             if 0 in member.extent:
                 return {}, f"member .{shown(member.extension)} ({member.size} bytes) {_why_unreadable(member)}"
-            if above := _above(member, bounds):
+            if above := _above(member, bounds) or media.above(member.extent, extent, bounds):
                 return {}, f"member .{shown(member.extension)}: {above}"
             try:
                 media.size(*extent)

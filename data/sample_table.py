@@ -210,6 +210,8 @@ class SampleTable:
             if media.kind != kind:
                 continue
             (extent, *_) = media.extents([(first, second)] * (2 if several else 1))
+            if media.above((first, second), extent, self._bounds):
+                return None
             try:
                 media.size(*extent)
                 tokens = media.num_tokens(*extent)

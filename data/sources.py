@@ -190,8 +190,8 @@ def parts_of(
             )
         part = Part(first, rows, held, only_held)
         if not part.size:
-            holds = "none" if only_held else "all"
-            why = f": data.validation_fraction {held_fraction:g} holds out {holds} of them" if rows else ""
+            holds, change = ("none", "raise it") if only_held else ("all", "lower it")
+            why = f": data.validation_fraction {held_fraction:g} holds out {holds} of them: {change}" if rows else ""
             raise DataError(f"{source.key}: no sample is left of the {rows} in {plural(end - begin, 'shard')}{why}")
         parts.append(part)
         begin, first = end, first + rows

@@ -39,8 +39,8 @@ def decode_frames(
     """`count` pictures of a video (`decode_video`), each as `decode_media` gives one picture. Raises DecodeError."""
     pictures = decode_video(raw, count, bounds)
     if canvas is not None:
-        return [_in_tiles(picture, canvas, resize) for picture in pictures]
-    return [_fitted(picture, *size, resize) for picture in pictures]
+        return [_in_tiles(picture, canvas, resize, bounds) for picture in pictures]
+    return [_fitted(picture, *size, resize, bounds) for picture in pictures]
 
 
 def decode_media(
@@ -101,14 +101,14 @@ def decode_resized(
 ) -> torch.Tensor:
     """`decode_picture`, resized to uint8 [3, height, width] whatever its aspect ratio, or the middle of the resized
     picture."""
-    return _fitted(decode_picture(raw, bounds, ground), height, width, resize)
+    return _fitted(decode_picture(raw, bounds, ground), height, width, resize, bounds)
 
 
-def _fitted(picture: torch.Tensor, height: int, width: int, resize: Resize) -> torch.Tensor:
-    whole = [height, width]
-    if resize.shortest_edge:
-        shortest = min(picture.shape[1:])
-        whole = [resize.shortest_edge * side // shortest for side in picture.shape[1:]]
+def _fitted(picture: torch.Tensor, height: int, width: int, resize: Resize, bounds: Bounds) -> torch.Tensor:
+    own_height, own_width = picture.shape[1:]
+    if above := bounds.of_resized(*resize.largest(own_height, own_width)):
+        raise DecodeError(above)
+    whole = list(resize.whole(own_height, own_width)) if resize.shortest_edge else [height, width]
     picture = _resized(picture, whole, resize)
     top, left = (whole[0] - height) // 2, (whole[1] - width) // 2
     return picture[:, top : top + height, left : left + width].contiguous()
@@ -120,14 +120,17 @@ def decode_tiles(
     """`decode_picture` in tiles, uint8 [tiles, 3, side, side]: first all of it as one tile, stretched; then, row by
     row, those of a black canvas with the picture in its middle, resized to fit into it. With a canvas of no size the
     first alone, and of a picture with its background around it to make a square."""
-    return _in_tiles(decode_picture(raw, bounds, ground), canvas, resize)
+    return _in_tiles(decode_picture(raw, bounds, ground), canvas, resize, bounds)
 
 
-def _in_tiles(picture: torch.Tensor, canvas: tuple[int, int], resize: Resize) -> torch.Tensor:
+def _in_tiles(picture: torch.Tensor, canvas: tuple[int, int], resize: Resize, bounds: Bounds) -> torch.Tensor:
     side = resize.tile
-    if not min(canvas):
-        return _resized(_centred(picture, [max(picture.shape[1:])] * 2, resize.background), [side] * 2, resize)[None]
     height, width = picture.shape[1:]
+    if not min(canvas):
+        square = resize.largest(height, width, cut=False)
+        if above := bounds.of_resized(*square):
+            raise DecodeError(above)
+        return _resized(_centred(picture, square, resize.background), [side] * 2, resize)[None]
     down, across = canvas[0] / height, canvas[1] / width
     if across < down:
         fitted = [min(math.ceil(height * across), canvas[0]), canvas[1]]

@@ -100,12 +100,13 @@ class ShardReader:
             with self._open(path, version) as fd:
                 self.ahead.reads(fd, offset)
                 raw = pread_all(fd, size, offset)
-                if len(raw) < size:
-                    raise ShardError(
-                        f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its index"
-                    )
                 if version is not None:
                     self._confirm(path, fd, version)
+                if len(raw) < size:
+                    raise ShardError(
+                        f"{path}: only {len(raw)} of {size} bytes at byte {offset}: the shard is shorter than its "
+                        "index. Copy or write the shard again."
+                    )
                 return raw
         except OSError:
             # The next try opens the file again, which a stale handle needs, with descriptors to spare.

@@ -1,5 +1,6 @@
 """Atomic replacement of a file, so that a reader or a crash never sees a partial one."""
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ def replacing(path: Path, mode: int | None = None, buffer: int = -1) -> Iterator
 
 def cannot_write(what: str, path: Path, error: OSError) -> DataError:
     """The error of a file about shards, `what`, that cannot be written."""
-    return DataError(
-        f"cannot write the {what} {path} ({error.strerror}): set data.cache_dir to a folder that can be written"
-    )
+    change = "set data.cache_dir to a folder that can be written"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        change = "free space there, or set data.cache_dir to a folder on another disk"
+    return DataError(f"cannot write the {what} {path} ({error.strerror}): {change}")

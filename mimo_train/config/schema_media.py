@@ -22,7 +22,8 @@ class BoundsConfig:
     """How large the parts of a sample may be: what is above is a bad sample. See docs/data.md#bounds."""
 
     pixels: int = key(BOUNDS.pixels, at_least=1)
-    """Of one picture, height times width; those of videos too."""
+    """Of one picture, height times width; those of videos too. So too of what a picture is resized to before its middle
+    is cut out (`resize: crop`), and of the square around one that is not cut into tiles (`cut_several: false`)."""
     seconds: float = key(BOUNDS.seconds, above=0)
     """Of one clip or video."""
     sample_rate: int = key(BOUNDS.sample_rate, at_least=1)

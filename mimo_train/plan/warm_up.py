@@ -17,8 +17,10 @@ def warm_up_warnings(cfg: ConfigContainer, last_step: int | None = None) -> Iter
     steps_of = {"optim": cfg.optim.warmup_iters}
     steps_of |= {f"modules.{name}.optim": module.optim.warmup_iters or 0 for name, module in cfg.modules.items()}
     for key, steps in steps_of.items():
-        if steps > length > 0:  # 0: not known yet
+        if steps >= length > 0:  # 0: not known yet
+            # Step n has the rate of n - 1 steps of warm-up: the peak is that of the step behind it.
+            compared = "longer than" if steps > length else "as long as"
             yield (
-                f"{key}.warmup_iters {steps} is longer than {named}: the learning rate never "
+                f"{key}.warmup_iters {steps} is {compared} {named}: the learning rate never "
                 "reaches its peak; lower it, unless this run is a trial"
             )

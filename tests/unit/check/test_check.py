@@ -189,6 +189,9 @@ def test_a_warm_up_longer_than_the_run_is_a_warning():
     assert warning.startswith("optim.warmup_iters 50 is longer than train.iters 10: ")
     (warning,) = check(load("vlm_digits", "modules.images.optim.warmup_iters=900")).warnings
     assert warning.startswith("modules.images.optim.warmup_iters 900 is longer than train.iters 800: ")
+    (warning,) = check(load("vlm_digits", "optim.warmup_iters=800")).warnings
+    assert warning.startswith("optim.warmup_iters 800 is as long as train.iters 800: ")
+    assert not check(load("vlm_digits", "optim.warmup_iters=799")).warnings
 
 
 def test_uneven_memory_is_a_warning():
@@ -234,6 +237,6 @@ def test_memory_and_length_are_those_of_all_sources_by_their_shares(capsys):
     # 0 keeps no samples from being held out.
     assert not run(capsys, *stop, "data.validation_fraction=0.3")[2]
     (fault,) = run(capsys, *stop, "data.validation_fraction=0.001")[2]
-    assert fault.startswith("data.mix[0].shards: no sample is left") and "holds out none" in fault
+    assert fault.startswith("data.mix[0].shards: no sample is left") and "none of them: raise it" in fault
     (fault,) = run(capsys, *stop, "train.global_batch_size=64")[2]
     assert fault.startswith("data.exhausted: is stop, and the 40 samples of p do not last for the first step of 64")

@@ -16,6 +16,7 @@ from data.index import build_index
 from data.media.headers import parse_header_bytes
 from data.shards import find_shards
 from data.streams.find import find_streams
+from tests.disk_faults import disk_of
 from tests.tars import write_tar
 from tests.unit.data.helpers import encode_picture
 
@@ -176,6 +177,11 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_key(shard, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(DataError, match=r"cannot write the index .*file.*set data\.cache_dir"):
         open_index(shard, tmp_path / "file" / "cache")
+    full = tmp_path / "full"
+    full.mkdir()
+    with disk_of("4k", full), pytest.raises(DataError, match=r"No space left .*: free space there, or set data\.cache"):
+        (full / "file").write_bytes(bytes(4096))
+        open_index(shard, full)
 
 
 def test_building_at_once_leaves_one_whole_index(shard):

@@ -17,10 +17,11 @@ from torchaudio.functional import resample
 from data.bad_samples import BadSample
 from data.bounds import Bounds
 from data.errors import DecodeError, MemoryShortage, ReadError, RecordError
-from data.media.decode import decode_audio, decode_picture
+from data.media.decode import decode_audio, decode_picture, decode_resized, decode_tiles
 from data.media.headers import parse_audio_header, parse_header_bytes
 from data.media.orientation import last_png_chunks
 from data.media.resample import _evaluated, resampled
+from data.media.resize import Resize
 from data.outline import count_tokens
 from data.records import parse_record
 from data.storage import retry
@@ -54,6 +55,27 @@ def test_a_picture_that_claims_to_be_huge_is_bad_by_the_index_and_by_the_decoder
     assert data.token_counts(0) == {"images": 0} and data.media(0, "images") == []
     data.text(0)
     assert data.bad_samples.latest.reason.startswith("member .jpg: 65535 x 65535 pixels")
+
+
+def test_a_strip_of_pixels_does_not_become_a_huge_picture_on_its_way(dataset, tmp_path):
+    square = Resize(tile=16)
+    cut, tiled = replace(images(), resize=Resize(shortest_edge=16)), replace(images(), resize=square, cut_several=False)
+    bounds, strip, raw = Bounds(pixels=2000), (1, 100), encode_picture(1, 100, "PNG")
+    resized = "read as a part of 16 x 1600 pixels, these are 25600, above data.bounds.pixels 2000"
+    around = "read as a part of 100 x 100 pixels, these are 10000, above data.bounds.pixels 2000"
+    with pytest.raises(DecodeError, match=resized):
+        decode_resized(raw, 16, 16, cut.resize, bounds)
+    with pytest.raises(DecodeError, match=around):
+        decode_tiles(raw, (0, 0), square, bounds)
+    for number, (media, pictures, said) in enumerate([(cut, 1, resized), (tiled, 2, around)]):
+        folder = tmp_path / str(number)
+        members = [(f"a.{at}.png", raw) for at in range(pictures)]
+        write_tar(folder / "s.tar", [*members, ("a.json", chat("<image>" * pictures, "a"))])
+        data = dataset(folder, media=(media,), bounds=bounds, max_bad_samples=1)
+        _, bad = data.read_text(0)
+        assert bad.reason == f"member .0.png: {said}"
+    assert tiled.above(strip, strip, bounds) is None and images().above(strip, strip, bounds) is None
+    assert decode_resized(raw, 16, 16, cut.resize, Bounds(pixels=25600)).shape == (3, 16, 16)
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,16 @@ def test_a_shard_that_is_written_over_in_place_is_noticed_at_the_next_read(tmp_p
     assert [again.key(row) for row in range(9)] == [str(row) for row in range(9)]
 
 
+def test_a_shard_that_is_cut_under_a_run_is_said_to_have_changed(tmp_path):
+    shard = write_tar(tmp_path / "s.tar", [(f"{at}.txt", b"%d" % at) for at in range(9)])
+    index, reader = open_index(shard), ShardReader()
+    os.truncate(shard, 600)
+    with pytest.raises(ShardError, match=r"s\.tar: the shard changed .* Start the run again"):
+        reader.read(shard, 4608, 1, "txt", index.version)
+    with pytest.raises(ShardError, match=r"only 0 of 1 bytes at byte 4608: .* Copy or write the shard again"):
+        reader.read(shard, 4608, 1, "txt")
+
+
 def test_a_shard_that_is_replaced_is_noticed_after_a_while_and_a_copy_of_it_is_not(tmp_path):
     shard = write_tar(tmp_path / "s.tar", [(f"{at}.txt", b"%d" % at) for at in range(9)])
     now = [0.0]
