@@ -72,7 +72,9 @@ def _misshapen(plain: Mapping[str, Any]) -> Iterator[Fault]:
     """Faults of what is no mapping or no text, of values that are read before the types of all are compared."""
     yield from _misfits(plain, "", ("modules", "data"), ("pretrained",))
     modules = plain.get("modules")
-    for name, module in modules.items() if isinstance(modules, Mapping) else ():
+    if not isinstance(modules, Mapping):
+        return
+    for name, module in modules.items():
         yield from _misfits(modules, "modules", (name,))
         if isinstance(module, Mapping):
             prefix = f"modules.{name}"
