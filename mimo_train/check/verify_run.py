@@ -6,6 +6,7 @@ takes. Samples are read in several processes, each with a dataset of its own.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -188,4 +189,4 @@ def _found(dataset: Samples, numbers: Sequence[int]) -> _Found:
 def _kind_of(line: str) -> str:
     """The reason in a line without what differs from sample to sample, so that equal ones can be counted."""
     reason = line.split(": ", 2)[-1]
-    return "".join("#" if char.isdigit() else char for char in reason)[:100]
+    return re.sub(r"\d+([.,]\d+)*", "#", reason)[:100]

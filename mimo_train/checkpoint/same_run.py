@@ -15,7 +15,7 @@ from data.storage.url import Place
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.damage import damaged
 from mimo_train.config.fault import Fault
-from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
 from mimo_train.config.schema import ConfigContainer, DataConfig
 from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.model_changes import model_changes, module_changes
@@ -147,12 +147,22 @@ def _other_samples(folder: Place, before: dict[str, Any], cfg: ConfigContainer, 
 
 
 def _other_stages(folder: Place, before: dict[str, Any], cfg: ConfigContainer, home: str) -> Iterator[Fault]:
-    """Moments and counts of updates are those of the stages that a run began with.
+    """Moments and counts of updates are those of the stages that a run began with, and of the parts that it trained.
 
     Args:
         before: `modules` of the checkpoint's config.
     """
     for name, module in cfg.modules.items():
+        was = before.get(name, {}).get("freeze") or []
+        freed = [part for part in parts_of(name) if part in was and part not in module.freeze]
+        # Which parameters a pattern leaves, and adapters, is known when the model is built.
+        if freed and module.lora.rank == 0 and all(entry in PARTS for entry in module.freeze):
+            yield Fault(
+                f"modules.{name}.freeze",
+                f"is {module.freeze}, and checkpoint {folder} was trained with {was}, so that it has no optimizer "
+                f"states of {' and '.join(freed)}: set it to that, or begin a new run in another {home} with its "
+                f"weights: checkpoint.weights={folder}",
+            )
         old, new = before.get(name, {}).get("freeze_until") or {}, module.freeze_until
         if old != new:
             yield Fault(

@@ -110,9 +110,23 @@ def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError([Fault(path.name, " ".join(str(error).split()))]) from error
+        lists = list(_lists_for_mappings(path, values))
+        raise ConfigError(lists or [Fault(path.name, " ".join(str(error).split()))]) from error
     assert isinstance(plain, dict), type(plain)
     return {str(key): value for key, value in plain.items()}
+
+
+def _lists_for_mappings(path: Path, values: Sequence[str]) -> Iterable[Fault]:
+    """Faults of the file and of overrides that have something else where a mapping belongs: the error about merging a
+    list with one does not say where it is."""
+    try:
+        given = [yaml.safe_load(path.read_text()), OmegaConf.to_container(OmegaConf.from_dotlist([*values]))]
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError):
+        return
+    for plain in given:
+        own = {key: value for key, value in plain.items() if key != "defaults"} if isinstance(plain, dict) else {}
+        faults = _unknown_keys(own, ConfigContainer, "")
+        yield from (fault for fault in faults if fault.message.startswith("must be a mapping"))
 
 
 def _no_entry(merged: DictConfig | ListConfig, at: str) -> Fault:

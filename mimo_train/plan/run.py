@@ -261,6 +261,10 @@ def _part_faults(name: str, module: ModuleConfig) -> Iterator[Fault]:
             if getattr(module, part) is not None:
                 yield Fault(f"{prefix}.{part}", "the language module has no encoder and no projector: remove this key")
         return
+    if module.llm is not None and module.encoder is None and module.projector is None:
+        text = f"only the module named {LANGUAGE!r} has an llm: give it this name, or remove modules.{name}"
+        yield Fault(f"{prefix}.llm", text)
+        return
     for part in parts:
         if getattr(module, part) is None:
             yield Fault(f"{prefix}.{part}", f"missing: every module but {LANGUAGE!r} has an encoder and a projector")

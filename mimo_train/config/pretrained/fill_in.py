@@ -1,6 +1,6 @@
 """`pretrained: DIR` -> the keys that follow from the directory, in a config as it is composed. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mimo_train.config.pretrained.language import language_keys
 from mimo_train.config.pretrained.language_families import FAMILIES as LANGUAGE_FAMILIES
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import PlaceholderConfig
+from mimo_train.config.typed import shown_plain
 
 CHOICES = {
     "llm": {"name", "dropout", "init_std", "router_balancing", "router_aux_loss", "router_z_loss"},
@@ -43,8 +44,12 @@ def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
     """The directory of each module that has one.
 
     Raises:
-        ConfigError: one cannot be read, or the run has a module for which that of all modules has no part.
+        ConfigError: one cannot be read, the run has a module for which that of all modules has no part, or a value that
+            is read here or in `fill_in` has another type.
     """
+    misshapen = list(_misshapen(plain))
+    if misshapen:
+        raise ConfigError(misshapen)
     modules = plain.get("modules") or {}
     of_all = plain.get("pretrained") or ""
     if of_all and not modules:
@@ -54,13 +59,40 @@ def directories(plain: Mapping[str, Any]) -> dict[str, Directory]:
         own = (module or {}).get("pretrained") or ""
         if own or of_all:
             key = f"modules.{name}.pretrained" if own else "pretrained"
-            found[name] = read_directory(own or of_all, key)
+            found[name] = read_directory(str(own or of_all), key)
     alike = [name for name, directory in found.items() if directory.key == "pretrained" and name != LANGUAGE]
     # What is no model of several parts, and no encoder, is refused for that.
     if len(alike) > 1 and found[alike[0]].model_type in {*COMPOSITES, *UNREAD, *_encoder_kinds()}:
         text = f"{of_all} has one encoder, and modules {', '.join(alike)} would all get it: give them their own"
         raise ConfigError([Fault("pretrained", f"{text}, modules.{alike[0]}.pretrained")])
     return found
+
+
+def _misshapen(plain: Mapping[str, Any]) -> Iterator[Fault]:
+    """Faults of what is no mapping or no text, of values that are read before the types of all are compared."""
+    yield from _misfits(plain, "", ("modules", "data"), ("pretrained",))
+    modules = plain.get("modules")
+    if not isinstance(modules, Mapping):
+        return
+    for name, module in modules.items():
+        yield from _misfits(modules, "modules", (name,))
+        if isinstance(module, Mapping):
+            prefix = f"modules.{name}"
+            yield from _misfits(module, prefix, ("encoder", "projector", "llm", "lora", "placeholder"), ("pretrained",))
+            for part, texts in (("lora", ("adapter",)), ("encoder", tuple(f"{one}_pretrained" for one in JOINED))):
+                if isinstance(module.get(part), Mapping):
+                    yield from _misfits(module[part], f"{prefix}.{part}", (), texts)
+
+
+def _misfits(
+    plain: Mapping[str, Any], prefix: str, mappings: Sequence[str], texts: Sequence[str] = ()
+) -> Iterator[Fault]:
+    """Faults of these keys of `plain`, which may be absent or empty."""
+    for kind, wanted, keys in ((Mapping, "a mapping of keys", mappings), (str | int | float, "a text", texts)):
+        for key in keys:
+            value = plain.get(key)
+            if value not in (None, "") and (not isinstance(value, kind) or isinstance(value, bool)):
+                yield Fault(f"{prefix}.{key}".lstrip("."), f"must be {wanted}, is {shown_plain(value)}")
 
 
 def _encoder_kinds() -> set[str]:
@@ -156,7 +188,7 @@ def fill_in_joined(plain: dict[str, Any]) -> None:
             continue
         for part in JOINED:
             place = f"modules.{name}.encoder.{part}"
-            folder = encoder.get(f"{part}_pretrained") or ""
+            folder = str(encoder.get(f"{part}_pretrained") or "")
             given = encoder.get(part) or {}
             if folder and isinstance(given, dict):
                 directory = read_directory(folder, f"{place}_pretrained")
@@ -176,7 +208,8 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
     key = f"modules.{name}.lora.adapter"
     part = module["llm" if name == LANGUAGE else "encoder"]
     # Behind the layer that is read, none are built.
-    layers = part["num_layers"] + 1 + part.get("feature_layer", -1)
+    last = part.get("feature_layer", -1)
+    layers = part["num_layers"] + (1 + last if isinstance(last, int) else 0)
     keys = adapter_keys(str(folder), name, layers, key)
     module["lora"] = {**keys, **given}
     # Of dropout no weight depends.

@@ -145,6 +145,25 @@ def test_a_key_of_a_model_is_refused_unless_it_changes_no_weight():
             assert (f"{name} was another" in continued_otherwise(Path("a"), record, cfg)) == (not free), key
 
 
+@pytest.mark.parametrize(
+    "was, now, faults",
+    [
+        (["encoder"], [], ["modules.images.freeze"]),
+        (["encoder", "projector"], ["projector"], ["modules.images.freeze"]),
+        ([], ["encoder"], []),
+        (["encoder"], ["encoder", "projector"], []),
+        (["encoder"], ["encoders.*"], []),  # what a pattern leaves is known when the model is built
+    ],
+)
+def test_a_part_that_a_run_has_not_trained_is_not_released_in_it(was, now, faults):
+    cfg = changed({"modules.images.freeze": now})
+    record = {"config": compose.to_dict(cfg), "data_fingerprint": "same"}
+    record["config"]["modules"]["images"]["freeze"] = was
+    found = resume_faults(Path("a"), record, cfg, data_fingerprint="same", text_fingerprint=None)
+    assert [fault.key for fault in found] == faults
+    assert all("no optimizer states of encoder: " in fault.message for fault in found)
+
+
 def test_a_key_that_was_added_later_means_its_default():
     cfg = load("vlm_digits")
     record = {"config": compose.to_dict(cfg), "data_fingerprint": "same"}

@@ -199,6 +199,24 @@ def test_slips_of_the_pen_are_faults_with_what_was_meant(override, key, said):
     assert said in faults("vlm_digits", override)[key]
 
 
+@pytest.mark.parametrize(
+    "file, override, key",
+    [
+        ("data:\n  - shards: my/train\n", "", "data"),
+        ("modules: {images: {layout: [2, 1]}}\n", "", "modules.images.layout"),
+        ("", "modules=[images]", "modules"),
+        ("", "checkpoint=[1]", "checkpoint"),
+    ],
+)
+def test_a_list_in_the_place_of_a_mapping_is_named_by_its_key(tmp_path, file, override, key):
+    """Merging it with the mapping of the defaults fails before types are compared, and does not say where."""
+    (tmp_path / "my.yaml").write_text(f"defaults: [vlm_digits, _self_]\n{file}")
+    with pytest.raises(ConfigError) as error:
+        compose.load(str(tmp_path / "my.yaml"), [override] if override else [])
+    assert [fault.key for fault in error.value.faults] == [key]
+    assert str(error.value).startswith(f"{key}: must be a mapping")
+
+
 def test_a_value_that_a_file_leaves_open_is_a_fault(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [vlm_digits, _self_]\ndata: {shards: '???'}\nmodules: {images: {freeze: ['???']}}\n")
@@ -234,6 +252,13 @@ def test_a_file_that_is_no_mapping_in_yaml_is_a_fault_that_names_it(tmp_path, te
 
 def test_an_interpolation_that_leads_nowhere_is_a_fault():
     assert "nowhere" in faults("vlm_digits", "run.dir=${nowhere}")["vlm_digits.yaml"]
+
+
+def test_a_language_module_of_another_name_is_told_its_name():
+    cfg = compose.load("gpt_tiny", ["modules.langauge.llm.num_layers=2"])
+    faults = list(layout_faults(cfg))
+    assert [fault.key for fault in faults] == ["modules.langauge.llm"]
+    assert "named 'language' has an llm: give it this name" in faults[0].message
 
 
 def test_language_is_the_name_of_the_language_module():

@@ -60,6 +60,29 @@ def test_a_group_beside_the_directory_is_a_fault(llama):
     assert said(llama, choice) == f"modules.language.pretrained: takes the place of {choice}: remove one of them"
 
 
+@pytest.mark.parametrize(
+    "key, value, says",
+    [
+        ("modules.language", "4", "a mapping of keys, is 4"),
+        ("modules.images", "encoder", "a mapping of keys, is 'encoder'"),
+        ("modules.language.pretrained", "[a]", "a text, is ['a']"),
+        ("modules.images.pretrained", "{a: b}", "a text, is {'a': 'b'}"),
+        ("modules.language.llm", "gpt_mini", "a mapping of keys, is 'gpt_mini'"),
+        ("modules.language.lora", "16", "a mapping of keys, is 16"),
+        ("modules.language.lora.adapter", "[a]", "a text, is ['a']"),
+        ("modules.images.placeholder", "<image>", "a mapping of keys, is '<image>'"),
+        ("pretrained", "[a]", "a text, is ['a']"),
+    ],
+)
+def test_a_value_of_another_type_beside_a_directory_is_a_fault(llama, tmp_path, key, value, says):
+    """They are read before the types of all values are compared."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"defaults: [vlm_digits, _self_]\nmodules: {{language: {{pretrained: {llama}}}}}\n")
+    with pytest.raises(ConfigError) as error:
+        load(str(file), [f"{key}={value}"])
+    assert f"{key}: must be {says}" in str(error.value).splitlines()
+
+
 def test_a_file_may_name_the_directory(llama, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
