@@ -220,8 +220,8 @@ def _layer_work(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
 
 
 def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
-    """Torch has a kernel for RMSNorm on CUDA alone."""
-    return normalization == "LayerNorm" or cfg.run.device != "cpu"
+    """Torch has a kernel for RMSNorm on CUDA alone, and `mimo_train.model.rms_norm` keeps as little in fp32."""
+    return normalization == "LayerNorm" or cfg.run.device != "cpu" or cfg.train.precision == "fp32"
 
 
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
