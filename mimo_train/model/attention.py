@@ -23,6 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from mimo_train.config.fault import UserError
 from mimo_train.model.documents import Documents
+from mimo_train.model.kept_scores import attend_causally, keeps_scores
 from mimo_train.model.neutral import require_neutral
 from mimo_train.parallel.context import chunks_of, gather_sequence
 from mimo_train.plan.activations import WIDEST_HEAD
@@ -127,6 +128,9 @@ class SdpaAttention(MegatronModule):
         if self.window or self.softcap or continues:
             assert attention_bias is None, "a bias with a window, capped scores or a cache"
             return self._attend_in_blocks(query_SBND, key_SBND, value_SBND)
+        is_plain = self.is_causal and attention_bias is None and not (self.training and self.dropout)
+        if is_plain and keeps_scores(query_SBND, key_SBND, value_SBND):
+            return attend_causally(query_SBND, key_SBND, value_SBND, self.softmax_scale)
         return self._attend(query_SBND, key_SBND, value_SBND, attention_bias, self.is_causal)
 
     def _attend_to_all_parts(

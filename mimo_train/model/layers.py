@@ -42,6 +42,7 @@ from mimo_train.model.lora import add_adapters, linear_classes
 from mimo_train.model.marks import mark
 from mimo_train.model.moe import expert_layer
 from mimo_train.model.neutral import require_neutral
+from mimo_train.model.rms_norm import RMSNorm
 from mimo_train.model.seeds import seed_for
 from mimo_train.model.window_attention import WindowAttention
 
@@ -82,7 +83,7 @@ class SeededTransformerLayer(TransformerLayer):
         return super().forward(hidden_states, **own, **options)
 
 
-_NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+_NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": RMSNorm}
 
 
 class TorchNorm:

@@ -6,7 +6,7 @@ activations, logits, what is gathered from other ranks, and the gradient of one 
 Symbols: s tokens of one sample, b samples of one microbatch on one rank, h hidden size, f feed-forward width, k width
 of all key heads, t tensor parallel size, v vocabulary, e bytes of one activation (4 in fp32, 2 in half precision).
 Formulas follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
-2205.05198), for attention that never stores the s x s scores; `mimo-train check --dry-run` counts the tensors
+2205.05198), for attention that does not store the s x s scores; `mimo-train check --dry-run` counts the tensors
 themselves (`tests/dist/dry_run/test_estimates.py` holds both against each other).
 """
 
@@ -16,6 +16,8 @@ from mimo_train.config.llm_spec import LlmSpec
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one weight or activation, by `train.precision`."""
+KEPT_SCORES, BLOCK = range(96, 257), 64
+"""Positions of a row whose probabilities `mimo_train.model.kept_scores` keeps, and queries that it takes at once."""
 WIDEST_HEAD = 256
 """Channels of a head that torch's kernel for packed documents takes."""
 
@@ -164,3 +166,11 @@ def score_activations(sequence: int, samples: int, heads: int, tp: int = 1, cp: 
     """Bytes that soft-capped scores of one layer keep for the backward pass: their tanh and their softmax, 4 + 4 bytes
     in fp32, 2 + 4 + 2 in half precision with the rounded weights."""
     return samples * heads // tp * sequence * sequence // cp * 8
+
+
+def probability_activations(sequence: int, samples: int, heads: int, tp: int = 1) -> int:
+    """Bytes of the probabilities that one layer of `mimo_train.model.kept_scores` keeps: of each block of queries over
+    the keys up to its last."""
+    ends = [min(first + BLOCK, sequence) for first in range(0, sequence, BLOCK)]
+    each = sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
+    return samples * heads // tp * each * 4

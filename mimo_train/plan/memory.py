@@ -25,12 +25,14 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.activations import (
     BYTES,
+    KEPT_SCORES,
     WIDEST_HEAD,
     expert_activations,
     expert_work,
     layer_activations,
     layer_work,
     output_work,
+    probability_activations,
     score_activations,
     stack_activations,
 )
@@ -150,6 +152,8 @@ def _language_activations(run: Run, stage: int, vocab: int) -> Memory:
     scores = 0
     if llm.attention_softcap:
         scores = score_activations(length, samples, llm.num_attention_heads, sizes.tp, sizes.cp)
+    elif _keeps_probabilities(cfg, sizes.cp):
+        scores = probability_activations(length, samples, llm.num_attention_heads, sizes.tp)
     own = stage_layers(llm.num_layers, stage, sizes.pp, sizes.vpp)
     kinds = [llm.has_experts(layer) for layer in own]
     each = {kind: _layer_activations(run, tokens, experts=kind, frozen=frozen) for kind in set(kinds)}
@@ -220,8 +224,8 @@ def _layer_work(run: Run, tokens: int, *, experts: bool, frozen: bool) -> int:
 
 
 def _has_fused_norms(cfg: ConfigContainer, normalization: str) -> bool:
-    """Torch has a kernel for RMSNorm on CUDA alone."""
-    return normalization == "LayerNorm" or cfg.run.device != "cpu"
+    """Torch has a kernel for RMSNorm on CUDA alone, and `mimo_train.model.rms_norm` keeps as little in fp32."""
+    return normalization == "LayerNorm" or cfg.run.device != "cpu" or cfg.train.precision == "fp32"
 
 
 def _is_plain(cfg: ConfigContainer, name: str, tp: int, dropout: float) -> bool:
@@ -235,6 +239,13 @@ def _has_row_kernel(cfg: ConfigContainer) -> bool:
     """Whether one kernel takes all documents of a packed row, see `SdpaAttention`."""
     llm, half = cfg.llm, cfg.train.precision != "fp32" and cfg.run.device != "cpu"
     return cfg.data.pack and half and not llm.attention_softcap and not llm.dropout and llm.head_width <= WIDEST_HEAD
+
+
+def _keeps_probabilities(cfg: ConfigContainer, cp: int) -> bool:
+    """Whether attention is that of `mimo_train.model.kept_scores`."""
+    llm, is_fp32 = cfg.llm, cfg.run.device == "cpu" and cfg.train.precision == "fp32"
+    is_plain = not cfg.data.pack and not llm.window and not llm.dropout and llm.key_heads == llm.num_attention_heads
+    return is_fp32 and is_plain and cp == 1 and cfg.data.sequence_length in KEPT_SCORES
 
 
 def _encoder_activations(run: Run, name: str, stage: int, media_per_sample: float) -> Memory:

@@ -254,6 +254,23 @@ def test_torch_has_no_kernel_of_rms_norm_for_meta_tensors():
     assert not has(name, "Meta") and (has(name, "CUDA") or not torch.version.cuda)
 
 
+def test_torch_composes_rms_norm_on_the_cpu():
+    """Else `model/rms_norm.py` need not compute it."""
+    import torch
+
+    inputs, weight = torch.ones(3, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    assert type(torch.nn.functional.rms_norm(inputs, (4,), weight, 1e-5).grad_fn).__name__ == "MulBackward0"
+
+
+def test_torchs_attention_on_the_cpu_computes_scores_again():
+    """Else `model/kept_scores.py` need not keep them: from the sums of their exponentials it does."""
+    import torch
+
+    parts = [torch.ones(1, 2, 128, 8, requires_grad=True) for _ in range(3)]
+    attended = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+    assert attended.grad_fn._saved_logsumexp.shape == (1, 2, 128)
+
+
 def test_torch_s_optimizer_and_masks_import_its_compiler():
     """Else `optim/adam.py` need not take methods as they are written, nor `model/attention.py` import a mask late."""
     from torch import _compile
@@ -279,7 +296,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     assert len(rows) > 20
     looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py", "parallel/recorded.py"}
     looked_at |= {f"data/media/{name}.py" for name in ("headers", "audio_headers", "resample")}
-    looked_at |= {"data/jinja_bounds.py", "launch/forked.py"}
+    looked_at |= {"data/jinja_bounds.py", "launch/forked.py", "model/rms_norm.py", "model/kept_scores.py"}
     by_running = (
         "tests/dist/model/test_dense_layer.py",
         "tests/dist/optim/test_own_weights.py",

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mimo_train.model.rms_norm import rms_norm
+
 
 class ZeroCenteredRMSNorm(torch.nn.Module):
     """x / rms(x) * (1 + weight), in fp32. The parameter is the weight itself: adding 1 to it and taking it away again
@@ -18,7 +20,7 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., hidden size], normalised over the last dimension."""
-        return F.rms_norm(inputs.float(), (self.hidden_size,), 1 + self.weight.float(), self.eps).type_as(inputs)
+        return rms_norm(inputs.float(), 1 + self.weight.float(), self.eps).type_as(inputs)
 
 
 class NormedAdd(torch.nn.Module):
