@@ -9,7 +9,7 @@ from typing import Any
 
 from data.members import OTHER_VIDEO, VIDEO
 from data.sample_key import Key
-from data.shown import shown
+from data.shown import plural, shown
 
 _VIDEO_FIELDS = ("video", "videos")
 _MEDIA_FIELDS = {"image": ("image", "images"), "video": _VIDEO_FIELDS, "audio": ("audio", "audios")}
@@ -79,7 +79,8 @@ def _other_files(
         if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
             continue
         if len(files) != count:
-            return f"its field {name!r} names {len(files)} file(s), but the sample has {count} {kind} member(s)"
+            members = plural(count, f"{kind} member")
+            return f"its field {name!r} names {plural(len(files), 'file')}, but the sample has {members}"
         if count == 1:
             continue  # in any order
         listed, members = [_extension_of(file, key) for file in files], [*beside.names.get(kind, ())]

@@ -27,6 +27,7 @@ from data.chat_renderer import ANSWER, QUESTION, ChatRenderer, common_prefix
 from data.conversation import Conversation, Part
 from data.errors import DataError, RecordError
 from data.placeholders import WORDS, Placeholder, Places
+from data.shown import plural
 from data.templates import Encoded, MediaTokens, Vocabulary, encode_plain
 
 _STAND_INS = 0xF0000
@@ -153,8 +154,8 @@ class JinjaTemplate:
             wanted, written = conversation.count(kind), sum(place[0] == kind for place in found)
             if wanted != written:
                 raise RecordError(
-                    f"the chat template writes {self._marks.get(kind, kind)!r} {written} times for {wanted} {kind} "
-                    f"part(s) of the record: it has no place for {word} there"
+                    f"the chat template writes {self._marks.get(kind, kind)!r} {plural(written, 'time')} for "
+                    f"{plural(wanted, f'{kind} part')} of the record: it has no place for {word} there"
                 )
         places: list[tuple[int, int, int]] = []
         if found:

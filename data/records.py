@@ -32,7 +32,7 @@ from data.errors import NothingToLearn, RecordError, UnknownRecord
 from data.fields import ABSENT, LEARNED, Fields
 from data.frames import Picture
 from data.sample_key import Key
-from data.shown import shown
+from data.shown import plural, shown
 
 _ROLES = {
     "human": "user",
@@ -205,12 +205,13 @@ def _checked(
         used = kinds.count(kind)
         if used and ("image" if kind == "video" else kind) not in media:
             raise RecordError(
-                f"key {key!r}: the record refers to {used} {kind} member(s), but no module of this run takes any"
+                f"key {key!r}: the record refers to {plural(used, f'{kind} member')}, but no module of this "
+                "run takes any"
             )
         if kind in counted and used != media.get(kind, 0):
             raise RecordError(
-                f"key {key!r}: the record has {used} {kind} placeholder(s), but the sample has {media.get(kind, 0)} "
-                f"{kind} member(s)"
+                f"key {key!r}: the record has {plural(used, f'{kind} placeholder')}, but the sample has "
+                f"{plural(media.get(kind, 0), f'{kind} member')}"
             )
     return with_frames(conversation, pictures, key) if "video" in kinds else conversation
 

@@ -208,7 +208,9 @@ def _extension_of(content: bytes) -> str:
 
 
 def _labelled(value: Any, names: Sequence[str] | None) -> Any:
-    """The name of a class, by its number."""
+    """The name of a class, by its number; of each in a list."""
+    if names is not None and isinstance(value, list):
+        return [_labelled(one, names) for one in value]
     if names is None or not isinstance(value, int):
         return value
     return names[value] if 0 <= value < len(names) else None

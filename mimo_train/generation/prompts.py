@@ -18,6 +18,7 @@ from data.media.headers import parse_extent
 from data.media.video_headers import parse_video_header_bytes
 from data.outline import Media
 from data.positions import Place, axis_positions
+from data.shown import plural
 from data.tokens import Tokenizer
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
@@ -216,7 +217,7 @@ def user_turn(text: str, media: Sequence[Medium]) -> Turn:
     for marker, kind in MARKERS.items():
         if marked[kind] != given[kind]:
             raise UserError(
-                f"the message has {marked[kind]} {marker}, and {given[kind]} {NAMES[kind]}(s) are given: give as many, "
+                f"the message has {marked[kind]} {marker}, and {plural(given[kind], NAMES[kind])} given: give as many, "
                 f"or leave all marks out for {NAMES[kind]}s before the text"
             )
     return Turn("user", parts)

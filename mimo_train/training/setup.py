@@ -183,8 +183,10 @@ def _build(
         sources=source_names(cfg.data.mix),
     )
     RECORDER.to("index")
-    dataset, padding = dataset or build_dataset(cfg, parts.tokenizer), padding_of(cfg)
+    with agreed():
+        dataset = build_dataset(cfg, parts.tokenizer) if dataset is None else dataset
     opened.callback(dataset.close)
+    padding = padding_of(cfg)
     mixing = Mixing(cfg, run.batch, dataset.source_sizes)
     if padding is not None and isinstance(dataset, Dataset):
         count_texts(run, dataset)

@@ -4,6 +4,7 @@ import pytest
 
 from encoders.plain.spec import PictureSpec
 from mimo_train.config.fault import UserError
+from mimo_train.plan.activations import BYTES, probability_activations
 from mimo_train.planner.profile import read_profile
 from tests.dist.ranks import run_ranks
 from tests.unit.configs import load
@@ -95,7 +96,8 @@ def test_a_rank_of_several_has_its_part_of_a_layer():
         ("images", 1), ("language", 1), ("images", 2), ("language", 2), ("images", 4)
     ]  # fmt: skip
     length = cfg.data.sequence_length
-    unmasked = 2 * 4 * cfg.llm.query_width * (length**2 - length * (length + 1) / 2)
+    scores = probability_activations(length, 1, 1) // BYTES["fp32"]  # of whole blocks of queries
+    unmasked = 2 * 4 * cfg.llm.query_width * (scores - length * (length + 1) / 2)
     for cost in profile.layers:
         above = unmasked / cost.tp if cost.module == "language" else 0
         assert cost.forward_seconds == pytest.approx(cost.forward_flops + above), cost

@@ -41,9 +41,9 @@ def test_pictures_in_a_sample_count_for_memory(capsys):
 @pytest.mark.parametrize(
     ("name", "members", "said"),
     [
-        ("two", [("k.png", picture()), ("k.json", record("<image><image>?"))], "2 image placeholder(s), but"),
-        ("none", [("k.json", record("<image>?"))], "1 image placeholder(s), but the sample has 0"),
-        ("lost", [("k.png", picture()), ("k.json", record("What?"))], "0 image placeholder(s), but the sample has 1"),
+        ("two", [("k.png", picture()), ("k.json", record("<image><image>?"))], "2 image placeholders, but"),
+        ("none", [("k.json", record("<image>?"))], "1 image placeholder, but the sample has 0"),
+        ("lost", [("k.png", picture()), ("k.json", record("What?"))], "0 image placeholders, but the sample has 1"),
         ("text", [("k.png", b"no picture"), ("k.json", record("<image>?"))], "10 bytes"),
         ("cut", [("k.png", picture()[:-30]), ("k.json", record("<image>?"))], "cannot decode"),
         ("json", [("k.json", b"{")], "not JSON"),

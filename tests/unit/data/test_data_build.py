@@ -59,8 +59,8 @@ def test_held_out_records_are_in_no_training_shard(media, tmp_path):
 
 BAD = [
     ({"image": "gone.png", "conversations": TALK}, "no file "),
-    ({"image": "a/one.PNG", "conversations": TWO}, "2 image placeholder(s), but the sample has 1"),
-    ({"conversations": TALK}, "1 image placeholder(s), but the sample has 0"),
+    ({"image": "a/one.PNG", "conversations": TWO}, "2 image placeholders, but the sample has 1"),
+    ({"conversations": TALK}, "1 image placeholder, but the sample has 0"),
     ({"image": "a/one.jxl", "conversations": TALK}, "a/one.jxl is no image that can be decoded"),
     ({"image": "cut.jpg", "conversations": TALK}, "cut.jpg has no readable image header"),
     ({"image": 3, "conversations": TALK}, "image is neither the name of a file nor a list"),
@@ -183,6 +183,7 @@ FEATURES = {
     "picture": {"_type": "Image"},
     "sound": {"_type": "Audio", "sampling_rate": 8000},
     "kind": {"_type": "ClassLabel", "names": ["cat", "dog"]},
+    "others": {"_type": "List", "feature": {"_type": "ClassLabel", "names": ["cat", "dog"]}},
 }
 
 
@@ -192,6 +193,7 @@ def test_a_hugging_face_dataset_with_pictures_and_clips(name, media, tmp_path):
         "picture": [{"bytes": picture(5), "path": None}, {"bytes": None, "path": "a/one.PNG"}, None],
         "sound": [None, None, {"bytes": clip(400, "WAV"), "path": "x.wav"}],
         "kind": [1, 0, 1],
+        "others": [[1, 0], [], None],
         "at": [date(2024, 1, 2), None, None],
         "more": [b"1", b"2", b"3"],
     }
@@ -207,6 +209,7 @@ def test_a_hugging_face_dataset_with_pictures_and_clips(name, media, tmp_path):
     assert [extents for extents, _ in samples] == [[5], [6], [8000]]
     asked = [(record["conversations"][0]["value"], record["conversations"][1]["value"]) for _, record in samples]
     assert asked == [("<image>\nWhat is it?", "dog"), ("<image>\nWhat is it?", "cat"), ("<audio>\nWhat is it?", "dog")]
+    assert [record.get("others") for _, record in samples] == [["dog", "cat"], [], None]
     assert samples[0][1]["at"] == "2024-01-02" and samples[1][1]["picture"] == "a/one.PNG"
     with pytest.raises(DataError, match="--split none: .* has test, train"):
         build(folder, tmp_path / "other", split="none")

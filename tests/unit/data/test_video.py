@@ -205,8 +205,8 @@ TYPED = [
 @pytest.mark.parametrize(
     ("names", "asked", "said"),
     [
-        (["mp4"], "q", r"0 video placeholder\(s\), but the sample has 1 video member"),
-        (["mp4"], "<video><video>q", r"2 video placeholder\(s\), but the sample has 1"),
+        (["mp4"], "q", r"0 video placeholders, but the sample has 1 video member"),
+        (["mp4"], "<video><video>q", r"2 video placeholders, but the sample has 1"),
         (["mp4", "png"], "<image><video>q", r"marks <image>, <video>, and the members are \.mp4, \.png in this order"),
         (["png"], "<video>q", r"no numbered pictures .* \(its pictures: \.png\)"),
         (["0.png", "1.png"], "<video>and<video>q", r"has 2 <video>, but the sample has no video member"),
@@ -226,7 +226,7 @@ def test_videos_that_do_not_fit_their_record_are_bad(names, asked, said, dataset
 
 def test_a_run_without_pictures_takes_no_video(dataset, tmp_path):
     path = write_tar(tmp_path / "s.tar", [("k.mp4", make_video()), ("k.json", chat("<video>q", "a"))])
-    assert "1 video member(s), but no module" in dataset(path, media=(), max_bad_samples=1).read_text(0)[1].reason
+    assert "1 video member, but no module" in dataset(path, media=(), max_bad_samples=1).read_text(0)[1].reason
 
 
 def test_fields_say_which_videos_are_read(dataset, tmp_path):
