@@ -79,8 +79,8 @@ def _other_files(
         if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
             continue
         if len(files) != count:
-            members = plural(count, f"{kind} member")
-            return f"its field {name!r} names {plural(len(files), 'file')}, but the sample has {members}"
+            had = plural(count, f"{kind} member")
+            return f"its field {name!r} names {plural(len(files), 'file')}, but the sample has {had}"
         if count == 1:
             continue  # in any order
         listed, members = [_extension_of(file, key) for file in files], [*beside.names.get(kind, ())]
