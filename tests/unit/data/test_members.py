@@ -80,7 +80,7 @@ TALK = {"conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt"
 @pytest.mark.parametrize(
     ("names", "more", "said"),
     [
-        (["png"], {"image": ["a.png", "b.png"]}, "'image' names 2 file.s., but the sample has 1 image member"),
+        (["png"], {"image": ["a.png", "b.png"]}, "'image' names 2 files, but the sample has 1 image member"),
         (["png"], {"image": "x/k.png"}, None),
         (["png", "mask.png"], {"mask": "k.mask.png"}, r"'mask' refers to the member \.mask\.png, which is not read"),
         (["png", "mask.png"], {"mask": "other.png"}, None),
