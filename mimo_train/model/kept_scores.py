@@ -1,7 +1,8 @@
 """Causal attention over short rows on a CPU, which keeps its probabilities for the backward pass.
 
 Torch's fused kernel takes 32 queries of one head at a time, and computes their scores again in the backward pass. Here
-64 queries of all heads are one batched product over the keys that they see: 10 to 25 % less time at 128 positions.
+those of all heads are one batched product over the keys that they see: 5 to 25 % less time at 64 to 128 positions, 30 at
+256. Each result is contiguous: others are computed by torch one head after the other.
 
 Shape suffixes: S positions, B batch, N heads, D head dimension, M heads of all rows (B * N), Q queries of a block, K
 keys that they see.
@@ -47,35 +48,39 @@ class _Causal(torch.autograd.Function):
         *parts, scale = given
         positions, rows, heads, width = parts[0].shape
         query_MSD, key_MSD, value_MSD = (part.reshape(positions, -1, width).transpose(0, 1) for part in parts)
-        # Its last rows and columns are the mask of every block.
-        mask_QS = query_MSD.new_full((BLOCK, positions), float("-inf")).triu_(positions - BLOCK + 1)
-        attended = query_MSD.new_empty(positions, rows * heads, width)
+        query_MSD = torch.mul(query_MSD, scale, out=query_MSD.new_empty(query_MSD.shape))
+        key_MSD, value_MSD = key_MSD.contiguous(), value_MSD.contiguous()
+        mask_QQ = query_MSD.new_full((BLOCK, BLOCK), float("-inf")).triu_(1)
+        attended_SMD = query_MSD.new_empty(positions, rows * heads, width)
         kept = []
         for first in range(0, positions, BLOCK):
             end = min(first + BLOCK, positions)
-            mask_QK = mask_QS[first - end :, positions - end :]
-            scores_MQK = torch.baddbmm(mask_QK, query_MSD[:, first:end], key_MSD[:, :end].mT, alpha=scale)
+            scores_MQK = torch.bmm(query_MSD[:, first:end], key_MSD[:, :end].mT)
+            scores_MQK[..., first:] += mask_QQ[: end - first, : end - first]
             kept.append(torch.softmax(scores_MQK, -1, out=scores_MQK))
-            torch.bmm(kept[-1], value_MSD[:, :end], out=attended[first:end].transpose(0, 1))
+            attended_SMD[first:end] = torch.bmm(kept[-1], value_MSD[:, :end]).transpose(0, 1)
         ctx.save_for_backward(query_MSD, key_MSD, value_MSD, *kept)
         ctx.shape, ctx.scale = parts[0].shape, scale
-        return attended.view(positions, rows, heads * width)
+        return attended_SMD.view(positions, rows, heads * width)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query_MSD, key_MSD, value_MSD, *kept = ctx.saved_tensors
-        positions, rows, heads, width = ctx.shape
-        gradient_MSD = gradients[0].reshape(positions, -1, width).transpose(0, 1)
-        found = [query_MSD.new_empty(positions, rows * heads, width) for _ in range(3)]
-        to_query, to_key, to_value = (each.transpose(0, 1) for each in found)
+        positions, width = query_MSD.shape[1:]
+        gradient_MSD = gradients[0].reshape(positions, -1, width).transpose(0, 1).contiguous()
+        to_query, to_key, to_value = (torch.empty_like(query_MSD) for _ in range(3))
         # The last block sees all keys, and is the first to write their gradients.
         for p_MQK in reversed(kept):
             size, end = p_MQK.shape[1:]
-            block, added = slice(end - size, end), float(end < positions)
-            to_value[:, :end].baddbmm_(p_MQK.mT, gradient_MSD[:, block], beta=added)
-            back_MQK = torch.bmm(gradient_MSD[:, block], value_MSD[:, :end].mT)
+            block, is_first = slice(end - size, end), end == positions
+            of_block = gradient_MSD[:, block]
+            back_MQK = torch.bmm(of_block, value_MSD[:, :end].mT)
             torch.ops.aten._softmax_backward_data.out(back_MQK, p_MQK, -1, p_MQK.dtype, grad_input=back_MQK)
-            to_query[:, block].baddbmm_(back_MQK, key_MSD[:, :end], beta=0, alpha=ctx.scale)
-            to_key[:, :end].baddbmm_(back_MQK.mT, query_MSD[:, block], beta=added, alpha=ctx.scale)
-        return *(each.view(ctx.shape) for each in found), None
+            torch.mul(torch.bmm(back_MQK, key_MSD[:, :end]), ctx.scale, out=to_query[:, block])
+            for found, transposed, inputs in ((to_key, back_MQK, query_MSD[:, block]), (to_value, p_MQK, of_block)):
+                if is_first:
+                    torch.bmm(transposed.mT, inputs, out=found)
+                else:
+                    found[:, :end] += torch.bmm(transposed.mT, inputs)
+        return *(each.transpose(0, 1).view(ctx.shape) for each in (to_query, to_key, to_value)), None

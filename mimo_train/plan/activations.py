@@ -16,7 +16,7 @@ from mimo_train.config.llm_spec import LlmSpec
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one weight or activation, by `train.precision`."""
-KEPT_SCORES, BLOCK = range(96, 257), 64
+KEPT_SCORES, BLOCK = range(64, 257), 32
 """Positions of a row whose probabilities `mimo_train.model.kept_scores` keeps, and queries that it takes at once."""
 WIDEST_HEAD = 256
 """Channels of a head that torch's kernel for packed documents takes."""

@@ -60,7 +60,7 @@ def test_what_is_kept_is_what_the_plan_counts():
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         kept_scores.attend_causally(*given, None)
     own = [one.nbytes for one in kept if one.shape[-1] != D]
-    assert len(own) == 3 and sum(own) == probability_activations(150, B, N)
+    assert len(own) == 5 and sum(own) == probability_activations(150, B, N)
 
 
 def _layer(mask: AttnMaskType = AttnMaskType.causal, **options) -> SdpaAttention:
