@@ -19,6 +19,7 @@ import torch
 from data.shown import plural
 from mimo_train.config.fault import UserError
 from mimo_train.parallel.cuda_stand_in import CPU, StandIn
+from mimo_train.parallel.freed_memory import keep_freed_memory
 
 _stand_ins: list[StandIn] = []
 """The process's stand-in; it changes other modules for the whole process, so there is one at most."""
@@ -83,13 +84,15 @@ def _own_device() -> bool:
 def install(kind: str, index: int = 0) -> torch.device:
     """Prepare this process for `kind` (`cuda` or `cpu`) and return its device.
 
-    For `cpu` the stand-in is installed, once per process; for `cuda` the device of this index is selected.
+    For `cpu` the stand-in is installed, once per process, and memory that is freed stays with it; for `cuda` the device
+    of this index is selected.
     """
     if kind == "cuda":
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     if not _stand_ins:
         _stand_ins.append(StandIn())
+        keep_freed_memory()
     return CPU
 
 

@@ -303,6 +303,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
         "tests/dist/parallel/test_alone.py",
         "tests/dist/parallel/test_device.py",
         "tests/dist/model/test_projectors.py",
+        "tests/unit/parallel/test_freed_memory.py",
         "tests/unit/parallel/test_groups.py",
         "tests/dist/dry_run/test_dry_run.py",
     )
