@@ -1,8 +1,8 @@
 """Causal attention over short rows on a CPU, which keeps its probabilities for the backward pass.
 
 Torch's fused kernel takes 32 queries of one head at a time, and computes their scores again in the backward pass. Here
-those of all heads are one batched product over the keys that they see: 5 to 25 % less time at 64 to 128 positions, 30 at
-256. Each result is contiguous: others are computed by torch one head after the other.
+those of all heads are one batched product over the keys that they see: 5 to 25 % less time at 64 to 128 positions, 30 %
+at 256. Each result is contiguous: others are computed by torch one head after the other.
 
 Shape suffixes: S positions, B batch, N heads, D head dimension, M heads of all rows (B * N), Q queries of a block, K
 keys that they see.

@@ -1,8 +1,8 @@
 """Memory that tensors on the CPU have left is taken by the next ones.
 
 glibc (2.36) gives memory back to the system as soon as much of it is free at the end of its heap, and large pieces at
-once. A step frees nearly all that it has taken, so that every step would have its pages made and cleared anew: up to 5 %
-of its time.
+once. A step frees nearly all that it has taken, so that every step would have its pages made and cleared anew: up to
+5 % of its time.
 """
 
 import ctypes
@@ -25,4 +25,4 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(os.environ.get(name) for name in _OF_USER):
         return False
-    return all([mallopt(option, value) for option, value in _OPTIONS.items()])
+    return all(mallopt(option, value) for option, value in _OPTIONS.items())
