@@ -64,10 +64,12 @@ class DenseLayer:
         self._norms = layer.input_layernorm, layer.pre_mlp_layernorm
         self._attention, self._core = attention, attention.core_attention
         self._linears = attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
-        self._watched = [attention, mlp, *self._linears]
+        self._watched = [attention, self._core, mlp, *self._linears]
         self._query_norm, self._key_norm = (
             None if isinstance(norm, IdentityOp) else norm for norm in (attention.q_layernorm, attention.k_layernorm)
         )
+        # Nothing comes between queries and keys as they are projected, and as they are turned.
+        self._turns_alone = self._query_norm is None and self._key_norm is None
         self._groups, self._width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self._heads = attention.num_attention_heads_per_partition
         self._activation, self._gated = layer.config.activation_func, layer.config.gated_linear_unit
@@ -99,9 +101,7 @@ class DenseLayer:
     ) -> torch.Tensor:
         """The layer's output [S, B, H]. Arguments are those of Megatron-Core's layer."""
         turns = () if rotary_pos_emb is None else self._turns(rotary_pos_emb, hidden_SBH.dtype)
-        query, key, value = self._before(hidden_SBH, *turns)
-        context = self._core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
-        return self._behind(hidden_SBH, context)
+        return self._behind(hidden_SBH, self._context(hidden_SBH, turns, attention_mask, packed_seq_params))
 
     def compile(self, compiled: Callable[[Callable], Callable]) -> None:
         """Let what is in front of core attention and what is behind it be compiled, each to one piece: neither asks
@@ -110,16 +110,30 @@ class DenseLayer:
         Args:
             compiled: makes of such a function, of tensors, a compiled one.
         """
+        self._turns_alone = False  # the compiler puts them together
         self._before, self._behind = compiled(self._before), compiled(self._behind)  # type: ignore[method-assign]
+
+    def _context(
+        self,
+        hidden_SBH: torch.Tensor,
+        turns: tuple[torch.Tensor, ...],
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: Any,
+    ) -> torch.Tensor:
+        """What core attention gives."""
+        if turns and self._turns_alone:
+            mixed = self._mixed(hidden_SBH)
+            context = self._core.attend_turned(mixed, *turns, packed_seq_params)
+            if context is not None:
+                return context
+            query, key, value = turned_parts(mixed, *turns)
+        else:
+            query, key, value = self._before(hidden_SBH, *turns)
+        return self._core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
 
     def _before(self, hidden_SBH: torch.Tensor, *turns: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values; `turns` are cosines and sines, where there are any."""
-        qkv, norm = self._linears[0], self._norms[0]
-        mixed = linear(norm(hidden_SBH), qkv.weight, qkv.bias)
-        each = self._heads // self._groups
-        mixed = mixed.unflatten(-1, (self._groups, each + 2, self._width))
-        if turns and self._query_norm is None and self._key_norm is None:
-            return turned_parts(mixed, *turns)
+        mixed = self._mixed(hidden_SBH)
         query, key, value = parts_of(mixed)
         if self._query_norm is not None:
             query = self._query_norm(query)
@@ -128,6 +142,12 @@ class DenseLayer:
         if turns:
             query, key = turned(query, *turns), turned(key, *turns)
         return query, key, value
+
+    def _mixed(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """By key head its queries, its key and its value, [S, B, G, E, D]."""
+        qkv, norm = self._linears[0], self._norms[0]
+        mixed = linear(norm(hidden_SBH), qkv.weight, qkv.bias)
+        return mixed.unflatten(-1, (self._groups, self._heads // self._groups + 2, self._width))
 
     def _behind(self, hidden_SBH: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """The layer's output, from its input and what core attention gives."""

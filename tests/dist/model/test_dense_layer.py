@@ -75,6 +75,9 @@ def _hooked(cfg) -> tuple[int, list[bool]]:
     free.append(layers[0]._dense.is_free)
     hook.remove()
     free.append(layers[0]._dense.is_free)
+    hook = layers[0].self_attention.core_attention.register_forward_pre_hook(lambda *_: None)
+    free.append(layers[0]._dense.is_free)
+    hook.remove()
     layers[0].mlp.forward = layers[0].mlp.forward  # another function in its place
     free.append(layers[0]._dense.is_free)
     return len(layers), free
@@ -100,7 +103,7 @@ def test_layers_with_more_to_do_are_megatron_cores(overrides, ranks, left, digit
 
 def test_a_part_whose_call_somebody_waits_for_is_called(digits, tmp_path):
     ((layers, free),) = run_ranks(_hooked, 1, config("vlm_digits", tmp_path / "run", digits, ONE))
-    assert layers == 3 and free == [True, False, True, False]
+    assert layers == 3 and free == [True, False, True, False, False]
 
 
 def _refused(cfg) -> list[str]:

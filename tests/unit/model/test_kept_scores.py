@@ -9,6 +9,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from mimo_train.model import kept_scores
 from mimo_train.model.attention import SdpaAttention
+from mimo_train.model.documents import Documents
+from mimo_train.model.turned_heads import parts_of, turned
 from mimo_train.plan.activations import BLOCK, KEPT_SCORES, probability_activations
 from tests.unit.model.test_neutral import config
 
@@ -45,6 +47,41 @@ def test_gradients_in_double_precision_are_right(monkeypatch):
     monkeypatch.setattr(kept_scores, "BLOCK", 3)
     given = _given(7, torch.float64)
     assert torch.autograd.gradcheck(lambda *parts: kept_scores.attend_causally(*parts, 0.5), given)
+    mixed, *turns = _mixed(7, B, torch.float64)
+    assert torch.autograd.gradcheck(lambda mixed: kept_scores.attend_turned(mixed, *turns, 0.5), mixed)
+
+
+def _mixed(positions: int, rows: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Queries, keys and values beside each other, cosines and sines of positions, in `rows` of a batch their own."""
+    torch.manual_seed(2)
+    angles = torch.rand(positions, rows, 1, D // 2, dtype=dtype)
+    angles = torch.cat([angles, angles], dim=-1)
+    sin = angles.sin()
+    sin[..., : D // 2].neg_()
+    return [torch.randn(positions, B, N, 3, D, dtype=dtype, requires_grad=True), angles.cos(), sin]
+
+
+@pytest.mark.parametrize("positions", [2 * BLOCK, 2 * BLOCK + 1, BLOCK - 1])
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("rows", [1, B])
+def test_parts_that_are_turned_together_have_the_numbers_of_those_that_are_turned_apart(positions, scale, rows):
+    mixed, cos, sin = _mixed(positions, rows)
+    query, key, value = parts_of(mixed)
+    ours = kept_scores.attend_turned(mixed, cos, sin, scale)
+    theirs = _torchs(turned(query, cos, sin), turned(key, cos, sin), value, scale)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)
+    weights = torch.randn(B, positions, N * D).transpose(0, 1)
+    (own,), (other,) = (torch.autograd.grad(each, mixed, weights) for each in (ours, theirs))
+    torch.testing.assert_close(own, other, rtol=1e-5, atol=3e-5)
+
+
+def test_a_gradient_of_the_gradient_of_what_is_turned_is_refused():
+    mixed, *turns = _mixed(70)
+    (first,) = torch.autograd.grad(
+        kept_scores.attend_turned(mixed, *turns, None).square().sum(), mixed, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 def test_a_gradient_of_the_gradient_is_refused():
@@ -55,10 +92,12 @@ def test_a_gradient_of_the_gradient_is_refused():
         first.sum().backward()
 
 
-def test_what_is_kept_is_what_the_plan_counts():
-    given, kept = _given(150), []
+@pytest.mark.parametrize("turns", [False, True])
+def test_what_is_kept_is_what_the_plan_counts(turns):
+    given, kept = _mixed(150) if turns else _given(150), []
+    attend = kept_scores.attend_turned if turns else kept_scores.attend_causally
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        kept_scores.attend_causally(*given, None)
+        attend(*given, None)
     own = [one.nbytes for one in kept if one.shape[-1] != D]
     assert len(own) == 5 and sum(own) == probability_activations(150, B, N)
 
@@ -89,3 +128,28 @@ def test_everything_else_is_computed_by_torch(monkeypatch):
     assert _is_torchs(_layer(), [query[:100], *others]), "earlier positions come from a cache"
     monkeypatch.setattr(kept_scores.torch.compiler, "is_compiling", lambda: True)
     assert _is_torchs(_layer(), parts)
+
+
+def test_turning_and_attending_are_one_where_nothing_else_is_to_be_done(monkeypatch):
+    mixed, cos, sin = _mixed(128)
+    context = _layer().attend_turned(mixed, cos, sin, None)
+    parts = [turned(part, cos, sin) for part in parts_of(mixed)[:2]]
+    torch.testing.assert_close(context, _layer()(*parts, parts_of(mixed)[2]), rtol=1e-5, atol=5e-6)
+
+    def is_apart(layer: SdpaAttention, mixed=mixed, cos=cos, packed=None) -> bool:
+        return layer.attend_turned(mixed, cos, sin, packed) is None
+
+    assert is_apart(_layer(AttnMaskType.no_mask)) and is_apart(_layer(window_size=(5, 0)))
+    assert is_apart(_layer(attention_dropout=0.1)) and not is_apart(_layer(attention_dropout=0.1).eval())
+    assert is_apart(_layer(), packed=Documents([100, 128])), "packed rows"
+    assert is_apart(_layer(), mixed.bfloat16()) and is_apart(_layer(), mixed[:50])
+    assert is_apart(_layer(), torch.cat([mixed, mixed[..., :1, :]], dim=3)), "grouped queries"
+    assert is_apart(_layer(), cos=cos[..., : D // 2]), "of a head some channels are turned"
+    capped = _layer()
+    capped.softcap = 30.0
+    assert is_apart(capped)
+    split = _layer()
+    split.cp_group = object()
+    assert is_apart(split)
+    monkeypatch.setattr(kept_scores.torch.compiler, "is_compiling", lambda: True)
+    assert is_apart(_layer())
