@@ -1,4 +1,4 @@
-"""The step loader: optimizer steps for one rank, read ahead in threads, in an order that no worker count changes.
+"""The step loader: optimizer steps for one rank, read in threads, in an order that no worker count changes.
 
 `consumed_samples` is the whole state. Step after step the loader hands out samples [consumed, consumed + size of the
 step), cut in microbatches by the plan of the step; each reader takes its contiguous data-parallel slice of each. Bad
@@ -7,6 +7,7 @@ samples are counted when a step is handed out, not when it is read ahead: the sa
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from data.dataset import Dataset
 from data.divide import Span, spread_parts
 from data.errors import DataError
 from data.features import MEDIA, MicrobatchMedia, SampleMedia
+from data.pace import Pace
 from data.sample_table import StepSamples
 from data.samples import Samples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
@@ -40,7 +42,8 @@ class StepLoader:
     """Iterator over steps. Use it as a context manager, or call `close`.
 
     readers: one per module that this rank reads; none is allowed (such a rank gets numbers and counts only).
-    workers: threads, which read two steps ahead; 0 reads in the caller. limit: steps to hand out, None = endless.
+    workers: threads, which read two steps ahead; 0 reads in the caller. takes_turns: whether samples that are quick to
+    read are so while `next` waits for them, see `data.pace`. limit: steps to hand out, None = endless.
     gives_up: asked now and then where `next` waits for samples; where it is true, `next` raises WaitGivenUp, and
     threads that still read are left behind, see `data.threads`.
     `next` raises what went wrong in a worker, as it was: TooManyBadSamples, ShardError, ...
@@ -55,6 +58,7 @@ class StepLoader:
         *,
         consumed_samples: int = 0,
         workers: int = 2,
+        takes_turns: bool = False,
         limit: int | None = None,
         gives_up: GivesUp = never,
     ) -> None:
@@ -78,6 +82,8 @@ class StepLoader:
         self._given_up, self._wait = False, Wait(gives_up)
         self._workers = workers
         self._threads = ReadingThreads(workers) if workers else None
+        is_far = isinstance(dataset, Dataset) and dataset.is_remote
+        self._pace = Pace(takes_turns=takes_turns and workers > 0 and not is_far)
         self._pending: deque[_Step] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -88,12 +94,7 @@ class StepLoader:
             raise RuntimeError("this StepLoader is closed")
         self._wait = Wait(self._gives_up)
         try:
-            self._read_ahead()
-            if not self._pending:
-                raise StopIteration
-            step = self._pending.popleft()
-            self._read_ahead()  # the place that has become free
-            return self._assemble(step)
+            return self._next_in_turn() if self._pace.in_turn else self._next_read_ahead()
         except StopIteration:
             raise
         except BaseException as error:
@@ -120,9 +121,27 @@ class StepLoader:
         if self._threads is not None:
             self._threads.close(waits=not self._given_up)
 
-    def _read_ahead(self) -> None:
+    def _next_read_ahead(self) -> StepBatch:
+        self._issue_to(_STEPS_AHEAD)
+        if not self._pending:
+            raise StopIteration
+        step = self._pending.popleft()
+        self._issue_to(_STEPS_AHEAD)  # the place that has become free
+        return self._assemble(step)
+
+    def _next_in_turn(self) -> StepBatch:
+        began = time.perf_counter()
+        self._issue_to(1)
+        if not self._pending:
+            raise StopIteration
+        step = self._pending.popleft()
+        batch = self._assemble(step)
+        self._pace.took(time.perf_counter() - began, sum(len(numbers) for of in step.own for numbers in of.values()))
+        return batch
+
+    def _issue_to(self, steps: int) -> None:
         # Without threads, what is issued is read when it is assembled.
-        while len(self._pending) < _STEPS_AHEAD and (self._limit is None or self._issued < self._limit):
+        while len(self._pending) < steps and (self._limit is None or self._issued < self._limit):
             size = self._batching.size(self._next)
             self._pending.append(self._issue(self._next, size))
             self._next += size
@@ -195,6 +214,9 @@ class StepLoader:
         """The results for all numbers, in order, when called."""
         if self._threads is None:
             return lambda: [self._read_now(work, number) for number in numbers]
+        if self._pace.in_turn:  # one thread after the other
+            threads = self._threads
+            return lambda: self._wait.result_of(threads.submit(_each, work, numbers)) if numbers else []
         # To hand a task over costs as much as to read a short text; every thread gets one all the same.
         size = max(1, min(_TOGETHER, len(numbers) // self._workers))
         parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]

@@ -25,7 +25,7 @@ from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.parallel.context import own_places
-from mimo_train.parallel.device import to_device
+from mimo_train.parallel.device import current, to_device
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.layout import RunLayout
@@ -76,6 +76,7 @@ def open_loader(
         readers_of(run.layout, groups),
         consumed_samples=consumed,
         workers=run.cfg.data.workers,
+        takes_turns=current().type == "cpu",
         limit=steps,
         gives_up=gives_up,
     )
