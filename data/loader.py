@@ -127,16 +127,19 @@ class StepLoader:
             raise StopIteration
         step = self._pending.popleft()
         self._issue_to(_STEPS_AHEAD)  # the place that has become free
+        self._pace.was_ahead()
         return self._assemble(step)
 
     def _next_in_turn(self) -> StepBatch:
-        began = time.perf_counter()
+        began = None if self._pending else time.perf_counter()  # what was read ahead says nothing
         self._issue_to(1)
         if not self._pending:
             raise StopIteration
         step = self._pending.popleft()
         batch = self._assemble(step)
-        self._pace.took(time.perf_counter() - began, sum(len(numbers) for of in step.own for numbers in of.values()))
+        if began is not None:
+            reads = sum(len(numbers) for of in step.own for numbers in of.values())
+            self._pace.took(time.perf_counter() - began, reads)
         return batch
 
     def _issue_to(self, steps: int) -> None:

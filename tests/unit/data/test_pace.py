@@ -61,6 +61,34 @@ def test_half_a_millisecond_a_read_is_quick(seconds, in_turn):
     assert pace.in_turn == in_turn
 
 
+def test_a_machine_that_was_busy_for_a_while_is_tried_again_ever_more_seldom():
+    pace, ahead = Pace(takes_turns=True), []
+    for _ in range(2):
+        while pace.in_turn:
+            pace.took(1.0, READS)
+        ahead.append(0)
+        while not pace.in_turn:
+            pace.was_ahead()
+            ahead[-1] += 1
+    assert ahead == [64, 128]
+    pace.took(0.001, READS)
+    pace.took(1.0, READS)
+    assert pace.in_turn, "it is quick again, and one slow step is forgiven"
+    never = Pace(takes_turns=False)
+    for _ in range(200):
+        never.was_ahead()
+        assert not never.in_turn
+
+
+def test_what_was_read_ahead_says_nothing_of_a_turn(dataset, monkeypatch):
+    monkeypatch.setattr("data.pace._LOOKS_AGAIN", 1)
+    monkeypatch.setattr("data.loader.time", Clock(1.0))
+    with StepLoader(dataset(), BATCHING, BOTH, limit=9, takes_turns=True) as loader:
+        turns = [loader._pace.in_turn for _ in loader]
+    # After three in turn one is ahead, and two more that were read by then; after one in turn two are ahead.
+    assert turns == [True, True, False, True, True, True, False, False, True]
+
+
 def test_turns_change_no_sample(dataset):
     first = steps(dataset())
     for workers in (0, 1, 3):
