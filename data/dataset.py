@@ -104,6 +104,7 @@ class Dataset(OutlinedSamples):
         self._lengths_keys = [lengths_key(one, sequence_length, bounds, self.modules) for one in read_as]
         self.is_remote = self.shards.is_remote
         """Whether shards are read over a network: then it pays to announce what is read (`data.announce`)."""
+        self.is_at_hand = not self.is_remote
         self._catalogue = open_catalogue(self.shards, cache_dir, read_retries)
         counts = self._catalogue.counts.tolist()
         self._ends = np.cumsum(self._catalogue.counts)

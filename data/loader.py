@@ -82,8 +82,7 @@ class StepLoader:
         self._given_up, self._wait = False, Wait(gives_up)
         self._workers = workers
         self._threads = ReadingThreads(workers) if workers else None
-        is_far = isinstance(dataset, Dataset) and dataset.is_remote
-        self._pace = Pace(takes_turns=takes_turns and workers > 0 and not is_far)
+        self._pace = Pace(takes_turns=takes_turns and workers > 0 and dataset.is_at_hand)
         self._pending: deque[_Step] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:

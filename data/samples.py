@@ -42,6 +42,8 @@ class Samples(SourcesView, ABC):
     """Of what the order of samples follows from, but for seed and weights."""
     text_fingerprint: str
     """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
+    is_at_hand: bool = True
+    """Whether any sample can be read at any time, from files of this machine."""
     gives_up: GivesUp = staticmethod(never)
     """Asked by a `plan_step` that waits for samples. Of the loader that plans steps, which sets it."""
     allowed_bad_samples: int

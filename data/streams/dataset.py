@@ -65,6 +65,7 @@ class StreamDataset(OutlinedSamples):
     """
 
     order: StreamOrder
+    is_at_hand = False
 
     def __init__(
         self,

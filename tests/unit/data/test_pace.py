@@ -128,10 +128,10 @@ def test_a_turn_is_given_up(dataset, monkeypatch):
         next(loader)
 
 
-def test_what_is_far_is_always_read_ahead(dataset):
+def test_what_is_not_at_hand_is_always_read_ahead(dataset):
     data = dataset()
     assert StepLoader(data, BATCHING, BOTH, takes_turns=True)._pace.in_turn
-    data.is_remote = True
+    data.is_at_hand = False
     assert not StepLoader(data, BATCHING, BOTH, takes_turns=True)._pace.in_turn
     assert not StepLoader(dataset(), BATCHING, BOTH, workers=0, takes_turns=True)._pace.in_turn
     assert not StepLoader(dataset(), BATCHING, BOTH)._pace.in_turn

@@ -53,6 +53,7 @@ def test_a_stream_has_the_samples_of_an_index(small, squeezed, dataset):
         data.close()
 
     indexed = dataset(small, shuffle=False)
+    assert indexed.is_at_hand and not stream(squeezed, shuffle=False).is_at_hand
     for places in (squeezed, f"pipe:cat '{small}'/a-00000{{0..1}}.tar"):
         for one, other in zip(steps(indexed), steps(stream(places, shuffle=False)), strict=True):
             assert (one.token_counts, one.loads, one.pairs) == (other.token_counts, other.loads, other.pairs)
