@@ -1,9 +1,13 @@
 """Freezing: which parameters of a module are not trained, and from which step on they are."""
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from mimo_train.config.fault import UserError
@@ -74,6 +78,27 @@ def _ask_for_input_gradient(block: TransformerBlock, arguments: tuple, options: 
     if "hidden_states" in options:
         return arguments, {**options, "hidden_states": inputs}
     return (inputs, *arguments[1:]), options
+
+
+def let_biases_learn(chunks: list[torch.nn.Module]) -> None:
+    """Compute the gradients of trained biases beside weights that are frozen, for the whole run or until a step.
+
+    Megatron-Core 0.19.2 adds a bias inside of the product with such a weight, which gives it no gradient
+    (tensor_parallel/layers.py:443). One that a layer hands on (`skip_bias_add`) is added behind it anyway, as is that
+    of a row-parallel layer.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, ColumnParallelLinear) and module.bias is not None and not module.skip_bias_add:
+                module._forward_impl = partial(_biased, module._forward_impl)
+
+
+def _biased(
+    product: Callable[..., torch.Tensor], *, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
+) -> torch.Tensor:
+    if bias is None or not bias.requires_grad or weight.requires_grad:
+        return product(weight=weight, bias=bias, **options)
+    return product(weight=weight, bias=None, **options) + bias
 
 
 def _matches(
