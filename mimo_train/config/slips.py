@@ -4,6 +4,7 @@ torch."""
 import json
 import re
 import shlex
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,14 @@ def _unreadable(key: str, value: str) -> Iterator[Fault]:
     """A value of an override that is no YAML: brackets inside of a map or list stand in quotes, and a text such as
     `*.tar`."""
     if _is_yaml(value):
+        return
+    # As Python gives bytes of the command line that are none of the encoding.
+    if any("\udc80" <= character <= "\udcff" for character in value):
+        shown, encoding = value.encode("utf-8", "backslashreplace").decode(), sys.getfilesystemencoding()
+        remedy = "another name" if encoding == "utf-8" else "LC_ALL=C.UTF-8 without PYTHONUTF8=0, or another name"
+        yield Fault(
+            key, f"{shown} has bytes that are no text in {encoding}, the encoding of this process: use {remedy}"
+        )
         return
     is_text = not value.lstrip().startswith(("{", "["))
     what = "it" if is_text else "what has brackets"

@@ -24,7 +24,7 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.compiled import compile_layers, require_compiler
 from mimo_train.model.encoder_module import EncoderModule
 from mimo_train.model.fp8 import require_fp8
-from mimo_train.model.freeze import freeze, let_recomputed_layers_learn
+from mimo_train.model.freeze import freeze, let_biases_learn, let_recomputed_layers_learn
 from mimo_train.model.heads import ModelHook
 from mimo_train.model.initial_weights import own_parts
 from mimo_train.model.layers import layer_spec, norm_class, projector_submodules
@@ -119,13 +119,14 @@ def build_model(
 
 def _prepare_for_training(chunks: list[MegatronModule], cfg: ConfigContainer, name: str) -> None:
     """Freeze everything but adapters if the module has any, start their magnitudes, and let recomputed layers after
-    frozen weights learn. A head that a hook adds afterwards is trained."""
+    frozen weights learn, and biases beside them. A head that a hook adds afterwards is trained."""
     if cfg.modules[name].lora.rank:
         freeze_base(chunks, PARTS["llm" if name == LANGUAGE else "encoder"])
         if adapts_projector(adapted_linears(name, cfg.modules[name], cfg.llm.hidden_size)):
             freeze_base(chunks, PARTS["projector"])
         for chunk in chunks:
             start_magnitudes(chunk)
+    let_biases_learn(chunks)
     if cfg.recompute_of(name) == "full":
         let_recomputed_layers_learn(chunks)
 

@@ -1,9 +1,14 @@
 """Freezing: which parameters of a module are not trained, and from which step on they are."""
 
+import math
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from mimo_train.config.fault import UserError
@@ -21,11 +26,12 @@ def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages:
         stages: the pipeline group of the module.
 
     Raises:
-        UserError: a pattern matches no parameter of any stage.
+        UserError: a pattern matches no parameter of any stage, or a bias would silently not learn.
     """
     for parameters in _matches(chunks, patterns, key, stages).values():
         for parameter in parameters:
             parameter.requires_grad_(False)
+    _require_learning_biases(chunks, {}, key)
 
 
 def release_steps(
@@ -42,14 +48,42 @@ def release_steps(
         stages: the pipeline group of the module.
 
     Raises:
-        UserError: a pattern matches no parameter of any stage.
+        UserError: as of `freeze`.
     """
     steps: dict[torch.nn.Parameter, int] = {}
     for pattern, parameters in _matches(chunks, list(until), key, stages).items():
         for parameter in parameters:
             if parameter.requires_grad and until[pattern] > 0:
                 steps[parameter] = max(until[pattern], steps.get(parameter, 0))
+    _require_learning_biases(chunks, steps, key)
     return steps
+
+
+def _require_learning_biases(chunks: list[torch.nn.Module], steps: dict[torch.nn.Parameter, int], key: str) -> None:
+    """Refuse a bias that is trained while its weight is frozen where Transformer Engine adds it: its backward pass
+    makes the gradient of both at once, or of none (pytorch/module/linear.py, `requires_wgrad`).
+
+    Args:
+        steps: from which parameters are trained, where that is not the first.
+        key: config key, for the message.
+    """
+
+    def trained_from(parameter: Any) -> float:
+        return steps.get(parameter, 0) if parameter.requires_grad else math.inf
+
+    for chunk in chunks:
+        names = {id(parameter): name for name, parameter in global_names(chunk).items()}
+        for module in chunk.modules():
+            # Of Megatron-Core's classes: whether the bias is handed on, and added where autograd sees it.
+            bias = getattr(module, "bias", None) if getattr(module, "te_return_bias", None) is False else None
+            if not isinstance(bias, torch.nn.Parameter) or module.parallel_mode == "row":
+                continue
+            if trained_from(module.weight) > trained_from(bias):
+                weight, beside = names[id(module.weight)], names[id(bias)]
+                raise UserError(
+                    f"{key}: {weight} is frozen for longer than {beside}, to which Transformer Engine gives a gradient "
+                    f"only together with it: freeze {beside} for as long, or leave {weight} out"
+                )
 
 
 def let_recomputed_layers_learn(chunks: list[torch.nn.Module]) -> None:
@@ -74,6 +108,27 @@ def _ask_for_input_gradient(block: TransformerBlock, arguments: tuple, options: 
     if "hidden_states" in options:
         return arguments, {**options, "hidden_states": inputs}
     return (inputs, *arguments[1:]), options
+
+
+def let_biases_learn(chunks: list[torch.nn.Module]) -> None:
+    """Compute the gradients of trained biases beside weights that are frozen, for the whole run or until a step.
+
+    Megatron-Core 0.19.2 adds a bias inside of the product with such a weight, which gives it no gradient
+    (tensor_parallel/layers.py:443). One that a layer hands on (`skip_bias_add`) is added behind it anyway, as is that
+    of a row-parallel layer.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, ColumnParallelLinear) and module.bias is not None and not module.skip_bias_add:
+                module._forward_impl = partial(_biased, module._forward_impl)
+
+
+def _biased(
+    product: Callable[..., torch.Tensor], *, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
+) -> torch.Tensor:
+    if bias is None or not bias.requires_grad or weight.requires_grad:
+        return product(weight=weight, bias=bias, **options)
+    return product(weight=weight, bias=None, **options) + bias
 
 
 def _matches(

@@ -122,6 +122,11 @@ REASONS = [
         "detached_inputs = detach_variable(inputs) with torch.enable_grad(): outputs = ctx.run_function(",
     ),
     (
+        "model/freeze.py",
+        "tensor_parallel.layers:LinearWithFrozenWeight.backward",
+        "return grad_input, None, None, None, None",
+    ),
+    (
         "model/build.py",
         "transformer.module:MegatronModule.sharded_state_dict",
         "if not hasattr(self, 'tp_group'): # some model interface hasn't updated for m4, fallback needed tp_group = "

@@ -55,6 +55,36 @@ def test_recomputed_layers_behind_frozen_weights_learn(frozen, digits, tmp_path)
     assert kept[-1][1] < kept[0][1]
 
 
+BIASES = ("modules.language.llm.bias=true", "modules.language.freeze=['*linear_qkv.weight']")
+UNTIL = (BIASES[0], "modules.language.freeze_until={'*linear_qkv.weight': 2}")
+LINEAR = ("projector@modules.images.projector=linear", "modules.images.freeze=['input_projections.*weight']")
+
+
+def _learned(cfg, steps: int) -> tuple[list[tuple], set[str]]:
+    """The curve of some steps, and the names of trained biases that they have changed."""
+    run = Steps(cfg)
+    before, points = run.parameters(), run.train(steps)
+    return points, {name for name, now in run.parameters().items() if "bias" in name and (now != before[name]).any()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("given", [BIASES, UNTIL, LINEAR], ids=["layers", "layers until step 2", "projector"])
+def test_biases_beside_frozen_weights_learn_at_every_layout(given, recompute, digits, tmp_path):
+    """Megatron-Core's layer with a frozen weight gives its bias no gradient; one rank that computes a layer in plain
+    calls of torch does."""
+    cut = ("layout=one_process", *(f"modules.{name}.layout.tp=2" for name in ("images", "language")))
+    cfgs = [
+        vlm(digits, tmp_path / "one", "layout=one_process", *given),
+        vlm(digits, tmp_path / "cut", *cut, f"train.recompute={recompute}", *given),
+    ]
+    one, other = (run_ranks(_learned, ranks, cfg, 3) for ranks, cfg in enumerate(cfgs, 1))
+    part = "input_projections" if given is LINEAR else "linear_qkv.bias"
+    for _, learned in (*one, *other):
+        assert any(part in name for name in learned), learned
+    curves = [whole([points for points, _ in ranks]) for ranks in (one, other)]
+    assert max(largest_difference(*curves)) < TOLERANCE
+
+
 STAGE_ONE = [f"encoders.images.{part}.*" for part in ("patch_embedding", "layers.layers.0", "layers.layers.1")]
 
 

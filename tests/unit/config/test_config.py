@@ -182,6 +182,11 @@ def test_wrong_types_are_faults_with_key_and_value(override, key, said):
             "data.shards",
             """it stands in quotes, and all of it in others for the shell: 'data.shards="*.tar"'""",
         ),
+        (
+            "run.dir=runs/m\udcfcde",
+            "run.dir",
+            "has bytes that are no text in",
+        ),
         ("train.skip_iters=[1, 2", "train.skip_iters", "[1, 2 cannot be read: write it as YAML has it"),
         ("train.loss_weights={foo:2}", "train.loss_weights", "write a space after the colon, {foo: 2}"),
         ("modules.language.freeze_until={llm:2}", "modules.language.freeze_until", "{llm: 2}"),

@@ -1,8 +1,13 @@
 """What of frozen weights is refused before a run starts, and how frozen weights are counted."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from mimo_train.config.fault import UserError
 from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.model.freeze import freeze, release_steps
 from mimo_train.plan.flops import StepFlops
 from mimo_train.plan.parameters import module_parameters
 from mimo_train.plan.run import config_faults
@@ -66,3 +71,37 @@ def test_impossible_values_of_cache_and_prefetch_are_refused():
 def test_a_module_config_has_neither_adapters_nor_cache_by_itself():
     module = ModuleConfig()
     assert module.lora.rank == 0 and module.feature_cache.dir == "" and module.prefetch_microbatches == 0
+
+
+class EngineLinear(torch.nn.Linear):
+    """What Megatron-Core's classes of Transformer Engine say of themselves."""
+
+    def __init__(self, parallel_mode: str, te_return_bias: bool):
+        super().__init__(2, 2)
+        self.parallel_mode, self.te_return_bias = parallel_mode, te_return_bias
+
+
+def engine_layer(parallel_mode: str = "column", te_return_bias: bool = False) -> list[torch.nn.Module]:
+    return [torch.nn.ModuleDict({"linear_qkv": EngineLinear(parallel_mode, te_return_bias)})]
+
+
+ONE_STAGE = SimpleNamespace(size=lambda: 1)
+
+
+@pytest.mark.parametrize("until", [None, 3])
+def test_a_bias_that_transformer_engine_gives_no_gradient_is_refused(until):
+    """Its backward pass makes the gradient of a bias with that of the weight, and none where the weight is frozen."""
+
+    def frozen(chunks, *patterns: str) -> None:
+        if until is None:
+            freeze(chunks, list(patterns), "modules.language.freeze", ONE_STAGE)
+        else:
+            release_steps(chunks, dict.fromkeys(patterns, until), "modules.language.freeze_until", ONE_STAGE)
+
+    key = "modules.language.freeze" + ("" if until is None else "_until")
+    with pytest.raises(UserError, match=rf"^{key}: linear_qkv.weight is frozen for longer than linear_qkv.bias, .*"):
+        frozen(engine_layer(), "*weight")
+    frozen(engine_layer(), "*weight", "*bias")
+    frozen(engine_layer(), "*bias")
+    frozen(engine_layer("row"), "*weight")
+    frozen(engine_layer(te_return_bias=True), "*weight")
