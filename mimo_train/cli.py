@@ -64,11 +64,15 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; changes to the config may stand behind options too, which argparse takes for unknown."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    if rest and (not hasattr(args, "overrides") or any(text.startswith("-") or "=" not in text for text in rest)):
+    if rest and not (hasattr(args, "overrides") and all(_is_override(text) for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args
+
+
+def _is_override(text: str) -> bool:
+    return text.startswith("~") or ("=" in text and not text.startswith("-"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -94,8 +94,8 @@ class ResamplerSpec:
 class ProjectorSpec:
     """A projector of encoder features into the language model's embedding space."""
 
-    name: str = "mlp"
-    """Free name, shown in tables."""
+    name: str = ""
+    """Free name, shown in tables in front of `kind`."""
     kind: str = "mlp"
     """`mlp` (two linear layers with an activation between them) or `linear` (one)."""
     ffn_hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)

@@ -137,11 +137,11 @@ class WhisperSpec:
 
     def describe_input(self, merge: int) -> tuple[str, str, str]:
         """How a clip is read, its frames and its tokens, in words."""
-        per_second = self.sample_rate / self.frame
+        per_second, most = self.sample_rate / self.frame, self.most_tokens(merge)
         return (
             f"{self.sample_rate} samples a second, {'' if self.pad_clips else 'up to '}{self.max_seconds:g} s",
             f"{per_second:g} frames a second",
-            f"{per_second / merge:g} a second, up to {self.most_tokens(merge)}",
+            f"always {most}" if self.pad_clips else f"{per_second / merge:g} a second, up to {most}",
         )
 
     def faults(self) -> list[tuple[str, str]]:

@@ -188,7 +188,9 @@ def _describe(module: ModuleConfig) -> str:
             for part in encoders_in(encoder).values()
         )
     )
-    return f"{encoder.name}: {sizes}; {projector.name}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
+    name, kind = projector.name, projector.kind
+    joined = name if name.startswith(kind) else f"{name} ({kind})" if name else kind
+    return f"{encoder.name}: {sizes}; {joined}" + (f"; frozen: {', '.join(frozen)}" if frozen else "")
 
 
 def _stage_name(stage: StageMemory, layout: RunLayout) -> str:

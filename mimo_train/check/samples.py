@@ -25,6 +25,7 @@ from mimo_train.check.indexed import look_at_indexed
 from mimo_train.check.leakage import add_demo_beside_own, add_leakage
 from mimo_train.check.rendered import add_rendered
 from mimo_train.check.repeats import add_repeats
+from mimo_train.check.sound import has_length, with_sound_values
 from mimo_train.check.streams import open_stream
 from mimo_train.check.tokenizer import tokenizer_rows
 from mimo_train.config.fault import Fault
@@ -83,6 +84,7 @@ class Seen:
 def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> Seen:
     """Training and held-out shards. Without a tokenizer, shards are opened and no sample is read."""
     rows = tokenizer_rows(report, cfg, tokenizer)
+    tokenizer, cfg = tokenizer if has_length(cfg) else None, with_sound_values(cfg)
     data = cfg.data
     if not data.shards and not data.mix:
         report.faults.append(
@@ -140,7 +142,7 @@ def _add_whole(
     data, sizes = cfg.data, list(counts.values())
     if any(fault.key == "data.mix" or _OF_WEIGHTS.match(fault.key) for fault in report.faults):
         return  # no order follows from such weights
-    if (data.mix or data.held_out_by or data.split) and tokenizer is not None and cfg.data.sequence_length > 0:
+    if (data.mix or data.held_out_by or data.split) and tokenizer is not None:
         seen.fingerprint = None
         try:
             dataset = build_dataset(cfg, tokenizer)
@@ -226,7 +228,7 @@ def _add_shards(
     held_out = next((one for one in held_out_sets(cfg) if one.key == key), None)
     try:
         if cfg.data.stream and held_out is None:
-            if tokenizer is not None and cfg.data.sequence_length > 0:
+            if tokenizer is not None:
                 stream, first = open_stream(report, cfg, source, tokenizer, FIRST_SAMPLES, rows)
                 _add_samples(report, cfg, key, stream, first, tokenizer, seen, rows)
             return 0
@@ -269,7 +271,7 @@ def _add_shards(
         rows.append(("", "unusable", f"{plural(unusable, 'sample')}, according to the shards' indexes"))
     if good and not samples:
         report.faults.append(Fault(key, f"{plural(len(good), 'shard')} of {pattern} can be read, without any sample"))
-    elif samples and tokenizer is not None and cfg.data.sequence_length > 0:
+    elif samples and tokenizer is not None:
         dataset = shard_dataset(without_split(cfg), tokenizer, [replace(source, shards=good)], held_out)
         if not held_out and cfg.data.pad == "microbatch":
             _add_lengths(cfg, dataset, seen, rows)

@@ -4,6 +4,7 @@ import argparse
 import errno
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from data.shown import shown
@@ -81,14 +82,33 @@ def about_files(handler: Handler) -> Handler:
         try:
             return handler(args)
         except OSError as error:
-            to = getattr(args, "to", None)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or to is None:
-                raise UserError(str(error)) from error
-            raise UserError(
-                f"--to: {to} cannot take more files ({error.strerror}): free space, or give a folder on another disk"
-            ) from error
+            raise UserError(_about_output(error, args) or str(error)) from error
 
     return run
+
+
+def _about_output(error: OSError, args: argparse.Namespace) -> str:
+    """What is said of an error of what a command writes, with its argument and a remedy; empty for other files."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    for option, name in (("--to", "to"), ("--html", "html"), ("OUT", "out")):
+        place = getattr(args, name, None)
+        if place is not None and full:
+            return (
+                f"{option}: {place} cannot take more files ({error.strerror}): free space, or give a folder on another "
+                "disk"
+            )
+        if place is not None and _is_of(error.filename, Path(place)):
+            return f"{option}: {place} cannot be written ({error.strerror}: {error.filename}): give another place"
+    return ""
+
+
+def _is_of(file: Any, place: Path) -> bool:
+    """Whether a file is `place`, in it, a folder around it, or a hidden one beside it that takes its name later."""
+    if not isinstance(file, str):
+        return False
+    path, absolute = Path(file).absolute(), place.absolute()
+    hidden = path.parent == absolute.parent and path.name.startswith(f".{place.name}.")
+    return hidden or path.is_relative_to(absolute) or absolute.is_relative_to(path)
 
 
 def users_faults() -> tuple[type[Exception], ...]:

@@ -30,7 +30,7 @@ from mimo_train.config.schema_checkpoint import CheckpointConfig
 from mimo_train.config.schema_load import LoadConfig
 from mimo_train.config.schema_mix import MixChange, SourceConfig, ValidationConfig
 from mimo_train.config.schema_modules import ModuleConfig
-from mimo_train.config.slips import left_open, override_slips, value_slips
+from mimo_train.config.slips import left_open, override_slips, value_slips, wrong_removals
 from mimo_train.config.sources import resolver_faults, source_faults
 from mimo_train.config.typed import shown_plain, structured
 
@@ -110,8 +110,8 @@ def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        lists = list(_lists_for_mappings(path, values))
-        raise ConfigError(lists or [Fault(path.name, " ".join(str(error).split()))]) from error
+        named = [*wrong_removals(error, choices, path.name), *_lists_for_mappings(path, values)]
+        raise ConfigError(named or [Fault(path.name, " ".join(str(error).split()))]) from error
     assert isinstance(plain, dict), type(plain)
     return {str(key): value for key, value in plain.items()}
 

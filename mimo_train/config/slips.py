@@ -41,6 +41,23 @@ def override_slips(overrides: Sequence[str], groups: Collection[str], picked: Co
             yield Fault(key, f"needs its place in the config: {' or '.join(f'{form}={value}' for form in forms)}")
 
 
+def wrong_removals(error: Exception, choices: Sequence[str], file: str) -> Iterator[Fault]:
+    """Faults of overrides with `~`, of which Hydra says in `error` that it has nothing to delete, as if `file` were
+    wrong."""
+    for choice in choices:
+        key, separator, value = choice.partition("=")
+        if not key.startswith("~") or "Could not delete" not in str(error) or f"'{key[1:]}'" not in str(error):
+            continue
+        if separator:
+            yield Fault(key, f"removes it only where it is {value}, and it is not: write {key} alone")
+        else:
+            yield Fault(
+                key,
+                f"removes what neither {file} nor a file that it picks has, so that the defaults apply already: leave "
+                "it away, or name another part",
+            )
+
+
 _BRACKETS = re.compile(r"""(?<![\w."'])[\w.]+\[[^][]*\]""")
 """A word with brackets behind it, such as `json[caption]` of `data.fields`."""
 

@@ -295,6 +295,13 @@ def test_the_stance_of_torch_s_compiler_imports_it():
     assert "import torch._dynamo" in inspect.getsource(compiler.set_stance)
 
 
+def test_tensorboard_s_thread_raises_what_it_keeps_for_the_next_call():
+    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+
+    run = inspect.getsource(_AsyncWriterThread.run)
+    assert "self.exception = ex" in run and run.rstrip().endswith("raise")
+
+
 def test_every_adaptation_on_the_page_has_its_reason():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Adaptations", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| `(?:mimo_train/)?(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
@@ -302,6 +309,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py", "parallel/recorded.py"}
     looked_at |= {f"data/media/{name}.py" for name in ("headers", "audio_headers", "resample")}
     looked_at |= {"data/jinja_bounds.py", "launch/forked.py", "model/rms_norm.py", "model/kept_scores.py"}
+    looked_at |= {"metrics/sinks/tensorboard.py"}
     by_running = (
         "tests/dist/model/test_dense_layer.py",
         "tests/dist/optim/test_own_weights.py",

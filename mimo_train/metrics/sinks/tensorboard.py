@@ -1,6 +1,10 @@
 """TensorBoard events in run.dir/tensorboard."""
 
+import threading
 from pathlib import Path
+
+_WRITER = "tensorboard.summary.writer.event_file_writer"
+"""Module of TensorBoard's thread that writes, as of 2.21."""
 
 
 class TensorboardSink:
@@ -13,6 +17,13 @@ class TensorboardSink:
 
         purge_step = resumed_step + 1 if resumed_step > 0 else 0
         self.handle = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=15)
+        # What fails in TensorBoard's thread is raised by the next `log` or `close` too, and told there in one line.
+        self._hook = threading.excepthook
+        threading.excepthook = self._told_later
+
+    def _told_later(self, failure: threading.ExceptHookArgs) -> None:
+        if type(failure.thread).__module__ != _WRITER:
+            self._hook(failure)
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write every value at `step`."""
@@ -25,4 +36,7 @@ class TensorboardSink:
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self.handle.close()
+        try:
+            self.handle.close()
+        finally:
+            threading.excepthook = self._hook

@@ -240,3 +240,25 @@ def test_memory_and_length_are_those_of_all_sources_by_their_shares(capsys):
     assert fault.startswith("data.mix[0].shards: no sample is left") and "none of them: raise it" in fault
     (fault,) = run(capsys, *stop, "train.global_batch_size=64")[2]
     assert fault.startswith("data.exhausted: is stop, and the 40 samples of p do not last for the first step of 64")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["~modules.images.projector", "modules.images.projector.kind=linear"], "; linear"),
+        (["modules.images.projector.name=seen"], "; seen (mlp)"),
+        (["projector@modules.images.projector=linear_merge2"], "; linear_merge2"),
+    ],
+)
+def test_a_projector_is_shown_as_the_kind_that_it_is(overrides, said, capsys):
+    _, out, _ = run(capsys, "vlm_digits", "--without-data", *overrides)
+    assert f"vit_tiny: 3 layers x 64, 4 heads{said} " in out
+
+
+def test_clips_that_are_padded_have_one_number_of_tokens(capsys):
+    rows = {}
+    for pad in ("true", "false"):
+        _, out, _ = run(capsys, "mixed_tiny", "--without-data", f"modules.audio.encoder.pad_clips={pad}")
+        rows[pad] = next(line for line in out.splitlines() if " samples a second, " in line)
+    assert " always 16 of 96 " in rows["true"]
+    assert " a second, up to " in rows["false"]

@@ -48,6 +48,8 @@ def trainer(monkeypatch):
 def test_changes_to_the_config_may_stand_behind_options(capsys):
     assert main(["check", "vlm_digits", "train.iters=3", "--without-data", "trian.seed=3"]) == 1
     assert "trian: unknown key" in "".join(capsys.readouterr())
+    assert main(["check", "vlm_digits", "--without-data", "~checkpoint", "~trian"]) == 1
+    assert "error: ~trian: removes what neither vlm_digits.yaml nor" in "".join(capsys.readouterr())
     line = ["launch", "kubernetes", "vlm_digits", "train.iters=2", "--nodes", "1", "--gpus-per-node", "2"]
     assert main([*line, "train.iters=3", "--image", "here/mimo:1", "run.seed=5"]) == 0
     (command,) = [pod["command"] for pod in _containers(capsys.readouterr().out)]
@@ -335,6 +337,8 @@ def test_ranks_that_are_not_there_are_refused_before_anything_is_checked(capsys)
         ),
         (OSError(errno.EDQUOT, "Quota exceeded", "x"), "--to: out cannot take more files (Quota exceeded)"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x"), "[Errno 2] No such file: 'x'"),
+        (PermissionError(errno.EACCES, "No", "out/a"), "--to: out cannot be written (No: out/a): give another place"),
+        (PermissionError(errno.EACCES, "No", ".out.lock"), "--to: out cannot be written (No: .out.lock)"),
     ],
 )
 def test_files_that_cannot_be_written_are_user_errors(error, said):
@@ -344,6 +348,17 @@ def test_files_that_cannot_be_written_are_user_errors(error, said):
     with pytest.raises(UserError) as raised:
         about_files(handler)(argparse.Namespace(to=Path("out")))
     assert str(raised.value).startswith(said)
+
+
+@pytest.mark.parametrize("place", ["file/out", "file/in/out"])
+def test_a_place_that_cannot_be_made_is_named_with_its_argument(tmp_path, capsys, place):
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "texts.jsonl").write_text('{"text": "A text."}')
+    out = str(tmp_path / place)
+    builds = ["shards", "build", str(tmp_path / "texts.jsonl"), "--to", out]
+    for option, line in (("--to", builds), ("OUT", ["shards", "make-demo", out])):
+        assert main(line) == 1
+        assert capsys.readouterr().err.startswith(f"error: {option}: {out} cannot be written (")
 
 
 def test_an_export_on_a_full_disk_has_no_traceback(monkeypatch, capsys):

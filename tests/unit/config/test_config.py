@@ -238,6 +238,20 @@ def test_a_module_of_which_there_is_a_layout_alone_is_named_with_those_of_the_ru
         assert fault.key.endswith(".encoder") and said in fault.message
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("~chekpoint", "removes what neither vlm_digits.yaml nor a file that it picks has"),
+        ("~modules.images.freeze", "so that the defaults apply already: leave it away"),
+        ("~train.iters=3", "removes it only where it is 3, and it is not: write ~train.iters alone"),
+    ],
+)
+def test_a_removal_of_what_is_not_there_is_a_fault_of_the_override(override, said):
+    found = faults("vlm_digits", "~layout", override)
+    assert [*found] == [override.partition("=")[0]]
+    assert said in found[[*found][0]]
+
+
 def test_an_override_without_a_value_is_a_fault():
     assert "key=value" in faults("vlm_digits", "train.iters")["train.iters"]
 

@@ -1,11 +1,16 @@
 import math
+import shutil
+import threading
+import time
 
 import numpy as np
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.metrics.metrics_log import build_metrics_log
 from mimo_train.metrics.sinks.jsonl import read_metrics
+from mimo_train.metrics.sinks.tensorboard import TensorboardSink
 
 
 def train(run_dir, steps, resumed_step=0):
@@ -50,3 +55,23 @@ def test_tensorboard_has_the_numbers_of_metrics_jsonl_also_after_a_resume(tmp_pa
     for key in expected:
         np.testing.assert_array_equal(read[key], expected[key], err_msg=key)
     assert [step for step, _ in read["lm loss"]] == list(range(1, 13))
+
+
+def test_a_folder_that_is_removed_is_told_once_and_without_a_traceback(tmp_path, monkeypatch):
+    unhandled = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    before = threading.excepthook
+    sink = TensorboardSink(tmp_path / "events", 0)
+    shutil.rmtree(tmp_path / "events")
+    with pytest.raises(FileNotFoundError):
+        for step in range(1, 1000):
+            sink.log(step, step, {"lm loss": 1.0})
+            time.sleep(0.01)
+    assert unhandled == []
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    assert [found.exc_type for found in unhandled] == [ZeroDivisionError]
+    with pytest.raises(FileNotFoundError):
+        sink.close()
+    assert threading.excepthook == before
