@@ -135,7 +135,7 @@ class StepFlops:
         }
         self._of_text = partial(language_products, cfg.llm, vocab=vocab)
         self._row_logits = None if cfg.train.logits == "all" else 0
-        self._row = cache(self._of_row)
+        self._row, self._logit = cache(self._of_row), cache(self._of_one_logit)
         self._unit: dict[_Frozen, tuple[set[str], dict[str, list[Flops]]]] = {}
 
     def __call__(
@@ -184,7 +184,7 @@ class StepFlops:
         a step does not know where losses are."""
         frozen = self._frozen(step)
         reached, _ = self._units(frozen)
-        return self._count(LANGUAGE, self._of_text(0, logits=1), dict(frozen)[LANGUAGE], LANGUAGE in reached)
+        return self._logit(frozen, LANGUAGE in reached)
 
     def passes(self, name: str, products: Sequence[Product], step: int) -> list[Passes]:
         """Passes of products of module `name` in a step."""
@@ -229,6 +229,9 @@ class StepFlops:
     def _of_row(self, length: int, frozen: _Frozen, reached: bool) -> Flops:
         """FLOPs of the language model over one row of `length` positions."""
         return self._count(LANGUAGE, self._of_text(length, logits=self._row_logits), dict(frozen)[LANGUAGE], reached)
+
+    def _of_one_logit(self, frozen: _Frozen, reached: bool) -> Flops:
+        return self._count(LANGUAGE, self._of_text(0, logits=1), dict(frozen)[LANGUAGE], reached)
 
     def _count(self, name: str, products: Sequence[Product], frozen: tuple[str, ...], reached: bool) -> Flops:
         return count(products, frozen, upstream=reached, recompute=self._recompute[name], adapted=self._adapted[name])
