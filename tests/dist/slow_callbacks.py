@@ -1,6 +1,7 @@
 """A callback under which reading stands still, as a plugin of a user's may."""
 
 import threading
+import time
 from pathlib import Path
 
 from mimo_train.training.callbacks import Callback
@@ -9,8 +10,8 @@ SAMPLE = 50
 
 
 class SlowReading(Callback):
-    """No text of a sample from SAMPLE on is read until there is a file `go` in the working directory; leaves a file
-    `slow` there."""
+    """Texts are read slowly, so that threads read ahead, and none of a sample from SAMPLE on until there is a file `go`
+    in the working directory; leaves a file `slow` there."""
 
     def on_train_start(self, state, model):
         from data.outlined import OutlinedSamples
@@ -18,6 +19,7 @@ class SlowReading(Callback):
         read = OutlinedSamples.read_text
 
         def read_text(samples, number):
+            time.sleep(0.01)
             if number >= SAMPLE and not Path("go").exists():
                 Path("slow").touch()
                 threading.Event().wait()

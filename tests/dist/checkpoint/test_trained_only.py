@@ -68,7 +68,8 @@ def test_a_run_continues_from_trained_weights_alone_at_another_layout(tiny):
     ((first, small),) = run_ranks(_train_on, 1, tiny("small", weights, only), 2, 2)
     assert first == straight[:2]
     (((plain,), _),) = run_ranks(_train, 1, tiny("plain", weights, "modules.language.lora.rank=0"), 1)
-    assert plain[0] == straight[0][0], "magnitudes are those of the weights that were loaded"
+    # Magnitudes are those of the weights that were loaded; adapters take another way to the same sums.
+    assert plain[0] == pytest.approx(straight[0][0], rel=1e-6)
     left_out = folders.read_record(Path(small))["left_out"]
     assert "left_out" not in folders.read_record(Path(full))
     assert _size(small) < _size(full) / 2, (_size(small), _size(full))

@@ -131,7 +131,7 @@ def test_a_loader_that_is_closed_leaves_a_reader_that_hangs_behind(dataset, monk
     slow, entered, held = dataset(), threading.Event(), threading.Event()
     monkeypatch.setattr(slow, "read_text", lambda number: entered.set() or held.wait(HANG_SECONDS))
     loader = StepLoader(slow, BATCHING, READERS, workers=1, limit=3)
-    loader._read_ahead()
+    loader._issue_to(1)
     assert entered.wait(HANG_SECONDS)
     loader.close()
     loader.close()
