@@ -85,7 +85,8 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
             work.add_work(report, run, vocab, seen.media_per_sample)
     promises.add_promises(report, cfg)
     mixing = Mixing(cfg, Batch.of(cfg), seen.source_sizes) if run and seen.source_sizes else None
-    resuming.add_run_dir(report, run.cfg if run else cfg, layout, seen.fingerprint, tokenizer, mixing)
+    of_data = (seen.fingerprint, tokenizer, mixing)
+    resuming.add_run_dir(report, run.cfg if run else cfg, layout, *of_data, without_data=without_data)
     if run and vocab is not None and not report.faults:
         advice.add_advice(report, run, vocab, seen.media_per_sample)
     return report

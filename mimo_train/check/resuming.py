@@ -6,6 +6,7 @@ from typing import Any
 from data.storage.url import Place, place_of
 from mimo_train.check.findings import Report
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.recorded_config import config_if_trusted
 from mimo_train.checkpoint.same_run import (
     begun_otherwise,
@@ -18,6 +19,8 @@ from mimo_train.checkpoint.same_run import (
 from mimo_train.config.compose import to_dict
 from mimo_train.config.fault import Fault, UserError
 from mimo_train.config.own_code import code_named
+from mimo_train.config.pretrained.fill_in import pretrained_folders
+from mimo_train.config.pretrained.weight_files import stored_tensors
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import RunLayout, lay_out
 from mimo_train.plan.mixture import Mixing
@@ -32,6 +35,8 @@ def add_run_dir(
     data_fingerprint: str | None,
     tokenizer: Any | None,
     mixing: Mixing | None = None,
+    *,
+    without_data: bool = False,
 ) -> None:
     """Notes what the run resumes from, and faults a folder that cannot be written, and a checkpoint that does not fit
     the model, the tokenizer or the data.
@@ -40,6 +45,7 @@ def add_run_dir(
         data_fingerprint: of the training shards, or None where they could not all be read.
         tokenizer: that of the run, or None where it cannot be loaded.
         mixing: the weights of its sources, or None where their sizes are not known.
+        without_data: leave out the weights in directories of transformers too, which need not be there.
     """
     folder = Path(cfg.run.dir)
     unusable = folder_fault(folder)
@@ -54,10 +60,14 @@ def add_run_dir(
             report.warnings += [f"{damage}; a run sets it aside" for damage in passed_over]
         else:
             checkpoint = folders.chosen(saves, cfg.checkpoint.resume)
+            if checkpoint is not None:
+                folders.require_files(checkpoint)
+        reads_directories = not cfg.checkpoint.weights
         if checkpoint is None:
             report.faults += left_behind(cfg)
         if checkpoint is not None:
             record = folders.read_record(checkpoint)
+            reads_directories = LEFT_OUT in record
             found = resume_faults(
                 checkpoint,
                 record,
@@ -82,12 +92,15 @@ def add_run_dir(
         elif cfg.checkpoint.weights:
             key = "checkpoint.weights"
             checkpoint = folders.in_folder(place_of(cfg.checkpoint.weights), key)
+            folders.require_files(checkpoint)
             vocabulary = tokenizer and tokenizer.vocabulary_fingerprint
             record = folders.read_record(checkpoint)
             report.faults += weights_faults(checkpoint, record, cfg, vocabulary_fingerprint=vocabulary)
             left = [f"modules.{name}" for name in record["config"]["modules"] if name not in cfg.modules]
             without = f" without {' and '.join(left)}" if left else ""
             report.notes.append(f"begins with the weights of {checkpoint}{without}")
+        if reads_directories and not without_data:
+            _add_pretrained(report, cfg)
         if checkpoint is None or key == "checkpoint.weights":
             for name in cfg.checkpoint.load_modules.keys() & cfg.modules.keys():
                 key = f"checkpoint.load_modules.{name}.path"
@@ -96,9 +109,19 @@ def add_run_dir(
         report.faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
 
 
+def _add_pretrained(report: Report, cfg: ConfigContainer) -> None:
+    """Faults directories whose weights a new run could not read."""
+    for key, folder in pretrained_folders(cfg).items():
+        try:
+            stored_tensors(Path(folder), key)
+        except UserError as error:
+            report.faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
+
+
 def _add_module(report: Report, cfg: ConfigContainer, name: str, vocabulary: str | None) -> None:
     load = cfg.checkpoint.load_modules[name]
     checkpoint = folders.in_folder(place_of(load.path), f"checkpoint.load_modules.{name}.path")
+    folders.require_files(checkpoint)
     record = folders.read_record(checkpoint)
     faults, changes = module_faults(checkpoint, record, cfg, name, vocabulary_fingerprint=vocabulary)
     report.faults += faults

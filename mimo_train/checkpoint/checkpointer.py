@@ -13,7 +13,7 @@ from mimo_train.checkpoint import folder_changes, folders
 from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.contents import Fingerprints, Repeatable, Stateful, Sums
 from mimo_train.checkpoint.fallback import SetAside, newest_that_loads
-from mimo_train.checkpoint.frozen_base import LEFT_OUT
+from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.in_flight import InFlight
 from mimo_train.checkpoint.modules import Loaded, load_modules

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from data.errors import DataError
 from mimo_train.checkpoint import folders
-from mimo_train.checkpoint.frozen_base import LEFT_OUT
+from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.config.fault import UserError
 from mimo_train.plan.run import Run
 

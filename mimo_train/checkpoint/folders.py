@@ -14,13 +14,17 @@ from typing import Any
 
 from data.storage.url import WEB, Place, Url, place_of
 from mimo_train.checkpoint import object_folders as objects
-from mimo_train.checkpoint.damage import REMEDY, DamagedCheckpoint, damaged, failure_named, unreadable
+from mimo_train.checkpoint.damage import REMEDY, DamagedCheckpoint, damage_named, damaged, failure_named, unreadable
+from mimo_train.checkpoint.format.blocks import Blocks
 from mimo_train.checkpoint.format.files import COMPLETE, marked_file, patiently
 from mimo_train.checkpoint.other_formats import require_own_format
 from mimo_train.config.fault import UserError
 
 RECORD = "run.json"
 """File in a checkpoint: the run's progress, config, layout and fingerprints."""
+
+LEFT_OUT = "left_out"
+"""Key of a record: the fingerprint of the weights that the checkpoint does not have; missing where it has all."""
 
 LAYOUT = ("first_rank", "tp", "cp", "dp", "pp", "vpp", "ep", "etp")
 """What a record has of a module's layout, in this order."""
@@ -101,7 +105,7 @@ def newest_first(run_dir: Place) -> list[Place]:
 
 
 def newest_readable(run_dir: Place) -> tuple[Place | None, list[str]]:
-    """The checkpoint that `checkpoint.resume=auto` continues from, as far as markers and records tell, and what is
+    """The checkpoint that `checkpoint.resume=auto` continues from, as far as shows without reading tensors, and what is
     wrong with later ones, which a run sets aside.
 
     Raises:
@@ -112,6 +116,7 @@ def newest_readable(run_dir: Place) -> tuple[Place | None, list[str]]:
         try:
             require_complete(folder)
             read_record(folder)
+            require_files(folder)
         except DamagedCheckpoint as error:
             passed_over.append(error)
             continue
@@ -224,6 +229,17 @@ def require_complete(folder: Place) -> None:
     if not is_complete(folder):
         require_own_format(folder)
         raise damaged(folder, f"{COMPLETE} is missing, as in one that was copied in part: copy what is missing")
+
+
+def require_files(folder: Place) -> None:
+    """Look at the index and at every file of a complete checkpoint, without reading tensors.
+
+    Raises:
+        DamagedCheckpoint: one is missing, or its size or header is not what was written.
+        UserError: the file system fails, also when it is tried again.
+    """
+    with damage_named(folder):
+        Blocks(folder).require_files()
 
 
 def read_record(folder: Place, *needed: str) -> dict[str, Any]:

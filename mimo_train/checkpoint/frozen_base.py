@@ -12,13 +12,11 @@ import torch.distributed as dist
 
 from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.held import Held
 from mimo_train.config.fault import UserError
 from mimo_train.model.seeds import seed_for
-
-LEFT_OUT = "left_out"
-"""Key of a record: the fingerprint of the weights that the checkpoint does not have; missing where it has all."""
 
 _CHUNK = 1 << 22
 """Elements that are hashed at once."""

@@ -16,9 +16,9 @@ from data.storage.url import Place, place_of
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.damage import damage_named
+from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.format.index import WEIGHT, Key, is_of_rank
 from mimo_train.checkpoint.format.read import Reader
-from mimo_train.checkpoint.frozen_base import LEFT_OUT
 from mimo_train.checkpoint.held import Held, held_tensors
 from mimo_train.checkpoint.integrity import opened, told
 from mimo_train.checkpoint.same_run import module_faults

@@ -60,7 +60,7 @@ def open_source(path: Place, *, trust_code: bool = False) -> Source:
 def load_model(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
     """Read the weights of a checkpoint into a model whose weights are initial. Collective; errors as of
     `store.load_checkpoint`."""
-    from mimo_train.checkpoint.frozen_base import LEFT_OUT
+    from mimo_train.checkpoint.folders import LEFT_OUT
     from mimo_train.checkpoint.hf.load import load_pretrained
     from mimo_train.checkpoint.modules import load_modules
     from mimo_train.checkpoint.store import load_base, load_checkpoint

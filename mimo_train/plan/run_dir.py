@@ -14,7 +14,8 @@ def folder_fault(folder: Path) -> Fault | None:
     """Why a run cannot write into `folder`, as far as it shows without making it; None if nothing is in the way."""
     standing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not standing.is_dir():
-        return Fault(KEY, f"the folder {folder} cannot be made: {standing} is no folder; give another one")
+        what = f"is a link to {standing.readlink()}, and there is" if standing.is_symlink() else "is"
+        return Fault(KEY, f"the folder {folder} cannot be made: {standing} {what} no folder; give another one")
     if not os.access(standing, os.W_OK | os.X_OK):
         return Fault(KEY, f"the folder {folder} cannot be written: no permission to write into {standing}; {_REMEDY}")
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from data.shown import plural
 from data.storage.url import Place
 from data.tokens import Tokenizer
-from mimo_train.checkpoint.frozen_base import LEFT_OUT
+from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.hf.adapters import ModuleAdapters, is_base, module_adapters, named_in_hub
 from mimo_train.checkpoint.hf.documents import Document, separate
 from mimo_train.checkpoint.hf.export import Stored, write_document
@@ -62,11 +62,13 @@ def export(
         What was written, and why parts that `transformers` could have as one model are several; empty if they are not.
 
     Raises:
-        UserError: the checkpoint is damaged, PEFT has no place for its adapters, or `base_model` is given and adapters
-            of one model are not what is written.
+        UserError: the checkpoint is damaged, PEFT has no place for its adapters, `merge` is given and it has none, or
+            `base_model` is given and adapters of one model are not what is written.
         ConfigError: the directory of a module has gone.
     """
     _, record = opened(checkpoint)
+    if merge and not any(module.lora.rank for module in cfg.modules.values()):
+        raise UserError(f"--merge puts adapters into the weights, and no module of {checkpoint} has any: leave it away")
     alone = on_one_process(cfg)
     # Without the distributed optimizer's copy of the weights: here a model only lends names and shapes.
     run = resolve(replace(alone, optim=replace(alone.optim, distributed_optimizer=False)))

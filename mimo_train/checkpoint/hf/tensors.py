@@ -8,7 +8,6 @@ as memory of the process for as long as it is open.
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,9 +16,8 @@ from typing import Any
 import torch
 
 from mimo_train.config.fault import UserError
-from mimo_train.config.pretrained.safetensors_header import MOST_BYTES, Unreadable, parsed, read_header
+from mimo_train.config.pretrained.weight_files import INDEX, SINGLE, stored_tensors
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -56,9 +54,10 @@ class TensorFolder:
             key: config key that names the directory, for errors.
         """
         self.folder, self._key = folder, key
-        self.tensors: dict[str, Stored] = {}
-        for name, listed in self._files().items():
-            self.tensors |= self._stored_in(folder / name, listed)
+        self.tensors = {
+            name: Stored(path, entry.begin, entry.shape, DTYPES[entry.dtype])
+            for name, (path, entry) in stored_tensors(folder, key).items()
+        }
 
     def rows(self, name: str, first: int, count: int, columns: tuple[int, int] | None = None) -> Iterator[torch.Tensor]:
         """Rows `first` to `first + count` of a tensor, in parts of at most CHUNK bytes, each [rows, columns] in the
@@ -92,57 +91,6 @@ class TensorFolder:
                 raise UserError(f"{self._key}: {stored.file} was cut short while it was read: copy it again")
             read += got
         return torch.frombuffer(buffer, dtype=stored.dtype) if size else torch.empty(0, dtype=stored.dtype)
-
-    def _files(self) -> dict[str, set[str]]:
-        """Names of the tensors that the index has in each file; none without an index."""
-        index = self.folder / INDEX
-        if index.is_file():
-            return self._listed(index)
-        if (self.folder / SINGLE).is_file():
-            return {SINGLE: set()}
-        others = sorted(path.name for path in self.folder.glob("*.bin")) if self.folder.is_dir() else []
-        saved = f"it has {', '.join(others[:2])}, which is read by unpickling" if others else "it has none"
-        raise UserError(
-            f"{self._key}: {self.folder} has no {SINGLE} and no {INDEX} ({saved}): save the model with "
-            "transformers' save_pretrained"
-        )
-
-    def _listed(self, index: Path) -> dict[str, set[str]]:
-        with self._named(index):
-            if index.stat().st_size > MOST_BYTES:
-                raise Unreadable(f"has {index.stat().st_size} bytes, and {MOST_BYTES} are read at most")
-            places = parsed(index.read_bytes()).get("weight_map")
-            if not isinstance(places, dict) or not places:
-                raise Unreadable("has no weight_map of tensors and files")
-            files: dict[str, set[str]] = {}
-            for tensor, file in places.items():
-                if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file or "\0" in file:
-                    raise Unreadable(f"has {tensor} in {file!r:.80}, which is no file beside it")
-                files.setdefault(file, set()).add(tensor)
-        return dict(sorted(files.items()))
-
-    def _stored_in(self, path: Path, listed: set[str]) -> dict[str, Stored]:
-        if not path.is_file():
-            raise UserError(f"{self._key}: {path} is missing, and {INDEX} names it: copy the directory again")
-        with self._named(path):
-            entries = read_header(path)
-            absent = next((name for name in sorted(listed) if name not in entries), None)
-            if absent is not None:
-                raise Unreadable(f"has no {absent}, which {INDEX} has there")
-        return {
-            name: Stored(path, entry.begin, entry.shape, DTYPES[entry.dtype])
-            for name, entry in entries.items()
-            if name in listed or name not in self.tensors  # of a tensor in several files, that of the index counts
-        }
-
-    @contextmanager
-    def _named(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except Unreadable as error:
-            raise UserError(f"{self._key}: {path} {error}: copy it again") from error
-        except OSError as error:
-            raise UserError(f"{self._key}: {path} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)

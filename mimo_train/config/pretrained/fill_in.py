@@ -100,6 +100,17 @@ def _encoder_kinds() -> set[str]:
     return {kind for how in FAMILIES.values() for kind in how.readers}
 
 
+def pretrained_folders(cfg: ConfigContainer) -> dict[str, str]:
+    """The directories that weights of a new run come from, by their keys."""
+    found = {}
+    for name, module in cfg.modules.items():
+        found[f"modules.{name}.pretrained"] = module.pretrained
+        for part in JOINED:
+            key = f"{part}_pretrained"
+            found[f"modules.{name}.encoder.{key}"] = getattr(module.encoder, key, "")
+    return {key: folder for key, folder in found.items() if folder}
+
+
 def replaced_parts(found: Mapping[str, Directory]) -> list[str]:
     """Keys of the parts that come from the directories: the groups that the config picks for them do not count."""
     parts = []

@@ -32,6 +32,16 @@ _NEVER = {
 }
 """Values that a key may have, of keys that change what a model does in ways that ours has not."""
 
+_NUMBERS = {
+    int: (
+        *("hidden_size", "intermediate_size", "vocab_size", "head_dim", "max_position_embeddings"),
+        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    ),
+    float: ("rms_norm_eps", "initializer_range"),
+}
+"""Keys by the type of their values."""
+_MAY_BE_NULL = ("head_dim", "num_key_value_heads")
+
 
 def language_keys(config: Config) -> dict[str, Any]:
     """The keys of `LlmSpec` of a language model, from its config.json, or from that part of a composite's.
@@ -44,6 +54,14 @@ def language_keys(config: Config) -> dict[str, Any]:
         raise ConfigError([_fault("model_type", kind, f"of language models, these can be read: {', '.join(FAMILIES)}")])
     family = FAMILIES[kind]
     config = _one_spelling(family, config)
+    faults = [
+        _fault(name, config[name], f"a {'whole number' if kind is int else 'number'} is needed")
+        for kind, names in _NUMBERS.items()
+        for name in names
+        if type(config[name]) not in (int, kind) and not (config[name] is None and name in _MAY_BE_NULL)
+    ]
+    if faults:
+        raise ConfigError(faults)
     faults = [
         _fault(name, config[name], f"the model here has {' or '.join(map(repr, allowed))} only")
         for name, allowed in _NEVER.items()

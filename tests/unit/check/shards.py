@@ -5,8 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
+from mimo_train.config.pretrained.weight_files import SINGLE
 from tests.tars import write_tar
 
 
@@ -45,3 +48,9 @@ def on(shards, **more: str) -> list[str]:
     """Overrides of a run over `shards`, without a demo."""
     values = {"data.demo": "", "data.validation_shards": "", "data.shards": str(shards), **more}
     return ["vlm_digits", *(f"{key}={value}" for key, value in values.items())]
+
+
+def write_weights(folder: Path) -> Path:
+    """A file of weights, of any model."""
+    save_file({"weight": torch.ones(8)}, folder / SINGLE)
+    return folder / SINGLE

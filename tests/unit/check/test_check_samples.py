@@ -10,7 +10,7 @@ import pytest
 
 from mimo_train.cli import main
 from tests.unit.check.printed import run
-from tests.unit.check.shards import heic, on, picture, record, shard, sound
+from tests.unit.check.shards import heic, on, picture, record, shard, sound, write_weights
 from tests.unit.data.chat_templates import CHATML, LLAMA, save_tokenizer
 
 
@@ -199,6 +199,7 @@ def test_another_tokenizer_than_that_of_the_weights_is_a_warning(capsys, tmp_pat
     for name, template in (("weights", CHATML), ("same", CHATML), ("other", LLAMA)):
         save_tokenizer(tmp_path / name, template)
         (tmp_path / name / "config.json").write_text(json.dumps(sizes))
+    write_weights(tmp_path / "weights")
     start = [*on(shard(Path("a.tar"), *sound())), f"modules.language.pretrained={tmp_path}/weights"]
     for name, warned in (("", False), ("weights", False), ("same", False), ("other", True)):
         _, out, faults = run(capsys, *start, *([f"data.tokenizer={tmp_path / name}"] if name else []))

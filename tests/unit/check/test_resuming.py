@@ -1,17 +1,22 @@
 """What `mimo-train check` says of the checkpoints of a run.dir: from where a run resumes, and what keeps it from it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.pipeline import Dataset
 from data.tokens import build_tokenizer
 from mimo_train.check import check
+from mimo_train.checkpoint.format.index import WEIGHT, Key
+from mimo_train.checkpoint.format.spans import Span
+from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.same_run import resume_faults
 from mimo_train.config import compose
 from tests.records import write_record
-from tests.unit.check.shards import on, shard, sound
+from tests.unit.check.shards import on, shard, sound, write_weights
 from tests.unit.configs import load
 
 
@@ -247,6 +252,46 @@ def test_a_checkpoint_whose_record_is_no_json_is_a_fault(tmp_path):
     (fault,) = check(load("vlm_digits", override)).faults
     assert fault.key == "checkpoint.resume"
     assert "step_00000100 is damaged: run.json" in fault.message and "remove this folder" in fault.message
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-1])])
+def test_a_checkpoint_that_lost_a_file_is_damaged(tmp_path, spoil):
+    """As one that was copied in part: training would set it aside, or end on it."""
+    override = saved(tmp_path)
+    first, newest = (tmp_path / "checkpoints" / f"step_00000{step}" for step in (100, 200))
+    partial, record = newest.with_suffix(".partial"), (newest / "run.json").read_bytes()
+    partial.mkdir()
+    shutil.rmtree(newest)
+    write_rank(partial, 0, [Part(Key("language", "weight", WEIGHT), Span.of_whole((8,)), torch.ones(8), True)])
+    complete(partial, newest, 1, {"run.json": record})
+    assert check(load("vlm_digits", override)).warnings == []
+    (file,) = newest.glob("*.safetensors")
+    spoil(file)
+    report = check(load("vlm_digits", override))
+    (warning,) = report.warnings
+    assert f"step_00000200 is damaged: {file.name}" in warning and warning.endswith("; a run sets it aside")
+    assert not report.faults and f"resumes {first}" in report.notes
+    for key in ("checkpoint.resume", "checkpoint.weights", "checkpoint.load_modules.language.path"):
+        (fault,) = check(load("vlm_digits", f"{key}={newest}", f"run.dir={tmp_path}/new")).faults
+        assert fault.key == key and f"step_00000200 is damaged: {file.name}" in fault.message
+
+
+def test_weights_of_directories_must_be_there(tmp_path):
+    """But for a run that continues, which does not read them."""
+    sizes = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes |= {"num_hidden_layers": 4, "vocab_size": 400, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    start = (f"modules.language.pretrained={tmp_path}", "data.tokenizer=bytes")
+    (fault,) = check(load("vlm_digits", *start)).faults
+    assert fault.key == "modules.language.pretrained"
+    assert fault.message.startswith(f"{tmp_path} has no model.safetensors and no model.safetensors.index.json")
+    assert check(load("vlm_digits", *start), without_data=True).faults == []
+    weights = write_weights(tmp_path)
+    assert check(load("vlm_digits", *start)).faults == []
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (fault,) = check(load("vlm_digits", *start)).faults
+    assert fault.message.endswith("weight ends at 104: copy it again")
+    assert check(load("vlm_digits", *start, saved(tmp_path / "run", *start))).faults == []
 
 
 def test_folders_of_checkpoints_must_be_there(tmp_path):

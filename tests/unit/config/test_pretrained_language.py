@@ -92,6 +92,9 @@ def test_a_key_of_its_class_alone_counts():
     ("config", "says"),
     [
         ({"model_type": "bloom"}, "model_type is 'bloom'"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size is '64': a whole number is needed"),
+        (LLAMA | {"num_hidden_layers": None}, "num_hidden_layers is None: a whole number is needed"),
+        (LLAMA | {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6': a number is needed"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         (LLAMA | {"attention_dropout": 0.1}, "attention_dropout is 0.1"),

@@ -8,8 +8,9 @@ from safetensors.torch import save_file
 
 from encoders.weight_map import Rows, Rule, WeightMap, heads, same, spelt, stacked, with_biases
 from mimo_train.checkpoint.hf.fill import Cut, Reader, require_all_used
-from mimo_train.checkpoint.hf.tensors import SINGLE, TensorFolder
+from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.fault import UserError
+from mimo_train.config.pretrained.weight_files import SINGLE
 
 KEY = "modules.language.pretrained"
 WIDTH, HEAD, GROUPS, PER_GROUP, FFN, VOCAB, PADDED = 6, 2, 2, 3, 8, 5, 8

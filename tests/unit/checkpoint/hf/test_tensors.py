@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mimo_train.checkpoint.hf import tensors
-from mimo_train.checkpoint.hf.tensors import INDEX, SINGLE, Planned, TensorFolder, write_tensors
+from mimo_train.checkpoint.hf.tensors import Planned, TensorFolder, write_tensors
 from mimo_train.config.fault import UserError
 from mimo_train.config.pretrained.adapter import PREFIX, WEIGHTS, adapted_paths
+from mimo_train.config.pretrained.weight_files import INDEX, SINGLE
 
 VALUES = {
     "matrix": torch.arange(77, dtype=torch.float32).view(11, 7),
