@@ -31,7 +31,7 @@ from data.samples import Samples
 from data.step import LANGUAGE, Batching, Reader, StepBatch
 from data.step_plan import Share, StepPlan
 from data.text_lengths import require_planned
-from data.threads import ReadingThreads
+from data.threads import OneTask, ReadingThreads, each
 from data.waiting import GivesUp, Wait, WaitGivenUp, never
 
 _STEPS_AHEAD = 2
@@ -82,7 +82,7 @@ class StepLoader:
         self._given_up, self._wait = False, Wait(gives_up)
         self._workers = workers
         self._threads = ReadingThreads(workers) if workers else None
-        self._pace = Pace(takes_turns=takes_turns and workers > 0 and dataset.is_at_hand)
+        self._pace = dataset.pace if takes_turns and workers > 0 else Pace(takes_turns=False)
         self._pending: deque[_Step] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -137,7 +137,8 @@ class StepLoader:
         step = self._pending.popleft()
         batch = self._assemble(step)
         if began is not None:
-            reads = sum(len(numbers) for of in step.own for numbers in of.values())
+            known = {*self._sizes_only, *self._dataset.lookups}
+            reads = sum(len(of[module]) for of in step.own for module in of if module not in known)
             self._pace.took(time.perf_counter() - began, reads)
         return batch
 
@@ -156,6 +157,9 @@ class StepLoader:
         plan = self._batching.plan(first, step_size, samples.lengths, length, samples.documents)
         text = self._dataset.read_text
         own = self._own(plan, samples)
+        submit = self._submit
+        if self._threads is not None and self._pace.in_turn:
+            submit = OneTask(self._threads, self._wait).submit
         if isinstance(self._dataset, Dataset):
             if self._dataset.is_remote:
                 self._expect(self._dataset, own)  # before a thread can read it: what comes too late is read again
@@ -167,10 +171,10 @@ class StepLoader:
             plan,
             samples,
             own,
-            texts=[self._submit(text, numbers.get(LANGUAGE, ())) for numbers in own],
+            texts=[submit(text, numbers.get(LANGUAGE, ())) for numbers in own],
             media=[
                 {
-                    module: self._submit(partial(self._read_media, module), of_module)
+                    module: submit(partial(self._read_media, module), of_module)
                     for module, of_module in numbers.items()
                     if module != LANGUAGE
                 }
@@ -216,13 +220,10 @@ class StepLoader:
         """The results for all numbers, in order, when called."""
         if self._threads is None:
             return lambda: [self._read_now(work, number) for number in numbers]
-        if self._pace.in_turn:  # one thread after the other
-            threads = self._threads
-            return lambda: self._wait.result_of(threads.submit(_each, work, numbers)) if numbers else []
         # To hand a task over costs as much as to read a short text; every thread gets one all the same.
         size = max(1, min(_TOGETHER, len(numbers) // self._workers))
         parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-        tasks = [self._threads.submit(_each, work, part) for part in parts]
+        tasks = [self._threads.submit(each, work, part) for part in parts]
         return lambda: [result for task in tasks for result in self._wait.result_of(task)]
 
     def _read_now(self, work: Callable[[int], Any], number: int) -> Any:
@@ -338,10 +339,6 @@ class StepLoader:
     def _read_again(self, module: str, numbers: Sequence[int]) -> dict[str, Any]:
         items = [item for number in numbers for item in self._dataset.read_media(number, module)[0]]
         return collate_media(items, self._fields[module]) or {}
-
-
-def _each(work: Callable[[int], Any], numbers: Sequence[int]) -> list[Any]:
-    return [work(number) for number in numbers]
 
 
 class _MediaRead(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from data.bad_samples import BadSample, BadSamples
 from data.collate import TextSample
 from data.features import Lookup
 from data.outline import Media
+from data.pace import Pace
 from data.sample_table import StepSamples
 from data.sources import SourcesView
 from data.storage.streams import Origin
@@ -49,6 +51,11 @@ class Samples(SourcesView, ABC):
     allowed_bad_samples: int
     bad_samples: BadSamples
     """Those that this process has found."""
+
+    @cached_property
+    def pace(self) -> Pace:
+        """How quickly its samples are read, which loaders learn one after the other."""
+        return Pace(takes_turns=self.is_at_hand)
 
     def __len__(self) -> int:
         """Samples of one epoch."""

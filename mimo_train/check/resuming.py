@@ -6,6 +6,7 @@ from typing import Any
 from data.storage.url import Place, place_of
 from mimo_train.check.findings import Report
 from mimo_train.checkpoint import folders
+from mimo_train.checkpoint.base import base_of
 from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.recorded_config import config_if_trusted
 from mimo_train.checkpoint.same_run import (
@@ -68,6 +69,7 @@ def add_run_dir(
         if checkpoint is not None:
             record = folders.read_record(checkpoint)
             reads_directories = LEFT_OUT in record
+            _add_base(report, checkpoint, cfg.checkpoint.weights)
             found = resume_faults(
                 checkpoint,
                 record,
@@ -93,6 +95,7 @@ def add_run_dir(
             key = "checkpoint.weights"
             checkpoint = folders.in_folder(place_of(cfg.checkpoint.weights), key)
             folders.require_files(checkpoint)
+            _add_base(report, checkpoint)
             vocabulary = tokenizer and tokenizer.vocabulary_fingerprint
             record = folders.read_record(checkpoint)
             report.faults += weights_faults(checkpoint, record, cfg, vocabulary_fingerprint=vocabulary)
@@ -106,6 +109,17 @@ def add_run_dir(
                 key = f"checkpoint.load_modules.{name}.path"
                 _add_module(report, cfg, name, tokenizer and tokenizer.vocabulary_fingerprint)
     except UserError as error:
+        report.faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
+
+
+def _add_base(report: Report, checkpoint: Place, given: str = "") -> None:
+    """Faults the checkpoint with the weights that another leaves out. Arguments as of `base_of`."""
+    try:
+        base = base_of(checkpoint, given)
+        if base is not None:
+            folders.require_files(base)
+    except UserError as error:
+        key = "checkpoint.weights"
         report.faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
 
 

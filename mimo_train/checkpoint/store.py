@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 
 from data.storage.url import Place
 from mimo_train.checkpoint import folder_changes, folders
+from mimo_train.checkpoint.base import base_of
 from mimo_train.checkpoint.chosen import chosen_by_first
 from mimo_train.checkpoint.damage import damage_named, damaged
 from mimo_train.checkpoint.failed_save import raise_together
@@ -29,7 +30,7 @@ from mimo_train.checkpoint.format.plain import pack, unpack
 from mimo_train.checkpoint.format.read import Reader
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
-from mimo_train.checkpoint.frozen_base import base_of, fingerprint, is_frozen, require_same
+from mimo_train.checkpoint.frozen_base import fingerprint, is_frozen, require_same
 from mimo_train.checkpoint.held import Held, Updated, held_tensors, trained_parameters, updated_ranges
 from mimo_train.checkpoint.in_flight import InFlight, Job
 from mimo_train.checkpoint.integrity import opened, require_held, require_taken

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,23 +93,26 @@ def _about_output(error: OSError, args: argparse.Namespace) -> str:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     for option, name in (("--to", "to"), ("--html", "html"), ("OUT", "out")):
         place = getattr(args, name, None)
-        if place is not None and full:
+        if place is not None and full and (error.filename is None or _is_of(error, Path(place))):
             return (
                 f"{option}: {place} cannot take more files ({error.strerror}): free space, or give a folder on another "
                 "disk"
             )
-        if place is not None and _is_of(error.filename, Path(place)):
+        if place is not None and _is_of(error, Path(place)):
             return f"{option}: {place} cannot be written ({error.strerror}: {error.filename}): give another place"
     return ""
 
 
-def _is_of(file: Any, place: Path) -> bool:
-    """Whether a file is `place`, in it, a folder around it, or a hidden one beside it that takes its name later."""
-    if not isinstance(file, str):
+def _is_of(error: OSError, place: Path) -> bool:
+    """Whether the file of an error is `place`, in it, a hidden one beside it that takes its name later, or what keeps
+    it from being made in a folder around it: a folder there that cannot be read may be another argument."""
+    if not isinstance(error.filename, str):
         return False
-    path, absolute = Path(file).absolute(), place.absolute()
-    hidden = path.parent == absolute.parent and path.name.startswith(f".{place.name}.")
-    return hidden or path.is_relative_to(absolute) or absolute.is_relative_to(path)
+    path, absolute = Path(error.filename).absolute(), place.absolute()
+    if path.is_relative_to(absolute) or path.parent == absolute.parent and path.name.startswith(f".{place.name}."):
+        return True
+    blocks = error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EROFS) or not os.path.lexists(path)
+    return blocks and absolute.is_relative_to(path)
 
 
 def users_faults() -> tuple[type[Exception], ...]:

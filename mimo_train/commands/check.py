@@ -47,9 +47,9 @@ def _check(args: argparse.Namespace) -> int:
     from mimo_train.check import main
 
     if args.ranks is not None and not args.dry_run:
-        raise UserError(f"--ranks is {args.ranks}, which only a dry run has: give --dry-run too, or leave it away")
+        raise UserError(f"--ranks is {args.ranks}, which only a dry run has: give --dry-run too, or leave it out")
     if args.transformer_engine and not args.dry_run:
-        raise UserError("--transformer-engine is of a dry run: give --dry-run too, or leave it away")
+        raise UserError("--transformer-engine is of a dry run: give --dry-run too, or leave it out")
     if args.dry_run:
         from mimo_train.dry_run.command import require_ranks
 

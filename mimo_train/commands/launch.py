@@ -120,7 +120,7 @@ def _kubernetes(args: argparse.Namespace) -> None:
     of_others = ("runtime",) if args.form == "job" else ("folder", "restarts")
     for option in of_others:
         if getattr(args, option) is not None:
-            raise UserError(f"--{option} is {getattr(args, option)}, which a {args.form} does not have: leave it away")
+            raise UserError(f"--{option} is {getattr(args, option)}, which a {args.form} does not have: leave it out")
     launch = launch_of(args.config, args.overrides, args.nodes, {})
     pods = Pods(args.name, args.image, args.nodes, args.gpus_per_node, volumes_of(args.volume))
     if pods.gpus:

@@ -30,11 +30,11 @@ def override_slips(overrides: Sequence[str], groups: Collection[str], picked: Co
         key = key.lstrip("+").replace(" ", "")
         group = key.partition("@")[0]
         if value.strip(" '\"") == UNSET:
-            yield Fault(key, f"{UNSET} is no value: give one, or leave the override away")
+            yield Fault(key, f"{UNSET} is no value: give one, or leave the override out")
         elif group not in groups or key[:1] == "~" or "=" not in override:
             yield from _unreadable(key, value)
         elif value.strip() in ("", "null") or value.lstrip().startswith("["):
-            yield Fault(key, f"picks one file of the group {group}, is {value or 'empty'}: name one, or leave it away")
+            yield Fault(key, f"picks one file of the group {group}, is {value or 'empty'}: name one, or leave it out")
         elif key in PLACED and key not in picked:
             places = sorted(place for place in picked if place.startswith(f"{key}@"))
             forms = places or [f"{key}@modules.NAME.{key}"]
@@ -44,17 +44,21 @@ def override_slips(overrides: Sequence[str], groups: Collection[str], picked: Co
 def wrong_removals(error: Exception, choices: Sequence[str], file: str) -> Iterator[Fault]:
     """Faults of overrides with `~`, of which Hydra says in `error` that it has nothing to delete, as if `file` were
     wrong."""
+    if "Could not delete" not in str(error):
+        return
     for choice in choices:
         key, separator, value = choice.partition("=")
-        if not key.startswith("~") or "Could not delete" not in str(error) or f"'{key[1:]}'" not in str(error):
+        # Of a group, Hydra names the value too.
+        name, whole = key.removeprefix("~"), choice.removeprefix("~")
+        if name in ("", key) or not any(f"'{one}'" in str(error) for one in (name, whole)):
             continue
-        if separator:
+        if separator and "does not exist" not in str(error):
             yield Fault(key, f"removes it only where it is {value}, and it is not: write {key} alone")
         else:
             yield Fault(
                 key,
                 f"removes what neither {file} nor a file that it picks has, so that the defaults apply already: leave "
-                "it away, or name another part",
+                "it out, or name another part",
             )
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def freeze(chunks: list[torch.nn.Module], patterns: list[str], key: str, stages:
     for parameters in _matches(chunks, patterns, key, stages).values():
         for parameter in parameters:
             parameter.requires_grad_(False)
-    _require_learning_biases(chunks, {}, key)
+    _require_learning_biases(chunks, {}, key, stages)
 
 
 def release_steps(
@@ -55,22 +56,31 @@ def release_steps(
         for parameter in parameters:
             if parameter.requires_grad and until[pattern] > 0:
                 steps[parameter] = max(until[pattern], steps.get(parameter, 0))
-    _require_learning_biases(chunks, steps, key)
+    _require_learning_biases(chunks, steps, key, stages)
     return steps
 
 
-def _require_learning_biases(chunks: list[torch.nn.Module], steps: dict[torch.nn.Parameter, int], key: str) -> None:
+def _require_learning_biases(
+    chunks: list[torch.nn.Module], steps: dict[torch.nn.Parameter, int], key: str, stages: dist.ProcessGroup
+) -> None:
     """Refuse a bias that is trained while its weight is frozen where Transformer Engine adds it: its backward pass
     makes the gradient of both at once, or of none (pytorch/module/linear.py, `requires_wgrad`).
+
+    Collective over `stages`.
 
     Args:
         steps: from which parameters are trained, where that is not the first.
         key: config key, for the message.
+        stages: the pipeline group of the module.
+
+    Raises:
+        UserError: there is one, on any stage.
     """
 
     def trained_from(parameter: Any) -> float:
         return steps.get(parameter, 0) if parameter.requires_grad else math.inf
 
+    wrong: list[tuple[str, str]] = []
     for chunk in chunks:
         names = {id(parameter): name for name, parameter in global_names(chunk).items()}
         for module in chunk.modules():
@@ -79,11 +89,12 @@ def _require_learning_biases(chunks: list[torch.nn.Module], steps: dict[torch.nn
             if not isinstance(bias, torch.nn.Parameter) or module.parallel_mode == "row":
                 continue
             if trained_from(module.weight) > trained_from(bias):
-                weight, beside = names[id(module.weight)], names[id(bias)]
-                raise UserError(
-                    f"{key}: {weight} is frozen for longer than {beside}, to which Transformer Engine gives a gradient "
-                    f"only together with it: freeze {beside} for as long, or leave {weight} out"
-                )
+                wrong.append((names[id(module.weight)], names[id(bias)]))
+    for weight, beside in chain(*_of_all_stages(wrong, stages)):
+        raise UserError(
+            f"{key}: {weight} is frozen for longer than {beside}, to which Transformer Engine gives a gradient "
+            f"only together with it: freeze {beside} for as long, or leave {weight} out"
+        )
 
 
 def let_recomputed_layers_learn(chunks: list[torch.nn.Module]) -> None:
@@ -131,6 +142,15 @@ def _biased(
     return product(weight=weight, bias=None, **options) + bias
 
 
+def _of_all_stages[Found](found: Found, stages: dist.ProcessGroup) -> list[Found]:
+    """What each stage has found. Collective."""
+    if stages.size() == 1:
+        return [found]
+    everyone: list[Any] = [None] * stages.size()
+    dist.all_gather_object(everyone, found, group=stages)
+    return everyone
+
+
 def _matches(
     chunks: list[torch.nn.Module], patterns: list[str], key: str, stages: dist.ProcessGroup
 ) -> dict[str, list[torch.nn.Parameter]]:
@@ -141,10 +161,8 @@ def _matches(
         for pattern in patterns
     }
     missing = {pattern for pattern in patterns if not matched[pattern] and pattern not in PARTS}
-    if any(pattern not in PARTS for pattern in patterns) and stages.size() > 1:
-        found: list = [None] * stages.size()
-        dist.all_gather_object(found, missing, group=stages)
-        missing = set.intersection(*found)
+    if any(pattern not in PARTS for pattern in patterns):
+        missing = set.intersection(*_of_all_stages(missing, stages))
     if missing:
         examples = ", ".join(name for name, _ in named[:3])
         raise UserError(f"{key}: {sorted(missing)[0]!r} matches no parameter; names look like {examples}")

@@ -68,7 +68,7 @@ def export(
     """
     _, record = opened(checkpoint)
     if merge and not any(module.lora.rank for module in cfg.modules.values()):
-        raise UserError(f"--merge puts adapters into the weights, and no module of {checkpoint} has any: leave it away")
+        raise UserError(f"--merge puts adapters into the weights, and no module of {checkpoint} has any: leave it out")
     alone = on_one_process(cfg)
     # Without the distributed optimizer's copy of the weights: here a model only lends names and shapes.
     run = resolve(replace(alone, optim=replace(alone.optim, distributed_optimizer=False)))
@@ -84,7 +84,7 @@ def export(
     adapters = {} if merge else _adapters(run.cfg, documents, stored)
     if base_model and len(adapters) != 1:
         why = f"adapters are for {plural(len(adapters), 'model')} ({', '.join(adapters)})" if adapters else "none"
-        raise UserError(f"--base-model is {base_model}, which adapters name, and {why} are written: leave it away")
+        raise UserError(f"--base-model is {base_model}, which adapters name, and {why} are written: leave it out")
     kind = dtype or run.cfg.train.precision
     write = partial(write_document, stored=stored, dtype=kind, largest_file=largest_file, merge=merge)
     written = []

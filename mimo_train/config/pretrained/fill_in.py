@@ -101,14 +101,14 @@ def _encoder_kinds() -> set[str]:
 
 
 def pretrained_folders(cfg: ConfigContainer) -> dict[str, str]:
-    """The directories that weights of a new run come from, by their keys."""
-    found = {}
+    """The directories that weights of a new run come from, by their keys; of several keys with one, the first."""
+    found: dict[str, str] = {}
     for name, module in cfg.modules.items():
-        found[f"modules.{name}.pretrained"] = module.pretrained
+        of_module = {f"modules.{name}.pretrained": module.pretrained}
         for part in JOINED:
-            key = f"{part}_pretrained"
-            found[f"modules.{name}.encoder.{key}"] = getattr(module.encoder, key, "")
-    return {key: folder for key, folder in found.items() if folder}
+            of_module[f"modules.{name}.encoder.{part}_pretrained"] = getattr(module.encoder, f"{part}_pretrained", "")
+        found |= {key: folder for key, folder in of_module.items() if folder and folder not in found.values()}
+    return found
 
 
 def replaced_parts(found: Mapping[str, Directory]) -> list[str]:

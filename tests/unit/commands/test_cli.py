@@ -333,12 +333,16 @@ def test_ranks_that_are_not_there_are_refused_before_anything_is_checked(capsys)
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            "--to: out cannot take more files (No space left on device)",
+            "--to: a/out cannot take more files (No space left on device)",
         ),
-        (OSError(errno.EDQUOT, "Quota exceeded", "x"), "--to: out cannot take more files (Quota exceeded)"),
+        (OSError(errno.EDQUOT, "Quota exceeded", "a/out/x"), "--to: a/out cannot take more files (Quota exceeded)"),
+        (OSError(errno.ENOSPC, "Full", ".cache/x"), "[Errno 28] Full: '.cache/x'"),
+        (NotADirectoryError(errno.ENOTDIR, "No", "a"), "--to: a/out cannot be written (No: a): give another place"),
+        (PermissionError(errno.EACCES, "No", "a"), "--to: a/out cannot be written (No: a): give another place"),
+        (PermissionError(errno.EACCES, "No", "/"), "[Errno 13] No: '/'"),  # which is there: it is read
         (FileNotFoundError(errno.ENOENT, "No such file", "x"), "[Errno 2] No such file: 'x'"),
-        (PermissionError(errno.EACCES, "No", "out/a"), "--to: out cannot be written (No: out/a): give another place"),
-        (PermissionError(errno.EACCES, "No", ".out.lock"), "--to: out cannot be written (No: .out.lock)"),
+        (PermissionError(errno.EACCES, "No", "a/out/b"), "--to: a/out cannot be written (No: a/out/b): give another"),
+        (PermissionError(errno.EACCES, "No", "a/.out.lock"), "--to: a/out cannot be written (No: a/.out.lock)"),
     ],
 )
 def test_files_that_cannot_be_written_are_user_errors(error, said):
@@ -346,7 +350,7 @@ def test_files_that_cannot_be_written_are_user_errors(error, said):
         raise error
 
     with pytest.raises(UserError) as raised:
-        about_files(handler)(argparse.Namespace(to=Path("out")))
+        about_files(handler)(argparse.Namespace(to=Path("a/out")))
     assert str(raised.value).startswith(said)
 
 

@@ -242,12 +242,14 @@ def test_a_module_of_which_there_is_a_layout_alone_is_named_with_those_of_the_ru
     ("override", "said"),
     [
         ("~chekpoint", "removes what neither vlm_digits.yaml nor a file that it picks has"),
-        ("~modules.images.freeze", "so that the defaults apply already: leave it away"),
+        ("~modules.images.freeze", "so that the defaults apply already: leave it out"),
+        ("~trian=3", "removes what neither vlm_digits.yaml nor a file that it picks has"),
+        ("~layout=one_process", "removes it only where it is one_process, and it is not: write ~layout alone"),
         ("~train.iters=3", "removes it only where it is 3, and it is not: write ~train.iters alone"),
     ],
 )
 def test_a_removal_of_what_is_not_there_is_a_fault_of_the_override(override, said):
-    found = faults("vlm_digits", "~layout", override)
+    found = faults("vlm_digits", *["~layout"] * ("layout" not in override), override)
     assert [*found] == [override.partition("=")[0]]
     assert said in found[[*found][0]]
 

@@ -89,6 +89,22 @@ def test_what_was_read_ahead_says_nothing_of_a_turn(dataset, monkeypatch):
     assert turns == [True, True, False, True, True, True, False, False, True]
 
 
+def test_what_is_slow_stays_so_for_the_next_loader(dataset, monkeypatch):
+    """As of the next evaluation, which begins ahead."""
+    data = dataset()
+    assert _read_at_each_step(data, monkeypatch, Clock(1.0))[3] == 48
+    assert _read_at_each_step(data, monkeypatch, Clock(1.0))[0] == 24
+
+
+def test_what_is_looked_up_is_no_read(dataset, monkeypatch):
+    """Eight texts of a step may take 4.5 ms, and with the sizes of as many pictures no longer."""
+    readers = [Reader("language", 0, 1), Reader("images", 0, 1, sizes_only=True)]
+    for seconds, in_turn in ((0.0044, True), (0.0046, False)):
+        monkeypatch.setattr("data.loader.time", Clock(seconds))
+        with StepLoader(dataset(), BATCHING, readers, limit=3, takes_turns=True) as loader:
+            assert len([*loader]) == 3 and loader._pace.in_turn == in_turn
+
+
 def test_turns_change_no_sample(dataset):
     first = steps(dataset())
     for workers in (0, 1, 3):
@@ -129,8 +145,8 @@ def test_a_turn_is_given_up(dataset, monkeypatch):
 
 
 def test_what_is_not_at_hand_is_always_read_ahead(dataset):
+    assert StepLoader(dataset(), BATCHING, BOTH, takes_turns=True)._pace.in_turn
     data = dataset()
-    assert StepLoader(data, BATCHING, BOTH, takes_turns=True)._pace.in_turn
     data.is_at_hand = False
     assert not StepLoader(data, BATCHING, BOTH, takes_turns=True)._pace.in_turn
     assert not StepLoader(dataset(), BATCHING, BOTH, workers=0, takes_turns=True)._pace.in_turn

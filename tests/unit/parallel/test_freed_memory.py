@@ -10,6 +10,7 @@ import pytest
 FAULTS = """
 import ctypes, json, os, resource
 import torch
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page is one fault
 {install}
 # Pages that are made for one tensor after the other.
 def faults():

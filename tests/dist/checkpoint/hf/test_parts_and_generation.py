@@ -48,7 +48,7 @@ def test_parts_without_a_class_are_safetensors_by_our_names(digits, tmp_path):
     assert "no model of transformers has them all: modules.images.encoder: " in said
     assert "modules.language.llm.position is 'learned'" in said
     ((code, said),) = run_ranks(command, 1, ["export", folder, "--to", str(tmp_path / "merged"), "--merge"])
-    assert code == 1 and f"no module of {folder} has any: leave it away" in said
+    assert code == 1 and f"no module of {folder} has any: leave it out" in said
     assert not (tmp_path / "merged").exists()
     parts = {
         "language": ("language", ""),
