@@ -276,6 +276,20 @@ def test_a_checkpoint_that_lost_a_file_is_damaged(tmp_path, spoil):
         assert fault.key == key and f"step_00000200 is damaged: {file.name}" in fault.message
 
 
+def test_a_checkpoint_of_trained_weights_alone_needs_the_one_with_the_others(tmp_path):
+    base = tmp_path / "base" / "checkpoints" / "step_00000100"
+    own = saved(tmp_path / "run", f"checkpoint.weights={tmp_path}/base", left_out="96 weights 0123456789abcdef")
+    start = (own, "checkpoint.trained_only=true")
+    (fault,) = check(load("vlm_digits", *start)).faults
+    assert fault.key == "checkpoint.weights" and fault.message.startswith(f"no complete checkpoint in {tmp_path}/base")
+    saved(tmp_path / "base", steps=(100,))
+    assert check(load("vlm_digits", *start)).faults == []
+    (base / "index.json").unlink()
+    for key in ("checkpoint.resume", "checkpoint.weights"):
+        (fault,) = check(load("vlm_digits", f"{key}={tmp_path}/run", f"run.dir={tmp_path}/new")).faults
+        assert fault.key == "checkpoint.weights" and f"{base} is damaged" in fault.message
+
+
 def test_weights_of_directories_must_be_there(tmp_path):
     """But for a run that continues, which does not read them."""
     sizes = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256}

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from mimo_train.config.compose import load, to_dict, to_yaml
 from mimo_train.config.fault import ConfigError
+from mimo_train.config.pretrained.fill_in import pretrained_folders
 from mimo_train.config.pretrained.weight_files import SINGLE
 from tests.unit.config.test_pretrained import LLAMA
 
@@ -208,3 +209,11 @@ def test_check_needs_no_torch(directory, tmp_path):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "36 of" in result.stdout, "tokens of a picture"
+
+
+def test_one_directory_of_all_modules_is_one(directory, tmp_path):
+    folder = directory()
+    assert pretrained_folders(load("vlm_digits", [f"pretrained={folder}"])) == {
+        "modules.images.pretrained": str(folder)
+    }
+    assert pretrained_folders(load("vlm_digits")) == {}
