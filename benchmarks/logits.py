@@ -1,7 +1,8 @@
 """Time of a step with logits where a loss is, beside one with logits everywhere (`train.logits`); their steps alternate
 in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/logits.py [--rounds 10] [--config vlm_digits] [key=value ...]
+    OMP_NUM_THREADS=1 python benchmarks/logits.py layout=one_process [--rounds 10] [key=value ...]
+    ... benchmarks/logits.py --config gpt_tiny layout=language_one           # any config of one process
 
 Printed are medians over rounds of a step's processor time, of all its threads, and their ratio of the same round.
 """
