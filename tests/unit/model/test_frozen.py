@@ -105,3 +105,17 @@ def test_a_bias_that_transformer_engine_gives_no_gradient_is_refused(until):
     frozen(engine_layer(), "*bias")
     frozen(engine_layer("row"), "*weight")
     frozen(engine_layer(te_return_bias=True), "*weight")
+
+
+def test_it_is_refused_on_the_stages_that_have_no_such_layer_too(monkeypatch):
+    """They would go on, and wait for the one that has ended."""
+    theirs = [("linear_qkv.weight", "linear_qkv.bias")]
+
+    def all_gather_object(everyone, own, group):
+        everyone[:] = [own, theirs if isinstance(own, list) else set()]
+
+    monkeypatch.setattr("mimo_train.model.freeze.dist.all_gather_object", all_gather_object)
+    two = SimpleNamespace(size=lambda: 2)
+    for stop in (freeze, lambda chunks, patterns, *of: release_steps(chunks, dict.fromkeys(patterns, 3), *of)):
+        with pytest.raises(UserError, match=r"linear_qkv.weight is frozen for longer than linear_qkv.bias"):
+            stop([torch.nn.ModuleDict()], ["*weight"], "key", two)

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from mimo_train.parallel import freed_memory
 
 FAULTS = """
 import ctypes, json, os, resource
@@ -55,3 +58,19 @@ def test_a_run_on_the_cpu_keeps_them():
 @pytest.mark.parametrize("name, value", [("MALLOC_TRIM_THRESHOLD_", "131072"), ("MALLOC_MMAP_THRESHOLD_", "131072")])
 def test_variables_of_a_user_come_first(name, value):
     assert _faults(KEPT, **{name: value}) > PAGES / 4
+
+
+@pytest.mark.parametrize("largest", [2**30, 2**25])
+def test_an_older_glibc_takes_smaller_pieces(monkeypatch, largest):
+    asked = []
+
+    def mallopt(option: int, value: int) -> int:
+        asked.append((option, value))
+        return int(option != freed_memory._MMAP_THRESHOLD or value <= largest)
+
+    for name in freed_memory._OF_USER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    assert freed_memory.keep_freed_memory()
+    taken = dict(asked)
+    assert taken[freed_memory._MMAP_THRESHOLD] == largest and len(taken) == 3
