@@ -120,6 +120,11 @@ class StepLoader:
         if self._threads is not None:
             self._threads.close(waits=not self._given_up)
 
+    @property
+    def _seldom_read(self) -> set[str]:
+        """Modules whose sizes are enough, or whose features may be known already."""
+        return self._sizes_only | self._dataset.lookups.keys()
+
     def _next_read_ahead(self) -> StepBatch:
         self._issue_to(_STEPS_AHEAD)
         if not self._pending:
@@ -137,8 +142,7 @@ class StepLoader:
         step = self._pending.popleft()
         batch = self._assemble(step)
         if began is not None:
-            known = {*self._sizes_only, *self._dataset.lookups}
-            reads = sum(len(of[module]) for of in step.own for module in of if module not in known)
+            reads = sum(len(of[module]) for of in step.own for module in of.keys() - self._seldom_read)
             self._pace.took(time.perf_counter() - began, reads)
         return batch
 
@@ -184,7 +188,7 @@ class StepLoader:
 
     def _expect(self, dataset: Dataset, own: Sequence[dict[str, list[int]]]) -> None:
         """Let what a rank reads of a step be on its way together: a reading thread waits for one at a time."""
-        without = {LANGUAGE, *self._sizes_only, *dataset.lookups}
+        without = {LANGUAGE, *self._seldom_read}
         with suppress(DataError):  # reading it says so
             expect_samples(
                 dataset,
