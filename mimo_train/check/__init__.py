@@ -32,7 +32,7 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
     """Check one run, print what was found, and return 1 if it cannot start, else 0.
 
     Args:
-        without_data: leave out tokenizer and shards, which need not be there.
+        without_data: leave out tokenizer, weights and shards, which need not be there.
     """
     try:
         cfg = compose.load(config, overrides)
@@ -46,7 +46,9 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
     start = [str(script)] if script.is_file() else ["mimo-train", "launch", "here"]
     command = shlex.join([*start, config, *overrides])
     last = (
-        "no faults, without a look at tokenizer and shards" if without_data else f"no faults; start it with: {command}"
+        "no faults, without a look at tokenizer, weights and shards"
+        if without_data
+        else f"no faults; start it with: {command}"
     )
     show(report, last, sys.stdout, sys.stderr)
     return 1 if report.faults else 0
@@ -56,7 +58,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     """All checks of a run that are possible before it starts.
 
     Args:
-        without_data: leave out tokenizer and shards. The vocabulary is that of the language model's config.
+        without_data: leave out tokenizer, weights and shards. The vocabulary is that of the language model's config.
     """
     report = Report(faults=config_faults(cfg))
     if without_data:

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         "  mimo-train check vlm_digits modules.language.layout.tp=2 --dry-run",
     )
     command.add_argument(
-        "--without-data", action="store_true", help="leave out tokenizer and shards, which need not be there"
+        "--without-data", action="store_true", help="leave out tokenizer, weights and shards, which need not be there"
     )
     command.add_argument(
         "--dry-run",

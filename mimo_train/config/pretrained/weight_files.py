@@ -36,6 +36,9 @@ def _files(folder: Path, key: str) -> dict[str, set[str]]:
         return _listed(index, key)
     if (folder / SINGLE).is_file():
         return {SINGLE: set()}
+    shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
+    if shards:
+        raise UserError(f"{key}: {folder} has {shards[0]} and no {INDEX}, which names its tensors: copy that too")
     others = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
     saved = f"it has {', '.join(others[:2])}, which is read by unpickling" if others else "it has none"
     raise UserError(

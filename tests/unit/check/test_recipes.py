@@ -111,7 +111,7 @@ def test_the_command_needs_neither_data_nor_torch(tmp_path):
         timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("no faults, without a look at tokenizer and shards\n") == len(NAMES)
+    assert done.stdout.count("no faults, without a look at tokenizer, weights and shards\n") == len(NAMES)
     assert not list(tmp_path.iterdir())
 
 

@@ -61,6 +61,9 @@ def test_several_files_are_one_folder(tmp_path):
     (tmp_path / files[1]).unlink()
     with pytest.raises(UserError, match=f"modules.language.pretrained: .*{files[1]} is missing"):
         opened(tmp_path)
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(UserError, match=f"has {files[0]} and no {INDEX}, which names its tensors: copy that too"):
+        opened(tmp_path)
 
 
 def test_one_file_has_no_index(tmp_path):
