@@ -23,6 +23,7 @@ SOURCES, LEARNED = "sources", "learned"
 def loss_func(
     loss_mask: torch.Tensor,
     output_tensor: torch.Tensor,
+    *,
     sources: torch.Tensor | None = None,
     names: Sequence[str] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -33,6 +33,7 @@ def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
 def pretrain(
     config: ConfigContainer | Run,
     forward_step_func: ForwardStepCallable | None = None,
+    *,
     exit_signal: ExitSignal | None = None,
     callbacks: Sequence[Callback] = (),
     pre_wrap_hook: ModelHook | None = None,
@@ -106,6 +107,7 @@ def one_life(
 def finetune(
     config: ConfigContainer,
     forward_step_func: ForwardStepCallable | None = None,
+    *,
     exit_signal: ExitSignal | None = None,
     callbacks: Sequence[Callback] = (),
     pre_wrap_hook: ModelHook | None = None,
@@ -119,4 +121,6 @@ def finetune(
     """
     if not config.checkpoint.weights:
         raise ConfigError([Fault("checkpoint.weights", "is empty: finetune starts from the weights of a checkpoint")])
-    return pretrain(config, forward_step_func, exit_signal, callbacks, pre_wrap_hook)
+    return pretrain(
+        config, forward_step_func, exit_signal=exit_signal, callbacks=callbacks, pre_wrap_hook=pre_wrap_hook
+    )

@@ -24,7 +24,7 @@ LEVELS = (
     {"step"},
     {"evaluation", "generation", "diagnose", "report"},
     {"training"},
-    {"compat", "dry_run"},
+    {"bridge", "dry_run"},
     {"planner"},
     {"check"},
     {"commands"},

@@ -135,8 +135,8 @@ def test_replicas_are_compared_by_the_layout_of_their_module(digits, tmp_path):
 
 def _asked_for_and_due(cfg) -> list[str]:
     """Folders saved where a step asks for a checkpoint that is due at the same step."""
-    from mimo_train.compat.setup import setup
-    from mimo_train.compat.train import checkpoint_and_decide_exit, save_checkpoint_and_time, train_step
+    from mimo_train.bridge.training.setup import setup
+    from mimo_train.bridge.training.train import checkpoint_and_decide_exit, save_checkpoint_and_time, train_step
     from mimo_train.step.forward_step import prepare_forward_step_func
     from mimo_train.step.mimo_step import forward_step
 

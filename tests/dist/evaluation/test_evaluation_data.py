@@ -39,8 +39,8 @@ def _forward_step(state, data_iterator, model):
 
 def _train(cfg, given: bool) -> tuple[list, list, list, bool]:
     """(steps with values, data that was processed, calls of the function that gives data, trained after) of a rank."""
-    from mimo_train.compat.setup import setup
-    from mimo_train.compat.train import train
+    from mimo_train.bridge.training.setup import setup
+    from mimo_train.bridge.training.train import train
 
     evaluations, processed, asked = Evaluations(), [], []
     run = setup(cfg, callbacks=[evaluations])

@@ -180,8 +180,8 @@ def test_a_hang_is_reported_with_rank_phase_and_edge(tmp_path, digits, function,
 def makes_its_own_steps(cfg) -> None:
     """A program that rests on rank 1 behind its first step, while rank 0 waits for it in the next one, and hangs there
     inside of its third."""
-    from mimo_train.compat.setup import setup
-    from mimo_train.compat.train import train_step
+    from mimo_train.bridge.training.setup import setup
+    from mimo_train.bridge.training.train import train_step
     from mimo_train.step.forward_step import prepare_forward_step_func
     from mimo_train.step.mimo_step import forward_step
 

@@ -47,7 +47,7 @@ MOE = (*QUICK, "llm@modules.language.llm=gpt_tiny_moe", "modules.language.llm.ex
 
 def norms_of_a_step(cfg) -> dict:
     """What the functions say on this rank: gradients of a first step, and parameters before and after it."""
-    from mimo_train.compat.norms import calc_params_l2_norm, report_l2_norm_grad
+    from mimo_train.bridge.training.utils.norms import calc_params_l2_norm, report_l2_norm_grad
 
     steps, found = Steps(cfg), {}
     optimizer_step = steps.optimizer.step
@@ -137,7 +137,7 @@ def test_norms_of_experts_are_those_of_one_process(overrides, one_moe, prose, tm
 
 
 def _norms_of_16_bits(cfg) -> dict:
-    from mimo_train.compat.norms import calc_params_l2_norm
+    from mimo_train.bridge.training.utils.norms import calc_params_l2_norm
 
     steps = Steps(cfg)
     steps.train()
@@ -167,7 +167,7 @@ def _dtensor_norms() -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-    from mimo_train.compat.norms import calc_dtensor_params_l2_norm, calc_params_l2_norm
+    from mimo_train.bridge.training.utils.norms import calc_dtensor_params_l2_norm, calc_params_l2_norm
     from mimo_train.parallel import device
 
     device.install("cpu")
@@ -201,11 +201,11 @@ def _reduced(values: list) -> dict:
 
     import torch.distributed as dist
 
-    from mimo_train.compat.reductions import (
+    from mimo_train.bridge.training.utils.reductions import (
         logical_and_across_model_parallel_group,
         reduce_max_stat_across_model_parallel_group,
     )
-    from mimo_train.compat.train_utils import reduce_max_memory_across_pp_group
+    from mimo_train.bridge.training.utils.train_utils import reduce_max_memory_across_pp_group
     from mimo_train.parallel import device
 
     device.install("cpu")
@@ -246,7 +246,7 @@ def _written_by_megatron_core() -> list:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 
-    from mimo_train.compat.moe_metrics import _build_moe_metric_writer
+    from mimo_train.bridge.training.utils.moe_metrics import _build_moe_metric_writer
     from mimo_train.parallel import device
 
     device.install("cpu")

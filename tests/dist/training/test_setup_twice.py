@@ -1,4 +1,4 @@
-"""`mimo_train.compat.setup.setup` called again in a process: refused until the first run is closed, and then right."""
+"""`setup` called again in a process: rejected until the first run is closed, and then right."""
 
 import os
 from pathlib import Path
@@ -9,8 +9,8 @@ from tests.dist.runs import config
 
 def _losses(cfg) -> tuple[list[float], object]:
     """Of three steps of a run, which stays open."""
-    from mimo_train.compat.setup import setup
-    from mimo_train.compat.train import train_step
+    from mimo_train.bridge.training.setup import setup
+    from mimo_train.bridge.training.train import train_step
     from mimo_train.step.forward_step import prepare_forward_step_func
     from mimo_train.step.mimo_step import forward_step
 
@@ -26,7 +26,7 @@ def _losses(cfg) -> tuple[list[float], object]:
 def _one_behind_the_other(first, second) -> tuple[str, list[float], bool, list[float]]:
     """What a second run is refused with while there is the first, the losses of the first, whether anything is recorded
     between the two, and the losses of the second."""
-    from mimo_train.compat.setup import setup
+    from mimo_train.bridge.training.setup import setup
     from mimo_train.config.fault import UserError
     from mimo_train.flight.recorder import RECORDER
 

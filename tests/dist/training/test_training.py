@@ -66,8 +66,8 @@ def test_the_report_has_as_many_samples_as_asked_for_whatever_the_batch(digits, 
 
 def _train_frozen(cfg) -> dict[str, float]:
     """Largest change of the parameters of each part over a run."""
-    from mimo_train.compat.setup import setup
-    from mimo_train.compat.train import train_step
+    from mimo_train.bridge.training.setup import setup
+    from mimo_train.bridge.training.train import train_step
     from mimo_train.model.names import modules_of
     from mimo_train.step.forward_step import prepare_forward_step_func
     from mimo_train.step.mimo_step import forward_step

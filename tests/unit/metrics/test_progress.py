@@ -3,7 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo_train.compat.train import compute_throughputs_and_append_to_progress_log, get_start_time_from_progress_log
+from mimo_train.bridge.training.train import (
+    compute_throughputs_and_append_to_progress_log,
+    get_start_time_from_progress_log,
+)
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer, DataConfig

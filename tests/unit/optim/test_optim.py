@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mimo_train.compat.train import (
+from mimo_train.bridge.training.train import (
     _handle_mxfp8_param_buffer_copy,
     disable_forward_pre_hook,
     enable_forward_pre_hook,

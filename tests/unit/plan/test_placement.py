@@ -179,7 +179,7 @@ def test_nodes_with_other_numbers_of_processes_are_refused(launcher):
 
 @pytest.mark.parametrize("first", [{}, {"placement.first_rank": {"images": 0, "language": 2}}], ids=["more", "a hole"])
 def test_only_pretrain_lets_processes_end_without_a_module(first, launcher):
-    from mimo_train.compat.setup import setup
+    from mimo_train.bridge.training.setup import setup
     from mimo_train.training.stepped import SteppedRun
 
     launcher(0, 3)

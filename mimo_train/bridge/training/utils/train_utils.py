@@ -1,5 +1,6 @@
-"""Logging and statistics with the names and signatures of Megatron-Bridge."""
+"""The helpers of a training loop, with the names and signatures of Megatron-Bridge."""
 
+import logging
 from typing import Any
 
 import torch
@@ -7,23 +8,69 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
-from mimo_train.compat.state import SessionState, session_of
+from mimo_train.bridge.training.state import SessionState, session_of
+from mimo_train.bridge.training.utils.moe_metrics import _build_moe_metric_writer, _MoeMetricFanoutWriter
+from mimo_train.bridge.training.utils.norms import (
+    calc_dtensor_params_l2_norm,
+    calc_params_l2_norm,
+    param_is_not_shared,
+    report_l2_norm_grad,
+)
+from mimo_train.bridge.training.utils.reductions import (
+    logical_and_across_model_parallel_group,
+    reduce_max_stat_across_model_parallel_group,
+)
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.metrics import memory_stats
 from mimo_train.metrics.memory_stats import MEMORY_KEYS, report_memory, start_memory_history_recording
 from mimo_train.metrics.runtime import report_runtime, report_throughput
+from mimo_train.model.heads import (
+    LinearForLastLayer,
+    ModelHook,
+    ModelList,
+    _ensure_model_list,
+    _freeze_parameter_if_present,
+    _register_linear_for_last_layer_mapping,
+    create_value_head_hook,
+    freeze_moe_router,
+    make_value_model,
+)
+from mimo_train.step.forward_step import maybe_inject_state, needs_global_state_injection, prepare_forward_step_func
 from mimo_train.training.interval import add_step
 from mimo_train.training.log import StepNumbers, is_logging_step
 
 __all__ = [
     "MEMORY_KEYS",
+    "LinearForLastLayer",
+    "ModelHook",
+    "ModelList",
+    "_MoeMetricFanoutWriter",
+    "_build_moe_metric_writer",
+    "_ensure_model_list",
+    "_freeze_parameter_if_present",
+    "_register_linear_for_last_layer_mapping",
+    "calc_dtensor_params_l2_norm",
+    "calc_params_l2_norm",
+    "create_value_head_hook",
+    "freeze_moe_router",
+    "logger",
+    "logical_and_across_model_parallel_group",
+    "make_value_model",
+    "maybe_inject_state",
+    "needs_global_state_injection",
+    "param_is_not_shared",
+    "prepare_forward_step_func",
     "reduce_max_memory_across_pp_group",
+    "reduce_max_stat_across_model_parallel_group",
+    "report_l2_norm_grad",
     "report_memory",
     "report_runtime",
     "report_throughput",
     "start_memory_history_recording",
     "training_log",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def training_log(
@@ -104,19 +151,16 @@ def training_log(
 
 
 def reduce_max_memory_across_pp_group(
-    report: dict[str, int | float] | None = None,
-    pp_group: dist.ProcessGroup | None = None,
-    *,
-    memory_report: dict[str, int | float] | None = None,
+    memory_report: dict[str, int | float], pp_group: dist.ProcessGroup | None
 ) -> dict[str, int | float]:
-    """The largest of each value over the stages of a pipeline. Collective: one maximum, and one copy to the host.
+    """Return the largest of each value over the stages of a pipeline. Collective: one maximum, one copy to the host.
 
     Args:
-        report: of this rank; `memory_report` is another name of it.
+        memory_report: values of this rank by name.
         pp_group: the stages.
 
     Returns:
-        See `mimo_train.metrics.memory_stats.largest_over`.
+        A new dict, or `memory_report` itself where there is nothing to reduce; see
+        `mimo_train.metrics.memory_stats.largest_over`.
     """
-    given = report if report is not None else memory_report
-    return memory_stats.largest_over(given or {}, pp_group)
+    return memory_stats.largest_over(memory_report, pp_group)

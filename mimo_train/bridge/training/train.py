@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.profiler import profile
 
-from mimo_train.compat.state import SessionState, session_of
+from mimo_train.bridge.training.state import SessionState, session_of
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.profiling import NsysCapture, folder_of_rank, records, write_memory_snapshot
@@ -286,4 +286,6 @@ def _require_own(session: Session, model: list, optimizer: Any, scheduler: Any, 
         own["train_data_iterator"], given["train_data_iterator"] = session.data, data
     foreign = [name for name, value in given.items() if value is not own[name]]
     if foreign:
-        raise UserError(f"{' and '.join(foreign)} must be what mimo_train.compat.setup.setup returned with this state")
+        raise UserError(
+            f"{' and '.join(foreign)} must be what mimo_train.bridge.training.setup.setup returned with this state"
+        )

@@ -1,17 +1,19 @@
-"""The state that the documented functions take: `GlobalState` with the parts they need beside their arguments."""
+"""The states, at the path that Megatron-Bridge gives them, and the one that the documented functions take."""
 
 from dataclasses import dataclass, field, replace
 
-from mimo_train.step.state import GlobalState
+from mimo_train.step.state import GlobalState, TrainState
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.log import StepLog
 from mimo_train.training.saving import Saver
 from mimo_train.training.setup import Session
 
+__all__ = ["GlobalState", "SessionState", "TrainState", "session_of"]
+
 
 @dataclass
 class SessionState(GlobalState):
-    """`GlobalState` of a run that `mimo_train.compat.setup.setup` has set up."""
+    """`GlobalState` of a run that `mimo_train.bridge.training.setup.setup` has set up."""
 
     session: Session = field(kw_only=True)
     callbacks: Callbacks = field(kw_only=True, default_factory=Callbacks)
@@ -44,11 +46,11 @@ def session_of(state: GlobalState, function: str) -> Session:
     """The session of a state.
 
     Raises:
-        TypeError: the run of this state has not been set up by `mimo_train.compat.setup.setup`.
+        TypeError: the run of this state has not been set up by `mimo_train.bridge.training.setup.setup`.
     """
     if not isinstance(state, SessionState):
         raise TypeError(
-            f"{function} takes the state that mimo_train.compat.setup.setup returns, got a {type(state).__name__}: a "
-            "run that pretrain drives does this by itself"
+            f"{function}: expected the state that mimo_train.bridge.training.setup.setup returns, got "
+            f"{type(state).__name__}. Call setup first; a run of pretrain does this work by itself"
         )
     return state.session

@@ -1,0 +1,1 @@
+"""Modules with the names and contents of `megatron.bridge.training`."""

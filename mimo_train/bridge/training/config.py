@@ -1,0 +1,9 @@
+"""Sections of the config, at the path and by the names that Megatron-Bridge gives them."""
+
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_checkpoint import CheckpointConfig
+from mimo_train.config.schema_log import LogConfig as LoggerConfig
+from mimo_train.config.schema_log import ProfilingConfig
+from mimo_train.config.schema_train import TrainConfig as TrainingConfig
+
+__all__ = ["CheckpointConfig", "ConfigContainer", "LoggerConfig", "ProfilingConfig", "TrainingConfig"]
