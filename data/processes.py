@@ -44,8 +44,9 @@ def worker_processes(
 
 
 def _begin(begin: Callable[..., Any] | None, given: tuple[Any, ...]) -> None:
-    # Ctrl-C is for the process that they work for, which ends them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and a closed terminal are for the process that they work for, which ends them.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end_with_parent", daemon=True).start()
     if begin is not None:
         begin(*given)

@@ -1,8 +1,10 @@
-"""The signals that ask a run to end. Imports no torch, so that a process can listen before its slow imports."""
+"""The signals that ask a run to save and end. A process can listen before its slow imports."""
 
+import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -11,13 +13,23 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 """What `signal.signal` returns; None for a handler that was not set from Python, and cannot be set again."""
 
 
-class ExitSignal:
-    """Records SIGTERM (which schedulers send before they kill) and SIGUSR1; the loop checks between steps."""
+REPEAT_SECONDS = 1.0
+"""Two SIGINTs within this time count as one: `timeout` and other wrappers forward the signal that a terminal has sent
+to the whole group."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+class ExitSignal:
+    """Records the signals that ask a run to end; the loop checks between steps.
+
+    SIGTERM is what schedulers send before they kill, SIGINT is Ctrl-C, SIGHUP a closed terminal. A second SIGINT, more
+    than REPEAT_SECONDS after the first signal, raises KeyboardInterrupt. SIGINT and SIGHUP stay ignored where they are
+    (`nohup`, jobs in the background).
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self._received: int | None = None
+        self._received_at: float | None = None
         self._previous: dict[int, Handler] = {}
         self._tell: Callable[[], object] | None = None
         self._relay: _Relay | None = None
@@ -28,7 +40,9 @@ class ExitSignal:
     def listen(self) -> "ExitSignal":
         """Record signals from now on; a second call has no effect."""
         for number in self.SIGNALS if not self._previous else ():
-            self._previous[number] = signal.signal(number, self._note)
+            ignored = signal.getsignal(number) == signal.SIG_IGN
+            if not (ignored and number in (signal.SIGINT, signal.SIGHUP)):
+                self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -41,8 +55,8 @@ class ExitSignal:
             self._relay = None
 
     def requested(self) -> bool:
-        """Whether this rank has received one of the signals."""
-        return self._received is not None
+        """True if this rank has received one of the signals."""
+        return self._received_at is not None
 
     def tell_by(self, tell: Callable[[], object]) -> None:
         """Call `tell` when a signal arrives, from another thread: at once, also while this one waits in a collective,
@@ -54,11 +68,22 @@ class ExitSignal:
             tell()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        if self._received_at is None:
+            self._received_at = time.monotonic()
+            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                with suppress(OSError):  # sys.stderr may be in the middle of a write
+                    os.write(2, b"SIGINT: the run finishes its step and saves. Press Ctrl-C again to end it now.\n")
+        elif number == signal.SIGINT and not is_repeat(self._received_at):
+            raise KeyboardInterrupt
 
     def _arrived(self, number: int) -> None:
         if number in self.SIGNALS and self._tell is not None:
             self._tell()
+
+
+def is_repeat(received_at: float) -> bool:
+    """True if a SIGINT that arrives now counts as one with the signal that arrived at `received_at` (monotonic)."""
+    return time.monotonic() - received_at <= REPEAT_SECONDS
 
 
 class _Relay:

@@ -5,7 +5,7 @@ options. What it adds to torchrun:
 
 - SIGTERM, SIGINT, SIGHUP or SIGUSR1 is sent to each rank once, as SIGTERM, and the ranks have ``MIMO_GRACE_SECONDS``
   (default 120) to finish their step, save and exit 0; then the launcher exits 0 too. Torchrun itself exits with an
-  error and kills remaining ranks after 30 s. A second SIGINT (Ctrl-C) ends the ranks at once.
+  error and kills remaining ranks after 30 s. A second SIGINT (Ctrl-C), more than a second later, ends the ranks at once.
 - When a rank fails, the others, which wait for it in a collective, are ended ``FAILURE_SECONDS`` later, not after 30 s.
 - The rank's own error is the last output: one line names the rank, instead of torchrun's two tracebacks.
 - ``--max-restarts N`` starts a run that has failed again, from its newest checkpoint, after a time that doubles; the
@@ -35,6 +35,7 @@ from mimo_train.config.fault import UserError
 from mimo_train.flight.recorder import START
 from mimo_train.flight.watch import HANG_CODE, hand_down, say
 from mimo_train.launch.cpp_log import errors_only
+from mimo_train.launch.exit_signal import is_repeat
 from mimo_train.launch.forked import OPTION, open_server, start_from
 from mimo_train.launch.grace import grace_seconds
 from mimo_train.launch.library_log import hand_on
@@ -82,6 +83,7 @@ class Ranks:
         self.supervisor: Supervisor | None = None
         self.starting = False
         self.stop_asked = False
+        self._stop_asked_at = 0.0  # monotonic
         self.ended: dict[int, str] = {}
         """Processes of ranks that this launcher has killed, and why."""
         self._early: int | None = None  # a signal that came while the ranks were being started
@@ -93,14 +95,14 @@ class Ranks:
         elif self.context is None:
             sys.exit(128 + signum)  # nothing runs yet, and nothing is to be saved
         elif not self.stop_asked:
-            self.stop_asked = True
+            self.stop_asked, self._stop_asked_at = True, time.monotonic()
             say(
                 f"{signal.Signals(signum).name}: the ranks finish their step and save, for at most "
                 f"{self.grace_seconds:g} s (MIMO_GRACE_SECONDS)"
             )
             signal.setitimer(signal.ITIMER_REAL, self.grace_seconds)
             self._signal(signal.SIGTERM)
-        elif signum == signal.SIGINT:
+        elif signum == signal.SIGINT and not is_repeat(self._stop_asked_at):
             say("SIGINT again: ending the ranks now")
             self._kill("SIGINT came twice")
 

@@ -63,7 +63,21 @@ def failure(pid: int, exitcode: int) -> SimpleNamespace:
     return SimpleNamespace(pid=pid, exitcode=exitcode, timestamp=1.0)
 
 
-def test_a_rank_that_the_launcher_has_killed_is_not_said_to_lack_memory(told, tmp_path, capsys):
+def test_two_interrupts_within_a_second_are_one(told, monkeypatch):
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(torchrun.time, "monotonic", lambda: clock.now)
+    ranks = Ranks(1.0)
+    ranks.started(context(11))
+    for clock.now in (10.0, 10.01, 11.0):  # `timeout` forwards what the terminal has sent to the group
+        ranks.ask_to_stop(signal.SIGINT, None)
+    assert told == [(11, signal.SIGTERM)]
+    clock.now = 11.1
+    ranks.ask_to_stop(signal.SIGINT, None)
+    assert told == [(11, signal.SIGTERM), (11, signal.SIGKILL)]
+
+
+def test_a_rank_that_the_launcher_has_killed_is_not_said_to_lack_memory(told, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torchrun, "is_repeat", lambda _: False)
     grace, twice = Ranks(7.5), Ranks(1.0)
     for ranks in (grace, twice):
         ranks.started(context(11))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from mimo_train.launch import exit_signal
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.parallel import end_notice
 from mimo_train.plan.run import config_faults
@@ -22,18 +23,51 @@ from tests.hang import HANG_SECONDS
 from tests.unit.configs import changed
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_a_vote_and_ends_nothing_by_itself(number):
+@pytest.fixture
+def interruptible():
+    """A process that a terminal can interrupt and hang up on; tests may run in the background."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_a_vote_and_ends_nothing_by_itself(interruptible, number):
     before = signal.getsignal(number)
-    with ExitSignal() as exit_signal:
-        votes = ExitVotes(exit_signal, 0, time.time())
+    with ExitSignal() as listening:
+        votes = ExitVotes(listening, 0, time.time())
         assert votes.own() == (False, False)
         os.kill(os.getpid(), number)
         assert votes.own() == (True, False)
     assert signal.getsignal(number) is before
 
 
-def test_a_handler_that_python_did_not_set_fails_no_run(monkeypatch):
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_the_process_unless_a_wrapper_has_forwarded_it(interruptible, monkeypatch, capfd, first):
+    clock = iter([10.0, 10.9, 11.1])
+    monkeypatch.setattr(exit_signal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with ExitSignal() as listening:
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert listening.requested()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err.count("saves") == (first == signal.SIGINT)
+
+
+def test_ignored_signals_of_a_terminal_stay_ignored(interruptible):
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with ExitSignal() as listening:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert not listening.requested()
+
+
+def test_a_handler_that_python_did_not_set_fails_no_run(interruptible, monkeypatch):
     set_now = []
 
     def of_c(number, handler):
@@ -52,15 +86,15 @@ def test_a_signal_is_told_from_another_thread_at_once():
     told, before = queue.SimpleQueue(), signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
     others = signal.signal(signal.SIGUSR2, lambda *_: None)
-    with ExitSignal() as exit_signal:
-        exit_signal.tell_by(lambda: told.put(threading.current_thread()))
+    with ExitSignal() as listening:
+        listening.tell_by(lambda: told.put(threading.current_thread()))
         os.kill(os.getpid(), signal.SIGUSR2)  # has a handler too, and asks for no end
-        assert not exit_signal.requested()
+        assert not listening.requested()
         os.kill(os.getpid(), signal.SIGTERM)
         assert told.get(timeout=HANG_SECONDS) is not threading.main_thread()
-        assert told.empty() and exit_signal.requested()
+        assert told.empty() and listening.requested()
         again = threading.Event()
-        exit_signal.tell_by(again.set)  # of the next life in this process
+        listening.tell_by(again.set)  # of the next life in this process
         assert again.is_set()
     signal.signal(signal.SIGUSR2, others)
     assert signal.set_wakeup_fd(before) == before
@@ -90,8 +124,8 @@ def test_a_wait_is_given_up_for_any_vote_of_this_rank_and_for_a_signal_to_anothe
     peer = ExitVotes(ExitSignal(), 0, time.time(), ends_waits=True)
     peer.meet(lambda: store)
     assert not peer.gives_up() and peer.own() == (False, False)
-    with ExitSignal() as exit_signal:
-        signalled = ExitVotes(exit_signal, 0, time.time(), ends_waits=True)
+    with ExitSignal() as listening:
+        signalled = ExitVotes(listening, 0, time.time(), ends_waits=True)
         assert not signalled.gives_up()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signalled.gives_up(), "before ranks have met"
