@@ -19,7 +19,7 @@ _REMEDY = (
 
 
 def recorded_config(folder: Place, *, trust_code: bool) -> ConfigContainer:
-    """The config in the record of a complete checkpoint, without its callbacks, which only training uses.
+    """The config in the record of a complete checkpoint, without callbacks and forward step, which only training uses.
 
     Args:
         trust_code: import the encoders that it names by their paths.
@@ -48,4 +48,4 @@ def _plain(folder: Place, record: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise damaged(folder, f"{RECORD} holds no config, but {type(plain).__name__}")
     train = plain.get("train")
-    return {**plain, "train": {**train, "callbacks": []}} if isinstance(train, dict) else plain
+    return {**plain, "train": {**train, "callbacks": [], "forward_step": ""}} if isinstance(train, dict) else plain

@@ -216,7 +216,7 @@ def _try_it(run: "Run") -> str:
     """A command that queries the checkpoint about a held-out sample of the report; writes the media to files."""
     from encoders.registry import is_path
     from mimo_train.config.compose import to_dict
-    from mimo_train.config.own_code import CALLBACKS, code_named
+    from mimo_train.config.own_code import CALLBACKS, FORWARD_STEP, code_named
 
     run_dir = run.dir
     samples_file = run_dir / "samples.json"
@@ -236,7 +236,10 @@ def _try_it(run: "Run") -> str:
                 media += f" {option} {shlex.quote(str(file))}"
     beside = Path(sys.executable).parent / "mimo-train"
     program = os.path.relpath(beside) if beside.exists() else "mimo-train"
-    own = any(key != CALLBACKS and any(map(is_path, names)) for key, names in code_named(to_dict(run.cfg)).items())
+    own = any(
+        key not in (CALLBACKS, FORWARD_STEP) and any(map(is_path, names))
+        for key, names in code_named(to_dict(run.cfg)).items()
+    )
     trust = " --trust-code" if own else ""
     program = min(program, str(beside), key=len)
     source = shlex.quote(str(run.checkpoints))

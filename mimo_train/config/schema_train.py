@@ -25,6 +25,9 @@ MOST_RATE, MOST_DECAY = 1000.0, 1000.0
 MOST_SCALE = 2.0**126
 """Largest loss scale: above it, a gradient of 1 is not finite in fp32."""
 
+ENTRY = r"\w+(\.\w+)*:\w+"
+"""How `train.callbacks` and `train.forward_step` name code."""
+
 MOST_MINUTES = 100 * 365 * 24 * 60
 """A hundred years."""
 
@@ -99,6 +102,9 @@ class TrainConfig:
     only. See docs/data.md#steps-without-loss."""
     callbacks: list[str] = field(default_factory=list)
     """Classes `package.module:Class` whose methods are called at events of the loop. See docs/callbacks.md."""
+    forward_step: str = ""
+    """Forward step of your own, `package.module:name`: a function, or a class that is instantiated without arguments.
+    Evaluation uses it too. Empty: the one that comes with mimo-train. See docs/training-api.md."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be."""
@@ -111,8 +117,10 @@ class TrainConfig:
         elif self.epochs == 0 and self.iters == 0:
             yield Fault("train.iters", "must be at least 1, is 0, unless train.epochs is above 0: give one of them")
         for entry in self.callbacks:
-            if not re.fullmatch(r"\w+(\.\w+)*:\w+", entry):
+            if not re.fullmatch(ENTRY, entry):
                 yield Fault("train.callbacks", f"must be entries package.module:Class, one is {entry!r}")
+        if self.forward_step and not re.fullmatch(ENTRY, self.forward_step):
+            yield Fault("train.forward_step", f"must be package.module:name, got {self.forward_step!r}")
 
 
 @dataclass

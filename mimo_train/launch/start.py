@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from data.shown import plural
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError, Fault, UserError
+from mimo_train.config.own_code import missing_code
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.forked import OPTION as FORKED
 from mimo_train.launch.nodes import Nodes, nodes_of, without_torchruns
@@ -112,6 +113,8 @@ def command(config: str, overrides: Sequence[str], environment: Mapping[str, str
     """
     nodes = nodes_of(environment)
     launch = launch_of(config, overrides, nodes.number, environment)
+    if missing := list(missing_code(launch.cfg.train)):
+        raise ConfigError(missing)
     per_node = _per_node(launch.cfg, nodes)
     # -P: a data.py or encoders/ in the working directory must not be found in the place of ours.
     rank = [sys.executable, "-P", "-u", "-m", "mimo_train.cli", "train", launch.config, *launch.overrides]

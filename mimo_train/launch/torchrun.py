@@ -5,7 +5,8 @@ options. What it adds to torchrun:
 
 - SIGTERM, SIGINT, SIGHUP or SIGUSR1 is sent to each rank once, as SIGTERM, and the ranks have ``MIMO_GRACE_SECONDS``
   (default 120) to finish their step, save and exit 0; then the launcher exits 0 too. Torchrun itself exits with an
-  error and kills remaining ranks after 30 s. A second SIGINT (Ctrl-C), more than a second later, ends the ranks at once.
+  error and kills remaining ranks after 30 s. A second SIGINT (Ctrl-C) a second
+  later or more ends the ranks at once.
 - When a rank fails, the others, which wait for it in a collective, are ended ``FAILURE_SECONDS`` later, not after 30 s.
 - The rank's own error is the last output: one line names the rank, instead of torchrun's two tracebacks.
 - ``--max-restarts N`` starts a run that has failed again, from its newest checkpoint, after a time that doubles; the

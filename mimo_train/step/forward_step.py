@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from mimo_train.config.fault import ConfigError
+from mimo_train.config.own_code import FORWARD_STEP, load_code, unusable_code
 from mimo_train.step.losses import StepLosses
 from mimo_train.step.state import GlobalState
 
@@ -21,6 +23,23 @@ ACCEPTED_FORMS = (
 """Signatures of a forward step. It returns (output, loss function), or (output, None) before the last stage."""
 
 _STATE_NAMES = ("state", "global_state")
+
+
+def load_forward_step(entry: str) -> ForwardStepCallable:
+    """Return the forward step of `train.forward_step`: the function of that name, or an instance of the class.
+
+    Raises:
+        ConfigError: it cannot be imported or instantiated, or cannot be called.
+    """
+    forward_step = load_code(FORWARD_STEP, entry)
+    try:
+        if isinstance(forward_step, type):
+            forward_step = forward_step()
+        if not callable(forward_step):
+            raise TypeError(f"expected a function or a class with __call__, got {type(forward_step).__name__}")
+    except (Exception, SystemExit) as error:  # whatever a user's code raises
+        raise ConfigError([unusable_code(FORWARD_STEP, entry, error)]) from error
+    return forward_step
 
 
 def prepare_forward_step_func(forward_step_func: ForwardStepCallable, state: GlobalState) -> ForwardStepCallable:

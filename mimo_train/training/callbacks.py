@@ -9,7 +9,6 @@ takes objects.
 An error that a callback raises ends the run, on all ranks.
 """
 
-import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from megatron.core.transformer.module import MegatronModule
 
 from mimo_train.config.fault import ConfigError, Fault, UserError
-from mimo_train.config.own_code import search_working_directory
+from mimo_train.config.own_code import CALLBACKS, load_code, unusable_code
 from mimo_train.step.result import StepResult
 from mimo_train.step.state import GlobalState
 
@@ -112,25 +111,25 @@ def load_callbacks(entries: Iterable[str]) -> list[Callback]:
         ConfigError: a module cannot be imported, has no such class, or the class is not a callback, takes arguments or
             fails; names every such entry.
     """
-    search_working_directory()
-    loaded, faults = [], []
+    loaded: list[Callback] = []
+    faults: list[Fault] = []
     for entry in entries:
         try:
             loaded.append(_load(entry))
+        except ConfigError as error:
+            faults += error.faults
         except (Exception, SystemExit) as error:  # whatever a user's code raises
-            kind = "" if isinstance(error, (ImportError, AttributeError, TypeError)) else f"{type(error).__name__}: "
-            faults.append(Fault("train.callbacks", f"{entry!r} cannot be used: {kind}{error}"))
+            faults.append(unusable_code(CALLBACKS, entry, error))
     if faults:
         raise ConfigError(faults)
     return loaded
 
 
 def _load(entry: str) -> Callback:
-    module, _, name = entry.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    if not (isinstance(found, type) and issubclass(found, Callback)):
-        raise TypeError(f"{name} is not a subclass of {__name__}.Callback")
-    return found()
+    listener = load_code(CALLBACKS, entry)
+    if not (isinstance(listener, type) and issubclass(listener, Callback)):
+        raise TypeError(f"{entry.partition(':')[2]} is not a subclass of {__name__}.Callback")
+    return listener()
 
 
 def _require_events(owner: str, names: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from mimo_train.checkpoint.full_disk import full_disk
 from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.own_code import FORWARD_STEP
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.launch.processes import is_idle, numbered, say_idle, started_run
@@ -16,7 +17,7 @@ from mimo_train.launch.watched import note_error, watched
 from mimo_train.model.heads import ModelHook
 from mimo_train.plan.run import Run
 from mimo_train.step import gpt_step, mimo_step
-from mimo_train.step.forward_step import ForwardStepCallable
+from mimo_train.step.forward_step import ForwardStepCallable, load_forward_step
 from mimo_train.step.state import GlobalState
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.exit import ExitVotes
@@ -26,8 +27,26 @@ from mimo_train.training.setup import Session, setup
 
 
 def default_forward_step(cfg: ConfigContainer) -> ForwardStepCallable:
-    """The forward step that `pretrain` uses if none is given: for several modules, or for the language model alone."""
+    """Return the forward step that `pretrain` uses if none is given: that of `train.forward_step`, or else the one for
+    several modules, or for the language model alone.
+
+    Raises:
+        ConfigError: that of `train.forward_step` cannot be used.
+    """
+    if cfg.train.forward_step:
+        return load_forward_step(cfg.train.forward_step)
     return mimo_step.forward_step if cfg.encoders else gpt_step.forward_step
+
+
+def require_one_forward_step(cfg: ConfigContainer) -> None:
+    """Check a config whose run the caller gives a forward step.
+
+    Raises:
+        ConfigError: the config names another one.
+    """
+    if cfg.train.forward_step:
+        text = f"is {cfg.train.forward_step}, and this program passes a forward step too. Set train.forward_step=''"
+        raise ConfigError([Fault(FORWARD_STEP, text)])
 
 
 def pretrain(
@@ -51,7 +70,7 @@ def pretrain(
         The exit code; 0 at once on a process without a module (`placement.allow_idle`).
 
     Raises:
-        ConfigError: values, modules, layout or batch are impossible, or a callback cannot be loaded.
+        ConfigError: values, modules, layout or batch are impossible, or a callback or forward step cannot be loaded.
         UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used.
     """
     run = config if isinstance(config, Run) else started_run(config)
@@ -59,6 +78,8 @@ def pretrain(
         say_idle()
         return 0
     listeners = Callbacks([*load_callbacks(run.cfg.train.callbacks), *callbacks])
+    if forward_step_func is not None:
+        require_one_forward_step(run.cfg)
     step_func, start_time = forward_step_func or default_forward_step(run.cfg), time.time()
     # One that was given goes on listening: a signal after the run is as harmless as one in it.
     listening = nullcontext(exit_signal.listen()) if exit_signal is not None else ExitSignal()

@@ -13,7 +13,7 @@ from mimo_train.model.heads import ModelHook
 from mimo_train.step.forward_step import ForwardStepCallable, prepare_forward_step_func
 from mimo_train.step.result import StepResult
 from mimo_train.training.exit import ExitVotes
-from mimo_train.training.pretrain import default_forward_step
+from mimo_train.training.pretrain import default_forward_step, require_one_forward_step
 from mimo_train.training.setup import setup
 from mimo_train.training.train_step import TrainStep
 
@@ -40,6 +40,8 @@ class SteppedRun:
             forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
             pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
         """
+        if forward_step_func is not None:
+            require_one_forward_step(config)
         votes = ExitVotes(ExitSignal(), 0, 0)
         run = started_run(config)
         require_none_idle(run)

@@ -1,6 +1,7 @@
 """A user's own `data` or `encoders` beside a run: never imported in the place of ours, and said where it would be."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,8 +14,18 @@ from tests.hang import HANG_SECONDS
 
 BIN = Path(sys.executable).parent
 CALLBACK = """
+from mimo_train.step import gpt_step
 from mimo_train.training.callbacks import Callback
 from notes import write
+
+class Doubled:
+    def __call__(self, state, data_iterator, model):
+        output, loss_function = gpt_step.forward_step(state, data_iterator, model)
+        return output, lambda output: twice(loss_function(output))
+
+def twice(result):
+    loss, tokens, reports = result
+    return 2 * loss, tokens, {name: report * report.new_tensor([2, 1]) for name, report in reports.items()}
 
 class Note(Callback):
     def on_train_end(self, state, exit_code):
@@ -39,16 +50,18 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.Complet
     )
 
 
-def test_scripts_import_none_of_them_and_load_callbacks_from_there(folder):
+def test_scripts_import_none_of_them_and_load_callbacks_and_forward_step_from_there(folder):
     """A plain GPT through its script, over two processes, as far as its report."""
     overrides = (f"run.dir={folder}/run", "train.iters=2", "train.eval_samples=16", "layout=language_pp2")
-    process = start("train_gpt.sh", "gpt_tiny", "train.callbacks=[my_callbacks:Note]", *overrides, cwd=folder)
+    code = ("train.callbacks=[my_callbacks:Note]", "train.forward_step=my_callbacks:Doubled")
+    process = start("train_gpt.sh", "gpt_tiny", *code, *overrides, cwd=folder)
     printed = finish(process)
     assert process.returncode == 0, printed
     said = printed.index("notice: train.callbacks names code that is imported: my_callbacks:Note\n")
     assert said < printed.index("; starting")
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps if "lm loss" in line] == [1, 2]
+    losses = {line["step"]: line["lm loss"] for line in steps if "lm loss" in line}
+    assert [*losses] == [1, 2] and losses[1] > 1.5 * math.log(256)
     assert (folder / "run" / "report.html").exists()
     assert (folder / "noted").read_text() == "2"
 

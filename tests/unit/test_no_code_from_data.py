@@ -228,9 +228,9 @@ def test_an_encoder_that_a_checkpoint_names(tmp_path, evil, capsys, command, joi
 
 def test_callbacks_that_a_checkpoint_names(tmp_path, evil):
     path = evil("evil_callbacks")
-    folder = doctored(tmp_path, lambda plain: plain["train"].update(callbacks=[path]))
+    folder = doctored(tmp_path, lambda plain: plain["train"].update(callbacks=[path], forward_step=path))
     cfg = recorded_config(folder, trust_code=False)
-    assert cfg.train.callbacks == [] and not (tmp_path / "ran").exists()
+    assert cfg.train.callbacks == [] and cfg.train.forward_step == "" and not (tmp_path / "ran").exists()
 
 
 def test_what_a_users_own_config_names_is_said_before_it_is_imported(tmp_path, evil, capfd):
@@ -244,8 +244,9 @@ def test_what_a_users_own_config_names_is_said_before_it_is_imported(tmp_path, e
 
 def test_every_key_that_names_code_is_known():
     named = {"modules": {"a": {"encoder": {"family": "joined", "first": {"family": "b.c"}}}, "x": 7, "y": None}}
-    assert code_named(named | {"train": {"callbacks": ["d:E"]}}) == {
+    assert code_named(named | {"train": {"callbacks": ["d:E"], "forward_step": "f:g"}}) == {
         "modules.a.encoder.first.family": ["b.c"],
         "train.callbacks": ["d:E"],
+        "train.forward_step": ["f:g"],
     }
     assert code_named({"modules": 3, "train": None}) == code_named(compose.to_dict(load("vlm_digits"))) == {}

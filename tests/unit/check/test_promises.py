@@ -47,6 +47,12 @@ def test_a_callback_that_is_not_there_is_a_fault(entry, why):
     assert fault.startswith(f"train.callbacks: {entry!r} cannot be used: ") and why in fault
 
 
+def test_a_forward_step_that_is_not_there_is_a_fault():
+    for entry, faulty in (("mine:made", False), ("dynamic:Later", False), ("mine:bad", True), ("nope:step", True)):
+        found = [str(fault) for fault in check(load("gpt_tiny", f"train.forward_step={entry}")).faults]
+        assert [text.startswith(f"train.forward_step: {entry!r} cannot be used: ") for text in found] == [True] * faulty
+
+
 def test_names_that_a_module_makes_are_there_or_not_known():
     assert faults("mine:Good", "mine:made", "mine:given", "mine:renamed", "dynamic:Later", "inside_if:Later") == []
     assert faults("mimo_train.training.callbacks:Callback") == []

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mimo_train.config.fault import UserError
+from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.launch.start import command, launch_of
 from tests.unit.launch.test_tasks import OPEN_MPI, SKY, SLURM
 
@@ -48,6 +48,13 @@ def test_one_node_starts_what_the_layout_needs():
 )
 def test_the_nodes_share_the_ranks_whoever_names_them(variables, node):
     assert options(variables) == [*node, "--nproc-per-node=2", "--no-python"]
+
+
+def test_code_that_is_not_there_is_an_error_before_any_rank_starts():
+    with pytest.raises(ConfigError) as caught:
+        command("vlm_digits", [*FOUR, "train.callbacks=[nowhere:One]", "train.forward_step=tests:nothing"], {})
+    assert [fault.key for fault in caught.value.faults] == ["train.callbacks", "train.forward_step"]
+    assert all("PYTHONPATH" in fault.message for fault in caught.value.faults)
 
 
 def test_variables_of_the_user_come_before_those_of_slurm():

@@ -5,13 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from mimo_train.config.fault import ConfigError
 from mimo_train.step.forward_step import (
+    load_forward_step,
     maybe_inject_state,
     needs_global_state_injection,
     prepare_forward_step_func,
     record_losses,
 )
 from mimo_train.step.state import GlobalState
+from mimo_train.training.pretrain import default_forward_step, pretrain
+from mimo_train.training.stepped import SteppedRun
+from tests.unit.configs import load
 
 STATE = SimpleNamespace(step=0)
 
@@ -53,6 +58,42 @@ class Functor:
     def __call__(self, state: GlobalState, data_iterator, model):
         self.calls += 1
         return state, data_iterator, model
+
+
+class Wants:
+    """Cannot be instantiated without arguments."""
+
+    def __init__(self, path):
+        pass
+
+
+def test_a_config_names_a_function_or_a_class():
+    assert load_forward_step(f"{__name__}:two") is two
+    assert isinstance(load_forward_step(f"{__name__}:Functor"), Functor)
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("nowhere:step", "No module named 'nowhere'"),
+        (f"{__name__}:nothing", "has no attribute 'nothing'"),
+        (f"{__name__}:STATE", "expected a function or a class with __call__, got SimpleNamespace"),
+        (f"{__name__}:Wants", "missing 1 required positional argument: 'path'"),
+    ],
+)
+def test_a_named_forward_step_that_cannot_be_used_is_a_config_error(entry, why):
+    with pytest.raises(ConfigError) as caught:
+        load_forward_step(entry)
+    (fault,) = caught.value.faults
+    assert fault.key == "train.forward_step" and repr(entry) in fault.message and why in fault.message
+
+
+def test_a_program_cannot_pass_another_forward_step_than_its_config_names():
+    cfg = load("gpt_tiny", f"train.forward_step={__name__}:two")
+    assert default_forward_step(cfg) is two
+    for entry_point in (pretrain, SteppedRun):
+        with pytest.raises(ConfigError, match="train.forward_step"):
+            entry_point(cfg, three_plan)
 
 
 @pytest.mark.parametrize("function", [two, three_plan])

@@ -252,3 +252,5 @@ def test_negative_intervals_are_faults(key, value):
 def test_a_callback_that_names_no_class_is_a_fault(entry):
     (fault,) = config_faults(changed({"train.callbacks": ["good.module:Good", entry]}))
     assert fault.key == "train.callbacks" and repr(entry) in fault.message
+    (fault,) = config_faults(changed({"train.forward_step": entry}))
+    assert fault.key == "train.forward_step" and repr(entry) in fault.message
