@@ -3,6 +3,7 @@
 import base64
 import io
 import wave
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,17 +13,28 @@ SHOWN_SECONDS = 10
 """Clips are cut to this for the report."""
 
 
-def shown_media(dataset: Samples, number: int) -> dict[str, list[str]]:
+def shown_media(
+    dataset: Samples,
+    number: int,
+    media: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    seconds: int | None = SHOWN_SECONDS,
+) -> dict[str, list[str]]:
     """Base64 of PNG (`images`) and WAV (`clips`) files of a sample, each medium once, as the first module of its kind
-    gets it."""
+    gets it.
+
+    Args:
+        media: inputs of each module, if they have been read; default: read them.
+        seconds: length to cut clips to; None: keep them whole.
+    """
     shown: dict[str, list[str]] = {"images": [], "clips": []}
     first = {item.kind: item.module for item in reversed(dataset.modules)}
+    inputs = {module: media[module] if media else dataset.media(number, module) for module in first.values()}
     if module := first.get("image"):
-        shown["images"] = [_png(picture) for picture in dataset.media(number, module)]
+        shown["images"] = [_png(picture) for picture in inputs[module]]
     if module := first.get("audio"):
         sizes = dataset.input_sizes(number, module)
-        clips = dataset.media(number, module)
-        shown["clips"] = [_wav(clip, rate) for clip, (_, rate) in zip(clips, sizes, strict=True)]
+        clips = zip(inputs[module], sizes, strict=True)
+        shown["clips"] = [_wav(clip[: seconds * rate] if seconds else clip, rate) for clip, (_, rate) in clips]
     return shown
 
 
@@ -38,7 +50,7 @@ def _png(picture: torch.Tensor) -> str:
 
 def _wav(clip: torch.Tensor, rate: int) -> str:
     """float32 [samples] in [-1, 1] as base64 of a WAV file of 16 bits."""
-    samples = (clip[: SHOWN_SECONDS * rate].clamp(-1, 1) * 32767).round().to(torch.int16)
+    samples = (clip.clamp(-1, 1) * 32767).round().to(torch.int16)
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(1)

@@ -23,23 +23,37 @@ class TokenRun:
 
 
 @dataclass(frozen=True)
-class DataSample:
-    """One sample.
+class DecodedSample:
+    """One sample as people read it; a notebook shows it with its images, audio and colours.
 
     Attributes:
         place: shard and key.
-        pictures: PNG in base64; clips: WAV in base64.
-        fault: why it is bad; empty if it is not.
+        images: PNG files in base64.
+        audio: WAV files in base64.
+        learned: tokens with loss.
+        bad: why the sample cannot be read; empty if it can.
     """
 
     number: int
     place: str
-    pictures: Sequence[str]
-    clips: Sequence[str]
+    images: Sequence[str]
+    audio: Sequence[str]
     runs: Sequence[TokenRun]
     tokens: int
     learned: int
-    fault: str = ""
+    bad: str = ""
+
+    def __str__(self) -> str:
+        """The text, with learned tokens in [[double brackets]] and the placeholders of media with their number."""
+        forms = {"learned": "[[{0.text}]]", "given": "{0.text}", "medium": "{0.text} x {0.tokens} "}
+        text = "".join(forms[run.kind].format(run) for run in self.runs)
+        return f"{text}\nBad: {self.bad}" if self.bad else text
+
+    def __repr__(self) -> str:
+        return f"sample {self.number} ({self.place}), {self.tokens} tokens, {self.learned} learned:\n{self}"
+
+    def _repr_html_(self) -> str:
+        return render(self, "notebook.html.j2", ())
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class DataPage:
     title: str
     facts: Sequence[tuple[str, str]]
     bins: Sequence[Bin]
-    samples: Sequence[DataSample]
+    samples: Sequence[DecodedSample]
 
 
 def token_runs(
@@ -79,10 +93,17 @@ def token_runs(
         return ("learned" if learned[at] else "given"), -1
 
     runs = []
+    text_ids: list[int] = []
     for (name, _), group in groupby(range(len(ids)), key=kind):
-        own = [ids[at] for at in group]
-        text = shown(own[:1]) if name == "medium" else shown(own)
-        runs.append(TokenRun(text, name, len(own)))
+        run = [ids[at] for at in group]
+        if name == "medium":
+            text_ids, text = [], shown(run[:1])
+        else:
+            # A tokenizer may drop the space before the first word of what it decodes.
+            before, text_ids = shown(text_ids), text_ids + run
+            whole = shown(text_ids)
+            text = whole.removeprefix(before) if whole.startswith(before) else shown(run)
+        runs.append(TokenRun(text, name, len(run)))
     return runs
 
 

@@ -23,7 +23,7 @@ LEVELS = (
     {"checkpoint"},
     {"step"},
     {"evaluation", "generation", "diagnose", "report"},
-    {"training"},
+    {"training", "dataset"},
     {"bridge", "dry_run"},
     {"planner"},
     {"check"},

@@ -1,0 +1,192 @@
+"""Samples of a run by number, as training reads them, without a model: for notebooks and for looking at data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.shown import shown
+from mimo_train.config.compose import load
+from mimo_train.config.fault import UserError
+from mimo_train.config.schema import ConfigContainer
+from mimo_train.plan.inputs import HeldOutSet, build_dataset, held_out_sets, tokenizer_of
+from mimo_train.plan.mixture import Mixing
+from mimo_train.plan.run import Run, resolve
+from mimo_train.report.data_page import DecodedSample, token_runs
+
+if TYPE_CHECKING:
+    import torch
+
+    from data.pipeline import Samples
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sample of a run. L is its number of tokens, without padding."""
+
+    number: int
+    """In the order of the run, or of the held-out set."""
+    shard: str
+    key: str
+    input_ids: torch.Tensor
+    """int64 [L]."""
+    labels: torch.Tensor
+    """int64 [L], the token after each position."""
+    loss_mask: torch.Tensor
+    """float32 [L], the weight of each label's loss; 0 where none is learned."""
+    position_ids: torch.Tensor
+    """int64 [L], or [3, L] for models with positions on three axes."""
+    media: Mapping[str, Sequence[torch.Tensor]]
+    """Module -> its inputs: images uint8 [3, height, width] or [tiles, 3, side, side], audio float32 [samples]."""
+    bad: str = ""
+    """Why the sample cannot be read; training then reads this stand-in, whose loss is 0 everywhere."""
+
+    def __repr__(self) -> str:
+        media = "".join(f", {len(items)} for {module}" for module, items in self.media.items())
+        learned = int((self.loss_mask > 0).sum())
+        bad = f", bad: {self.bad}" if self.bad else ""
+        return (
+            f"Sample(number={self.number}, shard={self.shard!r}, key={self.key!r}, {len(self.input_ids)} tokens, "
+            f"{learned} learned{media}{bad})"
+        )
+
+
+class RunDataset:
+    """The samples of a run, or of one of its held-out sets: a sequence that reads a sample when it is indexed.
+
+    Index i is the sample number. Training samples have no end: `len` is one epoch, and larger numbers continue with the
+    next epoch. Reading a bad sample raises nothing and counts nowhere.
+
+    Attributes:
+        samples: the dataset that training reads.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(self, run: Run, tokenizer: Any, samples: Samples, length: int, is_held_out: bool) -> None:
+        self.tokenizer, self.samples = tokenizer, samples
+        self._run, self._length, self._is_held_out = run, length, is_held_out
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, number: int) -> Sample:
+        """Read a sample.
+
+        Raises:
+            IndexError: no sample has this number.
+            DataError: a shard cannot be read, or an installed package is missing.
+        """
+        from data.collate import collate
+
+        if number < 0 or (self._is_held_out and number >= len(self)):
+            raise IndexError(
+                f"sample {number} is out of range: numbers start at 0, and there are {len(self):,} samples"
+            )
+        text, bad = self.samples.read_text(number)
+        media = {}
+        for item in self.samples.modules:
+            media[item.module], bad_media = self.samples.read_media(number, item.module)
+            bad = bad or bad_media
+        if bad is not None:
+            text = text.without_loss()
+        row = collate([text], text.length)
+        shard, key = self.samples.locate(number)
+        return Sample(
+            number,
+            str(shard),
+            str(key),
+            input_ids=row["input_ids"][0],
+            labels=row["labels"][0],
+            loss_mask=row["loss_mask"][0],
+            position_ids=row["position_ids"].squeeze(-2),
+            media=media,
+            bad="" if bad is None else bad.reason,
+        )
+
+    def decode(self, sample: Sample) -> DecodedSample:
+        """Return the text, images and audio of a sample. Notebooks show learned tokens in colour."""
+        from mimo_train.evaluation.shown_media import shown_media
+
+        ids, learned = sample.input_ids.tolist(), [False, *(sample.loss_mask > 0).tolist()]
+        if learned[-1]:  # the label of the last position, which a cut sequence does not read
+            ids.append(int(sample.labels[-1]))
+        media = shown_media(self.samples, sample.number, sample.media, seconds=None)
+        placeholders = {self.tokenizer.placeholder_id(item.placeholder) for item in self.samples.modules}
+        return DecodedSample(
+            sample.number,
+            f"{Path(sample.shard).name}: {shown(sample.key)}",
+            media["images"],
+            media["clips"],
+            token_runs(ids, learned[: len(ids)], placeholders, self.tokenizer.shown),
+            len(sample.input_ids),
+            sum(learned),
+            shown(sample.bad),
+        )
+
+    def step_samples(self, step: int) -> range:
+        """Return the sample numbers of optimizer step `step`, counted from 1, of a run that starts with this config.
+
+        Raises:
+            UserError: the dataset is a held-out set.
+        """
+        if self._is_held_out:
+            raise UserError("step_samples: training steps read no held-out samples. Use open_dataset(config)")
+        return range(self._run.batch.samples_of(step - 1), self._run.batch.samples_of(step))
+
+    def close(self) -> None:
+        """Close the files."""
+        self.samples.close()
+
+
+def open_dataset(
+    config: str | Path | ConfigContainer, overrides: Sequence[str] = (), *, split: str = "train"
+) -> RunDataset:
+    """Open the samples of a run in its order, without a model and without process groups.
+
+    Shards are indexed, and a missing demo is made, as training does.
+
+    Args:
+        config: a shipped name such as `vlm_digits`, a YAML file, or a config.
+        overrides: `key=value`, with a name or a file.
+        split: `train`; `validation` for the first held-out set; `validation/NAME` for one with a name.
+
+    Raises:
+        ConfigError: the config has errors.
+        UserError: there is no such split, or its samples have no numbers.
+        DataError: shards or tokenizer cannot be read.
+    """
+    if isinstance(config, ConfigContainer):
+        if overrides:
+            raise UserError("overrides: a config object takes none. Set its attributes, or give its name or file")
+        cfg = config
+    else:
+        cfg = load(str(config), overrides)
+    run = resolve(cfg)
+    if cfg.data.stream:
+        raise UserError("data.stream: the samples of a stream have no numbers. Set data.stream=false")
+    held_out = None
+    if split != "train":
+        names: dict[str, HeldOutSet] = {}
+        for item in held_out_sets(cfg):
+            names.setdefault("validation", item)
+            names[f"validation/{item.name}" if item.name else "validation"] = item
+        if split not in names:
+            raise UserError(f"split: {split!r} does not exist. Choose one of {', '.join(['train', *names])}")
+        held_out = names[split]
+    if cfg.data.demo:
+        from data.demo.make import ensure_demo
+
+        ensure_demo(Path(cfg.data.shards).parent, cfg.data.demo)
+    tokenizer = tokenizer_of(cfg)
+    samples = build_dataset(cfg, tokenizer, held_out=held_out)
+    length = len(samples)
+    if held_out is None:
+        samples.set_phases(Mixing(cfg, run.batch, samples.source_sizes).phases)
+    else:
+        length = min(cfg.train.eval_samples or length, length)
+    return RunDataset(run, tokenizer, samples, length, held_out is not None)
