@@ -1,9 +1,13 @@
 """What holds for every test."""
 
+import contextlib
 import functools
+import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from mimo_train.config import compose
 
@@ -11,6 +15,7 @@ from mimo_train.config import compose
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("random", database=None, deadline=None)
 settings.load_profile("fixed")
+set_hypothesis_home_dir(Path(__file__).parents[1] / ".hypothesis")  # the default is the working directory
 
 # Thousands of tests compose a shipped config. Hydra takes two thirds of the time, and its result depends on nothing but
 # the file and the groups that are picked; values are set in copies of it.
@@ -21,6 +26,25 @@ compose._composed_files = lambda path, choices: (_of_shipped if _SHIPPED in path
 
 LONGEST = ("dist/test_layout_parity.py", "e2e/test_wheels.py", "dist", "e2e")
 """Files and folders with the longest tests, the longest first."""
+
+
+WORKING_DIRECTORIES = pytest.StashKey[str]()
+
+
+def pytest_configure(config) -> None:
+    """Make the folder of all working directories. They stay until the end: a process that one test starts may serve
+    later ones."""
+    folder = tempfile.TemporaryDirectory(prefix="mimo_test_", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    config.stash[WORKING_DIRECTORIES] = folder.name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Run each test in a working directory of its own: the folders of shipped configs are relative, and a run of the
+    checkout must not change what a test reads."""
+    with contextlib.chdir(tempfile.mkdtemp(dir=item.config.stash[WORKING_DIRECTORIES])):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -2,20 +2,23 @@
 are added, copies of weights, recomputation) changes no number."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @pytest.fixture(scope="module")
 def curves(digits, tmp_path_factory):
     """Loss and gradient norm of every step, and losses of evaluations, of each run."""
     command = [sys.executable, "-m", "tests.dist.dry_run.engine_curves", digits, tmp_path_factory.mktemp("fp8")]
-    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*map(str, command)], env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert all(found.values()), done.stderr
