@@ -31,7 +31,8 @@ class TextSample:
     loss_mask: np.ndarray  # float32 [S]
     length: int
     positions: np.ndarray | None = None  # int64 [3, S]; None: 0, 1, 2, ...
-    question_and_truth: tuple[str, str] | None = None
+    questions: tuple[tuple[int, str], ...] | None = None
+    """(position of the first label, question before it) of each learned turn."""
     documents: tuple[int, ...] | None = None
     """Where its documents end, which attention stays inside of; None: it is one."""
 
@@ -49,9 +50,19 @@ def encode_prompt(turns: Sequence[Turn], tokenizer: Tokenizer, media: MediaToken
 
 
 def to_sample(
-    conversation: Conversation, tokenizer: Tokenizer, media: MediaTokens, sequence_length: int, number: int, key: Key
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    media: MediaTokens,
+    sequence_length: int,
+    number: int,
+    key: Key,
+    *,
+    keep_text: bool = False,
 ) -> TextSample:
     """The conversation cut or padded to `sequence_length`. Only text behind the last placeholder is ever cut.
+
+    Args:
+        keep_text: return `TextSample.questions` too.
 
     Raises RecordError if the media tokens do not all fit, or the template cannot render the conversation.
     """
@@ -64,7 +75,10 @@ def to_sample(
     targets = tokens[1 : sequence_length + 1]
     labels[: len(targets)] = targets
     loss_mask[: len(targets)] = encoded.learned[1 : sequence_length + 1]
-    return TextSample(number, input_ids, labels, loss_mask, length)
+    questions = None
+    if keep_text:
+        questions = tuple((max(at - 1, 0), conversation.question_before(turn)) for at, turn in encoded.answers)
+    return TextSample(number, input_ids, labels, loss_mask, length, questions=questions)
 
 
 def length_of(

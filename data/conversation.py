@@ -47,6 +47,13 @@ class Turn:
     """What the message has besides role and content, such as `tool_calls`; nothing that is null."""
     typed: bool | None = field(default=False, compare=False)
     """Whether the record has the content as a list of typed parts; None if it has none, beside calls of tools."""
+    has_loss: bool = True
+    """False where the record excludes the message from the loss."""
+
+    @property
+    def is_learned(self) -> bool:
+        """True if the loss falls on this turn."""
+        return self.has_loss and self.role in ("assistant", "plain")
 
     @property
     def text(self) -> str:
@@ -75,18 +82,19 @@ class Conversation:
     def is_blank(self) -> bool:
         """Whether no answer has a character to learn."""
         for turn in self.turns:
-            if turn.role in ("assistant", "plain") and (turn.fields or turn.text.strip()):
+            if turn.is_learned and (turn.fields or turn.text.strip()):
                 return False
         return True
 
     @property
     def question_and_truth(self) -> tuple[str, str]:
-        """Text of the last assistant turn, and of the last user turn before it with the markers that are inside it; a
-        plain text has no question."""
-        last = max((at for at, turn in enumerate(self.turns) if turn.role in ("assistant", "plain")), default=None)
-        assert last is not None, "parse_record refuses conversations without an assistant turn"
-        questions = [turn.marked_text for turn in self.turns[:last] if turn.role == "user"]
-        return questions[-1] if questions else "", self.turns[last].text.strip()
+        """Question and text of the last learned turn; both are empty if no turn is learned."""
+        last = next((at for at in reversed(range(len(self.turns))) if self.turns[at].is_learned), None)
+        return ("", "") if last is None else (self.question_before(last), self.turns[last].text.strip())
+
+    def question_before(self, turn: int) -> str:
+        """Text of the last user turn before turn number `turn`, with the markers inside it; empty if there is none."""
+        return next((one.marked_text for one in reversed(self.turns[:turn]) if one.role == "user"), "")
 
 
 def split_markers(text: str) -> tuple[Part, ...]:

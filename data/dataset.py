@@ -49,8 +49,8 @@ class Dataset(OutlinedSamples):
     module's placeholder; sequence_length: S; media: the encoder modules (several may take one kind: then each
     picture expands to the tokens of each, in this order); seed, shuffle, shuffle_block: see `GlobalOrder`;
     cache_dir: folder for indexes, instead of beside the shards; blind: pixels and waveforms are zeros and are not
-    read; max_bad_samples: how many samples may be bad, see `allowed_of`; keep_text: text samples carry (question,
-    truth) too; read_retries: how often a read is tried again after an I/O error; bounds: what is above is bad;
+    read; max_bad_samples: how many samples may be bad, see `allowed_of`; keep_text: text samples carry their
+    questions too; read_retries: how often a read is tried again after an I/O error; bounds: what is above is bad;
     ground: see `decode_picture`; fields: `data.fields`; sampling: of videos; skip_null: samples whose answers are null
     or blank have no loss, and are not bad; held_fraction: share of the samples that is held out, see `held_rows`;
     only_held: the samples are these, and not the others. Methods may be called from several threads. members_cache:

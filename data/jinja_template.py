@@ -17,21 +17,18 @@ what the assistant wrote, and the sample is bad.
 from __future__ import annotations
 
 import copy
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from data.chat_renderer import ANSWER, QUESTION, ChatRenderer, common_prefix
-from data.conversation import Conversation, Part
+from data.conversation import Conversation
 from data.errors import DataError, RecordError
 from data.placeholders import WORDS, Placeholder, Places
 from data.shown import plural
+from data.special_text import SpecialText
 from data.templates import Encoded, MediaTokens, Vocabulary, encode_plain
-
-_STAND_INS = 0xF0000
-"""First of the private characters that stand for special tokens in a record's text while a template sees it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,8 @@ class _Span:
 
     first: int
     end: int
+    turn: int
+    """Number of the message."""
     exact: bool = True
     """Whether it is all of it; else only so far can it reach."""
 
@@ -73,8 +72,7 @@ class JinjaTemplate:
         special = {at: token.content for at, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._pads = {tokenizer.convert_tokens_to_ids(item.pad) for item in placeholders}
         self._special_ids = (special.keys() | {vocabulary.end_of_turn_id}) - self._pads
-        texts = sorted({text for text in special.values() if text.strip()}, key=len, reverse=True)
-        self._forged = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._special_text = SpecialText(special.values())
         self.name = f"of {renderer.origin}"
         self.stop_ids: frozenset[int] = frozenset([vocabulary.end_of_turn_id])
         self.notes: tuple[str, ...] = ()
@@ -88,34 +86,64 @@ class JinjaTemplate:
         plain = encode_plain(conversation, self._vocabulary)
         if plain is not None:
             return plain
-        conversation, stand_ins = self._without_forgery(conversation)
+        conversation, stand_ins = self._special_text.hidden(conversation)
         name, tools = self._renderer.name_for(conversation), list(conversation.tools) or None
         messages = self._renderer.messages(name, conversation.turns, conversation.tools, self._marks)
         if self._renderer.has_markers[name]:
             text, blocks = self._renderer.render_spans(name, messages, tools)
-            spans = [_Span(*block) for block in blocks if block[1] > block[0]]
+            turns = self._turns_of_blocks(name, messages, tools, len(blocks), conversation)
+            spans = [_Span(*block, turn) for block, turn in zip(blocks, turns, strict=True) if block[1] > block[0]]
+            spans = [span for span in spans if conversation.turns[span.turn].has_loss]
         else:
             text = self._renderer.render(name, messages, tools)
-            spans = self._answers(name, messages, tools, text)
+            spans = self._answers(name, messages, tools, text, conversation)
         return self._tokens(
             text, spans, conversation, media, stand_ins, closed_by_marker=self._renderer.has_markers[name]
         )
 
     def prompt(self, conversation: Conversation, media: MediaTokens) -> list[int]:
         """See `data.templates.Template.prompt`."""
-        conversation, stand_ins = self._without_forgery(conversation)
+        conversation, stand_ins = self._special_text.hidden(conversation)
         name, tools = self._renderer.name_for(conversation), list(conversation.tools) or None
         messages = self._renderer.messages(name, conversation.turns, conversation.tools, self._marks)
         text = self._renderer.render(name, messages, tools, prompt=True)
         return self._tokens(text, [], conversation, media, stand_ins).tokens
 
+    def _turns_of_blocks(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        blocks: int,
+        conversation: Conversation,
+    ) -> list[int]:
+        """Return the number of the message that each generation block belongs to."""
+        assistants = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if blocks == len(assistants) and all(conversation.turns[at].has_loss for at in assistants):
+            return assistants
+        turns: list[int] = []
+        for at in assistants:
+            so_far = len(self._renderer.render_spans(name, messages[: at + 1], tools)[1])
+            turns += [at] * (so_far - len(turns))
+        if len(turns) != blocks:
+            raise RecordError(
+                f"the chat template writes {blocks} generation blocks, and {len(turns)} while the messages are added "
+                "one by one, so it is not known which message each belongs to"
+            )
+        return turns
+
     def _answers(
-        self, name: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        text: str,
+        conversation: Conversation,
     ) -> list[_Span]:
         """Of a template without generation blocks: what the assistant has written in `text`."""
         spans: list[_Span] = []
         for at, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or not conversation.turns[at].has_loss:
                 continue
             before = self._renderer.render(name, messages[:at], tools, prompt=True)
             if not text.startswith(before) or (spans and len(before) < spans[-1].end):
@@ -131,14 +159,14 @@ class JinjaTemplate:
         self, name: str, messages: Sequence[Any], tools: Sequence[Any] | None, text: str, at: int, first: int
     ) -> _Span:
         if at + 1 == len(messages):
-            return _Span(first, len(text))
+            return _Span(first, len(text), at)
         with_it = self._renderer.render(name, messages[: at + 1], tools)
         if text.startswith(with_it):
-            return _Span(first, len(with_it))
+            return _Span(first, len(with_it), at)
         # Another text in the next message leaves as equal what cannot belong to it.
         following = messages[at + 1] | {"content": "b" if str(messages[at + 1].get("content"))[:1] == "a" else "a"}
         other = self._renderer.render(name, [*messages[: at + 1], following], tools)
-        return _Span(first, max(first, common_prefix(other, text)), exact=False)
+        return _Span(first, max(first, common_prefix(other, text)), at, exact=False)
 
     def _tokens(
         self,
@@ -162,18 +190,22 @@ class JinjaTemplate:
             text, places = self._places.written_out(text, found)
             spans = [replace(span, first=_moved(span.first, places), end=_moved(span.end, places)) for span in spans]
         ids, firsts, ends = self._encoded(text, stand_ins)
-        learned = [False] * len(ids)
+        learned, answers = [False] * len(ids), dict[int, int]()
         for span in spans:
             begin, limit = bisect_right(ends, span.first), bisect_left(firsts, span.end)
             if not closed_by_marker:
                 limit = self._closed(text, ids, ends, begin, limit, span)
             learned[begin:limit] = [True] * (limit - begin)
+            answers.setdefault(span.turn, begin)
         for first, end, _ in places:
             begin, limit = bisect_right(ends, first), bisect_left(firsts, end)
             learned[begin:limit] = [False] * (limit - begin)
+        encoded = Encoded(ids, learned, answers=[(at, turn) for turn, at in answers.items()])
         if ids[: len(self._begin)] != self._begin:
-            ids, learned = [*self._begin, *ids], [*[False] * len(self._begin), *learned]
-        return self._spread(ids, learned, [place[0] for place in found], media) if found else Encoded(ids, learned)
+            shift = len(self._begin)
+            moved = [(at + shift, turn) for at, turn in encoded.answers]
+            encoded = Encoded([*self._begin, *ids], [*[False] * shift, *learned], answers=moved)
+        return self._spread(encoded, [place[0] for place in found], media) if found else encoded
 
     def _closed(self, text: str, ids: Sequence[int], ends: Sequence[int], begin: int, limit: int, span: _Span) -> int:
         """Behind the token that ends the turn among those from `begin` to before `limit`."""
@@ -188,11 +220,12 @@ class JinjaTemplate:
         last = next((at for at in range(limit - 1, begin - 1, -1) if ids[at] in self._special_ids), None)
         return limit if last is None or text[ends[last] : span.end].strip() else last + 1
 
-    def _spread(self, ids: list[int], learned: list[bool], kinds: Sequence[str], media: MediaTokens) -> Encoded:
+    def _spread(self, encoded: Encoded, kinds: Sequence[str], media: MediaTokens) -> Encoded:
         """Every pad as often as its medium takes tokens."""
+        ids, learned = encoded.tokens, encoded.learned
         remaining = {kind: iter(members) for kind, members in media.items()}
         counts = iter([count for kind in kinds for count in next(remaining[kind])])
-        found, at = Encoded([], []), 0
+        found, at, answers = Encoded([], []), 0, encoded.answers
         for place, token in enumerate(ids):
             if token not in self._pads:
                 continue
@@ -200,32 +233,15 @@ class JinjaTemplate:
             found.learned += learned[at:place]
             pad, number = next(counts)
             assert pad == token, "modules of a kind in the order of their placeholders"
+            moved = len(found.tokens) - place
+            found.answers += [(first + moved, turn) for first, turn in answers if at <= first <= place]
             found.add([pad] * number, False)
             found.media_end, at = len(found.tokens), place + 1
         assert next(counts, None) is None, "a pad for every module of every medium"
+        found.answers += [(first + len(found.tokens) - at, turn) for first, turn in answers if first >= at]
         found.tokens += ids[at:]
         found.learned += learned[at:]
         return found
-
-    def _without_forgery(self, conversation: Conversation) -> tuple[Conversation, dict[str, str]]:
-        """(conversation, private character -> what it stands for): special tokens in its texts stand for themselves
-        nowhere."""
-        if self._forged is None or not _any_text(conversation, self._forged.search):
-            return conversation, {}
-        used: set[str] = set()
-        _any_text(conversation, used.update)
-        stand_ins: dict[str, str] = {}
-
-        def hide(match: re.Match[str]) -> str:
-            if match[0] not in stand_ins:
-                free = next(char for at in range(0xFFFD) if (char := chr(_STAND_INS + at)) not in used)
-                used.add(free)
-                stand_ins[match[0]] = free
-            return stand_ins[match[0]]
-
-        forged = self._forged
-        hidden = _changed(conversation, lambda text: forged.sub(hide, text))
-        return hidden, {char: token for token, char in stand_ins.items()}
 
     def _encoded(self, text: str, stand_ins: Mapping[str, str]) -> tuple[list[int], list[int], list[int]]:
         """(ids, first character of each, behind the last)."""
@@ -335,42 +351,3 @@ def _moved(position: int, places: Sequence[tuple[int, int, int]]) -> int:
             break
         shift = moved
     return position + shift
-
-
-def _any_text(conversation: Conversation, test: Any) -> bool:
-    """Whether `test` holds for a text of the record. It is called with each until then."""
-    for turn in conversation.turns:
-        for part in turn.parts:
-            if part.text and test(part.text):
-                return True
-        if turn.fields and _any_of(turn.fields, test):
-            return True
-    return bool(conversation.tools) and _any_of(conversation.tools, test)
-
-
-def _any_of(value: Any, test: Any) -> bool:
-    if isinstance(value, str):
-        return bool(test(value))
-    if isinstance(value, Mapping):
-        return any(_any_of(key, test) or _any_of(item, test) for key, item in value.items())
-    return isinstance(value, list | tuple) and any(_any_of(item, test) for item in value)
-
-
-def _changed(conversation: Conversation, change: Any) -> Conversation:
-    turns = [
-        replace(
-            turn,
-            parts=tuple(Part(part.kind, change(part.text)) for part in turn.parts),
-            fields=_changed_in(turn.fields, change),
-        )
-        for turn in conversation.turns
-    ]
-    return Conversation(tuple(turns), tuple(_changed_in(conversation.tools, change)))
-
-
-def _changed_in(value: Any, change: Any) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(key): _changed_in(item, change) for key, item in value.items()}
-    return [_changed_in(item, change) for item in value] if isinstance(value, list | tuple) else value

@@ -276,7 +276,7 @@ class StepLoader:
             if len(self._dataset.sources) > 1:
                 batch["sources"] = self._sources(plan, samples, batch)
             if self._dataset.keep_text:
-                batch["texts"] = [sample.question_and_truth for sample in samples]
+                batch["questions"] = [sample.questions for sample in samples]
         if media:
             inputs = {module: self._inputs(module, reads) for module, reads in media.items()}
             batch["modality_inputs"] = {

@@ -127,16 +127,15 @@ class OutlinedSamples(Samples):
         try:
             conversation = self._conversation(outline)
             self._require_words(conversation)
-            sample = collate.to_sample(conversation, self.tokenizer, tokens, self.sequence_length, number, outline.key)
-            if self.keep_text:
-                sample = replace(sample, question_and_truth=conversation.question_and_truth)
+            where = self.sequence_length, number, outline.key
+            sample = collate.to_sample(conversation, self.tokenizer, tokens, *where, keep_text=self.keep_text)
             return self._positioned(sample, outline), None
         except Exception as error:
             skipped = self._skip_null and isinstance(error, NothingToLearn)
             reason = self._reason(outline, error)
             sample = collate.stand_in(self.tokenizer, tokens, self.sequence_length, number)
             if self.keep_text:
-                sample = replace(sample, question_and_truth=("", ""))
+                sample = replace(sample, questions=())
             return self._positioned(sample, outline), None if skipped else self._bad(outline, reason)
 
     def read_media(self, number: int, module: str) -> tuple[list[torch.Tensor], BadSample | None]:

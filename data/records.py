@@ -31,6 +31,7 @@ from data.conversation import (
 from data.errors import NothingToLearn, RecordError, UnknownRecord
 from data.fields import ABSENT, LEARNED, Fields
 from data.frames import Picture
+from data.message_loss import split_loss
 from data.sample_key import Key
 from data.shown import plural, shown
 
@@ -303,13 +304,14 @@ def _turn(turn: Any, role_field: str, content_field: str) -> Turn:
         fields = {
             name: value for name, value in turn.items() if name not in (role_field, content_field) and value is not None
         }
+    fields, has_loss = split_loss(fields, role) if fields else (NO_FIELDS, True)
     if isinstance(content, str):
         _refuse_stray(content, "", MARKERS)
-        return Turn(role, split_markers(content), fields)
+        return Turn(role, split_markers(content), fields, has_loss=has_loss)
     if role_field == "role" and isinstance(content, list):
-        return Turn(role, tuple([_typed_part(part) for part in content]), fields, typed=True)
+        return Turn(role, tuple([_typed_part(part) for part in content]), fields, typed=True, has_loss=has_loss)
     if content is None and turn.get("tool_calls"):
-        return Turn(role, (), fields, typed=None)
+        return Turn(role, (), fields, typed=None, has_loss=has_loss)
     raise RecordError(f": {content_field} is {_called(content)}, neither text nor a list of typed parts")
 
 

@@ -30,7 +30,7 @@ class Samples(SourcesView, ABC):
     tokenizer: Tokenizer
     sequence_length: int
     keep_text: bool
-    """Whether text samples carry (question, truth) too."""
+    """Whether text samples carry their questions too."""
     modules: tuple[Media, ...] = ()
     """The encoder modules."""
     lookups: dict[str, Lookup]

@@ -12,7 +12,7 @@ roles and no template, all. Placeholders never are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from data.conversation import Conversation, Turn
@@ -32,6 +32,8 @@ class Encoded:
     """Whether each is a target of the loss."""
     media_end: int = 0
     """Behind the last placeholder; 0 without any."""
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    """(position of the first learned token, number of the turn) of each learned turn."""
 
     def add(self, ids: Sequence[int], learned: bool) -> None:
         """Tokens at the end."""
@@ -77,6 +79,7 @@ def encode_plain(conversation: Conversation, vocabulary: Vocabulary) -> Encoded 
         return None
     found = Encoded([], [])
     found.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
+    found.answers.append((len(found.tokens), 0))
     found.add(vocabulary.encode(conversation.turns[0].text), True)
     found.add([vocabulary.end_of_turn_id], True)
     return found
@@ -117,11 +120,13 @@ class OwnTemplate:
         vocabulary, found = self._vocabulary, Encoded([], [])
         remaining = {kind: iter(members) for kind, members in media.items()}
         found.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
-        for turn in conversation.turns:
+        for number, turn in enumerate(conversation.turns):
             if turn.fields or turn.role in _OF_TOOLS:
                 _require_no_extras(turn)
-            learns = turn.role == "assistant"
+            learns = turn.is_learned
             found.add(vocabulary.role_ids("system" if turn.role == "developer" else turn.role), False)
+            if learns:
+                found.answers.append((len(found.tokens), number))
             for part in turn.parts:
                 if part.kind == "text":
                     found.add(vocabulary.encode(part.text), learns)
@@ -153,8 +158,8 @@ _CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "th
 
 def _require_no_extras(turn: Turn) -> None:
     """Refuses what would be lost; other fields of a message, such as a name, have always been left out."""
-    for field in _CONTENT:
-        if turn.fields.get(field):
-            raise RecordError(f"a message has {field}, {_NO_PLACE}")
+    for name in _CONTENT:
+        if turn.fields.get(name):
+            raise RecordError(f"a message has {name}, {_NO_PLACE}")
     if turn.role in _OF_TOOLS:
         raise RecordError(f"the record has a message of the role {turn.role!r}, {_NO_PLACE}")

@@ -106,9 +106,9 @@ class TokenDataset(Samples):
             ends = file.ends_in(first, self.sequence_length)
             loss_mask[ends - 1] = 0  # the next token is of another document
             documents = (*ends[ends < self.sequence_length].tolist(), self.sequence_length)
-        words = ("", self.tokenizer.decode(tokens.tolist())) if self.keep_text else None
+        questions = ((0, ""),) if self.keep_text else None
         sample = TextSample(
-            number, tokens[:-1], tokens[1:], loss_mask, self.sequence_length, None, words, documents=documents
+            number, tokens[:-1], tokens[1:], loss_mask, self.sequence_length, None, questions, documents=documents
         )
         return sample, None
 

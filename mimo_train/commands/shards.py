@@ -18,6 +18,8 @@ from mimo_train.config.fault import UserError
 if TYPE_CHECKING:
     from data.index import ShardIndex
 
+_VERIFY = "records and media are not read here: `mimo-train shards verify` reads them"
+
 
 def add(subparsers: Any) -> None:
     """Add the command and its own commands."""
@@ -160,11 +162,11 @@ def _index_all(paths: Sequence[Place], cache_dir: str | None, workers: int) -> i
             print(f"warning: {path}: no sample in it", file=sys.stderr)
         else:
             samples, bad = samples + len(index), bad + index.num_bad
-            faults = f", {index.num_bad} of them cannot be used" if index.num_bad else ""
+            faults = f", {index.num_bad} of them bad by their headers" if index.num_bad else ""
             print(f"{path}: {plural(len(index), 'sample')}{faults}")
     print(
-        f"{len(paths) - failed} of {plural(len(paths), 'shard')} indexed, {plural(samples, 'sample')}, {bad} of them "
-        "cannot be used"
+        f"{len(paths) - failed} of {plural(len(paths), 'shard')} indexed, {plural(samples, 'sample')}, "
+        f"{bad} of them bad by their headers; {_VERIFY}"
     )
     if empty and not samples:
         print(f"error: {plural(empty, 'shard')} without any sample: a run cannot read them", file=sys.stderr)
@@ -219,7 +221,7 @@ def _inspect_shards(args: argparse.Namespace) -> int:
     total = sum(shards.values())
     print(
         f"\n{plural(len(shards), 'shard')}, {plural(samples, 'sample')}, {total / 1e6:.1f} MB, "
-        f"{plural(len(faults), 'sample')} cannot be used"
+        f"{plural(len(faults), 'sample')} bad by their headers; {_VERIFY}"
     )
     print(f"\n{'member':<16}{'count':>10}{'mean bytes':>12}{'MB':>10}")
     for extension, count in sorted(counts.items()):

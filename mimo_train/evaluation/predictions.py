@@ -15,13 +15,13 @@ from data.tokens import Tokenizer
 _logger = logging.getLogger(__name__)
 
 FILE = "predictions.jsonl"
-"""In `run.dir`, of the newest evaluation: a JSON object for each sample, in their order. `prediction` has the most
-likely token at each place of the true answer, given the true tokens before it: up to the first wrong one what greedy
-decoding writes."""
+"""File in `run.dir` of the newest evaluation: a JSON object for each learned turn, in the order of the samples. Its
+`prediction` has the most likely token at each place of the true answer, given the true tokens before it: up to the
+first wrong one, what greedy decoding writes."""
 
 
 def predictions_of(microbatch: dict[str, Any], samples: int, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """An entry for each sample of a microbatch that has an answer, without samples beyond the held-out ones.
+    """Return an entry for each learned turn of a microbatch, without samples beyond the held-out ones.
 
     Args:
         microbatch: with `losses` and `predicted`, see `evaluation.greedy`.
@@ -29,20 +29,26 @@ def predictions_of(microbatch: dict[str, Any], samples: int, tokenizer: Tokenize
     masks = microbatch["loss_mask"].cpu() > 0
     numbers = microbatch["sample_numbers"].tolist()
     columns = [microbatch[name].cpu() for name in ("predicted", "labels", "losses")]
-    questions = microbatch.get("texts") or [("", "")] * len(numbers)
-    for row, (number, learned) in enumerate(zip(numbers, masks, strict=True)):
-        if number >= samples or not bool(learned.any()):
+    questions = microbatch.get("questions") or [[(0, "")]] * len(numbers)
+    for row, (number, mask) in enumerate(zip(numbers, masks, strict=True)):
+        if number >= samples:
             continue
-        predicted, labels, losses = (column[row][learned] for column in columns)
-        yield {
-            "number": number,
-            "question": questions[row][0],
-            "prediction": tokenizer.decode(predicted.tolist()).strip(),
-            "truth": tokenizer.decode(labels.tolist()).strip(),
-            "exact_match": bool(torch.equal(predicted, labels)),
-            "loss": float(losses.double().mean()),
-            "tokens": len(labels),
-        }
+        ends = [first for first, _ in questions[row]][1:] + [mask.numel()]
+        for turn, ((first, question), end) in enumerate(zip(questions[row], ends, strict=False)):
+            learned = mask[first:end]
+            if not bool(learned.any()):
+                continue  # cut by data.sequence_length
+            predicted, labels, losses = (column[row][first:end][learned] for column in columns)
+            yield {
+                "number": number,
+                "turn": turn,
+                "question": question,
+                "prediction": tokenizer.decode(predicted.tolist()).strip(),
+                "truth": tokenizer.decode(labels.tolist()).strip(),
+                "exact_match": bool(torch.equal(predicted, labels)),
+                "loss": float(losses.double().mean()),
+                "tokens": len(labels),
+            }
 
 
 def write_predictions(path: Path, entries: list[dict[str, Any]], step: int, dataset: Samples) -> None:

@@ -237,7 +237,10 @@ def with_bad_samples(tmp_path, small):
 
 def test_index_command(small, with_bad_samples, capsys):
     assert run("index", small, "--workers", "2") == 0
-    assert "2 of 2 shards indexed, 13 samples, 0 of them cannot be used" in capsys.readouterr().out
+    assert (
+        "2 of 2 shards indexed, 13 samples, 0 of them bad by their headers; records and media are not read"
+        in capsys.readouterr().out
+    )
     assert (small / "shards.mimo-catalogue").is_file()
     assert run("index", with_bad_samples) == 1
     output = capsys.readouterr()
@@ -260,6 +263,7 @@ def test_index_command_counts_the_texts_of_a_config(small, capsys):
 def test_inspect_command(small, with_bad_samples, tmp_path, capsys):
     assert run("inspect", small, "--samples", "1", "--cache-dir", tmp_path / "cache") == 0
     output = capsys.readouterr().out
+    assert "0 samples bad by their headers; records and media are not read here: `mimo-train shards verify`" in output
     assert "2 shards, 13 samples" in output and "0000  .0.png 20x16" in output and "20 x 16" in output
     assert not list(small.glob("*.mimo-catalogue"))
     assert run("inspect", with_bad_samples) == 1 and "c.tar" in capsys.readouterr().err

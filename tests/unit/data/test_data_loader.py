@@ -51,7 +51,7 @@ def test_a_step_holds_its_samples_in_order(dataset):
         assert microbatch["input_ids"].tolist() == [text.input_ids.tolist() for text in texts]
         assert microbatch["labels"].tolist() == [text.labels.tolist() for text in texts]
         assert microbatch["loss_mask"].tolist() == [text.loss_mask.tolist() for text in texts]
-        assert microbatch["texts"] == [data.prompt_and_truth(number) for number in numbers]
+        assert microbatch["questions"] == [text.questions for text in texts]
         expected = [picture for number in numbers for picture in data.media(number, "images")]
         assert equal(pixels(microbatch), expected)
         assert step.token_counts["images"][at] == [data.token_counts(number)["images"] for number in numbers]

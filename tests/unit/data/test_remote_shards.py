@@ -279,7 +279,7 @@ def test_every_text_that_fields_name_is_announced(storage, dataset, tmp_path):
     ):
         announce()
         assert there.reader._remote._bytes == len(b"Which?This one.")
-        assert there.text(0).question_and_truth == ("Which?", "This one.")
+        assert [question for _, question in there.text(0).questions] == ["Which?"]
         assert there.reader._remote._bytes == 0
 
 
