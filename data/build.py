@@ -41,7 +41,7 @@ LEFT_OUT = "left_out.jsonl"
 SUMMARY = "build.json"
 """In the folder of the shards: what they were built of, and how."""
 _WORK, _DONE = ".build", ".built"
-_VERSION = 2
+_VERSION = 3
 
 Progress = Callable[[str, int, int | None], None]
 """(what is done, how many more, of how many; None: not known)."""
@@ -275,9 +275,9 @@ def _write_shard(work: Path, shard: _Shard) -> None:
 
 def _notes(parts: Sequence[Part], rows: Sequence[np.ndarray]) -> list[str]:
     notes = []
-    if nulls := sum(part.nulls for part in parts):
-        first = next(part.first_null for part in parts if part.first_null)
-        notes.append(f"{nulls} without a caption or answer to learn are left out, such as {first}")
+    for what in sorted({what for part in parts for what in part.nulls}):
+        counts, firsts = zip(*(part.nulls[what] for part in parts if what in part.nulls), strict=True)
+        notes.append(f"{sum(counts)} {what} are left out, such as {firsts[0]}")
     rules: Counter[str] = Counter()
     for part in parts:
         rules.update(part.rules)

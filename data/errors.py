@@ -41,9 +41,18 @@ class RecordError(SampleError):
 
 
 class NothingToLearn(RecordError):
-    """A record whose caption or answer is null: bad, or without loss where `data.null_captions` says so."""
+    """A record whose caption or answer is null: bad, or without loss with `data.null_captions=skip`."""
+
+    what = "without a caption or answer to learn"
+    """The records, as they follow their number."""
 
     remedy = "data.null_captions=skip takes such samples without loss"
+
+
+class NotDownloaded(NothingToLearn):
+    """A record of img2dataset or video2dataset whose media could not be downloaded."""
+
+    what = "whose media could not be downloaded"
 
 
 class UnknownRecord(RecordError):

@@ -3,9 +3,9 @@
 A sample is a run of neighbouring tar members with one key. The key rule is WebDataset's: the key is the member's path
 up to the FIRST dot of its base name, the extension is everything after it, in lower case. So `a/img.2024.01.jpg` has
 the key `a/img` and the extension `2024.01.jpg`; names such as `img.2024.01` and `img.2024.02` share one key, and are
-one sample when they are neighbours. Members that start with a dot, have no extension, or are named `__*__` are
-skipped. What a member is (picture, clip, record, nothing that is read) follows from its extension and those of the
-others (`data.members`).
+one sample when they are neighbours. Members whose base name starts with a dot (macOS writes `a/._img.jpg`) or has no
+extension, and those named `__*__`, are skipped. What a member is (picture, clip, record, nothing that is read) follows
+from its extension and those of the others (`data.members`).
 
 An index is built here from its shard; the indexes of many are kept in one file (`data.catalogue`).
 """
@@ -39,7 +39,7 @@ from data.storage.url import Place, Url, place_of
 from data.storage.version import ShardVersion, open_file
 from data.storage.whole_read import pread_all
 
-_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_NAME = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 SAMPLE = np.dtype([("first_member", "<i8"), ("record", "<i4"), ("reason", "<i4")])
 """A sample: the first of its members, which of these is the record (-1: none), and, from 1 on, why it is bad."""

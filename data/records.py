@@ -32,6 +32,7 @@ from data.errors import NothingToLearn, RecordError, UnknownRecord
 from data.fields import ABSENT, LEARNED, Fields
 from data.frames import Picture
 from data.message_loss import split_loss
+from data.record_checks import require_characters, require_download, text_of_file
 from data.sample_key import Key
 from data.shown import plural, shown
 
@@ -76,11 +77,11 @@ def parse_record(
 
     Raises RecordError: unreadable, of no known form, above its bounds, without an assistant turn, with a number of
     placeholders that differs from the number of members, or referring to what is not read; NothingToLearn: its caption
-    is null.
+    is null; NotDownloaded: it has no media because their download failed.
     """
     text = _decoded(raw, extension, key, bounds)
     if extension.rpartition(".")[2] == "txt":
-        return _checked(_caption(text, media, pictures, key), key, media, pictures, bounds)
+        return _checked(_caption(text_of_file(text), media, pictures, key), key, media, pictures, bounds)
     record = _json(text, f"key {key!r}: the .{shown(extension)} member", bounds)
     return _of_record(record, key, media, bounds, beside, pictures)
 
@@ -124,13 +125,15 @@ def parse_fields(
             continue
         text = _decoded(raws[source.member], source.member, key, bounds)
         if not source.is_json:
-            record[name] = text.strip() if name == "label" else text
+            record[name] = text.strip() if name == "label" else text_of_file(text)
             continue
         if source.member not in parsed:
             parsed[source.member] = _json(text, f"key {key!r}: the .{shown(source.member)} member", bounds)
         value = source.value(parsed[source.member])
         if value is not ABSENT:
             record[name] = value
+    for one in parsed.values():
+        require_download(one, key, media)
     try:
         fields.require(record, {name: _keys(one) for name, one in parsed.items() if isinstance(one, dict)})
     except RecordError as error:
@@ -172,6 +175,7 @@ def _of_record(
     beside: Beside,
     pictures: Sequence[Picture],
 ) -> Conversation:
+    require_download(record, key, media)
     conversation = _from_json(record, key, media, pictures, bounds)
     if wrong := misfit(record, key, beside, media):
         raise RecordError(f"key {key!r}: {wrong}")
@@ -197,6 +201,7 @@ def _checked(
     conversation: Conversation, key: Key, media: Mapping[str, int], pictures: Sequence[Picture], bounds: Bounds
 ) -> Conversation:
     """The conversation with the pictures of its videos, if its placeholders are as many as the members."""
+    require_characters(conversation, key)
     kinds = [part.kind for turn in conversation.turns for part in turn.parts]
     if above := bounds.of_placeholders(sum(kind != "text" for kind in kinds)):
         raise RecordError(f"key {key!r}: {above}")

@@ -26,7 +26,7 @@ _COLUMNS = ("tokens", "load", "pairs")
 _VIDEO = -2  # of a member whose pictures are read
 _PROBES, _RATES = 160, (8000, 16000, 22050, 24000, 32000, 44100, 48000)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_LENGTHS_VERSION = 4
+_LENGTHS_VERSION = 5
 """Raised where a program counts other lengths of the same texts, or writes them otherwise."""
 
 

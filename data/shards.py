@@ -108,7 +108,7 @@ def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os
     ends = tuple(suffixes)
     with os.scandir(folder) as found:
         entries = [*found]
-    names = sorted(name for name in map(attrgetter("name"), entries) if name.endswith(ends))
+    names = sorted(name for name in map(attrgetter("name"), entries) if name.endswith(ends) and name[0] != ".")
     if not names:
         for name in sorted(os.listdir(folder)):
             refuse(folder / name)

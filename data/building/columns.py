@@ -22,15 +22,17 @@ PAIRED = "with `texts`, pairs of `user` and `assistant`: became `conversations`"
 
 @dataclass(frozen=True)
 class Columns:
-    """`--columns` and `--question`.
+    """`--columns`, `--question` and `--quoted`.
 
     Attributes:
         names: what -> column; what is a name of `data.fields.TEXTS`, "image" or "audio".
         question: asked of every sample that has a caption; empty: none.
+        quoted: whether quotes enclose cells of a TSV; in a CSV they always do.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     question: str = ""
+    quoted: bool = False
 
     def __post_init__(self) -> None:
         for what in self.names:

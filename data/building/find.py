@@ -39,6 +39,8 @@ def find_source(path: Path, columns: Columns, kind: str = "", media: Path | None
         raise DataError(f"no file or folder {path}")
     if media is not None and not media.is_dir():
         raise DataError(f"no folder {media} with the files that the records name")
+    if columns.quoted and path.suffix.lower() != ".tsv":
+        raise DataError(f"--quoted applies to a TSV file, and {path} is not one. Leave it out")
     if path.is_file():
         return _of_file(path, columns, kind, media)
     folder = path / split if split and (path / split).is_dir() else path
@@ -73,12 +75,12 @@ def _of_file(path: Path, columns: Columns, kind: str, media: Path | None) -> Sou
 
 def _kinds_in(folder: Path) -> dict[str, list[Path]]:
     """By kind, the files of a folder, or the folders with files, that may be the source."""
-    top = sorted(entry for entry in folder.iterdir() if entry.is_file())
+    top = sorted(entry for entry in folder.iterdir() if entry.is_file() and entry.name[0] != ".")
     if any(path.name in _METADATA for path in top):
         return {"records": [path for path in top if path.name in _METADATA]}
     if tars := [path for path in top if path.suffix == ".tar"]:
         return {"tars": tars}
-    below = sorted(folder.rglob("*"))
+    below = sorted(path for path in folder.rglob("*") if "/." not in f"/{path.relative_to(folder)}")
     if tfrecords := [path for path in below if ".tfrecord" in path.name]:
         raise DataError(f"{tfrecords[0]}: TFRecord is not read: write WebDataset tars, files or parquet instead")
     found: dict[str, list[Path]] = {}

@@ -28,6 +28,7 @@ from data.building.samples import (
 from data.errors import RecordError
 from data.index import build_index
 from data.members import READABLE, arrange, unread
+from data.record_checks import text_of_file
 from data.shown import plural, shown
 from data.storage.whole_read import pread_all
 
@@ -183,13 +184,16 @@ def _record(raw: bytes, is_json: bool, where: str) -> Any:
     """What a member with the record says, as JSON has it."""
     try:
         text = raw.decode("utf-8-sig")
-        return json.loads(text) if is_json else {"caption": text}
+        return json.loads(text) if is_json else {"caption": text_of_file(text)}
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{where}: its record is not {'JSON' if is_json else 'UTF-8'} ({error})") from error
 
 
 def _require_stats(tar: Path, samples: int) -> None:
-    """Raises RecordError if img2dataset's statistics beside a tar count other samples than it has."""
+    """Raises RecordError if the statistics of img2dataset next to a tar count other samples than it has.
+
+    The tars of video2dataset also have the records of failed downloads.
+    """
     try:
         stats = json.loads(tar.with_name(tar.stem + _STATS).read_bytes())
     except FileNotFoundError:
@@ -197,7 +201,7 @@ def _require_stats(tar: Path, samples: int) -> None:
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{tar.stem + _STATS} is not JSON ({error})") from error
     said = stats.get("successes") if isinstance(stats, dict) else None
-    if isinstance(said, int) and said != samples:
+    if isinstance(said, int) and samples not in (said, stats.get("count")):
         raise RecordError(
             f"{tar.name} has {plural(samples, 'sample')}, and {tar.stem + _STATS} counts {said}: some are missing"
         )

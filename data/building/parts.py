@@ -42,9 +42,8 @@ class Part:
     samples: int
     faults: list[str]
     """A sentence for each row that cannot be used."""
-    nulls: int
-    """Rows whose caption or answer is null or blank."""
-    first_null: str
+    nulls: dict[str, tuple[int, str]]
+    """Rows without anything to learn: `NothingToLearn.what` -> (how many, the first)."""
     rules: dict[str, int]
     """How many samples each rule changed."""
     unknown: int = 0
@@ -76,7 +75,8 @@ def read_part(source: Source, folder: Path, number: int, progress: Callable[[int
     rows = array("Q")  # of `ROW`, which has no number below 0
     faults: list[str] = []
     rules: Counter[str] = Counter()
-    nulls, first_null, seen, unknown = 0, "", 0, 0
+    nulls: dict[str, tuple[int, str]] = {}
+    seen, unknown = 0, 0
     with replacing(part_path(folder, number, "bytes")) as spool:
         spooled = 0
         for make in _rows(source, source.parts[number], faults):
@@ -86,7 +86,8 @@ def read_part(source: Source, folder: Path, number: int, progress: Callable[[int
             try:
                 sample = make()
             except NothingToLearn as error:
-                nulls, first_null = nulls + 1, first_null or str(error)[:_SHOWN]
+                count, first = nulls.get(error.what, (0, str(error)[:_SHOWN]))
+                nulls[error.what] = count + 1, first
                 continue
             except RecordError as error:
                 faults.append(str(error)[:_SHOWN])
@@ -118,7 +119,7 @@ def read_part(source: Source, folder: Path, number: int, progress: Callable[[int
                 rules.update(changed)
     with replacing(part_path(folder, number, "rows")) as file:
         file.write(np.array(rows, dtype="<u8").tobytes())
-    part = Part(len(rows) * rows.itemsize // ROW.itemsize, faults, nulls, first_null, dict(rules), unknown)
+    part = Part(len(rows) * rows.itemsize // ROW.itemsize, faults, nulls, dict(rules), unknown)
     with replacing(part_path(folder, number, "json")) as file:
         file.write(json.dumps(part.__dict__).encode())
     if progress:

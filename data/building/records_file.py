@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data.building.columns import Columns
 from data.building.samples import Medium, Sample, medium_of_file, sample_of
@@ -23,6 +24,8 @@ JSON = (".json", ".jsonl", ".ndjson")
 _FIELDS = {kind: (kind, f"{kind}s") for kind in READABLE}
 _LOOK = 4096  # characters in which a file begins
 _ANY = "file_name"  # as in Hugging Face's folders of pictures or clips
+_DOUBLED = re.compile(r'".*"".*"', re.DOTALL)
+QUOTED = 'with quotes around a cell and "" inside it, which stay: if quotes enclose cells, give --quoted'
 _NONE: tuple[Any, ...] = (None, "", [])
 
 
@@ -54,18 +57,51 @@ class RecordsFile:
 
     def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
         """Every record."""
-        read = _table(part, self.columns) if part.suffix.lower() in TABLES else _json(part)
+        read = self._table() if part.suffix.lower() in TABLES else _json(part)
         fields = {kind: self.columns.media(kind, _FIELDS[kind]) for kind in READABLE}
-        folder = str(self.media)
-        for number, record in enumerate(read):
-            where = f"record {number}"
-            yield where, partial(self._sample, record, fields, folder, where)
+        for where, record in read:
+            yield where, partial(self._sample, record, fields, str(self.media), where)
+
+    @property
+    def _quotes_are_text(self) -> bool:
+        return self.file.suffix.lower() == ".tsv" and not self.columns.quoted
+
+    def _table(self) -> Iterator[tuple[str, Any]]:
+        csv.field_size_limit(min(sys.maxsize, 1 << 24))
+        separator = TABLES[self.file.suffix.lower()]
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if self._quotes_are_text else csv.QUOTE_MINIMAL
+        line = 1  # where the row begins: a quoted cell may have several lines
+        try:
+            with open(self.file, encoding="utf-8-sig", newline="") as lines:
+                reader = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
+                names = next(reader, None)
+                if not names:
+                    raise DataError(f"{self.file} is empty: its first line must name the columns")
+                if len(set(names)) < len(names):
+                    raise DataError(f"{self.file}: the column {max(names, key=names.count)!r} is there twice")
+                self.columns.require(names, str(self.file))
+                line = reader.line_num + 1
+                for cells in reader:
+                    if len(cells) == len(names):
+                        record = {name: cell if cell else None for name, cell in zip(names, cells, strict=True)}
+                        yield f"line {line}", record
+                    elif cells:
+                        has_quote = self._quotes_are_text and '"' in "".join(cells)
+                        hint = ". If quotes enclose cells, give --quoted" if has_quote else ""
+                        columns = f"{plural(len(cells), 'column')}, and {len(names)} in line 1"
+                        yield f"line {line}", RecordError(columns + hint)
+                    line = reader.line_num + 1
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.file} is not UTF-8 ({error.reason} at byte {error.start})") from error
+        except csv.Error as error:
+            raise DataError(f"{self.file}: the row that begins in line {line} cannot be read ({error})") from error
 
     def _sample(self, record: Any, fields: Mapping[str, Sequence[str]], folder: str, where: str) -> Sample:
         if isinstance(record, RecordError):
             raise RecordError(f"{where}: {record}")
         if not isinstance(record, dict):
             return sample_of(record, [], self.columns, where)
+        cells = [*record.values()]
         media: list[Medium] = []
         alone = _ANY not in record
         for kind, own in fields.items():
@@ -77,7 +113,10 @@ class RecordsFile:
                     media.append(medium_of_file(kind, folder, name, where))
         called = record.get("id")
         name = called if isinstance(called, str) else ""
-        return sample_of(record, media, self.columns, where, name=name, alone=alone)
+        sample = sample_of(record, media, self.columns, where, name=name, alone=alone)
+        if self._quotes_are_text and any(_DOUBLED.fullmatch(cell) for cell in cells if cell):
+            return sample._replace(rules=(*sample.rules, QUOTED))
+        return sample
 
     def _names(self, record: dict[str, Any], kind: str, fields: Sequence[str], where: str) -> Sequence[str]:
         given = [name for name in fields if record.get(name) not in _NONE]
@@ -102,42 +141,20 @@ def _suffix(name: str) -> str:
     return Path(name).suffix[1:].lower()
 
 
-def _json(file: Path) -> Iterator[Any]:
+def _json(file: Path) -> Iterator[tuple[str, Any]]:
+    number = 0
     try:
         with open(file, encoding="utf-8-sig") as lines:
             start = lines.read(_LOOK).lstrip()[:1]
             lines.seek(0)
             if start == "[":
-                yield from json.load(lines)
-            else:
-                yield from (json.loads(line) for line in lines if line.strip())
+                yield from ((f"record {at}", record) for at, record in enumerate(json.load(lines)))
+                return
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"line {number}", json.loads(line)
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 ({error.reason} at byte {error.start})") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is neither a JSON list nor a JSON object a line ({error})") from error
-
-
-def _table(file: Path, columns: Columns) -> Iterator[Any]:
-    csv.field_size_limit(min(sys.maxsize, 1 << 24))
-    try:
-        with open(file, encoding="utf-8-sig", newline="") as lines:
-            reader = csv.reader(lines, delimiter=TABLES[file.suffix.lower()], strict=True)
-            names = next(reader, None)
-            if not names:
-                raise DataError(f"{file} is empty: its first line names the columns")
-            if len(set(names)) < len(names):
-                raise DataError(f"{file}: the column {max(names, key=names.count)!r} is there twice")
-            columns.require(names, str(file))
-            for cells in reader:
-                if not cells:
-                    continue
-                if len(cells) == len(names):
-                    yield {name: cell if cell else None for name, cell in zip(names, cells, strict=True)}
-                else:
-                    yield RecordError(
-                        f"{plural(len(cells), 'column')} in line {reader.line_num}, and {len(names)} in the first"
-                    )
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 ({error.reason} at byte {error.start})") from error
-    except csv.Error as error:
-        raise DataError(f"{file} is no table ({error})") from error
+        where = f"line {number}: " if number > 1 else ""
+        raise DataError(f"{file} is neither a JSON list nor a JSON object a line ({where}{error})") from error

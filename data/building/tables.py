@@ -12,13 +12,13 @@ from typing import Any
 
 from data.building.columns import Columns
 from data.building.samples import Medium, Sample, extent_of, medium_of_file, sample_of
-from data.errors import DataError, RecordError
+from data.errors import DataError, NotDownloaded, RecordError
 from data.media.heif_headers import is_heic
 from data.members import READABLE
+from data.record_checks import failed_download
 from data.shown import shown
 
 _ROWS = 32  # read at once: each may hold pictures of megabytes
-_STATUS = "status"  # of img2dataset
 _MAGIC = (
     (b"\xff\xd8", "jpg"),
     (b"\x89PNG\r\n\x1a\n", "png"),
@@ -108,8 +108,8 @@ class Tables:
                 names.append(medium.name)
             if any(names):
                 record[name] = names if several else names[0]
-        if not media and layout.media and row.get(_STATUS) not in (None, "success"):
-            raise RecordError(f"{where}: has no picture: {shown(str(row.get('error_message')))}")
+        if not media and layout.media and failed_download(row):
+            raise NotDownloaded(f"{where}: {shown(str(row.get('error_message')))}")
         record = {name: _plain(value, where) for name, value in record.items()}
         called = next((row[one] for one in ("key", "id") if isinstance(row.get(one), str)), "")
         return sample_of(record, media, self.columns, where, name=called, alone=not layout.media)

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 CHECKED_AT_ONCE = 256 << 20
 """Bytes of a file up to which all parts that are used are compared with their checksums when it is opened; of a larger
 one each is when it is first used."""
-_VERSION = 8
+_VERSION = 9
 _HEAD = 256  # bytes of the JSON line
 _UNIT = 64  # parts begin at multiples of it
 _SHARD = np.dtype(

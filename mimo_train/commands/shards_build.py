@@ -43,6 +43,9 @@ def add(commands: Any) -> None:
         help="which column is what: image, video, audio, caption, question, answer, label, text, conversations, "
         "messages, system, tools",
     )
+    build.add_argument(
+        "--quoted", action="store_true", help="quotes enclose cells of a TSV, as in a CSV (default: they are text)"
+    )
     build.add_argument("--question", default="", help="asked of every sample that has a caption, such as 'Transcribe.'")
     build.add_argument("--held-out", type=whole, default=0, help="samples to set aside for evaluation (default: 0)")
     build.add_argument("--samples-per-shard", type=positive, default=1000, help="at most (default: 1000)")
@@ -66,7 +69,7 @@ def _build(args: argparse.Namespace) -> int:
         if not equals or not column or what in names:
             raise UserError(f"--columns {given}: must be WHAT=COLUMN, such as caption=sentence, and each WHAT once")
         names[what] = column
-    columns, media = Columns(names, args.question), Path(args.media) if args.media else None
+    columns, media = Columns(names, args.question, args.quoted), Path(args.media) if args.media else None
     source = find_source(Path(args.source), columns, args.kind or "", media, args.split)
     settings = Settings(
         held_out=args.held_out,

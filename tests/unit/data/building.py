@@ -48,8 +48,8 @@ def written(tmp_path, records, lines=False):
     return file
 
 
-def build(path, to, settings=ORDERED, media=None, columns=None, question="", split="", workers=1):
-    source = find_source(path, Columns(columns or {}, question), "", media, split)
+def build(path, to, settings=ORDERED, media=None, columns=None, question="", split="", workers=1, quoted=False):
+    source = find_source(path, Columns(columns or {}, question, quoted), "", media, split)
     return build_shards(source, to, settings, workers=workers)
 
 
