@@ -10,7 +10,7 @@ from mimo_train.launch.watched import watched
 from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.step.state import GlobalState
 from mimo_train.training.callbacks import Callbacks, load_callbacks
-from mimo_train.training.pretrain import finetune, one_life, pretrain
+from mimo_train.training.pretrain import finetune, one_life, pretrain, require_one_forward_step
 
 __all__ = ["_pretrain", "finetune", "pretrain"]
 
@@ -31,6 +31,7 @@ def _pretrain(
     Returns:
         The exit code.
     """
+    require_one_forward_step(state.cfg)
     callbacks = Callbacks(load_callbacks(state.cfg.train.callbacks))
     with ExitSignal() as signal, numbered(state.layout), watched(state.run):
         return one_life(state.run, forward_step_func, callbacks, signal, state.start_time, store=store)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from mimo_train.step.batches import StepIterator
 from mimo_train.training import setup as native
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
 from mimo_train.training.exit import ExitVotes
+from mimo_train.training.pretrain import require_one_forward_step
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,13 @@ class SetupOutput:
     train_data_iterator: StepIterator
     valid_data_iterator: HeldOut | None
     checkpointing_context: dict[str, Any] = field(default_factory=dict)
-    watch: Driven = field(default_factory=Driven, repr=False)
+    resources: ExitStack = field(default_factory=ExitStack, repr=False)
+    """The watch of this rank, and the handlers of signals that `setup` has installed."""
 
     def close(self) -> None:
-        """End threads, profilers and writers, and the watch of this rank."""
-        try:
+        """End threads, profilers and writers, and the watch of this rank; restore the handlers of signals."""
+        with self.resources:
             self.state.session.close()
-        finally:
-            self.watch.close()
 
 
 def setup(
@@ -59,15 +60,16 @@ def setup(
     one of `pretrain`, but that nothing is a hang between the calls of this package.
 
     Args:
-        exit_signal: records signals, if they should end the run.
+        exit_signal: an `ExitSignal` that is already listening; it still is after `close`. By default signals are
+            recorded from here to `close`.
         callbacks: called by the loop and by the documented functions, after those of `train.callbacks`.
         pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
         store: for the rendezvous, instead of the address in the environment.
 
     Raises:
         UserError: a run of this process has not been closed, whose recorder and watch this one would take.
-        ConfigError: the config has faults, a callback cannot be loaded, or there are processes without a module. Also
-            all that `pretrain` raises.
+        ConfigError: the config has faults or names a forward step, a callback cannot be loaded, or there are processes
+            without a module. Also all that `pretrain` raises.
     """
     if RECORDER.in_use:
         raise UserError(
@@ -76,11 +78,16 @@ def setup(
         )
     run, start_time = config if isinstance(config, Run) else started_run(config), time.time()
     require_none_idle(run)
+    require_one_forward_step(run.cfg)
     listeners = Callbacks([*load_callbacks(run.cfg.train.callbacks), *callbacks])
-    votes = ExitVotes(exit_signal or ExitSignal(), run.cfg.train.exit_duration_minutes, start_time)
-    watch = Driven()
-    with watch.starts(run):
-        session = native.setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
+    with ExitStack() as stack:
+        signals = stack.enter_context(ExitSignal()) if exit_signal is None else exit_signal.listen()
+        votes = ExitVotes(signals, run.cfg.train.exit_duration_minutes, start_time, ends_waits=True)
+        watch = Driven()
+        with watch.starts(run):
+            session = native.setup(run, votes, start_time=start_time, store=store, pre_wrap_hook=pre_wrap_hook)
+        stack.callback(watch.close)
+        resources = stack.pop_all()
     return SetupOutput(
         state=SessionState.of(session, listeners),
         model=session.model,
@@ -88,5 +95,5 @@ def setup(
         scheduler=session.schedulers,
         train_data_iterator=session.data,
         valid_data_iterator=session.held_out,
-        watch=watch,
+        resources=resources,
     )

@@ -20,6 +20,7 @@ from mimo_train.diagnose.replicas import require_equal_replicas
 from mimo_train.diagnose.straggler import StragglerTimer
 from mimo_train.evaluation.held_out import HeldOut
 from mimo_train.flight.recorder import RECORDER
+from mimo_train.launch.restarts import stopped_code
 from mimo_train.launch.watched import Driven
 from mimo_train.metrics import progress
 from mimo_train.model.param_gather import overlapping_chunks
@@ -88,6 +89,7 @@ def train_step(
 
     Raises:
         UserError: the steps of the run have been made.
+        SystemExit: a signal has asked the run to end, and this loop has not; a checkpoint is saved.
 
     Returns:
         The fields of `StepResult` in this order: (losses, skipped_iter, should_checkpoint, should_exit, exit_code,
@@ -96,8 +98,10 @@ def train_step(
     session = session_of(global_state, "train_step")
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=data_iterator)
     with Driven.calls():
+        _end_if_stopped(global_state)
         RECORDER.begin_step(session.state.train_state.step + 1)
         if not data_iterator.is_fresh and data_iterator.advance() is None:
+            _end_if_stopped(global_state)
             raise UserError(
                 f"train_step: the {session.state.last_step} steps of {decided_by(session.state)} have been made, and "
                 "the data ends with them"
@@ -106,6 +110,15 @@ def train_step(
         result = TrainStep(session, forward_step_func)()
     asked = (result.should_checkpoint, result.should_exit, result.exit_code)
     return result.losses, result.skipped_iter, *asked, result.grad_norm, result.num_zeros_in_grad
+
+
+def _end_if_stopped(state: SessionState) -> None:
+    """Save and end a loop that goes on after all ranks have agreed on a signal. Collective."""
+    votes = agreed_votes(state.session.optimizer, state.session.data)
+    if votes.signalled or state.session.data.ended_by is not None:
+        state.saver.save_and_decide_exit(state.session.data, votes)
+        _finish_train(state)
+        raise SystemExit(stopped_code())
 
 
 def post_training_step_callbacks(
