@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
+from data.lfs import POINTER_ERROR, POINTER_REMEDY, is_lfs_pointer
 
 FILES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tokenizer.model"}
 """Names that most classes use; others have names of their own (`vocab_files_names`). Not tokenizer_config.json: a model
 and its chat version differ in it, and cut text alike."""
+SETTINGS = {"tokenizer_config.json", "special_tokens_map.json"}
+_TAIL = 4096
+"""Bytes of a file in which its end is looked for."""
 
 
 def files_fingerprint(tokenizer: Any, path: str | os.PathLike[str]) -> str:
@@ -33,7 +37,8 @@ def files_fingerprint(tokenizer: Any, path: str | os.PathLike[str]) -> str:
 def require_plain_files(path: str | os.PathLike[str]) -> None:
     """
     Raises:
-        DataError: it is no folder, or one whose tokenizer is code of its own (`auto_map`), which is not run.
+        DataError: it is no folder, a file of the tokenizer was cut short or is a Git-LFS pointer, or its tokenizer is
+            code of its own (`auto_map`), which is not run.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -41,6 +46,8 @@ def require_plain_files(path: str | os.PathLike[str]) -> None:
             f"data.tokenizer: no folder {str(path)!r}: give bytes, or a folder with a Hugging Face tokenizer; nothing "
             "is downloaded"
         )
+    for file in _files(folder, sorted({*FILES, *SETTINGS})):
+        _require_whole(file)
     for name in ("tokenizer_config.json", "config.json"):
         file = folder / name
         try:
@@ -54,6 +61,21 @@ def require_plain_files(path: str | os.PathLike[str]) -> None:
                 f"data.tokenizer: {file} names code of its own for the tokenizer ({code}, in auto_map), which is not "
                 "run: give a tokenizer of transformers, or remove auto_map if its tokenizer_class is one"
             )
+
+
+def _require_whole(file: Path) -> None:
+    """Raises DataError for a Git-LFS pointer, and for JSON without an end: transformers may pass over such a file."""
+    try:
+        is_pointer, size = is_lfs_pointer(file), file.stat().st_size
+        with file.open("rb") as content:
+            content.seek(max(0, size - _TAIL))
+            end = content.read().rstrip()[-1:]
+    except OSError as error:
+        raise DataError(f"data.tokenizer: {file} cannot be read ({error}): copy it again") from error
+    if is_pointer:
+        raise DataError(f"data.tokenizer: {file} {POINTER_ERROR}: {POINTER_REMEDY}")
+    if file.suffix == ".json" and end not in (b"}", b"]"):
+        raise DataError(f"data.tokenizer: {file} was cut short (it has {size} bytes): copy it again")
 
 
 def _files(folder: str | os.PathLike[str], names: list[str]) -> Iterator[Path]:

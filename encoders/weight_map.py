@@ -49,6 +49,9 @@ class WeightMap:
     in the map, or as in the directory."""
     sinusoids: tuple[str, ...] = ()
     """Of these, positions that are computed here as Whisper has them: a directory with others is refused."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """Tensors that a directory may have as a copy of another: (copy, the other), by names of the map. No parameter is
+    made of a copy, and an export leaves it out."""
     prefixes: tuple[Spelling, ...] = ("",)
     """How a directory may spell the names: it depends on the class and the version of `transformers` that saved it. The
     first is the one that is written."""
@@ -73,6 +76,7 @@ class WeightMap:
             rules=self.rules + other.rules,
             carried=self.carried + other.carried,
             sinusoids=self.sinusoids + other.sinusoids,
+            copies=self.copies + other.copies,
         )
 
     def row_counts(self) -> dict[str, int]:

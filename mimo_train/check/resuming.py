@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from data.storage.url import Place, place_of
+from encoders.errors import EncoderError
 from mimo_train.check.findings import Report
 from mimo_train.checkpoint import folders
 from mimo_train.checkpoint.base import base_of
 from mimo_train.checkpoint.folders import LEFT_OUT
+from mimo_train.checkpoint.hf.matching import MatchedPart, require_no_others
+from mimo_train.checkpoint.hf.parts import pretrained_parts
 from mimo_train.checkpoint.recorded_config import config_if_trusted
 from mimo_train.checkpoint.same_run import (
     begun_otherwise,
@@ -25,6 +28,7 @@ from mimo_train.config.pretrained.weight_files import stored_tensors
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.layout import RunLayout, lay_out
 from mimo_train.plan.mixture import Mixing
+from mimo_train.plan.parameters import embedding_rows
 from mimo_train.plan.run import all_made
 from mimo_train.plan.run_dir import folder_fault
 
@@ -124,12 +128,28 @@ def _add_base(report: Report, checkpoint: Place, given: str = "") -> None:
 
 
 def _add_pretrained(report: Report, cfg: ConfigContainer) -> None:
-    """Faults directories whose weights a new run could not read."""
+    """Faults directories whose weights a new run could not read, as far as headers show."""
+    faults, tensors = [], {}
     for key, folder in pretrained_folders(cfg).items():
         try:
-            stored_tensors(Path(folder), key)
+            stored = stored_tensors(Path(folder), key)
+            tensors[Path(folder)] = {name: entry for name, (_, entry) in stored.items()}
         except UserError as error:
-            report.faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
+            faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
+    report.faults += faults
+    if faults or any(fault.key.startswith("modules.") for fault in report.faults):
+        return
+    key = ""
+    try:
+        parts = pretrained_parts(cfg, embedding_rows(cfg.llm, cfg.llm.vocab_size))
+        matched = []
+        for part in parts:
+            key = part.key
+            matched.append((part, MatchedPart(part.folder, tensors[part.folder], part.weights, key)))
+        require_no_others(matched)
+    except (UserError, EncoderError) as error:
+        found, _, message = str(error).partition(": ")
+        report.faults.append(Fault(found, message) if found.startswith("modules.") else Fault(key, str(error)))
 
 
 def _add_module(report: Report, cfg: ConfigContainer, name: str, vocabulary: str | None) -> None:

@@ -146,7 +146,7 @@ def as_it_came(parts: list[Part], cfg: ConfigContainer, tokenizer: Tokenizer) ->
     carried = {}
     for name in folder.tensors:
         new = next((reader.written_name(name) for reader in readers if reader.uses(name)), name)
-        if name not in made and new not in spelt:
+        if name not in made and new not in spelt and not any(name in reader.copies for reader in readers):
             carried[name] = new
     directory = read_directory(str(source), parts[0].key)
     config = dict(directory.config)

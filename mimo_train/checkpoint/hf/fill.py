@@ -1,25 +1,22 @@
 """Parameters of this rank from the tensors of a directory: only the ranges that the rank holds are read."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 
 import torch
 
 from data.listed import listed
-from data.shown import plural
 from encoders.normal import fill
-from encoders.weight_map import Rows, Rule, Spelling, WeightMap, spelt
+from encoders.weight_map import Rows, Rule, WeightMap, spelt
 from encoders.whisper.positions import sinusoids
+from mimo_train.checkpoint.hf.matching import SHOWN, MatchedPart
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.fault import UserError
 from mimo_train.model.seeds import seed_for
 
 SINUSOID_ERROR = 0.01
 """Largest difference of positions that were saved in bf16, and more."""
-SHOWN = 5
-"""Most tensors that a message names."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Cut:
         return self.rank * width // self.ranks, (self.rank + 1) * width // self.ranks
 
 
-class Reader:
+class Reader(MatchedPart):
     """Reads a part of a model from a directory.
 
     Raises:
@@ -61,46 +58,25 @@ class Reader:
             key: config key of the part, for errors.
             seed: of rows that the directory does not have.
         """
-        self._folder, self._key, self._seed = folder, key, seed
+        super().__init__(folder.folder, folder.tensors, of, key)
+        self._source, self._seed = folder, seed
         self._rules = {rule.ours: rule for rule in of.rules}
-        self._counts = of.row_counts()
-        self._written, self._found = of.prefixes[0], self._spelling(of)
-        spelling = self._found
-        self._theirs = {name: spelt(name, spelling) for name in self._counts}
-        self._carried = [*of.carried]
-        if isinstance(spelling, str):
-            self._carried += [spelt(pattern, spelling) for pattern in of.carried]
-        self._require_tensors()
         for name in of.sinusoids:
-            self._require_sinusoids(spelt(name, spelling))
+            self._require_sinusoids(spelt(name, self.spelling))
 
-    @property
-    def spelling(self) -> Spelling:
-        """How the directory spells the names of the map."""
-        return self._found
-
-    @property
-    def begins(self) -> tuple[str, ...]:
-        """What the names of this part, and of nothing else in a directory of several parts, begin with there."""
-        if self._found and isinstance(self._found, str):
-            return (self._found,)
-        return tuple({spelt(f"{name.partition('.')[0]}.", self._found): None for name in self._counts})
-
-    @property
-    def read_names(self) -> set[str]:
-        """Tensors of the directory that parameters are made of."""
-        return set(self._theirs.values())
-
-    def uses(self, name: str) -> bool:
-        """Whether a tensor of the directory belongs to this part: a parameter is made of it, or it is carried along."""
-        return name in self.read_names or any(fnmatchcase(name, pattern) for pattern in self._carried)
-
-    def written_name(self, name: str) -> str:
-        """The name by which a tensor that is carried along is written: spelt as the others are."""
-        found, written = self._found, self._written
-        if not isinstance(found, str) or not isinstance(written, str):
-            return name
-        return written + name.removeprefix(found) if name.startswith(found) and self.uses(name) else name
+    def require_equal_copies(self) -> None:
+        """
+        Raises:
+            UserError: a tensor differs from the one that it must be a copy of.
+        """
+        for copy, other in self.copies.items():
+            rows = self.tensors[copy].shape[0]
+            pairs = zip(self._source.rows(copy, 0, rows), self._source.rows(other, 0, rows), strict=True)
+            if not all(torch.equal(*pair) for pair in pairs):
+                raise UserError(
+                    f"{self._key}: {self.folder} has {copy} and {other} with different values, but config.json ties "
+                    "them (tie_word_embeddings): set tie_word_embeddings to false there, or copy the directory again"
+                )
 
     def fill(self, parameters: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> None:
         """Write the values of parameters of this rank, by their names in the map, in place.
@@ -115,12 +91,12 @@ class Reader:
         unknown = [name for name in parameters if name not in self._rules]
         if unknown:
             raise UserError(
-                f"{self._key}: {self._folder.folder} has no tensor for {listed(unknown, SHOWN)}: the model has "
+                f"{self._key}: {self.folder} has no tensor for {listed(unknown, SHOWN)}: the model has "
                 "parameters that its family has not; remove the keys that add them"
             )
         wrong = [said for name, value in parameters.items() if (said := self._mismatch(name, value, cuts[name]))]
         if wrong:
-            raise UserError(f"{self._key}: {self._folder.folder} does not fit the model: {'; '.join(wrong[:SHOWN])}")
+            raise UserError(f"{self._key}: {self.folder} does not fit the model: {'; '.join(wrong[:SHOWN])}")
         with torch.no_grad():
             for name, value in parameters.items():
                 self._fill(value, self._rules[name], cuts[name])
@@ -132,7 +108,7 @@ class Reader:
         for rows in _pieces(rule, cut):
             parts: Iterator[torch.Tensor] = iter([self._new_rows(rule, rows, whole, cut)])
             if rows.name:
-                parts = self._folder.rows(self._theirs[rows.name], rows.first, rows.count, cut.columns(whole))
+                parts = self._source.rows(self.stored_names[rows.name], rows.first, rows.count, cut.columns(whole))
             for part in parts:
                 local[at : at + len(part)] = part.to(device=local.device, dtype=local.dtype)
                 at += len(part)
@@ -152,80 +128,26 @@ class Reader:
         rule = self._rules[name]
         rows = sum(last - first for first, last in cut.ranges(sum(rows.count for rows in rule.rows)))
         named = next(rows.name for rows in rule.rows if rows.name)
-        stored = self._shape(named)
+        stored = self._stored_shape(named)
         columns = cut.columns(prod(stored[1:]))
         width = prod(stored[1:]) if columns is None else columns[1] - columns[0]
         if (len(parameter), parameter.numel() // len(parameter)) == (rows, width):
             return ""
-        there = " and ".join(dict.fromkeys(f"{rows.name} {self._shape(rows.name)}" for rows in rule.rows if rows.name))
+        named_rows = dict.fromkeys(rows.name for rows in rule.rows if rows.name)
+        there = " and ".join(f"{one} {self._stored_shape(one)}" for one in named_rows)
         here = f"{tuple(parameter.shape)}" + (f" on each of {cut.ranks} ranks" if cut.ranks > 1 else "")
         return f"{there} there make {rows} x {width}, {name} here is {here}"
 
-    def _spelling(self, of: WeightMap) -> Spelling:
-        first = next(iter(self._counts))
-        for spelling in of.prefixes:
-            if spelt(first, spelling) in self._folder.tensors:
-                return spelling
-        tried = " or ".join(spelt(first, spelling) for spelling in of.prefixes)
-        there = listed(list(self._folder.tensors), SHOWN)
-        raise UserError(f"{self._key}: {self._folder.folder} has no tensor {tried}; it has {there}")
-
-    def _require_tensors(self) -> None:
-        there = self._folder.tensors
-        missing = [theirs for theirs in self._theirs.values() if theirs not in there]
-        found = [
-            f"{theirs} has shape {there[theirs].shape} there, and {plural(self._counts[name], 'row')} here"
-            for name, theirs in self._theirs.items()
-            if theirs in there and there[theirs].shape[:1] != (self._counts[name],)
-        ][:SHOWN]
-        if missing:
-            found.insert(0, f"it lacks {listed(missing, SHOWN)}")
-        if found:
-            raise UserError(f"{self._key}: {self._folder.folder} does not fit the model: {'; '.join(found)}")
-
     def _require_sinusoids(self, name: str) -> None:
-        if name not in self._folder.tensors:
+        if name not in self.tensors:
             return
-        there = self._folder.whole(name).float()
+        there = self._source.whole(name).float()
         length, width = there.shape
         if float((there - sinusoids(length, width, there.device)).abs().max()) > SINUSOID_ERROR:
             raise UserError(
-                f"{self._key}: {name} of {self._folder.folder} are no sinusoids, and positions are computed here: no "
+                f"{self._key}: {name} of {self.folder} are no sinusoids, and positions are computed here: no "
                 "encoder of this family"
             )
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self._folder.tensors[self._theirs[name]].shape
-
-
-def require_all_used(
-    folder: TensorFolder,
-    readers: Iterable[Reader],
-    key: str,
-    carried: Iterable[str] = (),
-    begins: tuple[str, ...] = ("",),
-) -> None:
-    """
-    Args:
-        carried: shell patterns of tensors that no part reads.
-        begins: what the names of the tensors begin with that are looked at.
-
-    Raises:
-        UserError: a directory has tensors that no part of the model uses: it would not be the model that was saved.
-    """
-    readers, carried = list(readers), list(carried)
-    unexpected = [
-        name
-        for name in folder.tensors
-        if name.startswith(begins)
-        and not any(reader.uses(name) for reader in readers)
-        and not any(fnmatchcase(name, one) for one in carried)
-    ]
-    if unexpected:
-        raise UserError(
-            f"{key}: {folder.folder} has {listed(unexpected, SHOWN)}, for which the model has no place: it would not "
-            "be the model that was saved"
-        )
 
 
 def _pieces(rule: Rule, cut: Cut) -> Iterator[Rows]:

@@ -1,19 +1,19 @@
 """The weights of `modules.NAME.pretrained` into the model of a new run. Each rank reads what it holds."""
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from encoders.weight_map import spelt
-from mimo_train.checkpoint.hf.fill import Cut, Reader, require_all_used
-from mimo_train.checkpoint.hf.parts import ENCODER, Part, pretrained_parts
+from mimo_train.checkpoint.hf.fill import Cut, Reader
+from mimo_train.checkpoint.hf.matching import require_no_others
+from mimo_train.checkpoint.hf.parts import pretrained_parts
 from mimo_train.checkpoint.hf.places import start_adapter, start_places
 from mimo_train.checkpoint.hf.tensors import TensorFolder
-from mimo_train.config.parts import LANGUAGE, is_adapter
+from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.model.lora import load_adapters, start_magnitudes
 from mimo_train.model.names import global_names, modules_of
@@ -44,11 +44,10 @@ def load_pretrained(cfg: ConfigContainer, model: list[MegatronModule], groups: R
                 parameters = dict(_parameters(own[part.module], part.begins))
                 cuts = {name: _cut(value, groups, part.module) for name, value in parameters.items()}
                 reader.fill(parameters, cuts)
-        for path, folder in folders.items():
-            of_folder = [(part, reader) for part, reader in readers if part.folder == path]
-            is_all = all(part.is_whole for part, _ in of_folder) or len({part.module for part, _ in of_folder}) > 1
-            begins = ("",) if is_all else tuple(chain(*(_begins(part, reader) for part, reader in of_folder)))
-            require_all_used(folder, [reader for _, reader in of_folder], of_folder[0][0].key, begins=begins)
+        require_no_others(readers)
+        if dist.get_rank() == 0:
+            for _, reader in readers:
+                reader.require_equal_copies()
     for name in {part.module for part in parts} & own.keys():
         for chunk in own[name]:
             start_magnitudes(unwrap_model(chunk))
@@ -80,14 +79,6 @@ def load_start_adapters(cfg: ConfigContainer, model: list[MegatronModule], rows:
             if name in own:
                 load_adapters([unwrap_model(chunk) for chunk in own[name]], adapters)
     return bool(folders)
-
-
-def _begins(part: Part, reader: Reader) -> tuple[str, ...]:
-    """What the names of a part of a model of several begin with in its directory."""
-    if part.module == LANGUAGE:
-        # The output layer is part of it where ours has none too.
-        return (*reader.begins, spelt("lm_head.", reader.spelling))
-    return reader.begins if part.begins == ENCODER else ()
 
 
 def _parameters(chunks: list[MegatronModule], begins: str) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -25,6 +25,7 @@ from mimo_train.config.pretrained.adapter import (
     WEIGHTS,
     adapted_paths,
     read_config,
+    weights_file,
 )
 from mimo_train.config.schema_modules import LoraConfig
 from mimo_train.model.fused_rows import FusedRows
@@ -242,9 +243,10 @@ def _shapes(linear: Linear, projection: str, lora: LoraConfig) -> dict[str, tupl
 def _read_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Path of a module -> its adapter's tensors by our names."""
     adapted_paths(folder)  # says what is wrong with the file
-    file, names = folder / WEIGHTS, {theirs: ours for ours, theirs in _NAMES.items()}
+    file, names = weights_file(folder), {theirs: ours for ours, theirs in _NAMES.items()}
     try:
-        tensors = load_file(file)
+        is_safe = file.name == WEIGHTS
+        tensors = load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     found: dict[str, dict[str, torch.Tensor]] = {}

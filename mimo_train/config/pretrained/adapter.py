@@ -1,5 +1,7 @@
-"""Adapters of PEFT: `adapter_config.json` -> the keys of `modules.NAME.lora`. Imports no torch (checked with peft
-0.21.2)."""
+"""Adapters of PEFT: `adapter_config.json` -> the keys of `modules.NAME.lora`.
+
+Checked with peft 0.21.2. torch is imported where the adapter is an `adapter_model.bin`.
+"""
 
 import json
 import re
@@ -9,11 +11,12 @@ from typing import Any
 
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.bin_header import read_bin_header
 from mimo_train.config.pretrained.layer_patterns import fits
-from mimo_train.config.pretrained.safetensors_header import Unreadable, read_header
+from mimo_train.config.pretrained.safetensors_header import Unreadable, read_error, read_header
 from mimo_train.config.schema_modules import LoraConfig
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, BIN_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 """In front of all names of PEFT."""
 MERGE = "merge the adapter with peft (merge_and_unload) and start from the merged model"
@@ -103,16 +106,11 @@ def adapted_paths(folder: Path) -> list[str]:
     Raises:
         UserError: the file is missing or damaged, or holds something else.
     """
-    file = folder / WEIGHTS
-    if not file.is_file():
-        pickled = ": adapter_model.bin is a pickle, which is not read; save it with peft as safetensors"
-        raise UserError(f"no file {file}{pickled if (folder / 'adapter_model.bin').is_file() else ''}")
+    file = weights_file(folder)
     try:
-        header = read_header(file)
-    except Unreadable as error:
-        raise UserError(f"{file} {error}: copy it again") from error
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+        header = (read_header if file.name == WEIGHTS else read_bin_header)(file)
+    except (Unreadable, OSError) as error:
+        raise UserError(read_error(file, error)) from error
     found: dict[str, None] = {}
     for name in header:
         match = TENSOR.fullmatch(name)
@@ -123,6 +121,14 @@ def adapted_paths(folder: Path) -> list[str]:
     if not found:
         raise UserError(f"{file} holds no adapter")
     return list(found)
+
+
+def weights_file(folder: Path) -> Path:
+    """Return the file with the tensors of an adapter. Raises UserError where there is none."""
+    file = next((folder / name for name in (WEIGHTS, BIN_WEIGHTS) if (folder / name).is_file()), None)
+    if file is None:
+        raise UserError(f"{folder} has no {WEIGHTS} and no {BIN_WEIGHTS}: give the folder of an adapter of PEFT")
+    return file
 
 
 def read_config(folder: Path, paths: Iterable[str]) -> LoraConfig:

@@ -1,11 +1,11 @@
 """The JSON files of a directory that `transformers` saved. Imports no torch."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.pretrained.safetensors_header import Unreadable, parsed, read_error, require_no_pointer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 """Of which a directory with a tokenizer has one."""
@@ -80,9 +80,7 @@ def _read(path: Path, key: str) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError([Fault(key, f"{path} is damaged ({error}): copy it again")]) from error
-    if not isinstance(content, dict):
-        raise ConfigError([Fault(key, f"{path} is damaged, it holds no mapping: copy it again")])
-    return content
+        require_no_pointer(path)
+        return parsed(path.read_bytes())
+    except (Unreadable, OSError) as error:
+        raise ConfigError([Fault(key, read_error(path, error))]) from error

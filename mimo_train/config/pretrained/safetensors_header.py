@@ -8,6 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from data.lfs import POINTER_ERROR, POINTER_REMEDY, is_lfs_pointer
+
 SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1,
@@ -20,6 +22,28 @@ _DIMENSIONS = 16
 
 class Unreadable(ValueError):
     """A file is not what it should be; the message is a clause without the file's name."""
+
+    remedy = "copy it again"
+
+
+def read_error(path: Path, error: Unreadable | OSError) -> str:
+    """Return a sentence with the file, what is wrong with it, and what to do."""
+    return f"{path} {error}: {error.remedy}" if isinstance(error, Unreadable) else f"{path} cannot be read: {error}"
+
+
+class LfsPointer(Unreadable):
+    """A clone without Git LFS has a short text in the place of the file."""
+
+    remedy = POINTER_REMEDY
+
+    def __init__(self) -> None:
+        super().__init__(POINTER_ERROR)
+
+
+def require_no_pointer(path: Path) -> None:
+    """Raises LfsPointer for a Git-LFS pointer, OSError where the file cannot be read."""
+    if is_lfs_pointer(path):
+        raise LfsPointer
 
 
 @dataclass(frozen=True)
@@ -40,6 +64,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         Unreadable: it is no safetensors file, was cut short, or a tensor is not where and as large as it says.
         OSError: it cannot be read.
     """
+    require_no_pointer(path)
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)

@@ -31,8 +31,10 @@ def language_map(spec: LlmSpec, padded_vocab: int, model_type: str, stored: int 
     rules.append(same("decoder.final_layernorm.weight", "model.norm.weight", spec.hidden_size))
     if not spec.tie_embeddings:
         rules.append(_vocabulary("output_layer.weight", HEAD, spec, padded_vocab, stored))
+    # Published files of tied models may have the output layer all the same.
+    copies = ((HEAD, TABLE),) if spec.tie_embeddings else ()
     # Buffers of old versions, which are numbers of the config.
-    return WeightMap(tuple(rules), carried=("model.layers.*.self_attn.rotary_emb.inv_freq",))
+    return WeightMap(tuple(rules), carried=("model.layers.*.self_attn.rotary_emb.inv_freq",), copies=copies)
 
 
 def _vocabulary(ours: str, theirs: str, spec: LlmSpec, padded_vocab: int, stored: int) -> Rule:

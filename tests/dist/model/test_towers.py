@@ -177,13 +177,14 @@ def read(encoder, spec, pgs, folder, into) -> None:
     from dataclasses import replace
 
     from encoders.registry import FAMILIES
-    from mimo_train.checkpoint.hf.fill import Cut, Reader, require_all_used
+    from mimo_train.checkpoint.hf.fill import Cut, Reader
+    from mimo_train.checkpoint.hf.matching import require_all_used
     from mimo_train.checkpoint.hf.tensors import TensorFolder
     from mimo_train.model.names import global_names
 
     tensors = TensorFolder(folder, "folder")
     reader = Reader(tensors, replace(FAMILIES[spec.family].weight_map(spec), sinusoids=()), "folder")
-    require_all_used(tensors, [reader], "folder")
+    require_all_used([reader], "folder")
     cuts = {
         name: Cut(one.partition_dim, one.partition_stride, pgs.tp.rank(), pgs.tp.size())
         if getattr(one, "tensor_model_parallel", False)

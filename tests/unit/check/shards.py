@@ -9,7 +9,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from encoders.weight_map import spelt
+from mimo_train.checkpoint.hf.parts import pretrained_parts
+from mimo_train.config.compose import load
 from mimo_train.config.pretrained.weight_files import SINGLE
+from mimo_train.plan.parameters import embedding_rows
 from tests.tars import write_tar
 
 
@@ -50,7 +54,13 @@ def on(shards, **more: str) -> list[str]:
     return ["vlm_digits", *(f"{key}={value}" for key, value in values.items())]
 
 
-def write_weights(folder: Path) -> Path:
-    """A file of weights, of any model."""
-    save_file({"weight": torch.ones(8)}, folder / SINGLE)
+def write_weights(folder: Path, *overrides: str) -> Path:
+    """A file with all tensors of the model that a directory's config.json describes, each with rows of one number."""
+    cfg = load("vlm_digits", [f"modules.language.pretrained={folder}", *overrides])
+    tensors = {}
+    for part in pretrained_parts(cfg, embedding_rows(cfg.llm, cfg.llm.vocab_size)):
+        if part.folder == folder:
+            rows = part.weights.row_counts()
+            tensors |= {spelt(name, part.weights.prefixes[0]): torch.zeros(count, 1) for name, count in rows.items()}
+    save_file(tensors, folder / SINGLE)
     return folder / SINGLE

@@ -1,11 +1,13 @@
 """What `mimo-train check` says of the checkpoints of a run.dir: from where a run resumes, and what keeps it from it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from data.pipeline import Dataset
 from data.tokens import build_tokenizer
@@ -15,6 +17,7 @@ from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
 from mimo_train.checkpoint.same_run import resume_faults
 from mimo_train.config import compose
+from mimo_train.config.pretrained.weight_files import BIN
 from tests.records import write_record
 from tests.unit.check.shards import on, shard, sound, write_weights
 from tests.unit.configs import load
@@ -298,14 +301,50 @@ def test_weights_of_directories_must_be_there(tmp_path):
     start = (f"modules.language.pretrained={tmp_path}", "data.tokenizer=bytes")
     (fault,) = check(load("vlm_digits", *start)).faults
     assert fault.key == "modules.language.pretrained"
-    assert fault.message.startswith(f"{tmp_path} has no model.safetensors and no model.safetensors.index.json")
+    assert fault.message.startswith(f"{tmp_path} has no weights (model.safetensors, model.safetensors.index.json, ")
     assert check(load("vlm_digits", *start), without_data=True).faults == []
-    weights = write_weights(tmp_path)
+    weights = write_weights(tmp_path, *start)
     assert check(load("vlm_digits", *start)).faults == []
-    weights.write_bytes(weights.read_bytes()[:-1])
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
     (fault,) = check(load("vlm_digits", *start)).faults
-    assert fault.message.endswith("weight ends at 104: copy it again")
+    assert re.search(r"has \d+ bytes, and model\S+ ends at \d+: copy it again", fault.message)
     assert check(load("vlm_digits", *start, saved(tmp_path / "run", *start))).faults == []
+
+
+def test_names_of_tensors_are_compared_with_those_of_the_model(tmp_path):
+    """As a start does, from headers alone; of `.bin` files too."""
+    sizes = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes |= {"num_hidden_layers": 4, "vocab_size": 400, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
+    start = (f"modules.language.pretrained={tmp_path}", "data.tokenizer=bytes")
+
+    def faults(tied: bool = False) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": tied}))
+        return [str(fault) for fault in check(load("vlm_digits", *start)).faults]
+
+    (fault,) = faults()
+    assert "has no weights" in fault
+    weights = write_weights(tmp_path, *start)
+    tensors = load_file(weights)
+    # A tied model may have the output layer all the same.
+    assert faults() == faults(tied=True) == []
+    save_file(tensors | {"lm_head.weight": torch.zeros(399, 1)}, weights)
+    (fault,) = faults(tied=True)
+    assert "lm_head.weight has shape (399, 1) there, and 400 rows here" in fault
+    for name, changed in (
+        ("it lacks model.norm.weight", {key: value for key, value in tensors.items() if key != "model.norm.weight"}),
+        (
+            "has model.layers.4.mlp.bias, for which the model has no place",
+            {**tensors, "model.layers.4.mlp.bias": torch.ones(1)},
+        ),
+    ):
+        save_file(changed, weights)
+        (fault,) = faults()
+        assert fault.startswith("modules.language.pretrained: ") and name in fault
+        weights.unlink()
+        torch.save(changed, tmp_path / BIN)
+        assert faults() == [fault]
+        (tmp_path / BIN).unlink()
 
 
 def test_folders_of_checkpoints_must_be_there(tmp_path):

@@ -20,6 +20,7 @@ from mimo_train.checkpoint.hf.peft import (
 from mimo_train.config.fault import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.adapter import BIN_WEIGHTS
 from mimo_train.config.schema_modules import LoraConfig, ModuleConfig
 from mimo_train.model.fused_rows import FusedRows
 from mimo_train.plan.adapters import WHOLE, adapted_linears, linears
@@ -168,9 +169,22 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / WEIGHTS).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"adapter_model\.safetensors has \d+ bytes, and .* ends at"):
         read_adapter(tmp_path, LINEARS, places())
-    (tmp_path / WEIGHTS).rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(UserError, match="is a pickle, which is not read"):
+    (tmp_path / WEIGHTS).write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is a Git-LFS pointer.*git lfs pull"):
         read_adapter(tmp_path, LINEARS, places())
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=f"has no {WEIGHTS} and no {BIN_WEIGHTS}"):
+        read_adapter(tmp_path, LINEARS, places())
+
+
+def test_an_adapter_may_be_a_file_of_torch(tmp_path):
+    lora = LoraConfig(rank=3, targets=["q_proj"])
+    write_adapter(tmp_path, drawn(lora), lora, LINEARS, places())
+    _, expected = read_adapter(tmp_path, LINEARS, places())
+    torch.save(load_file(tmp_path / WEIGHTS), tmp_path / BIN_WEIGHTS)
+    (tmp_path / WEIGHTS).unlink()
+    _, read = read_adapter(tmp_path, LINEARS, places())
+    assert read.keys() == expected.keys() and all(torch.equal(value, read[name]) for name, value in expected.items())
 
 
 def test_a_layer_that_is_fused_there_too_has_its_rows_in_another_order(tmp_path):

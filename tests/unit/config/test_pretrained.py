@@ -127,6 +127,7 @@ def test_the_tokenizer_comes_with_the_language_model_unless_it_is_given(llama, t
             "is no model of transformers, there is no config.json in it",
         ),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
+        (lambda folder: (folder / "config.json").write_text("version https://git-lfs.github.com/spec/v1"), "pull"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json is damaged, it holds no mapping"),
         (lambda folder: (folder / "config.json").write_text('{"a": 1}'), "its config.json has no model_type"),
     ],

@@ -4,14 +4,12 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from mimo_train.config.compose import load, to_dict, to_yaml
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.pretrained.fill_in import pretrained_folders
-from mimo_train.config.pretrained.weight_files import SINGLE
+from tests.unit.check.shards import write_weights
 from tests.unit.config.test_pretrained import LLAMA
 
 TOWER = {
@@ -194,7 +192,7 @@ def test_the_vocabulary_may_get_more_rows_and_not_fewer(directory):
 def test_check_needs_no_torch(directory, tmp_path):
     folder = directory()
     (folder / "tokenizer.json").unlink()
-    save_file({"weight": np.ones(8)}, folder / SINGLE)
+    write_weights(folder, f"pretrained={folder}", "data.tokenizer=bytes")
     keys = [
         f"pretrained={folder}",
         "data.tokenizer=bytes",

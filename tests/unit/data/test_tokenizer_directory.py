@@ -135,3 +135,20 @@ def test_a_tokenizer_of_sentence_piece_names_the_package_that_reads_it(tmp_path,
         DataError, match="tokenizer.model is SentencePiece's, which is not .* pip install sentencepiece"
     ):
         build_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_was_cut_short_or_is_a_pointer_of_git_lfs_is_named(name, tmp_path):
+    """transformers may pass over such a file and read the vocabulary from others."""
+    folder = save_tokenizer(tmp_path / "tokenizer", CHATML)
+    whole = (folder / name).read_bytes()
+    for text, words in (
+        (whole[: len(whole) // 2], rf"was cut short \(it has {len(whole) // 2} bytes\): copy it again"),
+        (b"", r"was cut short \(it has 0 bytes\)"),
+        (b"version https://git-lfs.github.com/spec/v1\nsize 7\n", "is a Git-LFS pointer, .*: run `git lfs pull`"),
+    ):
+        (folder / name).write_bytes(text)
+        with pytest.raises(DataError, match=f"^data.tokenizer: {folder}/{name} {words}"):
+            build_tokenizer(str(folder))
+    (folder / name).write_bytes(whole)
+    build_tokenizer(str(folder))

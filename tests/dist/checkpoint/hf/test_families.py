@@ -1,11 +1,16 @@
 """A directory of each family of language models in bf16, of several files, into a run and out again by the command;
 transformers has our logits of it. Of models of several parts the language model alone, with the rest as it came."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
+from mimo_train.checkpoint.hf.tensors import TensorFolder
+from mimo_train.config.pretrained.weight_files import BIN_INDEX, INDEX
+from mimo_train.model.llm.weights import HEAD, TABLE
 from mimo_train.plan.run import resolve
 from tests.dist.checkpoint.hf.asking import logits_here
 from tests.dist.checkpoint.hf.models import make_gemma3
@@ -31,6 +36,8 @@ CASES = {
     "llava_next": "fp32",
 }
 """Precision of the run, by the names of the models."""
+AS_BIN = "llama, tied, llama3"
+"""Of these, the one whose directory has `.bin` files."""
 FILE_BYTES = 40_000
 IDS = np.random.default_rng(1).integers(0, 200, (2, 24)).tolist()
 
@@ -42,6 +49,22 @@ def _make(root: Path) -> None:
         else:
             model = make_gemma3() if "gemma3" in name else make_composite(name)
         model.to(torch.bfloat16).save_pretrained(root / name, max_shard_size=f"{FILE_BYTES // 1000}KB")
+    _save_as_bin(root / AS_BIN)
+
+
+def _save_as_bin(folder: Path) -> None:
+    """Files as older versions of transformers wrote them, with the output layer of a tied model."""
+    places = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        values = load_file(file)
+        if TABLE in values:
+            values[HEAD] = values[TABLE]
+        name = f"pytorch_{file.stem}.bin"
+        torch.save(values, folder / name)
+        places |= dict.fromkeys(values, name)
+        file.unlink()
+    (folder / INDEX).unlink()
+    (folder / BIN_INDEX).write_text(json.dumps({"weight_map": places}))
 
 
 def _read(folder: Path) -> tuple[np.ndarray, list[str]]:
@@ -91,12 +114,15 @@ def test_every_family_comes_in_and_goes_out_bit_for_bit(prose, tmp_path):
             {hub_name(tensor, name): value for tensor, value in tensors(tmp_path / where / name).items()}
             for where in ("in", "out")
         )
+        if name == AS_BIN:
+            folder = TensorFolder(tmp_path / "in" / name, "folder")
+            came = {tensor: folder.whole(tensor) for tensor in folder.tensors if tensor != HEAD}
         assert came.keys() == went.keys(), (name, came.keys() ^ went.keys())
         assert {value.dtype for value in came.values()} == {torch.bfloat16}
         assert {value.dtype for value in went.values()} == {torch.bfloat16}
         assert all(torch.equal(value, went[tensor]) for tensor, value in came.items()), name
-        for folder in (tmp_path / "in" / name, tmp_path / "out" / name):
-            assert len(list(folder.glob("*.safetensors"))) > 3 and (folder / "model.safetensors.index.json").is_file()
+        for folder in (tmp_path / "in" / name, tmp_path / "out" / name)[name == AS_BIN :]:
+            assert len(list(folder.glob("*.safetensors"))) > 3 and (folder / INDEX).is_file()
         logits, wrong, own = found[name]
         assert wrong == [], name
         if own is not None:

@@ -187,7 +187,7 @@ def _require_round_trip(cfg, model, vocabulary: int) -> None:
     modules, seen = modules_of(model), set()
     for part in pretrained_parts(cfg, embedding_rows(cfg.llm, vocabulary)):
         folder = TensorFolder(part.folder, part.key)
-        theirs = Reader(folder, part.weights, part.key)._theirs
+        theirs = Reader(folder, part.weights, part.key).stored_names
         ours = global_names(modules[part.module][0])
         for rule in part.weights.rules:
             for rows, value in zip(

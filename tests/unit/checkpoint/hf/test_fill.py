@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from encoders.weight_map import Rows, Rule, WeightMap, heads, same, spelt, stacked, with_biases
-from mimo_train.checkpoint.hf.fill import Cut, Reader, require_all_used
+from mimo_train.checkpoint.hf.fill import Cut, Reader
+from mimo_train.checkpoint.hf.matching import require_all_used
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.fault import UserError
 from mimo_train.config.pretrained.weight_files import SINGLE
@@ -58,7 +59,7 @@ def reader(tmp_path, values, prefix="model.", of=MAP) -> Reader:
     save_file({prefix + name: value for name, value in values.items()} | {"inv_freq": torch.ones(2)}, tmp_path / SINGLE)
     folder = TensorFolder(tmp_path, KEY)
     found = Reader(folder, of, KEY)
-    require_all_used(folder, [found], KEY)
+    require_all_used([found], KEY)
     return found
 
 
@@ -141,6 +142,18 @@ def test_a_directory_of_another_model_is_refused(tmp_path, values, change, said)
         reader(tmp_path, values)
 
 
+def test_a_copy_of_a_tied_tensor_must_equal_it(tmp_path, values):
+    of = replace(MAP, copies=(("head.weight", "embed.weight"),))
+    found = reader(tmp_path, values | {"head.weight": values["embed.weight"].clone()}, of=of)
+    found.require_equal_copies()
+    assert torch.equal(filled(found, 0, 1)["embedding"][:VOCAB], values["embed.weight"])
+    found = reader(
+        tmp_path, values | {"head.weight": values["embed.weight"] + torch.eye(VOCAB, WIDTH)[[3] * VOCAB]}, of=of
+    )
+    with pytest.raises(UserError, match=f"^{KEY}: .*model.head.weight and model.embed.weight with different values"):
+        found.require_equal_copies()
+
+
 def test_other_shapes_are_both_named(tmp_path, values):
     found = reader(tmp_path, values)
     with pytest.raises(
@@ -191,7 +204,7 @@ def test_a_part_of_a_directory_has_all_that_is_its_own(tmp_path, spelling, begin
         folder = TensorFolder(tmp_path, KEY)
         found = Reader(folder, LANGUAGE_MAP.under(spelling), KEY)
         assert found.begins == begins
-        require_all_used(folder, [found], KEY, begins=found.begins)
+        require_all_used([found], KEY, begins=found.begins)
 
     read()
     more = spelt("model.layers.1.weight", spelling)

@@ -11,7 +11,7 @@ from mimo_train.checkpoint.hf import tensors
 from mimo_train.checkpoint.hf.tensors import Planned, TensorFolder, write_tensors
 from mimo_train.config.fault import UserError
 from mimo_train.config.pretrained.adapter import PREFIX, WEIGHTS, adapted_paths
-from mimo_train.config.pretrained.weight_files import INDEX, SINGLE
+from mimo_train.config.pretrained.weight_files import BIN, BIN_INDEX, INDEX, SINGLE
 
 VALUES = {
     "matrix": torch.arange(77, dtype=torch.float32).view(11, 7),
@@ -72,6 +72,27 @@ def test_one_file_has_no_index(tmp_path):
     assert torch.equal(load_file(tmp_path / SINGLE)["a"], torch.ones(2, 3))
 
 
+def test_files_are_chosen_as_transformers_chooses_them(tmp_path):
+    """A single file counts before an index beside it, and safetensors before torch's files."""
+    order = ((torch.save, "part.bin", BIN_INDEX), (torch.save, BIN, ""))
+    order += ((save_file, "part.safetensors", INDEX), (save_file, SINGLE, ""))
+    for number, (save, name, index) in enumerate(order):
+        save({"x": torch.full((2,), number)}, tmp_path / name)
+        if index:
+            (tmp_path / index).write_text(json.dumps({"weight_map": {"x": name}}))
+        assert opened(tmp_path).whole("x").tolist() == [number] * 2, name
+
+
+def test_files_of_torch_are_read_where_they_lie(tmp_path):
+    """Tensors that share a storage, of any dtype, as parameters too."""
+    shared = {"rows": VALUES["matrix"][3:5], "parameter": torch.nn.Parameter(torch.ones(3))}
+    torch.save(VALUES | shared, tmp_path / BIN)
+    there = opened(tmp_path)
+    for name, value in (VALUES | shared).items():
+        assert torch.equal(there.whole(name), value.detach())
+    assert torch.equal(next(there.rows("matrix", 4, 2, (1, 3))), VALUES["matrix"][4:6, 1:3])
+
+
 def cut_short(path):
     path.write_bytes(path.read_bytes()[:-3])
 
@@ -84,8 +105,38 @@ def broken_header(path):
     path.write_bytes((4).to_bytes(8, "little") + b"{{{{" + b"x" * 8)
 
 
-def pickled(path):
-    path.rename(path.with_name("pytorch_model.bin"))
+def legacy(path):
+    path.unlink()
+    torch.save(VALUES, path.with_name(BIN), _use_new_zipfile_serialization=False)
+
+
+def bin_cut_short(path):
+    path.unlink()
+    torch.save(VALUES, path.with_name(BIN))
+    cut_short(path.with_name(BIN))
+
+
+def turned(path):
+    path.unlink()
+    torch.save({"x": VALUES["matrix"].T}, path.with_name(BIN))
+
+
+def nested(path):
+    path.unlink()
+    torch.save({"state_dict": VALUES}, path.with_name(BIN))
+
+
+def pointer(path):
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
+
+
+def pointer_of_index(path):
+    path.rename(path.with_name("model-00001-of-00001.safetensors"))
+    pointer(path.with_name(INDEX))
+
+
+def no_file(path):
+    path.unlink()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +145,13 @@ def pickled(path):
         (cut_short, r"has \d+ bytes, and \w+ ends at \d+: copy it again"),
         (no_header, "is no safetensors file, or was cut short"),
         (broken_header, "is damaged"),
-        (pickled, "has no model.safetensors .*pytorch_model.bin, which is read by unpickling.*save_pretrained"),
+        (legacy, f"{BIN} was cut short, or is no file of torch.save since version 1.6: load it .* as safetensors"),
+        (bin_cut_short, f"{BIN} was cut short"),
+        (turned, rf"{BIN} has x as torch.float32 with strides \(1, 7\): load it"),
+        (nested, f"{BIN} holds dict as 'state_dict', expected a tensor: load it"),
+        (pointer, f"{SINGLE} is a Git-LFS pointer, not the file itself: run `git lfs pull`"),
+        (pointer_of_index, f"{INDEX} is a Git-LFS pointer"),
+        (no_file, f"has no weights .{SINGLE}, {INDEX}, {BIN} or {BIN_INDEX}.: .*save_pretrained"),
     ],
 )
 def test_what_cannot_be_read_is_named(folder, damage, said):
@@ -192,11 +249,11 @@ def test_a_header_is_not_as_long_as_its_file(tmp_path):
         ({"a": ".."}, "which is no file beside it"),
         ({"a": "/dev/zero"}, "which is no file beside it"),
         ({"a": "b\0"}, "which is no file beside it"),
-        ({"b": SINGLE}, f"{SINGLE} has no b, which {INDEX} has there"),
+        ({"b": "x.safetensors"}, f"x.safetensors has no b, which {INDEX} has there"),
     ],
 )
 def test_an_index_that_lies_is_an_error(tmp_path, places, said):
-    lying(tmp_path / SINGLE, {"a": entry()})
+    lying(tmp_path / "x.safetensors", {"a": entry()})
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(UserError, match=rf"^modules.language.pretrained: .*{said}"):
         opened(tmp_path)
