@@ -1,10 +1,15 @@
-"""Headers of clips: length and rate of an audio file, and whether its end is missing. Imports no torch."""
+"""Headers of clips: length and rate of an audio file, and whether its end is missing. A file whose header does not give
+its length is decoded, so that the index and the decoder agree."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal
+
+from data.errors import MissingLibrary
+from data.media.decoded_audio import container_to_decode, decoded_blocks
 
 _MOST_PARTS = 1 << 16  # chunks and pages that are walked through: files of nothing else have millions
 _UNKNOWN_LENGTH = 0x7FFFF000  # of samples in 32 bits: programs that write into a pipe put this or more
@@ -16,17 +21,25 @@ _NOT_READ_RIGHT = {"SDS": (), "XI": (), "AIFF": ("DWVW_12", "DWVW_16", "DWVW_24"
 
 def parse_audio_header(raw: bytes) -> tuple[int, int] | None:
     """(samples per channel, samples per second) of a whole audio file, or None, also for one that is cut off. Never
-    raises for bad bytes."""
+    raises for bad bytes; MissingLibrary: it must be decoded, and PyAV is not installed."""
     import soundfile
 
     if is_cut_off(raw):
         return None
+    lengths, rates = [0], set()
     try:
-        with soundfile.SoundFile(AudioFile(raw)) as file:
-            frames, rate = int(file.frames), int(file.samplerate)
+        for part in chained_parts(raw):
+            with soundfile.SoundFile(AudioFile(part)) as file:
+                blocks = [(int(file.frames), int(file.samplerate))]
+                if container := container_to_decode(file.format, file.frames, raw):
+                    blocks = [(len(block), rate) for block, rate in decoded_blocks(raw, container)]
+            lengths += [length for length, _ in blocks]
+            rates |= {rate for _, rate in blocks}
+    except MissingLibrary:
+        raise
     except Exception:  # SoundFileError and RuntimeError; what else there may be means the same
         return None
-    return (frames, rate) if frames > 0 and rate > 0 else None
+    return (sum(lengths), rates.pop()) if sum(lengths) and len(rates) == 1 and min(rates) > 0 else None
 
 
 def not_read_right(form: str, subtype: str) -> str | None:
@@ -100,11 +113,25 @@ def _chunks(raw: bytes) -> Iterator[tuple[bytes, int, int]]:
         offset += head + -(-length // align) * align
 
 
+def chained_parts(raw: bytes) -> list[bytes]:
+    """The files that a chained OGG file consists of, of which libsndfile reads the first; any other file as it is."""
+    starts, pages = [0], [*_pages(raw)]
+    for (_, _, before), (start, _, first) in pairwise(pages):
+        if first and not before:  # streams side by side begin together
+            starts.append(start)
+    return [raw[start:end] for start, end in pairwise([*starts, len(raw)])] if len(starts) > 1 else [raw]
+
+
 def _ends_behind(raw: bytes) -> bool:
     """Whether the last page of an OGG file goes on behind its end."""
-    offset = 0
-    while raw[offset : offset + 4] == b"OggS":
-        segments = raw[offset + 26] if len(raw) > offset + 26 else 0
-        sizes = raw[offset + 27 : offset + 27 + segments]
-        offset += 27 + segments + sum(sizes)
-    return offset > len(raw)
+    return any(end > len(raw) for _, end, _ in _pages(raw))
+
+
+def _pages(raw: bytes) -> Iterator[tuple[int, int, bool]]:
+    """(start, end, whether a stream begins with it) of the pages of an OGG file; the end may be behind the file's."""
+    start = 0
+    while raw[start : start + 4] == b"OggS":
+        segments = raw[start + 26] if len(raw) > start + 26 else 0
+        end = start + 27 + segments + sum(raw[start + 27 : start + 27 + segments])
+        yield start, end, bool(raw[start + 5 : start + 6] and raw[start + 5] & 2)
+        start = end

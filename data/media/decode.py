@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ import torch
 
 from data.bounds import BOUNDS, Bounds
 from data.errors import DecodeError, MissingLibrary, reason_of
-from data.media.audio_headers import AudioFile, is_cut_off, not_read_right
+from data.media.audio_headers import AudioFile, chained_parts, is_cut_off, not_read_right
+from data.media.decoded_audio import container_to_decode, decoded_blocks
 from data.media.ground import WHITE, Colour, may_be_transparent
 from data.media.headers import parse_header_bytes
 from data.media.resample import resampled
@@ -154,22 +155,25 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
 
     if is_cut_off(raw):
         raise DecodeError(f"{len(raw)} bytes of audio: the end of the file is missing")
+    blocks, frames, clip_rate = [], 0, 0
     try:
-        with soundfile.SoundFile(AudioFile(raw)) as file:
-            above = bounds.of_clip(file.frames, file.samplerate)
-            if wrong := above or not_read_right(file.format, file.subtype):
-                raise DecodeError(wrong)
-            mono, frames, clip_rate = _mono(file), file.frames, file.samplerate
+        for block, own_rate in _mono_blocks(raw, bounds):
+            frames += len(block)
+            if own_rate != (clip_rate or own_rate):
+                raise DecodeError(f"its parts have different rates ({clip_rate} and {own_rate} Hz)")
+            if above := bounds.of_clip(frames, own_rate):
+                raise DecodeError(above)
+            blocks.append(block)
+            clip_rate = own_rate
     except DecodeError:
         raise
     except soundfile.LibsndfileError as error:  # without the object that was opened, which is its text too
         raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {error.error_string}") from error
     except Exception as error:  # RuntimeError, and what else there may be, means the same
         raise DecodeError(f"cannot decode {len(raw)} bytes of audio: {reason_of(error)}") from error
-    if not len(mono):
+    if not frames:
         raise DecodeError(f"no audio in {len(raw)} bytes")
-    if len(mono) < frames:
-        raise DecodeError(f"only {len(mono)} of {frames} samples of {len(raw)} bytes of audio can be read")
+    mono = np.concatenate(blocks)
     if not np.isfinite(mono).all():
         raise DecodeError(f"{len(raw)} bytes of audio hold samples that are not finite")
     wave = torch.from_numpy(mono)
@@ -180,13 +184,26 @@ def decode_audio(raw: bytes, rate: int, samples: int | None = None, bounds: Boun
     return wave
 
 
-def _mono(file: Any) -> np.ndarray:
-    """float32 [samples], the mean of the channels, which are never all in memory."""
-    parts = [np.zeros(0, dtype=np.float32)]
-    # Not integers: libsndfile gives a file of floats in [-1, 1] as zeros and ones then.
-    while len(block := file.read(min(_FRAMES, file.frames), dtype="float32", always_2d=True)):
-        parts.append(block.mean(axis=1))
-    return np.concatenate(parts)
+def _mono_blocks(raw: bytes, bounds: Bounds) -> Iterator[tuple[np.ndarray, int]]:
+    """(float32 [samples], samples per second) of a clip, piece by piece: the mean of its channels, which are never all
+    in memory. Raises DecodeError."""
+    import soundfile
+
+    for part in chained_parts(raw):
+        with soundfile.SoundFile(AudioFile(part)) as file:
+            if container := container_to_decode(file.format, file.frames, raw):
+                yield from decoded_blocks(raw, container)
+                return
+            above = bounds.of_clip(file.frames, file.samplerate)
+            if wrong := above or not_read_right(file.format, file.subtype):
+                raise DecodeError(wrong)
+            frames = 0
+            # Not integers: libsndfile gives a file of floats in [-1, 1] as zeros and ones then.
+            while len(block := file.read(min(_FRAMES, file.frames), dtype="float32", always_2d=True)):
+                frames += len(block)
+                yield block.mean(axis=1), file.samplerate
+            if frames < file.frames:
+                raise DecodeError(f"only {frames} of {file.frames} samples of {len(raw)} bytes of audio can be read")
 
 
 def _resized(picture: torch.Tensor, size: list[int], resize: Resize) -> torch.Tensor:
