@@ -28,7 +28,7 @@ from data.features import MEDIA, MicrobatchMedia, SampleMedia
 from data.pace import Pace
 from data.sample_table import StepSamples
 from data.samples import Samples
-from data.step import LANGUAGE, Batching, Reader, StepBatch
+from data.step import LANGUAGE, Batching, Microbatch, Reader, StepBatch
 from data.step_plan import Share, StepPlan
 from data.text_lengths import require_planned
 from data.threads import OneTask, ReadingThreads, each
@@ -265,9 +265,9 @@ class StepLoader:
         texts: list[tuple[TextSample, BadSample | None]],
         media: dict[str, list],
         bad: Container[int],
-    ) -> dict[str, Any]:
+    ) -> Microbatch:
         numbers = own[LANGUAGE] if LANGUAGE in own else next(iter(own.values()), [])
-        batch: dict[str, Any] = {"sample_numbers": torch.tensor(numbers, dtype=torch.int64)}
+        batch = Microbatch(sample_numbers=torch.tensor(numbers, dtype=torch.int64))
         if self._language:
             samples = [self._planned(plan, *read) for read in texts]
             # A sample whose picture failed on this very rank must not be learned from either.

@@ -12,7 +12,7 @@ from data.outline import Media
 from data.packing import Packing
 from data.samples import Samples
 from data.sources import MixedOrder, Source
-from data.step import Batching, Reader, StepBatch
+from data.step import Batching, Microbatch, Reader, StepBatch
 from data.step_plan import Padding, StepPlan
 from data.streams.dataset import StreamDataset
 from data.text_lengths import TextLengths
@@ -28,6 +28,7 @@ __all__ = [
     "GivesUp",
     "Lookup",
     "Media",
+    "Microbatch",
     "MicrobatchMedia",
     "MixedOrder",
     "Packing",

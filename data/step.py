@@ -85,6 +85,20 @@ class Reader:
         return parts[self.dp_rank]
 
 
+_KEYS_HERE = {"tokens": "input_ids", "images": "modality_inputs", "pixel_values": "modality_inputs"}
+"""Keys that other trainers give to a microbatch -> ours."""
+
+
+class Microbatch(dict[str, Any]):
+    """A microbatch, as in `StepBatch.microbatches`. An unknown key raises a KeyError that lists the known ones."""
+
+    def __missing__(self, key: str) -> Any:
+        hint = f"{key!r} is {_KEYS_HERE[key]!r} here" if _KEYS_HERE.get(key) in self else ""
+        if key == "attention_mask":
+            hint = "attention is causal, inside of 'documents' where samples are packed"
+        raise KeyError(f"{key}: not in this microbatch. It has {', '.join(self)}{hint and f' ({hint})'}")
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """One optimizer step of one rank.
@@ -108,13 +122,22 @@ class StepBatch:
     """
 
     plan: StepPlan
-    microbatches: list[dict[str, Any]]
+    microbatches: list[Microbatch]
     numbers: list[dict[str, list[int]]]
     token_counts: dict[str, list[list[int]]]
     loads: dict[str, list[list[int]]]
     pairs: dict[str, list[list[int]]]
     bad: np.ndarray
     digest: int = 0
+
+    def __repr__(self) -> str:
+        shapes = [list(batch["input_ids"].shape) for batch in self.microbatches if "input_ids" in batch]
+        rows = f" of {', '.join(map(str, shapes[:4]))}{', ...' if len(shapes) > 4 else ''} tokens" if shapes else ""
+        media = [f"{module} {sum(map(sum, counts)):,} tokens" for module, counts in self.token_counts.items()]
+        return (
+            f"StepBatch({', '.join([f'samples {self.first_sample} to {self.first_sample + self.size - 1}', *media])}, "
+            f"{len(self.microbatches)} microbatches{rows}, {int(self.bad.sum())} bad)"
+        )
 
     @property
     def first_sample(self) -> int:

@@ -2,7 +2,9 @@
 
 import statistics
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from mimo_train.metrics.console import Console
 from mimo_train.plan.layout import RunLayout
@@ -24,10 +26,11 @@ class Spread:
         return self.slowest / self.median if self.median > 0 else float("nan")
 
 
-class StragglerTimer:
+class StragglerTimer(AbstractContextManager[Any]):
     """Turns the compute times collected on the logging rank into values for the log and a line for the console.
 
-    Only compute time counts, not the time that a rank waits for others.
+    Only compute time counts, not the time that a rank waits for others. As a context manager it changes nothing, for
+    code that wraps its work in Megatron-Core's `StragglerDetector`.
     """
 
     def __init__(self, layout: RunLayout, console: Console):
@@ -35,6 +38,12 @@ class StragglerTimer:
         self._layout, self._console = layout, console
         self._spreads: dict[str, Spread] = {}
         self._seconds, self._flops, self._steps = 0.0, 0.0, 1
+
+    def __call__(self, bdata: bool = False) -> "StragglerTimer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def observe(self, seconds: Mapping[int, float], steps: int, flops: float = 0.0) -> dict[str, float]:
         """Take the compute times of a logging interval.

@@ -17,7 +17,7 @@ from data.shown import shown_lines
 from mimo_train.launch.output import to_nowhere
 
 _SECONDS_BETWEEN_LINES = 1.0
-_LEARNING_RATE, _OF_SOURCE = "learning_rate/", "loss/"
+_LEARNING_RATE, _OF_SOURCE, _TIMERS = "learning_rate/", "loss/", "timers/"
 
 
 class Console:
@@ -195,6 +195,9 @@ def step_parts(values: dict[str, float]) -> dict[str, str]:
         parts["tokens"] = f"{values['tokens_per_second']:,.0f} tokens/s"
     if "step_seconds" in values:
         parts["seconds"] = f"{values['step_seconds']:.3g} s/step"
+    timers = [f"{key.removeprefix(_TIMERS)} {value:.3g} s" for key, value in values.items() if key.startswith(_TIMERS)]
+    if timers:
+        parts["timers"] = f"({', '.join(timers)})"
     return parts
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from data.pipeline import (
     Batching,
     GivesUp,
+    Microbatch,
     Packing,
     Padding,
     Reader,
@@ -21,6 +22,7 @@ from data.pipeline import (
     WaitGivenUp,
     never,
 )
+from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.flight.layout import FORWARD
 from mimo_train.flight.recorder import RECORDER
@@ -191,14 +193,25 @@ class StepIterator:
     def __iter__(self) -> "StepIterator":
         return self
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Microbatch:
+        """The next microbatch of the current step, on the device.
+
+        Raises:
+            StopIteration: all were taken; `rewind` restarts the step, and `advance` makes the next one current.
+            UserError: no step has been made current.
+        """
         with self._pipeline.stopwatch("data_wait"):
             if not self._waiting:
-                raise StopIteration
+                if self._bad is None:
+                    raise UserError(
+                        "data_iterator: no step is current yet. Call its advance() before next(), or train_step, which "
+                        "does. To look at samples use mimo_train.dataset.open_dataset"
+                    )
+                raise StopIteration("all microbatches of the step were taken: call advance() for the next step")
             index = self._waiting.popleft()
             self.is_fresh = False
             RECORDER.at(self._modules, FORWARD, index)
-            batch = to_device(self._with_learned(self.current.microbatches[index]), self._pipeline.device)
+            batch = Microbatch(to_device(self._with_learned(self.current.microbatches[index]), self._pipeline.device))
             if "loss_mask" in batch:
                 # Only samples that no rank flagged as bad have a loss.
                 batch["loss_mask"] = batch["loss_mask"] * self._good_of(index, batch)
@@ -213,7 +226,7 @@ class StepIterator:
 
     def views(self, number: int) -> list[Iterator[dict[str, Any]]]:
         """Iterators over the current step's microbatches, one for each model chunk; they share the tensors."""
-        return [map(dict, view) for view in itertools.tee(self, number)]
+        return [map(Microbatch, view) for view in itertools.tee(self, number)]
 
     def own_bad_samples(self) -> list[int]:
         """1 for each sample of the next step that this rank could not read, for the step's sum."""

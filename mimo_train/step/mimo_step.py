@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
+from data.pipeline import Microbatch
 from mimo_train.config.fault import UserError
 from mimo_train.config.schema_mix import source_names
 from mimo_train.model.llm.gpt import choose_logits
@@ -58,7 +59,8 @@ def _next_batch(data_iterator: Iterator[dict[str, Any]] | None) -> tuple[dict[st
     batch = next(data_iterator, None) if data_iterator is not None else None
     if batch is None:
         return None, None
-    return {key: batch[key] for key in (*MODEL_INPUTS, SOURCES) if key in batch}, batch.get(LEARNED)
+    known = Microbatch({key: batch[key] for key in (*MODEL_INPUTS, SOURCES) if key in batch})
+    return known, batch.get(LEARNED)
 
 
 def forward_step(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.timers import Timers
+from megatron.core.utils import StragglerDetector
 
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.metrics.console import Console
@@ -80,7 +81,8 @@ class GlobalState:
 
     run: Run
     train_state: TrainState = field(default_factory=TrainState)
-    timers: Timers = field(default_factory=lambda: Timers(log_level=0, log_option="minmax"))
+    timers: Timers = field(default_factory=lambda: Timers(log_level=2, log_option="minmax"))
+    """Megatron-Core's timers, at every log level. Those of the logging rank are logged as `timers/NAME`."""
     start_time: float = field(default_factory=time.time)
     """When this job started, in seconds since the epoch."""
     metrics: MetricsLog = field(default_factory=MetricsLog)
@@ -122,6 +124,11 @@ class GlobalState:
     def is_logging_rank(self) -> bool:
         """Whether this rank writes the log."""
         return dist.is_initialized() and dist.get_rank() == self.layout.logging_rank
+
+    @property
+    def straggler_timer(self) -> Any:
+        """A context manager for ported forward steps. It measures nothing: `log.straggler` times every step itself."""
+        return StragglerDetector()
 
     @property
     def tensorboard_logger(self) -> Any:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.timers import Timers
+
 from data.shown import plural
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.diagnose.straggler import StragglerTimer
@@ -214,7 +216,7 @@ class StepLog:
         so_far = {name: getattr(state.train_state, name) for name in ("bad_samples", "empty_steps", "skipped_iters")}
         values |= {name: float(count) for name, count in (so_far | {"nan_iters": nan_steps}).items() if count}
         values |= self._speed(numbers, sequence_length, history, loaded_step)
-        values |= layer_norms | numbers.memory | self._drawn()
+        values |= layer_norms | numbers.memory | self._drawn() | timer_seconds(state.timers, numbers.steps)
         step = state.train_state.step
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.step(step, values, self._busiest.name(numbers.times))
@@ -285,6 +287,12 @@ class StepLog:
                 tokens=progress.consumed_train_tokens if sequence_length is None else None,
             )
         return values
+
+
+def timer_seconds(timers: Timers, steps: int) -> dict[str, float]:
+    """Seconds per step of the timers that ran in the last `steps` steps, as `timers/NAME`; resets them."""
+    seconds = {f"timers/{name}": timer.elapsed(reset=True) / steps for name, timer in timers._timers.items()}
+    return {name: value for name, value in seconds.items() if value > 0}
 
 
 def is_logging_step(cfg: ConfigContainer, step: int, last_step: int) -> bool:

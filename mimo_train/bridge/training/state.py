@@ -1,6 +1,7 @@
 """The states, at the path that Megatron-Bridge gives them, and the one that the documented functions take."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mimo_train.step.state import GlobalState, TrainState
 from mimo_train.training.callbacks import Callbacks
@@ -24,6 +25,11 @@ class SessionState(GlobalState):
         super().__post_init__()
         self.session = replace(self.session, state=self)
         self.saver, self.log = Saver(self.session, self.callbacks), StepLog(self.session, self.callbacks)
+
+    @property
+    def straggler_timer(self) -> Any:
+        """The `StragglerTimer` of the log with `log.straggler`, else a context manager that measures nothing."""
+        return self.log.stragglers or super().straggler_timer
 
     @classmethod
     def of(cls, session: Session, callbacks: Callbacks) -> "SessionState":

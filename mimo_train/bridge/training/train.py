@@ -124,7 +124,7 @@ def _end_if_stopped(state: SessionState) -> None:
 def post_training_step_callbacks(
     model: list[MegatronModule],
     num_floating_point_operations_since_last_log_event: float,
-    straggler_timer: StragglerTimer | None,
+    straggler_timer: Any,
     iteration: int,
     prof: profile | None,
     config: ConfigContainer,
@@ -133,7 +133,7 @@ def post_training_step_callbacks(
 ) -> None:
     """Do what is due after a step; called by every rank after every step.
 
-    - `log.straggler`: the report of `straggler_timer`, at logging steps;
+    - `log.straggler`: the report of `straggler_timer` (that of the state, or None), at logging steps;
     - `train.rerun`, unless disabled: before a step that `checkpoint.save_interval` saves, the weights of data-parallel
       replicas are compared;
     - `profiling`: the end of the recording, after its last step;
@@ -149,7 +149,7 @@ def post_training_step_callbacks(
     Raises:
         RuntimeError: replicas hold different weights.
     """
-    if straggler_timer is not None and is_logging_step(config, iteration, config.train.iters):
+    if isinstance(straggler_timer, StragglerTimer) and is_logging_step(config, iteration, config.train.iters):
         straggler_timer.report()
     interval = config.checkpoint.save_interval
     if config.train.rerun != "disabled" and interval > 0 and iteration % interval == 0:

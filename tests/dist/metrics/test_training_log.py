@@ -124,10 +124,15 @@ def documented() -> dict[str, re.Pattern]:
 
 def _rare_keys() -> list[str]:
     """What a run on the CPU in fp32 does not write."""
-    from mimo_train.metrics.memory_stats import MEMORY_KEYS
-    from mimo_train.training.log import StepNumbers
+    from megatron.core.timers import Timers
 
-    return [*MEMORY_KEYS.values(), *StepNumbers(loss_scale=2.0, max_attention_logit=1.0).values()]
+    from mimo_train.metrics.memory_stats import MEMORY_KEYS
+    from mimo_train.training.log import StepNumbers, timer_seconds
+
+    timers = Timers(log_level=2, log_option="minmax")
+    timers("more").set_elapsed(1.0)
+    numbers = StepNumbers(loss_scale=2.0, max_attention_logit=1.0)
+    return [*MEMORY_KEYS.values(), *numbers.values(), *timer_seconds(timers, 1)]
 
 
 def test_the_page_names_the_keys_that_are_logged_and_no_others(digits, tmp_path):

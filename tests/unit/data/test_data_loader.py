@@ -44,6 +44,11 @@ def test_a_step_holds_its_samples_in_order(dataset):
     data = dataset(keep_text=True)
     (step,) = steps(data, consumed_samples=8, limit=1)
     assert step.first_sample == 8 and len(step.microbatches) == 2 and step.bad.shape == (8,) and not step.bad.any()
+    media = sum(map(sum, step.token_counts["images"]))
+    shown = f"StepBatch(samples 8 to 15, images {media} tokens, 2 microbatches of [4, 24], [4, 24] tokens, 0 bad)"
+    assert repr(step) == shown
+    with pytest.raises(KeyError, match="tokens: not in this microbatch. It has .*labels.*'tokens' is 'input_ids' here"):
+        step.microbatches[0]["tokens"]
     for at, microbatch in enumerate(step.microbatches):
         numbers = list(range(8 + 4 * at, 12 + 4 * at))
         assert microbatch["sample_numbers"].tolist() == numbers

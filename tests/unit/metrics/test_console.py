@@ -43,8 +43,11 @@ def test_a_plain_line_has_every_number():
 def test_learning_rates_that_differ_are_named_and_missing_values_left_out():
     stream = io.StringIO()
     values = {"learning_rate/images": 1e-3, "learning_rate/language": 2e-5, "lm loss": float("nan")}
+    values |= {"timers/augment": 0.01234, "timers/my work": 2.0}
     Console(800, 0, stream, Clock()).step(20, values)
-    assert lines_of(stream) == ["step 20/800  lm loss nan  lr images 1.0e-03 language 2.0e-05"]
+    assert lines_of(stream) == [
+        "step 20/800  lm loss nan  lr images 1.0e-03 language 2.0e-05  (augment 0.0123 s, my work 2 s)"
+    ]
 
 
 def test_at_most_one_line_a_second_but_first_and_last_always():

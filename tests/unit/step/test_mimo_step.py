@@ -25,6 +25,8 @@ def test_a_microbatch_holds_what_the_model_takes_and_nothing_else():
     microbatch["modality_inputs"] = {"images": {"images": {"pixels": 6}}}
     batch = mimo_step.get_batch(iter([microbatch]))
     assert batch == {key: value for key, value in microbatch.items() if key not in ("sample_numbers", "texts")}
+    with pytest.raises(KeyError, match="attention_mask: not in this microbatch. It has input_ids, .*causal"):
+        batch["attention_mask"]
     assert mimo_step.get_batch(iter([])) is None
 
 
