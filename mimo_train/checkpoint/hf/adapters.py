@@ -9,8 +9,9 @@ import torch
 from mimo_train.checkpoint.hf.documents import Document
 from mimo_train.checkpoint.hf.export import Stored, Weights
 from mimo_train.checkpoint.hf.fill import Cut, Reader
+from mimo_train.checkpoint.hf.parts import ENCODER
 from mimo_train.checkpoint.hf.peft import Adapted, Place
-from mimo_train.checkpoint.hf.places import places_of
+from mimo_train.checkpoint.hf.places import places_of, unread_tensors
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.parts import is_adapter
 from mimo_train.config.schema import ConfigContainer
@@ -23,7 +24,7 @@ _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$")
 class ModuleAdapters(Adapted):
     """The adapters of one module."""
 
-    module: str
+    module: str = ""
 
 
 def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: Document | None) -> ModuleAdapters:
@@ -40,7 +41,11 @@ def module_adapters(cfg: ConfigContainer, name: str, stored: Stored, document: D
         if is_adapter(one) and (document is None or any(one.startswith(f"{linear}.") for linear in places))
     ]
     adapters = {one: source.load(one) for one in own}
-    return ModuleAdapters(adapters, config.lora, layers, places, name)
+    carried: dict[str, torch.Tensor] = {}
+    for part in document.parts if document is not None and config.lora.adapter else ():
+        if part.module == name and any(rule.ours.startswith(ENCODER) for rule in part.weights.rules):
+            carried |= unread_tensors(config, name, part.weights, part.loaded)
+    return ModuleAdapters(adapters, config.lora, layers, places, carried, name)
 
 
 def is_base(document: Document, stored: Stored) -> bool:

@@ -9,7 +9,7 @@ rows, its adapter is ours of the whole layer with rows in our order.
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -89,6 +89,8 @@ class Adapted:
     lora: LoraConfig
     linears: Sequence[Linear]
     places: Places
+    carried: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Other tensors by PEFT's names, which are written as they are."""
 
 
 def write_adapters(
@@ -112,7 +114,7 @@ def write_adapters(
                     f"lora.{name} is {getattr(first, name)} of one module and {getattr(one.lora, name)} of another: an "
                     "adapter of PEFT has one for the whole model: make them equal, or give --merge"
                 )
-        own = _tensors_of(one)
+        own = {**_tensors_of(one), **one.carried}
         tensors |= own
         for path in {key.removeprefix(PREFIX).partition(".lora_")[0] for key in own}:
             if one.lora.rank != first.rank:
@@ -242,19 +244,24 @@ def _shapes(linear: Linear, projection: str, lora: LoraConfig) -> dict[str, tupl
 
 def _read_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Path of a module -> its adapter's tensors by our names."""
-    adapted_paths(folder)  # says what is wrong with the file
-    file, names = weights_file(folder), {theirs: ours for ours, theirs in _NAMES.items()}
-    try:
-        is_safe = file.name == WEIGHTS
-        tensors = load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+    names = {theirs: ours for ours, theirs in _NAMES.items()}
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in load_tensors(folder).items():
         match = TENSOR.fullmatch(key)
         assert match is not None, key
         found.setdefault(match[1], {})[names[match[2]]] = tensor
     return found
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter by PEFT's names. Raises UserError where they cannot be read."""
+    adapted_paths(folder)  # says what is wrong with the file
+    file = weights_file(folder)
+    try:
+        is_safe = file.name == WEIGHTS
+        return load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
 
 
 def _targets(linears: Sequence[Linear], found: set[tuple[str, str]]) -> list[str]:

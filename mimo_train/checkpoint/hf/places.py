@@ -6,13 +6,15 @@ from pathlib import Path
 
 import torch
 
+from encoders.spec import built_layers
 from encoders.weight_map import Rule, Spelling, WeightMap, spelt
 from mimo_train.checkpoint.hf.parts import Part, pretrained_parts
-from mimo_train.checkpoint.hf.peft import Place, Places, read_adapter
+from mimo_train.checkpoint.hf.peft import Place, Places, load_tensors, read_adapter
 from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
-from mimo_train.config.pretrained.adapter import adapted_paths, paths_of
+from mimo_train.config.pretrained.adapter import IN_LAYERS, MERGE, PREFIX, adapted_paths, paths_of, unread_layers
 from mimo_train.config.schema import ConfigContainer
+from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.plan.adapters import WHOLE, Linear, adapted_linears, linears
 
 
@@ -50,11 +52,13 @@ class ModulePlaces:
     linears: list[Linear]
     places: Places
     """By the names that the adapter has for them."""
+    unread: frozenset[str] = frozenset()
+    """Layers of the adapter that are behind the layer of the encoder that is read."""
 
     @property
     def paths(self) -> set[str]:
         """The names that the adapter has for them."""
-        return {place.path for places in self.places.values() for place in places.values()}
+        return {place.path for places in self.places.values() for place in places.values()} | self.unread
 
 
 def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
@@ -75,7 +79,7 @@ def start_places(cfg: ConfigContainer, rows: int) -> dict[str, ModulePlaces]:
             for part in parts:
                 if part.module == name:
                     places |= _as_spelt(part, layers, paths)
-            found[name] = ModulePlaces(layers, places)
+            found[name] = ModulePlaces(layers, places, _unread(module, name, paths))
     return found
 
 
@@ -100,7 +104,7 @@ def start_adapter(
             "its lora.adapter"
         )
     try:
-        _, adapters = read_adapter(folder, places.linears, places.places, others)
+        _, adapters = read_adapter(folder, places.linears, places.places, {*others, *places.unread})
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     adapted = adapted_linears(name, cfg.modules[name], cfg.llm.hidden_size).values()
@@ -114,6 +118,41 @@ def start_adapter(
             "lora.targets"
         )
     return adapters
+
+
+def _unread(module: ModuleConfig, name: str, paths: Collection[str]) -> frozenset[str]:
+    """Return those of the layers of an adapter that are behind the layer of the encoder that is read."""
+    if module.encoder is None:
+        return frozenset()
+    return frozenset(unread_layers(paths, name, module.encoder.num_layers, built_layers(module.encoder)))
+
+
+def unread_tensors(module: ModuleConfig, name: str, weights: WeightMap, loaded: Spelling) -> dict[str, torch.Tensor]:
+    """Return the tensors of the adapter that a module started with that no parameter is made of, by the names that an
+    export has for them: those of layers behind the one that is read.
+
+    Args:
+        weights: of the encoder.
+        loaded: how names in memory are spelt.
+
+    Raises:
+        UserError: the adapter cannot be read.
+    """
+    folder = Path(module.lora.adapter)
+    unread = _unread(module, name, adapted_paths(folder))
+    named = {rows.name.removesuffix(".weight") for rule in weights.rules for rows in rule.rows if rows.name}
+    tensors = {}
+    for key, value in load_tensors(folder).items() if unread else ():
+        path, _, kind = key.removeprefix(PREFIX).partition(".lora_")
+        if path not in unread:
+            continue
+        first = IN_LAYERS.sub(lambda match: match[0].replace(match[1], "0"), path)
+        fitting = max((one for one in named if f".{first}".endswith(f".{one}")), key=len, default="")
+        if not fitting:
+            raise UserError(f"{folder}: {path} is no layer that can have adapters here: {MERGE}")
+        own = path[len(first) - len(fitting) :]
+        tensors[f"{PREFIX}{spelt(own, loaded)}.lora_{kind}"] = value
+    return tensors
 
 
 def _as_spelt(part: Part, layers: list[Linear], paths: Collection[str]) -> dict[str, dict[str, Place]]:

@@ -42,7 +42,7 @@ _STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 _OTHER_PARTS = re.compile(r"(^|\.)(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\.")
 """What names of layers that are not the language model's have in them."""
-_IN_LAYERS = re.compile(r"(?:^|\.)(?:layers|layer|blocks)\.(\d+)\.")
+IN_LAYERS = re.compile(r"(?:^|\.)(?:layers|layer|blocks)\.(\d+)\.")
 _LAST = {
     "out_proj": "o_proj",
     "fc1": "up_proj",
@@ -67,12 +67,13 @@ _OF_PROJECTOR = {
 """How the name of a projector's layer ends -> how ours does."""
 
 
-def adapter_keys(folder: str, module: str, layers: int, key: str) -> dict[str, Any]:
+def adapter_keys(folder: str, module: str, layers: int, built: int, key: str) -> dict[str, Any]:
     """The keys of `LoraConfig` of the module that has an adapter.
 
     Args:
         module: its name.
-        layers: transformer layers of it.
+        layers: transformer layers of it in the directory.
+        built: of these, the layers that are built.
         key: config key that names the folder.
 
     Raises:
@@ -83,7 +84,8 @@ def adapter_keys(folder: str, module: str, layers: int, key: str) -> dict[str, A
         if not paths:
             raise UserError(f"{folder} has no adapter of a layer of {module}")
         lora = read_config(Path(folder), paths)
-        targets = _targets(paths, layers)
+        unread = unread_layers(paths, module, layers, built)
+        targets = _targets([path for path in paths if path not in unread], built)
     except UserError as error:
         raise ConfigError([Fault(key, str(error))]) from error
     names = ("rank", "alpha", "dropout", "rslora", "dora")
@@ -98,6 +100,13 @@ def paths_of(paths: Iterable[str], module: str) -> list[str]:
     if not others:
         return paths
     return [path for path in paths if path not in others] if module == LANGUAGE else others
+
+
+def unread_layers(paths: Iterable[str], module: str, layers: int, built: int) -> set[str]:
+    """Return those of the layers of an adapter that are behind the last layer of `module` that is built, in an encoder
+    whose features are read before its end. Arguments as of `adapter_keys`."""
+    numbers = {path: match for path in paths_of(paths, module) if (match := IN_LAYERS.search(path))}
+    return {path for path, match in numbers.items() if built <= int(match[1]) < layers}
 
 
 def adapted_paths(folder: Path) -> list[str]:
@@ -191,7 +200,7 @@ def _targets(paths: Iterable[str], layers: int) -> list[str]:
     found: dict[str, set[int]] = {}
     targets = []
     for path in paths:
-        last, number = path.rpartition(".")[2], _IN_LAYERS.search(path)
+        last, number = path.rpartition(".")[2], IN_LAYERS.search(path)
         own = next((ours for theirs, ours in _OF_PROJECTOR.items() if f".{path}".endswith(f".{theirs}")), None)
         if own is not None:
             targets.append(f"input_projections.0.encoder{own}")

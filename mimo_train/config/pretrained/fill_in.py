@@ -32,6 +32,8 @@ CHOICES = {
     "placeholder": {"start", "end", "mark"},
 }
 """Keys by part that a user may set to something else than the directory says: no weight depends on them."""
+_PARTS = {"text_config", "vision_config", "audio_config", "llm_config", "thinker_config"}
+"""Keys of config.json by which a model of several parts is known."""
 PROJECTOR: dict[str, Any] = {"norm": "", "bias": True, "newline": False, "resampler": {"latents": 0}}
 """Keys of the projector of a directory, where its family has no others."""
 CONSTANTS = ("normalization", "layernorm_epsilon")
@@ -220,8 +222,8 @@ def _fill_in_adapter(name: str, module: dict[str, Any], directory: Directory) ->
     part = module["llm" if name == LANGUAGE else "encoder"]
     # Behind the layer that is read, none are built.
     last = part.get("feature_layer", -1)
-    layers = part["num_layers"] + (1 + last if isinstance(last, int) else 0)
-    keys = adapter_keys(str(folder), name, layers, key)
+    layers = part["num_layers"]
+    keys = adapter_keys(str(folder), name, layers, layers + (1 + last if isinstance(last, int) else 0), key)
     module["lora"] = {**keys, **given}
     # Of dropout no weight depends.
     return [
@@ -236,6 +238,9 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     if directory.model_type in UNREAD:
         text = f"{directory.folder} is of family {directory.model_type}, which {UNREAD[directory.model_type]}"
         raise ConfigError([Fault(directory.key, text)])
+    unsupported = _unsupported_composite(directory)
+    if unsupported:
+        raise ConfigError([Fault(directory.key, unsupported)])
     composite = COMPOSITES.get(directory.model_type)
     config = composite.part(directory.config, name) if composite else directory.config
     if name == LANGUAGE:
@@ -279,6 +284,25 @@ def _parts(name: str, directory: Directory) -> dict[str, dict[str, Any]]:
     except EncoderError as error:
         raise ConfigError([Fault(directory.key, f"{directory.folder}: {error}")]) from error
     return parts
+
+
+def _unsupported_composite(directory: Directory) -> str:
+    """Return why a model of several parts cannot be read; empty for one that can, and for any other model."""
+    if "mm_vision_tower" in directory.config:
+        return (
+            f"{directory.folder} is a LLaVA in the format of its own repository (mm_vision_tower), not of "
+            "transformers: use its published conversion (llava-hf in the hub), or convert it"
+        )
+    kind = directory.model_type
+    if kind in COMPOSITES or kind in _encoder_kinds() or not _PARTS & directory.config.keys():
+        return ""
+    with_encoder = [name for name, known in COMPOSITES.items() if known.projector is not None]
+    text_alone = [name for name, known in COMPOSITES.items() if known.no_encoder]
+    return (
+        f"{directory.folder} is a model of several parts of type {kind!r}, which is not supported. Supported types: "
+        f"{', '.join(with_encoder)}; the language model alone of {', '.join(text_alone)}. Save the encoder and the "
+        f"language model of {kind} as directories of their own, or choose one of these"
+    )
 
 
 def _placeholder(directory: Directory) -> dict[str, str]:

@@ -121,6 +121,20 @@ def test_tiles(directory):
     assert "only tiles that are equal squares" in said(folder)
 
 
+@pytest.mark.parametrize("key", ["pretrained", "modules.images.pretrained", "modules.language.pretrained"])
+def test_an_unsupported_model_of_several_parts_names_its_type_and_those_that_are_supported(directory, key):
+    folder = directory({"model_type": "internvl"})
+    with pytest.raises(ConfigError) as error:
+        load("vlm_digits", [f"{key}={folder}"])
+    fault = str(error.value)
+    assert fault.startswith(f"{key}: {folder} is a model of several parts of type 'internvl', which is not supported.")
+    assert "Supported types: llava, llava_next, llava_onevision, qwen2_5_vl, qwen3_vl, qwen2_audio; " in fault
+    assert "the language model alone of gemma3" in fault and "clip_vision_model" not in fault
+    folder = directory({"model_type": "llava", "mm_vision_tower": "openai/clip", "vision_config": None})
+    with pytest.raises(ConfigError, match=f"^{key}: .* in the format of its own repository .*published conversion"):
+        load("vlm_digits", [f"{key}={folder}"])
+
+
 def test_pictures_that_are_padded_are_refused(directory):
     square = {"size": {"shortest_edge": 42}, "crop_size": {"height": 42, "width": 42}}
     folder = directory(preprocessor_config=square | {"do_pad": True})

@@ -27,6 +27,8 @@ MADE = {
          "exclude_modules": ".*deepstack.*"},
         ("layout=one_process", *(f"modules.{name}.layout.tp=2" for name in BOTH)),
     ),
+    # Of its tower the last layer is not read, and has an adapter all the same.
+    "llava_next": ({"target_modules": ["q_proj", "v_proj"]}, ("layout=one_process",)),
 }  # fmt: skip
 """Adapters that peft makes, and the layout on which they start."""
 OWN = ("modules.language.lora.rank=4", "modules.images.lora.rank=2", "modules.images.lora.alpha=5")
