@@ -6,13 +6,13 @@ Imports no torch; reading YAML is in `compose`. Sizes, ranks and batches are loo
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
 from data.indexed.split import split_parts
 from data.media.ground import colour_of
 from data.storage.url import is_url
-from mimo_train.config.fault import Fault
+from mimo_train.config.fault import Fault, nearest
 from mimo_train.config.keys import key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
@@ -254,6 +254,21 @@ class DataConfig:
                 return
 
 
+_MEGATRON_BRIDGE_SECTIONS = {
+    "model": "llm, or modules[NAME].encoder",
+    "dataset": "data",
+    "tokenizer": "data.tokenizer",
+    "optimizer": "optim",
+    "scheduler": "optim",
+    "logger": "log",
+    "peft": "modules[NAME].lora",
+    "mixed_precision": "train.precision",
+    "rng": "run.seed",
+    "dist": "run",
+}
+"""Sections of Megatron-Bridge's config -> where their values are here."""
+
+
 @dataclass
 class ConfigContainer:
     """One complete run."""
@@ -281,6 +296,14 @@ class ConfigContainer:
     """Recordings of a few steps."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """What the launcher decides when it knows its nodes."""
+
+    if not TYPE_CHECKING:  # type checkers still report unknown names
+
+        def __getattr__(self, name):
+            """Raise an AttributeError that names the section to use. Python calls this for unknown names only."""
+            here = _MEGATRON_BRIDGE_SECTIONS.get(name)
+            hint = f": use {here} instead" if here else nearest(name, self.__dataclass_fields__)
+            raise AttributeError(f"the config has no section {name!r}{hint}")
 
     @property
     def encoders(self) -> dict[str, ModuleConfig]:

@@ -1,6 +1,8 @@
 """Composition: every shipped file, round trips, and faults that name the key."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import yaml
@@ -143,6 +145,17 @@ def test_unset_keys_have_the_defaults_of_the_dataclasses(tmp_path):
 def test_unknown_names_are_faults_with_the_nearest(override, key, said):
     found = faults("vlm_digits", override)
     assert said in found[key]
+
+
+def test_sections_of_megatron_bridge_are_answered_with_ours():
+    cfg = ConfigContainer()
+    with pytest.raises(AttributeError, match=r"the config has no section 'model': use llm, or modules\[NAME\].encoder"):
+        cfg.model  # noqa: B018
+    with pytest.raises(AttributeError, match="no section 'dataset': use data instead"):
+        cfg.dataset  # noqa: B018
+    with pytest.raises(AttributeError, match="no section 'trian'; did you mean train"):
+        cfg.trian  # noqa: B018
+    assert not hasattr(cfg, "model") and copy.deepcopy(cfg) == pickle.loads(pickle.dumps(cfg)) == cfg
 
 
 def test_all_unknown_keys_are_named_at_once():
