@@ -1,6 +1,8 @@
 """The contract of a forward step: the accepted signatures, and how the state is passed to it."""
 
 import inspect
+import re
+import types
 import typing
 from collections.abc import Callable
 from functools import partial
@@ -52,25 +54,34 @@ def prepare_forward_step_func(forward_step_func: ForwardStepCallable, state: Glo
 
 
 def needs_global_state_injection(forward_step_func: ForwardStepCallable) -> bool:
-    """Whether the forward step takes the state: by a `GlobalState` annotation, or by its first parameter's name. Any
-    other signature is called without it."""
-    parameters, hints = _parameters(forward_step_func), _hints(forward_step_func)
-    if any(_is_state(hints.get(parameter.name, parameter.annotation)) for parameter in parameters):
-        return True
-    return bool(parameters) and parameters[0].name in _STATE_NAMES
+    """True if the forward step takes the state: a parameter is annotated `GlobalState` or `GlobalState | None`, or the
+    first parameter is called `state` or `global_state`. Any other signature is called without it."""
+    return _state_parameter(forward_step_func) is not None
 
 
 def maybe_inject_state(
     forward_step_func: ForwardStepCallable, state: GlobalState, needs_injection: bool | None = None
 ) -> ForwardStepCallable:
-    """Bind `state` as the first argument if the forward step takes it.
+    """Bind `state` to its parameter if the forward step takes it.
 
     Args:
         needs_injection: result of `needs_global_state_injection`, if it is known already.
+
+    Raises:
+        TypeError: the parameter of the state is between the data iterator and the model.
     """
-    if needs_injection is None:
-        needs_injection = needs_global_state_injection(forward_step_func)
-    return partial(forward_step_func, state) if needs_injection else forward_step_func
+    if needs_injection is False:
+        return forward_step_func
+    name, parameters = _state_parameter(forward_step_func), list(inspect.signature(forward_step_func).parameters)
+    if name is None and needs_injection is None:
+        return forward_step_func
+    place = parameters.index(name) if name is not None else 0
+    if place == 1:
+        raise TypeError(
+            f"forward step {_name(forward_step_func)} takes the state as its second argument. Give it one of the forms "
+            f"{'; '.join(ACCEPTED_FORMS)}"
+        )
+    return partial(forward_step_func, **{name: state}) if place and name else partial(forward_step_func, state)
 
 
 def record_losses(forward_step_func: ForwardStepCallable, losses: StepLosses) -> ForwardStepCallable:
@@ -94,12 +105,17 @@ def record_losses(forward_step_func: ForwardStepCallable, losses: StepLosses) ->
     return step
 
 
-def _parameters(function: ForwardStepCallable) -> list[inspect.Parameter]:
-    return [
-        parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+def _state_parameter(function: ForwardStepCallable) -> str | None:
+    """Name of the parameter that the state is passed to, if there is one that the caller has not bound."""
+    parameters = [*inspect.signature(function).parameters.values()]
+    bound = function.keywords if isinstance(function, partial) else {}
+    hints = _hints(function)
+    for parameter in parameters:
+        if parameter.name not in bound and _is_state(hints.get(parameter.name, parameter.annotation)):
+            return parameter.name
+    first = parameters[0] if parameters else None
+    named = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return first.name if first is not None and named and first.name in _STATE_NAMES else None
 
 
 def _hints(function: ForwardStepCallable) -> dict[str, Any]:
@@ -109,13 +125,20 @@ def _hints(function: ForwardStepCallable) -> dict[str, Any]:
         target = type(target).__call__
     try:
         return typing.get_type_hints(target)
-    except (NameError, TypeError):
+    except (NameError, TypeError, AttributeError):
         return {}
 
 
 def _is_state(annotation: Any) -> bool:
+    """True if an annotation is `GlobalState` or `GlobalState | None`, also as a string that cannot be resolved."""
+    if isinstance(annotation, typing.ForwardRef):
+        annotation = annotation.__forward_arg__
     if isinstance(annotation, str):
-        return annotation.rsplit(".", 1)[-1].strip("'\"") == GlobalState.__name__
+        members = re.sub(r"^(?:\w+\.)*(?:Optional|Union)\[(.*)\]$", r"\1", annotation.strip(" '\""))
+        names = [member.strip(" '\"").rpartition(".")[2] for member in re.split(r"[|,]", members)]
+        return GlobalState.__name__ in names
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return any(map(_is_state, typing.get_args(annotation)))
     return isinstance(annotation, type) and issubclass(annotation, GlobalState)
 
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Optional
 
 import pytest
 
@@ -94,6 +95,87 @@ def test_a_program_cannot_pass_another_forward_step_than_its_config_names():
     for entry_point in (pretrain, SteppedRun):
         with pytest.raises(ConfigError, match="train.forward_step"):
             entry_point(cfg, three_plan)
+
+
+def optional_union(context: GlobalState | None, data_iterator, model):
+    return context, data_iterator, model
+
+
+def optional_old(context: Optional[GlobalState], data_iterator, model):  # noqa: UP045  # as ported programs write it
+    return context, data_iterator, model
+
+
+def optional_quoted(context: "GlobalState | None", data_iterator, model):
+    return context, data_iterator, model
+
+
+def optional_quoted_inside(context: Optional["GlobalState"], data_iterator, model):
+    return context, data_iterator, model
+
+
+def unresolved(context: "Optional[state_types.GlobalState]", data_iterator, model: "Absent"):  # noqa: F821, UP045
+    return context, data_iterator, model
+
+
+def unresolved_union(context: "None | GlobalState", data_iterator, model: "Absent"):  # noqa: F821
+    return context, data_iterator, model
+
+
+def last(data_iterator, model, context: GlobalState | None = None):
+    return context, data_iterator, model
+
+
+def by_name(data_iterator, model, *, context: GlobalState):
+    return context, data_iterator, model
+
+
+exec(  # as a module of its own that postpones annotations
+    compile(
+        "from __future__ import annotations\n"
+        "def postponed(context: GlobalState | None, data_iterator, model):\n"
+        "    return context, data_iterator, model\n",
+        "postponed",
+        "exec",
+    )
+)
+OPTIONAL = (
+    optional_union,
+    optional_old,
+    optional_quoted,
+    optional_quoted_inside,
+    unresolved,
+    unresolved_union,
+    last,
+    by_name,
+    postponed,  # noqa: F821
+)
+
+
+@pytest.mark.parametrize("function", OPTIONAL, ids=lambda function: function.__name__)
+def test_an_optional_state_is_bound_whatever_its_name_and_place(function):
+    assert needs_global_state_injection(function)
+    assert prepare_forward_step_func(function, STATE)("data", "model") == (STATE, "data", "model")
+
+
+def list_of_states(states: list[GlobalState], data_iterator):
+    return states, data_iterator
+
+
+def quoted_list(states: "list[GlobalState]", model: "Absent"):  # noqa: F821
+    return states, model
+
+
+@pytest.mark.parametrize("function", [list_of_states, quoted_list, partial(last, context=STATE)])
+def test_other_types_and_a_state_that_the_caller_has_bound_stay(function):
+    assert prepare_forward_step_func(function, SimpleNamespace()) is function
+
+
+def test_a_state_between_the_other_arguments_is_rejected():
+    def between(data_iterator, context: GlobalState, model):
+        return context
+
+    with pytest.raises(TypeError, match="between takes the state as its second argument"):
+        prepare_forward_step_func(between, STATE)
 
 
 @pytest.mark.parametrize("function", [two, three_plan])
