@@ -16,16 +16,20 @@ from mimo_train.parallel.step_sum import StepSum
 
 ACCEPTED_RETURNS = (
     "(loss, {name: value}): the mean of a microbatch, averaged over microbatches and data-parallel ranks",
-    "(loss, num_tokens, {name: value}): a sum, divided by the tokens of the global batch",
+    "(loss, num_tokens, {name: value}): a sum, divided by the tokens of the global batch; num_tokens is an int",
     "{name: loss}: several losses, weighted by train.loss_weights",
 )
-"""What a loss function may return. A value or a loss is a scalar (a mean) or a pair of (sum, count).
+"""What a loss function may return. A value or a loss is a scalar (a mean) or a pair of (sum, count). Without any
+{name: value} the loss itself is reported, as `loss`.
 
 With context parallelism a rank has a part of each sequence, and sums and counts are those of its part. In the first
 form the losses of these ranks add up: each is the sum of its part, divided by the count of the whole."""
 
-MAX_LOSSES = 16
+MAX_LOSSES = 64
 """Most names that the losses of a step may have, without those of the sources of a mixture."""
+
+UNNAMED = "loss"
+"""Name of the loss of a loss function that reports no names."""
 
 OF_SOURCE = "loss/"
 """What the names of the losses of sources begin with."""
@@ -181,13 +185,22 @@ class StepLosses:
                     f"train.loss_weights: names {', '.join(self._weights)}, but the loss function returns its total "
                     "itself: let it return {name: loss}, or remove the weights"
                 )
+            loss = _one_number("the loss", result[0])
             if len(result) == 3:
-                return result[0], result[1], {name: _pair(value) for name, value in result[-1].items()}
+                num_tokens = _one_number("num_tokens", torch.as_tensor(result[1], device=loss.device))
+                if num_tokens.is_floating_point():
+                    raise TypeError(
+                        f"the loss function returned num_tokens of type {num_tokens.dtype}, expected whole numbers. "
+                        "Return num_tokens.to(torch.int)"
+                    )
+                report = result[2] or {UNNAMED: (loss, num_tokens)}
+                return loss, num_tokens, {name: _pair(value) for name, value in report.items()}
             if self._needs_tokens:
                 raise UserError(_NO_TOKENS)
             # A mean counts as one token: the sum over microbatches and ranks is divided by their number.
-            one = torch.full((), self._counts_mean, dtype=torch.int, device=result[0].device)
-            return result[0], one, {name: _pair(value, self._counts_mean) for name, value in result[-1].items()}
+            one = torch.full((), self._counts_mean, dtype=torch.int, device=loss.device)
+            report = result[1] or {UNNAMED: loss}
+            return loss, one, {name: _pair(value, self._counts_mean) for name, value in report.items()}
         raise TypeError(
             f"the loss function returned {_shape_of(result)}: it must return one of {'; '.join(ACCEPTED_RETURNS)}"
         )
@@ -202,7 +215,9 @@ class StepLosses:
                 f"train.loss_weights.{unknown[0]}: no such loss; the forward step returns {', '.join(report)}"
             )
         if (own := len(report.keys() - self._of_sources)) > MAX_LOSSES:
-            raise UserError(f"the loss function reports {own} losses, at most {MAX_LOSSES} are summed")
+            raise UserError(
+                f"the loss function reports {own} losses, expected at most {MAX_LOSSES}. Report sums of some"
+            )
         self._checked = tuple(report)
 
     def own(self) -> torch.Tensor | None:
@@ -221,6 +236,17 @@ _NO_TOKENS = (
     "weight only beside a sum of token losses: let it return (sum, number of tokens, report) or {name: (sum, number)}, "
     "or set router_aux_loss and router_z_loss to 0"
 )
+
+
+def _one_number(what: str, value: Any) -> torch.Tensor:
+    """A tensor of one element without axes, as the schedule adds them; no view, which the schedule cannot free."""
+    value = torch.as_tensor(value)
+    if value.numel() != 1:
+        raise TypeError(
+            f"the loss function returned {what} with shape {tuple(value.shape)}, expected one number. Return "
+            "its sum or mean"
+        )
+    return value.sum() if value.dim() else value
 
 
 def _is_mean(value: Any) -> bool:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
-from tests.dist.runs import TOLERANCE, config
+from tests.dist.runs import TOLERANCE, config, curve, train_on_ranks
 
 # Rank 0 learns from 1 token, rank 1 from 3 + 2; two microbatches each.
 MASKS = ([[1, 0, 0, 0], [0, 0, 0, 0]], [[1, 1, 1, 0], [0, 0, 1, 1]])
@@ -40,6 +41,20 @@ def _sum_over_ranks(returns: str, weights: dict[str, float]) -> tuple[dict[str, 
             return total / count.clamp(min=1), {"mean": total / count.clamp(min=1)}
         if returns == "named":
             return {"lm loss": (total, count), "small": output.mean()}
+        if returns == "axes":
+            return total.reshape(1), count.reshape(1), {"lm loss": report["lm loss"], "total": total.reshape(1, 1)}
+        if returns == "unnamed tokens":
+            return total, int(count), {}
+        if returns == "unnamed mean":
+            return output.mean().reshape(1), {}
+        if returns == "many":
+            return total, count, {f"loss {number}": number for number in range(40)}
+        if returns == "too many":
+            return total, count, dict.fromkeys(map(str, range(65)), 0.0)
+        if returns == "per token":
+            return output, count, report
+        if returns == "fractions":
+            return total, count * 0.5, report
         return total
 
     step_sum.open("losses", 2 * MAX_LOSSES, losses.own)
@@ -108,6 +123,48 @@ def test_token_losses_of_uneven_ranks_are_those_of_one_process():
         assert sum(counts) in (1, 5)
 
 
+@pytest.mark.parametrize(
+    ("returns", "losses", "totals", "counts"),
+    [
+        ("axes", {"lm loss": 4.0, "total": (4 + 0) / 2}, [4, 0], [1, 0]),
+        ("unnamed tokens", {"loss": 4.0}, [4, 0], [1, 0]),
+        ("unnamed mean", {"loss": (7.75 + 9) / 2}, [7.75, 9], [1, 1]),
+        ("many", {f"loss {number}": number for number in range(40)}, [4, 0], [1, 0]),
+    ],
+)
+def test_losses_with_axes_without_names_and_of_many_names(returns, losses, totals, counts):
+    assert run_ranks(_sum_over_ranks, 1, returns, {}) == [(losses, totals, counts)]
+
+
+def _nameless(state, data_iterator, model):
+    """The shipped step, whose loss has an axis and no name."""
+    from mimo_train.step.mimo_step import forward_step
+
+    output, loss_func = forward_step(state, data_iterator, model)
+
+    def nameless(output_tensor):
+        loss, num_tokens, _ = loss_func(output_tensor)
+        return loss.reshape(1), num_tokens.reshape(1), {}
+
+    return output, loss_func and nameless
+
+
+def _train_nameless(cfg) -> None:
+    from mimo_train.training.pretrain import pretrain
+
+    pretrain(cfg, _nameless)
+
+
+def test_a_loss_with_an_axis_and_without_a_name_trains_several_modules(digits, tmp_path):
+    def cfg(name: str):
+        return config("vlm_digits", tmp_path / name, digits, "layout=two_processes", "train.iters=3")
+
+    run_ranks(_train_nameless, 2, cfg("nameless"))
+    lines = read_metrics(tmp_path / "nameless" / "metrics.jsonl")
+    expected = [(loss, norm) for _, loss, norm in curve(train_on_ranks(cfg("named")))]
+    assert [(line["loss"], line["grad_norm"]) for line in lines] == expected
+
+
 def test_means_are_averaged_over_microbatches_and_ranks():
     for losses, totals, counts in run_ranks(_sum_over_ranks, 2, "mean", {}):
         assert losses == {"mean": pytest.approx((4 + 0 + 2 + 5.5) / 4)}
@@ -127,6 +184,9 @@ def test_named_losses_are_weighted_by_the_config():
     [
         ("nothing", {}, r"returned Tensor: it must return one of \(loss, \{name: value\}\)"),
         ("tokens", {"lm loss": 2.0}, "train.loss_weights: names lm loss, but the loss function returns its total"),
+        ("too many", {}, "the loss function reports 65 losses, expected at most 64"),
+        ("per token", {}, r"returned the loss with shape \(1, 4\), expected one number. Return its sum or mean"),
+        ("fractions", {}, r"num_tokens of type torch.float32, expected whole numbers. Return num_tokens.to\(torch.int"),
         ("named", {"smal": 2.0}, "train.loss_weights.smal: no such loss; the forward step returns lm loss, small"),
     ],
 )
