@@ -122,6 +122,7 @@ class StepIterator:
         self._modules = "+".join(pipeline.groups.collections)
         self._votes, self._given_up = votes, False
         self.ended_by: tuple[bool, bool] | None = None
+        self._position: int | None = None
         self._upcoming = self._read()
         self._current: StepBatch | None = None
         self._bad: torch.Tensor | None = None
@@ -135,6 +136,7 @@ class StepIterator:
         """Make the next step the current one; None at the end, and where a rank has given up the wait for its samples.
         Collective over all ranks at the start, after a step of `train.skip_iters`, and at every step of an
         evaluation."""
+        self._position = self.consumed_samples
         self._current, step_sum = self._upcoming, self._step_sum
         if self._current is None and not self._given_up:
             return None
@@ -189,6 +191,17 @@ class StepIterator:
         chosen = range(len(step.microbatches)) if chosen is None else chosen
         self._pipeline.shapes.follow(step.plan, step.token_counts, step.loads, chosen)
         self._waiting = deque(chosen)
+
+    @property
+    def consumed_samples(self) -> int | None:
+        """Number of the first sample that no step has taken: the position in the data. None before the first step."""
+        step = self._current
+        return self._position if step is None else step.first_sample + (0 if self.is_fresh else step.size)
+
+    def put_back(self) -> None:
+        """Count the samples of the current step as not taken: the step was not made."""
+        self.rewind()
+        self.is_fresh = True
 
     def __iter__(self) -> "StepIterator":
         return self

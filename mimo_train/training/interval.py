@@ -46,14 +46,15 @@ def add_step(
 
     Args:
         totals: sums by loss, and the three counters; starts empty, changed in place.
-        losses: of the step; those of a skipped iteration are checked but not added.
+        losses: of the step, each one number; those of a skipped iteration are checked but not added.
         skipped_iter: 1 if the update was skipped.
         empty: 1 if no token of the step has a loss, 0-d.
         of_sources: [sum, number of tokens] of the losses of sources, by name.
 
     Raises:
-        UserError: a loss function gave a loss the name of another number of the log.
+        UserError: a loss has the name of another number of the log, or is not one number.
     """
+    losses = {name: _scalar(name, loss) for name, loss in losses.items()}
     for name in losses:
         if name in OTHER_NUMBERS or name.startswith((EMPTY, SUM, TOKENS)):
             raise UserError(
@@ -74,6 +75,13 @@ def add_step(
     elif losses:
         finite = torch.stack([value.isfinite().all() for value in losses.values()]).all()
         totals[NAN] = totals[NAN] + (~finite).double()
+
+
+def _scalar(name: str, loss: Any) -> torch.Tensor:
+    loss = torch.as_tensor(loss)
+    if loss.numel() != 1:
+        raise UserError(f"loss {name!r} must be one number, got a tensor of shape {tuple(loss.shape)}. Log its mean")
+    return loss.reshape(())
 
 
 def take_means(totals: dict[str, Any]) -> dict[str, torch.Tensor]:

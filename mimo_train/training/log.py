@@ -110,6 +110,12 @@ class StepLog:
         self._totals = sums_on_device(state["totals"], self._pipeline.device)
         self._last = StepResult(**state["last"])
 
+    def continue_sums(self, totals: dict[str, Any]) -> None:
+        """Keep a caller's sums, which checkpoints hold from now on, after those of a checkpoint that was loaded."""
+        if not totals:
+            totals |= self._totals
+        self._totals = totals
+
     def start_step(self) -> None:
         """Start the clock of a step, and record its learning rates."""
         self._started = time.perf_counter()
@@ -146,9 +152,7 @@ class StepLog:
             params_l2_norm(model) if cfg.log.params_norm else None,
             result.num_zeros_in_grad,
         )
-        self._shows_memory = self.write(
-            self._totals, numbers, self._history, loaded_step=self._loaded_step, show_memory=self._shows_memory
-        )
+        self._shows_memory = self.write(self._totals, numbers, self._history, show_memory=self._shows_memory)
         if self.stragglers is not None:
             self.stragglers.report()
 
@@ -178,7 +182,6 @@ class StepLog:
         step_numbers: StepNumbers,
         history: Sequence[float],
         *,
-        loaded_step: int = 0,
         sequence_length: int | None = None,
         show_memory: bool = False,
     ) -> bool:
@@ -187,7 +190,6 @@ class StepLog:
         Args:
             totals: see `add_step`; reset to zero.
             history: seconds of the latest steps, newest last.
-            loaded_step: step that this job started from.
             sequence_length: tokens of a sample; default: as many as the samples have.
             show_memory: whether to print the memory on the console.
 
@@ -215,7 +217,7 @@ class StepLog:
         nan_steps = values.pop(NAN, 0.0)
         so_far = {name: getattr(state.train_state, name) for name in ("bad_samples", "empty_steps", "skipped_iters")}
         values |= {name: float(count) for name, count in (so_far | {"nan_iters": nan_steps}).items() if count}
-        values |= self._speed(numbers, sequence_length, history, loaded_step)
+        values |= self._speed(numbers, sequence_length, history)
         values |= layer_norms | numbers.memory | self._drawn() | timer_seconds(state.timers, numbers.steps)
         step = state.train_state.step
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
@@ -248,7 +250,7 @@ class StepLog:
         }
 
     def _speed(
-        self, numbers: IntervalNumbers, sequence_length: int | None, history: Sequence[float], loaded_step: int
+        self, numbers: IntervalNumbers, sequence_length: int | None, history: Sequence[float]
     ) -> dict[str, float]:
         """Throughput, FLOPs and where the time went, in seconds per step."""
         state, log, progress = self._state, self._state.cfg.log, self._state.train_state
@@ -269,7 +271,7 @@ class StepLog:
         if log.throughput_window:
             values |= report_throughput(
                 state.cfg.train,
-                progress.step - loaded_step,
+                progress.step - self._loaded_step,
                 sequence_length or state.cfg.data.sequence_length,
                 history,
                 log.throughput_window,
@@ -283,7 +285,7 @@ class StepLog:
                 sequence_length or state.cfg.data.sequence_length,
                 state.last_step,
                 log.runtime_unit,
-                loaded_iteration=loaded_step,
+                loaded_iteration=self._loaded_step,
                 tokens=progress.consumed_train_tokens if sequence_length is None else None,
             )
         return values

@@ -1,8 +1,12 @@
 """The states, at the path that Megatron-Bridge gives them, and the one that the documented functions take."""
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from mimo_train.step.result import StepResult
 from mimo_train.step.state import GlobalState, TrainState
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.log import StepLog
@@ -14,17 +18,27 @@ __all__ = ["GlobalState", "SessionState", "TrainState", "session_of"]
 
 @dataclass
 class SessionState(GlobalState):
-    """`GlobalState` of a run that `mimo_train.bridge.training.setup.setup` has set up."""
+    """`GlobalState` of a run that `mimo_train.bridge.training.setup.setup` has set up.
+
+    Attributes:
+        result: the result of the last `train_step`.
+        step_is_empty: 1 if no token of that step has a loss, else 0; 0-d on the device.
+        step_seconds: durations of the latest steps, newest last.
+    """
 
     session: Session = field(kw_only=True)
     callbacks: Callbacks = field(kw_only=True, default_factory=Callbacks)
     saver: Saver = field(init=False)
     log: StepLog = field(init=False)
+    result: StepResult = field(init=False, default_factory=StepResult)
+    step_is_empty: torch.Tensor | None = field(init=False, default=None)
+    step_seconds: deque[float] = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.session = replace(self.session, state=self)
         self.saver, self.log = Saver(self.session, self.callbacks), StepLog(self.session, self.callbacks)
+        self.step_seconds = deque(maxlen=self.cfg.log.throughput_window + 1)
 
     @property
     def straggler_timer(self) -> Any:
@@ -46,6 +60,31 @@ class SessionState(GlobalState):
             session=session,
             callbacks=callbacks,
         )
+
+    def count_step(self, result: StepResult, seconds: float) -> None:
+        """Count what a step has consumed. The number of steps is the caller's to count.
+
+        Raises:
+            TooManyBadSamples, UserError: more bad samples or empty steps than the config allows, on every rank alike.
+        """
+        session, progress = self.session, self.train_state
+        self.result = result
+        if result.should_exit:  # the step was not made
+            session.data.put_back()
+            return
+        self.step_seconds.append(seconds)
+        progress.consumed_train_tokens += session.data.current.plan.tokens
+        progress.skipped_iters += result.skipped_iter
+        self.count_samples()
+        session.bad_samples.note(session.data)
+        self.step_is_empty = session.empty_steps.note()
+        session.bad_samples.require_budget()
+        session.empty_steps.require_budget()
+
+    def count_samples(self) -> None:
+        """Set the number of consumed samples to the position of the data, whatever the caller has added to it."""
+        if (position := self.session.data.consumed_samples) is not None:
+            self.train_state.consumed_train_samples = position
 
 
 def session_of(state: GlobalState, function: str) -> Session:

@@ -1,5 +1,6 @@
 """The loop and its parts, with the names and signatures of Megatron-Bridge."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -80,7 +81,9 @@ def train_step(
     scheduler: Any,
     global_state: SessionState,
 ) -> tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None]:
-    """Forward and backward over the microbatches of the next step, then one optimizer step.
+    """Make one step: forward and backward over the microbatches of the next step, then the update.
+
+    It counts the samples and tokens that it consumes in `train_state`. `train_state.step` is the caller's to count.
 
     Args:
         forward_step_func: as the schedule calls it (see `prepare_forward_step_func`).
@@ -88,7 +91,9 @@ def train_step(
             `advance`, to look at the samples, that step is made.
 
     Raises:
-        UserError: the steps of the run have been made.
+        UserError: the steps of the run have been made, or more of them had no token with loss than
+            `train.max_empty_steps` allows.
+        TooManyBadSamples: more samples were bad than `data.max_bad_samples` allows, on every rank at the same step.
         SystemExit: a signal has asked the run to end, and this loop has not; a checkpoint is saved.
 
     Returns:
@@ -97,17 +102,21 @@ def train_step(
     """
     session = session_of(global_state, "train_step")
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=data_iterator)
+    progress, began = global_state.train_state, time.perf_counter()
     with Driven.calls():
         _end_if_stopped(global_state)
-        RECORDER.begin_step(session.state.train_state.step + 1)
-        if not data_iterator.is_fresh and data_iterator.advance() is None:
+        RECORDER.begin_step(progress.step + 1)
+        session.freeze_stages.apply(progress.step)
+        with session.parts.stopwatch("step"):
+            ready = data_iterator.is_fresh or data_iterator.advance() is not None
+            result = TrainStep(session, forward_step_func)() if ready else None
+        if result is None:
             _end_if_stopped(global_state)
             raise UserError(
                 f"train_step: the {session.state.last_step} steps of {decided_by(session.state)} have been made, and "
                 "the data ends with them"
             )
-        session.freeze_stages.apply(session.state.train_state.step)
-        result = TrainStep(session, forward_step_func)()
+        global_state.count_step(result, time.perf_counter() - began)
     asked = (result.should_checkpoint, result.should_exit, result.exit_code)
     return result.losses, result.skipped_iter, *asked, result.grad_norm, result.num_zeros_in_grad
 
@@ -116,6 +125,7 @@ def _end_if_stopped(state: SessionState) -> None:
     """Save and end a loop that goes on after all ranks have agreed on a signal. Collective."""
     votes = agreed_votes(state.session.optimizer, state.session.data)
     if votes.signalled or state.session.data.ended_by is not None:
+        state.count_samples()
         state.saver.save_and_decide_exit(state.session.data, votes)
         _finish_train(state)
         raise SystemExit(stopped_code())
@@ -210,10 +220,12 @@ def save_checkpoint_and_time(
         num_floating_point_operations_so_far: of the whole run, noted in progress.txt.
         checkpointing_context: not needed: the session of the state has a `Checkpointer`.
         non_persistent_ckpt: whether it is of the kind of which only the newest is kept.
-        train_data_iterator: that of `setup`; its place is a number in the train state.
+        train_data_iterator: that of `setup`. Its position is stored also where it is left out.
     """
     session = session_of(state, "save_checkpoint_and_time")
-    _require_own(session, model=model, optimizer=optimizer, scheduler=opt_param_scheduler)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": opt_param_scheduler}
+    _require_own(session, **parts, data=train_data_iterator)
+    state.count_samples()
     state.train_state.floating_point_operations_so_far = num_floating_point_operations_so_far
     state.saver.save(session.data, "asked", non_persistent=non_persistent_ckpt)
 
@@ -232,7 +244,9 @@ def checkpoint_and_decide_exit(
     Args: as those of `save_checkpoint_and_time`.
     """
     session = session_of(state, "checkpoint_and_decide_exit")
-    _require_own(session, model=model, optimizer=optimizer, scheduler=opt_param_scheduler)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": opt_param_scheduler}
+    _require_own(session, **parts, data=train_data_iterator)
+    state.count_samples()
     state.train_state.floating_point_operations_so_far = num_floating_point_operations_so_far
     return state.saver.save_and_decide_exit(session.data, agreed_votes(session.optimizer))
 

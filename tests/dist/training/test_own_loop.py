@@ -8,31 +8,38 @@ from pathlib import Path
 
 import pytest
 
+from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
-from tests.dist.runs import TINY, TINY_ENCODER, config, read_metrics
+from tests.dist.runs import TINY, TINY_ENCODER, config, train_on_ranks
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "training-api.md"
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-def _program(text: str, folder: Path, demo: Path, steps: int, *, interrupted: bool = False) -> list[str]:
+def _program(
+    text: str, folder: Path, demo: Path, steps: int, *, interrupted: bool = False, goes_on: bool = False
+) -> list[str]:
     """Run a program of the page, on a tiny model; returns the names of its checkpoints.
 
     Args:
         interrupted: Ctrl-C is pressed before the first step.
+        goes_on: the program does not end its loop then.
     """
     if interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         text = re.sub(
             r"^(run = setup.*)$", r"\1; import os, signal; os.kill(os.getpid(), signal.SIGINT)", text, flags=re.M
         )
+    if goes_on:
+        text, ends = re.subn(r"(checkpoint_and_decide_exit\(.*\):\n +)break", r"\1pass", text)
+        assert ends == 1, "the page ends its loop in another way"
     os.chdir(folder)
     overrides = (*TINY, *TINY_ENCODER, "run.dir=run", f"data.shards={demo}/train", "data.demo=")
     added = ", ".join(map(repr, (*overrides, "data.validation_shards=", f"train.iters={steps}")))
     before, found, after = text.partition('"layout=one_process"')
     assert found, "the page shows another config"
     program = compile(f"{before}{found}, {added}{after.replace(', "run.dir=runs/own"', '')}", PAGE.name, "exec")
-    if interrupted and "train_step" in text:
+    if goes_on:
         with pytest.raises(SystemExit) as ended:
             exec(program, {})
         assert ended.value.code == 0
@@ -103,7 +110,84 @@ def test_a_forward_step_sees_the_samples_of_open_dataset_and_its_timers_are_logg
     assert [line["timers/my-work"] > 0 for line in lines] == [True, True]
 
 
-def test_a_step_beyond_the_last_is_named(digits, tmp_path):
+def test_ctrl_c_saves_in_a_loop_that_goes_on(digits, tmp_path):
     (stepping,) = [text for text in PROGRAMS if "train_step" in text]
-    with pytest.raises(RankFailure, match="UserError: train_step: the 3 steps of train.iters have been made"):
-        run_ranks(_program, 1, stepping, tmp_path, digits, 3)
+    interrupted = partial(_program, stepping, tmp_path, digits, 10, interrupted=True, goes_on=True)
+    assert run_ranks(interrupted, 1) == [["step_00000001"]]
+
+
+def test_a_step_beyond_the_last_is_named(digits, tmp_path):
+    cfg = config("vlm_digits", tmp_path, digits, "layout=one_process", "train.iters=1")
+    with pytest.raises(RankFailure, match="UserError: train_step: the 1 steps of train.iters have been made"):
+        run_ranks(_step_beyond, 1, cfg)
+
+
+EVERYTHING = ("log.throughput_window=2", "log.runtime_unit=seconds", "log.straggler=true", "train.log_interval=2")
+AT_ANY_TIME = ("tokens_per_second", "seconds", "_per_sec", "straggler/", "tflops", "mfu", "hfu", "current_resident_mem")
+
+
+def _steps(cfg, stop: int) -> list[int]:
+    """Make the steps up to `stop` as a ported program does, save, and return the sample that each began with."""
+    from mimo_train.bridge.training.mimo_step import forward_step
+    from mimo_train.bridge.training.setup import setup
+    from mimo_train.bridge.training.train import save_checkpoint_and_time, train_step
+    from mimo_train.bridge.training.utils.train_utils import prepare_forward_step_func, training_log
+
+    run = setup(cfg)
+    state, data, progress = run.state, run.train_data_iterator, run.state.train_state
+    parts, first_samples = (run.model, run.optimizer, run.scheduler), []
+    step_func, totals = prepare_forward_step_func(forward_step, state), {}
+    while progress.step < stop:
+        rates = run.scheduler.learning_rates()
+        losses, skipped, _, _, _, norm, zeros = train_step(step_func, data, *parts, state)
+        first_samples.append(data.current.first_sample)
+        progress.step += 1
+        progress.consumed_train_samples += cfg.train.global_batch_size  # as the loop of Megatron-Bridge does
+        history = ([], None, [99.0])[progress.step % 3]
+        training_log(
+            losses, totals, rates, None, 1.0, False, skipped, norm, None, zeros, cfg, state, history, run.model
+        )
+    save_checkpoint_and_time(
+        state, *parts, progress.floating_point_operations_so_far, {}, train_data_iterator=run.train_data_iterator
+    )
+    run.close()
+    return first_samples
+
+
+def _numbers(lines: list[dict]) -> list[dict]:
+    """What does not depend on how fast the machine is."""
+    timed = ("time/", *AT_ANY_TIME)
+    kept = ("time/tokens", "time/samples", "time/batches")
+    return [
+        {name: value for name, value in line.items() if name in kept or not any(word in name for word in timed)}
+        for line in lines
+    ]
+
+
+def test_steps_of_ones_own_are_logged_saved_and_resumed_as_those_of_pretrain(digits, tmp_path):
+    def cfg(name: str):
+        return config("vlm_digits", tmp_path / name, digits, "layout=two_processes", "train.iters=6", *EVERYTHING)
+
+    expected = train_on_ranks(cfg("pretrain"))
+    assert run_ranks(_steps, 2, cfg("own"), 3) == [[0, 16, 32]] * 2
+    assert run_ranks(_steps, 2, cfg("own"), 6) == [[48, 64, 80]] * 2
+    lines = read_metrics(tmp_path / "own" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert _numbers(lines) == _numbers(expected) and lines[-1]["time/tokens"] > 0
+    for line in lines:
+        assert line["time/images/compute"] > 0 and line["time/language/optimizer"] > 0
+        assert line["straggler/language/slowest_over_median"] >= 1
+        assert 0 < line["step_seconds"] < 90
+
+
+def _step_beyond(cfg) -> None:
+    from mimo_train.bridge.training.setup import setup
+    from mimo_train.bridge.training.train import train_step
+    from mimo_train.bridge.training.utils.train_utils import prepare_forward_step_func
+    from mimo_train.training.pretrain import default_forward_step
+
+    run = setup(cfg)
+    step_func = prepare_forward_step_func(default_forward_step(cfg), run.state)
+    for _ in range(2):
+        train_step(step_func, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
+        run.state.train_state.step += 1

@@ -20,6 +20,7 @@ from mimo_train.bridge.training.utils.reductions import (
     logical_and_across_model_parallel_group,
     reduce_max_stat_across_model_parallel_group,
 )
+from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.metrics import memory_stats
 from mimo_train.metrics.memory_stats import MEMORY_KEYS, report_memory, start_memory_history_recording
@@ -86,7 +87,7 @@ def training_log(
     num_zeros_in_grad: int | None,
     config: ConfigContainer,
     global_state: SessionState,
-    history_wct: list[float],
+    history_wct: list[float] | None,
     model: list[MegatronModule],
     pg_collection: ProcessGroupCollection | None = None,
     log_max_attention_logit: float | None = None,
@@ -110,12 +111,13 @@ def training_log(
         grad_norm: over all modules before clipping; None if the update was skipped.
         params_norm: of all parameters.
         num_zeros_in_grad: gradient elements that are zero.
-        history_wct: seconds of the latest steps, newest last.
+        history_wct: not needed: `train_step` measures its seconds. Of a step that it has not made: seconds of the
+            latest steps, newest last.
         model: the model chunks of this rank.
         pg_collection: not needed: memory is the largest over all ranks of the run, those of the model's pipeline among
             them.
         log_max_attention_logit: largest attention logit, if it is tracked.
-        loaded_iteration: step that this job started from.
+        loaded_iteration: not needed: the state knows the step that this job started from.
         seq_length: tokens of a sample; default: as many as the samples have.
 
     Returns:
@@ -123,11 +125,17 @@ def training_log(
 
     Raises:
         TooManyBadSamples: more samples were bad than `data.max_bad_samples` allows, on every rank at the same step.
+        UserError: no step was made, or a loss is not one number.
     """
     session, log = session_of(global_state, "training_log"), global_state.log
-    session.bad_samples.note(session.data)
-    log.note(session.data, history_wct[-1])
-    add_step(total_loss_dict, loss_dict, skipped_iter, session.empty_steps.note())
+    seconds = global_state.step_seconds or history_wct
+    if not seconds:
+        raise UserError("training_log: no step was made. Call train_step first")
+    global_state.count_samples()
+    log.continue_sums(total_loss_dict)
+    log.note(session.data, seconds[-1])
+    of_sources = global_state.result.of_sources
+    add_step(total_loss_dict, loss_dict, skipped_iter, global_state.step_is_empty, of_sources)
     if not is_logging_step(config, global_state.train_state.step, global_state.last_step):
         return report_memory_flag
     rates = learning_rate if isinstance(learning_rate, dict) else {"all": learning_rate}
@@ -143,8 +151,7 @@ def training_log(
     return log.write(
         total_loss_dict,
         numbers,
-        history_wct,
-        loaded_step=loaded_iteration,
+        list(seconds),
         sequence_length=seq_length,
         show_memory=report_memory_flag,
     )
