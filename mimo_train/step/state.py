@@ -79,7 +79,7 @@ class GlobalState:
     Console and metrics write nothing on ranks that do not log.
     """
 
-    run: Run
+    run: Run = field(repr=False)
     train_state: TrainState = field(default_factory=TrainState)
     timers: Timers = field(default_factory=lambda: Timers(log_level=2, log_option="minmax"))
     """Megatron-Core's timers, at every log level. Those of the logging rank are logged as `timers/NAME`."""

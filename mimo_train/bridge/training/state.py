@@ -26,7 +26,7 @@ class SessionState(GlobalState):
         step_seconds: durations of the latest steps, newest last.
     """
 
-    session: Session = field(kw_only=True)
+    session: Session = field(kw_only=True, repr=False)
     callbacks: Callbacks = field(kw_only=True, default_factory=Callbacks)
     saver: Saver = field(init=False)
     log: StepLog = field(init=False)

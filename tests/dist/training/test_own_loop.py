@@ -74,6 +74,7 @@ def _samples_and_timers(cfg) -> str:
 
     run, dataset, steps = setup(cfg), open_dataset(cfg), []
     data = run.train_data_iterator
+    assert "step=0" in repr(run.state) and len(repr(run.state)) < 2000
     with pytest.raises(UserError, match=r"no step is current yet\. Call its advance\(\)"):
         next(data)
 
