@@ -20,9 +20,9 @@ set_hypothesis_home_dir(Path(__file__).parents[1] / ".hypothesis")  # the defaul
 # Thousands of tests compose a shipped config. Hydra takes two thirds of the time, and its result depends on nothing but
 # the file and the groups that are picked; values are set in copies of it.
 _SHIPPED = compose.shipped_configs()
-_by_hydra = compose._composed_files
+_by_hydra = compose.composed_files
 _of_shipped = functools.cache(_by_hydra)
-compose._composed_files = lambda path, choices: (_of_shipped if _SHIPPED in path.parents else _by_hydra)(path, choices)
+compose.composed_files = lambda path, choices: (_of_shipped if _SHIPPED in path.parents else _by_hydra)(path, choices)
 
 LONGEST = ("dist/test_layout_parity.py", "e2e/test_wheels.py", "dist", "e2e")
 """Files and folders with the longest tests, the longest first."""

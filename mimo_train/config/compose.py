@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,6 +22,16 @@ from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.own_code import say_imports, search_working_directory
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
+from mimo_train.config.run_files import (
+    SUFFIXES,
+    composed_files,
+    content_of,
+    parsed,
+    picked_groups,
+    run_files,
+    search_folders,
+    shipped_configs,
+)
 from mimo_train.config.schema import ConfigContainer, DataConfig
 from mimo_train.config.schema_checkpoint import CheckpointConfig
 from mimo_train.config.schema_load import LoadConfig
@@ -33,6 +40,7 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.slips import left_open, override_slips, value_slips, wrong_removals
 from mimo_train.config.sources import resolver_faults, source_faults
 from mimo_train.config.typed import shown_plain, structured
+from mimo_train.config.yaml_numbers import without_marks
 
 _IN_LIST = re.compile(r"\[\d+\]|\.\d+(\.|$)")
 """In the keys of values inside a list, as `data.mix[0].weight`."""
@@ -40,12 +48,6 @@ _IN_LIST = re.compile(r"\[\d+\]|\.\d+(\.|$)")
 RECIPES = "recipes"
 """Folder in that of the shipped configs, with whole runs of models that people use and a `layout/` group of their own;
 these are named with it, `recipes/NAME`."""
-
-
-def shipped_configs() -> Path:
-    """Folder of the shipped configs: beside the packages in a checkout, inside the package in a wheel."""
-    package = Path(__file__).resolve().parents[1]
-    return next(folder for folder in (package.parent / "configs", package / "configs") if folder.is_dir())
 
 
 def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
@@ -59,52 +61,66 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
         ConfigError: unknown file, group choice, key or family, or a value of the wrong type; with the nearest names.
     """
     path = _find(config)
-    faults = list(source_faults(path, overrides, (path.parent, shipped_configs())))
+    faults = list(source_faults(path, overrides))
     if faults:
         raise ConfigError(faults)
-    choices, values = _sort_overrides(overrides, path)
-    _require_no_gaps(path, values)
+    files = run_files(path)
+    choices, values = _sort_overrides(overrides, files)
+    _require_no_gaps(files, values)
     plain = _composed(path, choices, values)
     found = directories(plain)
     if found:
         replaced = replaced_parts(found)
         _require_no_choice(choices, replaced, found)
-        picked = [key for key in _defaults_keys(path) if key.partition("@")[2].strip() in replaced]
-        plain = _composed(path, [*choices, *(f"~{key.replace(' ', '')}" for key in picked)], values)
-        fill_in(plain, found, tokenizer_is_given=_tokenizer_is_given(path, values))
+        picked = [key for key in picked_groups(files) if key.partition("@")[2] in replaced]
+        plain = _composed(path, [*choices, *(f"~{key}" for key in picked)], values)
+        fill_in(plain, found, tokenizer_is_given=_tokenizer_is_given(files, values))
     fill_in_joined(plain)
     fill_in_energon(plain)
     return from_dict(plain)
 
 
-def _require_no_gaps(path: Path, values: Sequence[str]) -> None:
-    """Raises ConfigError for values that the file itself leaves open: merged over a default they would be dropped."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError:
-        return  # Hydra says what is wrong with it
-    given = [value.partition("=")[0] for value in values]
-    gaps = [fault for fault in left_open(content) if fault.key not in given]
+def _require_no_gaps(files: Sequence[Path], values: Sequence[str]) -> None:
+    """Raises ConfigError for values that a file leaves open, and neither one that extends it nor an override gives:
+    merged over a default they would be dropped."""
+    gaps: dict[str, Fault] = {}
+    for file in files:
+        content = content_of(file)
+        gaps = {key: gap for key, gap in gaps.items() if not _sets(content, key)}
+        gaps |= {gap.key: gap for gap in left_open(content)}
+    gaps = {key: gap for key, gap in gaps.items() if key not in [value.partition("=")[0] for value in values]}
     if gaps:
-        raise ConfigError(gaps)
+        raise ConfigError(gaps.values())
+
+
+def _sets(content: Any, key: str) -> bool:
+    """True if the content of a file has the dotted `key`."""
+    for name in key.split("."):
+        if not isinstance(content, dict) or name not in content:
+            return False
+        content = content[name]
+    return True
 
 
 def _composed(path: Path, choices: Sequence[str], values: Sequence[str]) -> dict[str, Any]:
     """Nested dicts of the file, with Hydra's overrides and values."""
     try:
-        composed = _composed_files(path, tuple(choices))
+        composed = composed_files(path, tuple(choices))
         of_lists = [value for value in values if _IN_LIST.search(value.partition("=")[0])]
-        merged = OmegaConf.merge(composed, OmegaConf.from_dotlist([one for one in values if one not in of_lists]))
+        given = OmegaConf.create()
+        for key, _, value in (value.partition("=") for value in values if value not in of_lists):
+            OmegaConf.update(given, key, parsed(value))
+        merged = OmegaConf.merge(composed, given)
         for one in of_lists:  # a merge would take the place of the list
             at, _, value = one.partition("=")
             try:
-                OmegaConf.update(merged, at, OmegaConf.from_dotlist([f"value={value}"]).value)
+                OmegaConf.update(merged, at, parsed(value))
             except IndexError as error:
                 raise ConfigError([_no_entry(merged, at)]) from error
         calls = list(resolver_faults(OmegaConf.to_container(merged, resolve=False)))
         if calls:
             raise ConfigError(calls)
-        plain = OmegaConf.to_container(merged, resolve=True)
+        plain = without_marks(OmegaConf.to_container(merged, resolve=True))
     except MissingConfigException as error:
         raise ConfigError([_missing_choice(error, path)]) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
@@ -140,18 +156,6 @@ def _no_entry(merged: DictConfig | ListConfig, at: str) -> Fault:
     return Fault(at, f"{where[1:]} has no entry {name}: it has {len(found)}, counted from 0")
 
 
-def _composed_files(path: Path, choices: tuple[str, ...]) -> DictConfig:
-    """What Hydra makes of the file and of those that its defaults list and the choices name."""
-    hydra_overrides = [*choices]
-    if path.parent != shipped_configs():
-        hydra_overrides.append(f"hydra.searchpath=[file://{shipped_configs()}]")
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(path.parent), job_name="mimo_train"):
-        composed = hydra_compose(path.stem, overrides=hydra_overrides)
-    OmegaConf.set_struct(composed, False)
-    return composed
-
-
 def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], found: Mapping[str, Directory]) -> None:
     """Raises ConfigError where a group is picked on the command line for a part that comes from a directory."""
     for choice in choices:
@@ -161,12 +165,10 @@ def _require_no_choice(choices: Sequence[str], replaced: Sequence[str], found: M
             raise ConfigError([Fault(key, f"takes the place of {choice.lstrip('+')}: remove one of them")])
 
 
-def _tokenizer_is_given(path: Path, values: Sequence[str]) -> bool:
-    """Whether the file itself or an override sets `data.tokenizer`, and not only a group."""
-    content = yaml.safe_load(path.read_text())
-    data = content.get("data") if isinstance(content, dict) else None
-    return any(value.startswith("data.tokenizer=") for value in values) or (
-        isinstance(data, dict) and "tokenizer" in data
+def _tokenizer_is_given(files: Sequence[Path], values: Sequence[str]) -> bool:
+    """Whether a file of the run itself or an override sets `data.tokenizer`, and not only a group."""
+    return any(value.startswith("data.tokenizer=") for value in values) or any(
+        _sets(content_of(file), "data.tokenizer") for file in files
     )
 
 
@@ -222,10 +224,7 @@ def to_yaml(cfg: ConfigContainer) -> str:
 
 def is_config(name: str) -> bool:
     """Whether `name` is that of a YAML file or of a shipped config."""
-    return Path(name).suffix in _SUFFIXES or name in _shipped()
-
-
-_SUFFIXES = (".yaml", ".yml")
+    return Path(name).suffix in SUFFIXES or name in _shipped()
 
 
 def _shipped() -> dict[str, Path]:
@@ -237,7 +236,9 @@ def _shipped() -> dict[str, Path]:
 
 def _find(config: str) -> Path:
     path = Path(config)
-    if path.suffix in _SUFFIXES:
+    if path.suffix in SUFFIXES:
+        if path.is_file() and path.suffix == ".yml":
+            raise ConfigError([Fault("CONFIG", f"expected a file that ends in .yaml, got {config}. Rename it")])
         if path.is_file():
             return path.resolve()
         raise ConfigError([Fault("CONFIG", f"no file {config}: give an existing YAML file or a shipped name")])
@@ -255,53 +256,31 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
     return Fault(group, f"no {group} named {choice!r}{nearest(choice, error.options)}")
 
 
-def _sort_overrides(overrides: Sequence[str], path: Path) -> tuple[list[str], list[str]]:
-    """Hydra's overrides (group choices, and what begins with + or ~), and values to set as they are written."""
-    roots = {path.parent, shipped_configs()}
+def _sort_overrides(overrides: Sequence[str], files: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """Hydra's overrides (group choices, and what begins with ~), and values to set as they are written."""
+    roots = search_folders(files)
     groups = {folder.name for root in roots for folder in root.iterdir() if folder.is_dir()} - {RECIPES}
-    picked = {key.replace(" ", "") for key in _defaults_keys(path)}
+    picked = picked_groups(files)
     named = picked | {key.partition("@")[0] for key in picked}
     slips = list(override_slips(overrides, groups, picked))
     if slips:
         raise ConfigError(slips)
     choices, values = [], []
     for override in overrides:
-        key, separator, _ = override.partition("=")
-        if key[:1] in ("+", "~"):
+        key, separator, value = override.partition("=")
+        name = key.lstrip("+")
+        if key[:1] == "~":
             choices.append(override)
-        elif not separator or not key:
+        elif not separator or not name:
             raise ConfigError([Fault(override, "an override reads key=value, for example train.iters=100")])
-        elif key.partition("@")[0] in groups and "." not in key.partition("@")[0]:
+        elif name.partition("@")[0] in groups and "." not in name.partition("@")[0]:
             # A group that the file does not pick from is added to it.
-            choices.append(override if key.replace(" ", "") in named else f"+{override}")
+            is_picked = name.replace(" ", "") in named
+            choices.append(override if is_picked or key != name else f"+{override}")
         else:
             # An empty value is the empty string, not YAML's null.
-            values.append(override if override != f"{key}=" else f'{key}=""')
+            values.append(f"{name}={value}" if value else f'{name}=""')
     return choices, values
-
-
-def _defaults(path: Path) -> list[Any]:
-    """The defaults list of a YAML file; empty if it has none or cannot be read (composing will report it)."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError:
-        return []
-    return content.get("defaults") or [] if isinstance(content, dict) else []
-
-
-def _defaults_keys(path: Path) -> set[str]:
-    """Groups that the defaults list of a file picks from, and those of the files it builds on."""
-    keys: set[str] = set()
-    for entry in _defaults(path):
-        if isinstance(entry, dict):
-            keys |= {str(key) for key in entry}
-            continue
-        for folder in (path.parent, shipped_configs()):
-            base = folder / f"{entry}.yaml"
-            if entry != "_self_" and base.is_file() and base != path:
-                keys |= _defaults_keys(base)
-                break
-    return keys
 
 
 def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
@@ -367,7 +346,7 @@ def _encoder(plain: dict[str, Any], prefix: str) -> tuple[Any, list[Fault]]:
     if isinstance(spec, JoinedSpec):
         for part, keys in spec.parts.items():
             if isinstance(keys, dict):
-                found, wrong = _encoder(keys, f"{prefix}.{part}")
+                found, wrong = _encoder(plain[part], f"{prefix}.{part}")
                 setattr(spec, part, found)
                 faults += wrong
     return spec, faults

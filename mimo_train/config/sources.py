@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from mimo_train.config.fault import Fault
+from mimo_train.config.run_files import base_path, content_of, defaults_of, shipped_configs
 
 MOST_BYTES, MOST_VALUES, MOST_DEPTH = 4_000_000, 100_000, 50
 """Bounds of one file or override: its length, its values once aliases are written out, mappings and lists inside each
@@ -22,13 +23,8 @@ RESOLVER = re.compile(r"\$\{[^}]*[:$]")
 `${run.seed}`."""
 
 
-def source_faults(path: Path, overrides: Sequence[str], roots: Sequence[Path]) -> Iterator[Fault]:
-    """What is wrong with the files of a run and its overrides.
-
-    Args:
-        path: of the run's file.
-        roots: folders that groups are looked for in.
-    """
+def source_faults(path: Path, overrides: Sequence[str]) -> Iterator[Fault]:
+    """What is wrong with the files of a run, `path` and those that it extends or picks, and its overrides."""
     for override in overrides:
         key, _, value = override.partition("=")
         wrong = _why_unread(value)
@@ -36,9 +32,13 @@ def source_faults(path: Path, overrides: Sequence[str], roots: Sequence[Path]) -
             yield Fault(key, wrong)
         elif key.lstrip("+~").partition(".")[0].partition("/")[0] == "hydra":
             yield Fault(key, f"{_HYDRA}: remove it")
-    waiting, seen = [path, *_picked((override.partition("=")[::2] for override in overrides), roots)], set()
-    while waiting:
-        file = waiting.pop()
+    choices, roots = [override.partition("=")[::2] for override in overrides], [path.parent, shipped_configs()]
+    waiting, seen, extended = [path], set(), {path}
+    while waiting or choices:
+        if not waiting:
+            waiting, choices = [*_picked(choices, roots)], []
+            continue
+        file = waiting.pop().resolve()
         if file in seen or not file.is_file():
             continue
         seen.add(file)
@@ -46,10 +46,15 @@ def source_faults(path: Path, overrides: Sequence[str], roots: Sequence[Path]) -
         if wrong:
             yield Fault(file.name, wrong)
             continue
-        content = _content(file)
+        content = content_of(file)
         if "hydra" in content:
             yield Fault(file.name, f"hydra: {_HYDRA}: remove it")
-        waiting += _picked(_entries(content.get("defaults")), (file.parent, *roots))
+        if file in extended:  # groups are looked for beside a file of the run
+            bases = {base for entry in defaults_of(content) if (base := base_path(file, entry)) is not None}
+            extended |= bases
+            roots += [base.parent for base in bases]
+            waiting += bases
+        waiting += _picked(_entries(content), (file.parent, *roots))
 
 
 def resolver_faults(plain: Any, key: str = "") -> Iterator[Fault]:
@@ -114,17 +119,9 @@ def _why_unread(text: str) -> str:
     return ""
 
 
-def _content(file: Path) -> dict[Any, Any]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _entries(defaults: Any) -> Iterator[tuple[str, Any]]:
-    """(group, choice) of a defaults list; without a group for a file that is built upon."""
-    for entry in defaults if isinstance(defaults, list) else []:
+def _entries(content: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """(group, choice) of a defaults list; without a group for a file of the same group."""
+    for entry in defaults_of(content):
         if isinstance(entry, dict):
             yield from entry.items()
         else:

@@ -13,6 +13,7 @@ from typing import Any
 from data.shown import shown_lines
 from encoders.ranges import rules_of
 from mimo_train.config.fault import Fault
+from mimo_train.config.yaml_numbers import plain_numbers
 
 LONGEST_SHOWN = 80
 """Characters of a value that a message repeats."""
@@ -149,7 +150,7 @@ def _scalar(kind: Any, value: Any, key: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, str | int | float | Path):
             raise _Misfit(key, _WORDS[str], value)
         return str(value)
-    return value  # of a type that is the user's own
+    return plain_numbers(value)  # of a type that is the user's own
 
 
 def _word(kind: Any) -> str:

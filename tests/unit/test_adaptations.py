@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from omegaconf import OmegaConf
 
 CORE = "megatron.core."
 ROOT = Path(__file__).resolve().parents[2]
@@ -302,6 +303,11 @@ def test_tensorboard_s_thread_raises_what_it_keeps_for_the_next_call():
     assert "self.exception = ex" in run and run.rstrip().endswith("raise")
 
 
+def test_omegaconf_reads_texts_as_numbers_of_base_60():
+    """Else `config/run_files.py` need not replace its loader."""
+    assert OmegaConf.create("run: {dir: 12:30}").run.dir == 750
+
+
 def test_every_adaptation_on_the_page_has_its_reason():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Adaptations", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| `(?:mimo_train/)?(\S+)` \|.*\| (.*) \|$", page, re.MULTILINE)
@@ -309,7 +315,7 @@ def test_every_adaptation_on_the_page_has_its_reason():
     looked_at = {ours for ours, _, _ in REASONS} | {"model/llm/gpt.py", "launch/torchrun.py", "parallel/recorded.py"}
     looked_at |= {f"data/media/{name}.py" for name in ("headers", "audio_headers", "resample")}
     looked_at |= {"data/jinja_bounds.py", "launch/forked.py", "model/rms_norm.py", "model/kept_scores.py"}
-    looked_at |= {"metrics/sinks/tensorboard.py"}
+    looked_at |= {"metrics/sinks/tensorboard.py", "config/run_files.py"}
     by_running = (
         "tests/dist/model/test_dense_layer.py",
         "tests/dist/optim/test_own_weights.py",

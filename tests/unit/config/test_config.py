@@ -275,6 +275,8 @@ def test_unknown_configs_are_faults_with_the_nearest(tmp_path):
     assert "did you mean vlm_digits" in faults("vlm_digit")["CONFIG"]
     missing = tmp_path / "none.yaml"
     assert str(missing) in faults(str(missing))["CONFIG"]
+    (tmp_path / "mine.yml").write_text("defaults: [vlm_digits, _self_]\n")
+    assert "expected a file that ends in .yaml" in faults(str(tmp_path / "mine.yml"))["CONFIG"]
 
 
 @pytest.mark.parametrize("text", ["train: {iters: 5\n", "train:\n\titers: 5\n", "- a\n- b\n"])
