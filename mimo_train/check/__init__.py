@@ -35,12 +35,12 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
         without_data: leave out tokenizer, weights and shards, which need not be there.
     """
     try:
-        cfg = compose.load(config, overrides)
+        cfg = compose.load(config, overrides, without_data=without_data)
     except ConfigError as error:
         show(Report(faults=error.faults), "", sys.stdout, sys.stderr)
         return 1
     report = check(cfg, without_data=without_data)
-    launching.add_layouts(report, config, overrides, cfg)
+    launching.add_layouts(report, config, overrides, cfg, without_data=without_data)
     script = Path("scripts", "train_vlm.sh" if cfg.encoders else "train_gpt.sh")
     # Where mimo-train is installed as a package, there are no scripts.
     start = [str(script)] if script.is_file() else ["mimo-train", "launch", "here"]

@@ -3,15 +3,17 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mimo_train.commands.arguments import add_command, add_config_command, positive, whole
-from mimo_train.config.fault import UserError
+from mimo_train.config.fault import ConfigError, Fault, UserError
 
 if TYPE_CHECKING:
-    from mimo_train.launch.manifests import Manifest, Volumes
+    from mimo_train.launch.manifests import Manifest
+    from mimo_train.launch.pods import Volumes
     from mimo_train.launch.start import Launch
 
 
@@ -61,11 +63,14 @@ def _add_kubernetes(kinds: Any) -> None:
         "write the manifest of a run on Kubernetes",
         "Writes a Job with a pod on each node and a Service, or a TrainJob of Kubeflow, as YAML to standard output.\n\n"
         "examples:\n"
-        "  mimo-train launch kubernetes recipes/llava_1_5_finetune run.dir=/runs/llava --nodes 2 --gpus-per-node 8 \\\n"
-        "    --image registry.example/mimo-train:1 --volume runs:/runs | kubectl apply -f -",
+        "  mimo-train launch kubernetes recipes/llava_1_5_finetune layout=pictures_64 run.dir=/runs/llava \\\n"
+        "    --nodes 8 --gpus-per-node 8 --image registry.example/mimo:1 --volume runs:/runs \\\n"
+        "    --without-data > job.yaml\n"
+        "  kubectl apply -f job.yaml",
     )
     command.add_argument("--nodes", required=True, type=positive, help="nodes, each with one pod")
     command.add_argument("--gpus-per-node", required=True, type=whole, metavar="G", help="GPUs of a pod; 0: on the CPU")
+    _add_without_data(command)
     command.add_argument("--image", required=True, help="container image with mimo-train and CONFIG in it")
     command.add_argument("--as", dest="form", choices=("job", "trainjob"), default="job", help="what to write")
     command.add_argument("--name", default="mimo-train", help="of the job (default: mimo-train)")
@@ -76,9 +81,34 @@ def _add_kubernetes(kinds: Any) -> None:
         metavar="CLAIM:FOLDER",
         help="mount a persistent volume claim; run.dir must be on one that all nodes share",
     )
+    command.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in the pods")
+    command.add_argument(
+        "--secret", action="append", default=[], metavar="NAME=SECRET:KEY", help="set a variable from a Secret's key"
+    )
+    command.add_argument("--pull-secret", default="", metavar="SECRET", help="Secret of the image's registry")
+    command.add_argument("--cpus", type=positive, default=0, help="CPUs of a pod (default: no limit)")
+    command.add_argument("--memory", default="", help="memory of a pod, such as 512Gi (default: no limit)")
+    command.add_argument(
+        "--node-selector", action="append", default=[], metavar="KEY=VALUE", help="use nodes with this label only"
+    )
+    command.add_argument(
+        "--rdma",
+        action="append",
+        default=[],
+        metavar="RESOURCE=NUMBER",
+        help="RDMA devices of a pod, as the device plugin names them: rdma/ib=8",
+    )
     command.add_argument("--folder", help="working directory (default: the image's); of a job")
     command.add_argument("--restarts", type=whole, help="of a node that fails (default: 3); of a job")
     command.add_argument("--runtime", help="ClusterTrainingRuntime (default: torch-distributed); of a trainjob")
+
+
+def _add_without_data(command: Any) -> None:
+    command.add_argument(
+        "--without-data",
+        action="store_true",
+        help="tokenizer, weights and shards are where the job runs, and need not be on this machine",
+    )
 
 
 def _add_skypilot(kinds: Any) -> None:
@@ -89,10 +119,12 @@ def _add_skypilot(kinds: Any) -> None:
         "write the task of a run for SkyPilot",
         "Writes a task as YAML to standard output; start it from the checkout.\n\n"
         "example:\n"
-        "  mimo-train launch skypilot recipes/llava_1_5_finetune --nodes 2 --accelerators H100:8 > task.yaml\n"
+        "  mimo-train launch skypilot recipes/llava_1_5_finetune layout=pictures_64 --nodes 8 \\\n"
+        "    --accelerators H100:8 --without-data > task.yaml\n"
         "  sky jobs launch task.yaml",
     )
     command.add_argument("--nodes", required=True, type=positive, help="number of nodes")
+    _add_without_data(command)
     command.add_argument("--accelerators", required=True, metavar="KIND:NUMBER", help="of each node, such as H100:8")
     command.add_argument("--name", default="mimo-train", help="of the task (default: mimo-train)")
     command.add_argument(
@@ -105,24 +137,40 @@ def _add_skypilot(kinds: Any) -> None:
 
 
 def _kubernetes(args: argparse.Namespace) -> None:
+    with _naming_without_data(args):
+        _write_kubernetes(args)
+
+
+def _write_kubernetes(args: argparse.Namespace) -> None:
     from mimo_train.launch.manifests import (
         RESTARTS,
         RUNTIME,
-        Pods,
         indexed_job,
         require_fit,
         require_gpus_used,
         train_job,
-        volumes_of,
     )
-    from mimo_train.launch.start import launch_of
+    from mimo_train.launch.pods import Pods, env_of, node_selector_of, rdma_of, secrets_of, volumes_of
 
     of_others = ("runtime",) if args.form == "job" else ("folder", "restarts")
     for option in of_others:
         if getattr(args, option) is not None:
             raise UserError(f"--{option} is {getattr(args, option)}, which a {args.form} does not have: leave it out")
-    launch = launch_of(args.config, args.overrides, args.nodes, {})
-    pods = Pods(args.name, args.image, args.nodes, args.gpus_per_node, volumes_of(args.volume))
+    launch = _launch(args)
+    pods = Pods(
+        name=args.name,
+        image=args.image,
+        nodes=args.nodes,
+        gpus=args.gpus_per_node,
+        claims=volumes_of(args.volume),
+        env=env_of(args.env),
+        secrets=secrets_of(args.secret),
+        cpus=args.cpus,
+        memory=args.memory,
+        rdma=rdma_of(args.rdma),
+        node_selector=node_selector_of(args.node_selector),
+        pull_secret=args.pull_secret,
+    )
     if pods.gpus:
         require_gpus_used(launch, f"--gpus-per-node is {pods.gpus}", "--gpus-per-node 0, or run.device=auto")
     require_fit(launch, pods.nodes, pods.gpus)
@@ -135,13 +183,39 @@ def _kubernetes(args: argparse.Namespace) -> None:
 
 
 def _skypilot(args: argparse.Namespace) -> None:
-    from mimo_train.launch.manifests import sky_task, volumes_of
-    from mimo_train.launch.start import launch_of
+    with _naming_without_data(args):
+        _write_skypilot(args)
 
-    launch = launch_of(args.config, args.overrides, args.nodes, {})
+
+def _write_skypilot(args: argparse.Namespace) -> None:
+    from mimo_train.launch.manifests import sky_task
+    from mimo_train.launch.pods import volumes_of
+
+    launch = _launch(args)
     script = "train_vlm.sh" if launch.cfg.encoders else "train_gpt.sh"
     volumes = volumes_of(args.volume)
     _write(sky_task(launch, args.name, args.nodes, args.accelerators, script, volumes), launch, volumes)
+
+
+@contextmanager
+def _naming_without_data(args: argparse.Namespace) -> Iterator[None]:
+    """A block whose config errors about files are followed by the option that leaves them out."""
+    try:
+        yield
+    except ConfigError as error:
+        from mimo_train.plan.run import INPUT_KEYS
+
+        of_files = (*INPUT_KEYS, "pretrained", "adapter")
+        if not args.without_data and any(fault.key.endswith(of_files) for fault in error.faults):
+            error.faults.append(Fault("", "If these files are only where the job runs, add --without-data."))
+            raise ConfigError(error.faults) from error
+        raise
+
+
+def _launch(args: argparse.Namespace) -> "Launch":
+    from mimo_train.launch.start import launch_of
+
+    return launch_of(args.config, args.overrides, args.nodes, {}, without_data=args.without_data)
 
 
 def _write(manifests: "Sequence[Manifest]", launch: "Launch", volumes: "Volumes", working: str = "") -> None:

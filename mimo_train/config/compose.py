@@ -20,6 +20,7 @@ from mimo_train.config.energon import fill_in_energon
 from mimo_train.config.fault import ConfigError, Fault, nearest
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.own_code import say_imports, search_working_directory
+from mimo_train.config.pretrained.absent import leave_out_absent
 from mimo_train.config.pretrained.directory import Directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in, fill_in_joined, replaced_parts
 from mimo_train.config.run_files import (
@@ -50,12 +51,15 @@ RECIPES = "recipes"
 these are named with it, `recipes/NAME`."""
 
 
-def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
+def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = False) -> ConfigContainer:
     """Compose `config` (a shipped name such as `vlm_digits` or `recipes/siglip2_qwen3`, or a path to a YAML file) with
     `key=value` overrides.
 
     An override with dots sets a value (`train.iters=10`); one that names a group picks a file of it
     (`layout=two_processes`, `encoder@modules.images.encoder=vit_tiny`).
+
+    Args:
+        without_data: leave out directories of pretrained weights that do not exist.
 
     Raises:
         ConfigError: unknown file, group choice, key or family, or a value of the wrong type; with the nearest names.
@@ -68,12 +72,16 @@ def load(config: str, overrides: Sequence[str] = ()) -> ConfigContainer:
     choices, values = _sort_overrides(overrides, files)
     _require_no_gaps(files, values)
     plain = _composed(path, choices, values)
+    if without_data:
+        leave_out_absent(plain)
     found = directories(plain)
     if found:
         replaced = replaced_parts(found)
         _require_no_choice(choices, replaced, found)
         picked = [key for key in picked_groups(files) if key.partition("@")[2] in replaced]
         plain = _composed(path, [*choices, *(f"~{key}" for key in picked)], values)
+        if without_data:
+            leave_out_absent(plain)
         fill_in(plain, found, tokenizer_is_given=_tokenizer_is_given(files, values))
     fill_in_joined(plain)
     fill_in_energon(plain)

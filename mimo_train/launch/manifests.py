@@ -4,7 +4,6 @@ Imports no torch."""
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -12,14 +11,13 @@ import yaml
 
 from data.shown import plural
 from mimo_train.config.fault import UserError
+from mimo_train.launch.pods import Pods, Volumes
 from mimo_train.launch.requeue import AGAIN
 from mimo_train.launch.restarts import ANOTHER_MACHINE, STOPPED_CODE, require_resume
 from mimo_train.launch.start import Launch, processes_per_node
 from mimo_train.launch.tasks import PORT
 
 type Manifest = dict[str, Any]
-type Volumes = tuple[tuple[str, str], ...]
-"""Names of volumes, each with the folder that it is mounted at."""
 
 GRACE, MARGIN = 240, 60
 """Seconds in which a run that is stopped must have saved, and how much longer its container stays."""
@@ -29,44 +27,6 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 CONTAINER = "trainer"
 TRAINER = "node"
 """Name of Kubeflow's job and container of a training node, in its runtimes."""
-
-
-@dataclass(frozen=True)
-class Pods:
-    """What the pods of a run are like."""
-
-    name: str
-    """Of the job: a DNS label, since pods are found by it."""
-    image: str
-    """With mimo-train in it."""
-    nodes: int
-    gpus: int
-    """Of each node; 0: on the CPU."""
-    claims: Volumes = ()
-    """Persistent volume claims."""
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", self.name):
-            raise UserError(f"--name is {self.name!r}: give small letters, digits and -, a letter first, at most 52")
-        if not self.image or re.search(r"\s", self.image):
-            raise UserError(f"--image is {self.image!r}: give the name of an image, such as registry.example/mimo:1")
-
-
-def volumes_of(texts: Sequence[str]) -> Volumes:
-    """Volumes, each written NAME:FOLDER.
-
-    Raises:
-        UserError: one is written otherwise, or two are mounted at one folder.
-    """
-    found: dict[str, str] = {}
-    for text in texts:
-        name, _, given = text.partition(":")
-        folder = str(PurePosixPath(given))  # without / at the end, which SkyPilot refuses
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,60}[a-z0-9])?", name) or not re.match("/[^/]", folder):
-            raise UserError(f"--volume is {text}: give its name, a colon and a folder from /, such as runs:/runs")
-        if found.setdefault(folder, name) != name:
-            raise UserError(f"--volume is {text}, and {found[folder]} is mounted at {folder}: give another folder")
-    return tuple((name, folder) for folder, name in found.items())
 
 
 def lost_with_machine(launch: Launch, volumes: Volumes, working: str = "") -> str:
@@ -97,7 +57,7 @@ def require_fit(launch: Launch, nodes: int, gpus: int) -> int:
         UserError: the layout does not fill the nodes, or the run would not continue when it is started again.
     """
     require_resume(launch.cfg.checkpoint.resume, f"{STOPPED_CODE} {AGAIN}")
-    per_node = processes_per_node(launch.cfg, nodes)
+    per_node = processes_per_node(launch.cfg, nodes, without_data=launch.without_data)
     if gpus and per_node != gpus:
         raise UserError(
             f"--gpus-per-node is {gpus}, and the layout has {plural(per_node, 'process')} on each of "
@@ -154,9 +114,11 @@ def indexed_job(launch: Launch, pods: Pods, folder: str, restarts: int) -> list[
             *_env(nodes),
             {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}},
             *_env(_stops()),
+            *_user_env(pods),
         ],
         "resources": _resources(pods),
         "volumeMounts": _mounts(pods),
+        **_security(pods),
     }
     if folder:
         container["workingDir"] = folder
@@ -166,6 +128,7 @@ def indexed_job(launch: Launch, pods: Pods, folder: str, restarts: int) -> list[
         "terminationGracePeriodSeconds": GRACE + MARGIN,
         "containers": [container],
         "volumes": _volumes(pods),
+        **_placement(pods),
     }
     rules = [
         {"action": "FailJob", "onExitCodes": _codes(ANOTHER_MACHINE)},
@@ -199,14 +162,15 @@ def train_job(launch: Launch, pods: Pods, runtime: str) -> list[Manifest]:
         "image": pods.image,
         "command": _command(launch),
         "numNodes": pods.nodes,
-        "numProcPerNode": processes_per_node(launch.cfg, pods.nodes),
+        "numProcPerNode": processes_per_node(launch.cfg, pods.nodes, without_data=launch.without_data),
         "resourcesPerNode": _resources(pods),
-        "env": _env(_stops()),
+        "env": [*_env(_stops()), *_user_env(pods)],
     }
     pod = {
         "terminationGracePeriodSeconds": GRACE + MARGIN,
         "volumes": _volumes(pods),
-        "containers": [{"name": TRAINER, "volumeMounts": _mounts(pods)}],
+        "containers": [{"name": TRAINER, "volumeMounts": _mounts(pods), **_security(pods)}],
+        **_placement(pods),
     }
     in_job = {"name": TRAINER, "template": {"spec": {"template": {"spec": pod}}}}
     patch = {
@@ -293,8 +257,29 @@ def _codes(code: int) -> Manifest:
     return {"containerName": CONTAINER, "operator": "In", "values": [code]}
 
 
+def _user_env(pods: Pods) -> list[Manifest]:
+    """Variables of --env, and those of --secret."""
+    secrets = [
+        {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for variable, (secret, key) in pods.secrets.items()
+    ]
+    return [*_env(pods.env), *secrets]
+
+
 def _resources(pods: Pods) -> Manifest:
-    return {"limits": {"nvidia.com/gpu": str(pods.gpus)}} if pods.gpus else {}
+    """Limits, which are requests too where a pod has no others."""
+    limits = ({"nvidia.com/gpu": str(pods.gpus)} if pods.gpus else {}) | pods.limits
+    return {"limits": limits} if limits else {}
+
+
+def _security(pods: Pods) -> Manifest:
+    """RDMA registers memory, which a container may not lock without this capability."""
+    return {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}
+
+
+def _placement(pods: Pods) -> Manifest:
+    selector = {"nodeSelector": pods.node_selector} if pods.node_selector else {}
+    return selector | ({"imagePullSecrets": [{"name": pods.pull_secret}]} if pods.pull_secret else {})
 
 
 def _volumes(pods: Pods) -> list[Manifest]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,8 @@ from mimo_train.launch.forked import OPTION as FORKED
 from mimo_train.launch.nodes import Nodes, nodes_of, without_torchruns
 from mimo_train.launch.restarts import OPTION
 from mimo_train.launch.tasks import number
-from mimo_train.plan.run import resolve
+from mimo_train.plan.layout import lay_out
+from mimo_train.plan.run import INPUT_KEYS, config_faults, resolve
 
 ARRAY_FILE = "MIMO_ARRAY_FILE"
 """A file of overrides: the task N of a job array takes line N, counted from 1."""
@@ -33,20 +35,31 @@ class Launch:
     config: str
     overrides: list[str]
     cfg: ConfigContainer
+    without_data: bool = False
+    """Files of tokenizer, weights and shards need not be on this machine."""
 
 
-def launch_of(config: str, overrides: Sequence[str], nodes: int | None, environment: Mapping[str, str]) -> Launch:
+def launch_of(
+    config: str,
+    overrides: Sequence[str],
+    nodes: int | None,
+    environment: Mapping[str, str],
+    *,
+    without_data: bool = False,
+) -> Launch:
     """The config of a run on a number of nodes: the changes of `launch.layouts` come before `overrides`, those of a
     task of a job array behind them.
 
     Args:
         nodes: None leaves out what depends on it.
+        without_data: files of tokenizer, weights and shards need not be on this machine.
 
     Raises:
         UserError: the config has faults, or nothing for this number of nodes or this task.
     """
     changed = [*overrides, *_line_of_task(environment)]
-    cfg = compose.load(config, changed)
+    load = partial(compose.load, config, without_data=without_data)
+    cfg = load(changed)
     if found := list(cfg.launch.faults()):
         raise ConfigError(found)
     if nodes is not None and (layouts := cfg.launch.layouts):
@@ -55,10 +68,10 @@ def launch_of(config: str, overrides: Sequence[str], nodes: int | None, environm
             text = f"has layouts for {there} nodes, and this run has {nodes}: add one"
             raise ConfigError([Fault("launch.layouts", text)])
         changed = [*cfg.launch.overrides(nodes), *changed]
-        _require_same_run(nodes, cfg, compose.load(config, changed))
+        _require_same_run(nodes, cfg, load(changed))
     if task := environment.get("SLURM_ARRAY_TASK_ID"):
         changed.append(f"run.dir={Path(cfg.run.dir) / f'task_{task}'}")
-    return Launch(config, changed, compose.load(config, changed))
+    return Launch(config, changed, load(changed), without_data)
 
 
 def _require_same_run(nodes: int, cfg: ConfigContainer, changed: ConfigContainer) -> None:
@@ -136,13 +149,16 @@ def command(config: str, overrides: Sequence[str], environment: Mapping[str, str
     return [sys.executable, "-P", "-u", "-m", "mimo_train.launch.torchrun", *options, *rank], variables
 
 
-def processes_per_node(cfg: ConfigContainer, nodes: int) -> int:
+def processes_per_node(cfg: ConfigContainer, nodes: int, *, without_data: bool = False) -> int:
     """Processes of the layout on each node.
+
+    Args:
+        without_data: files of tokenizer, weights and shards need not be on this machine.
 
     Raises:
         UserError: the config has faults, or nodes cannot share the processes evenly.
     """
-    world = _world(cfg)
+    world = _world(cfg, without_data)
     if world % nodes:
         raise UserError(
             f"the layout needs {plural(world, 'process')}, which {nodes} nodes cannot share evenly: change "
@@ -153,9 +169,17 @@ def processes_per_node(cfg: ConfigContainer, nodes: int) -> int:
     return world // nodes
 
 
-def _world(cfg: ConfigContainer) -> int:
+def _world(cfg: ConfigContainer, without_data: bool = False) -> int:
     """Processes that the layout needs."""
-    return resolve(cfg).layout.processes[-1] + 1
+    if not without_data:
+        return resolve(cfg).layout.processes[-1] + 1
+    # Sizes of a module may come from a directory that is not here.
+    left_out = {*INPUT_KEYS}
+    for name, module in cfg.modules.items():
+        left_out |= {f"modules.{name}.{part}" for part in ("encoder", "projector", "llm") if not getattr(module, part)}
+    if faults := [fault for fault in config_faults(cfg) if fault.key not in left_out]:
+        raise ConfigError(faults)
+    return lay_out(cfg).processes[-1] + 1
 
 
 def _per_node(cfg: ConfigContainer, nodes: Nodes) -> int:

@@ -52,7 +52,7 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
     Raises:
         UserError: a config with faults, options that do not fit, a file that cannot be written, no layout that fits.
     """
-    cfg = load(config, overrides)
+    cfg = load(config, overrides, without_data=options.without_data)
     require_sound(cfg)
     if options.write is not None and options.write.exists():
         raise UserError(f"--write: {options.write} is there already: remove it, or give another name")

@@ -103,6 +103,19 @@ def test_a_task_for_each_rank_is_handed_on(checkout):
     assert "--ntasks-per-node=8 " in run and "--ntasks-per-node=1 " in ask
 
 
+@pytest.mark.parametrize(
+    ("job", "cpus"),
+    [
+        ({"SLURM_CPUS_ON_NODE": "96"}, 96),
+        ({"SLURM_CPUS_ON_NODE": "96", "SLURM_NTASKS_PER_NODE": "8"}, 12),
+        ({"SLURM_CPUS_ON_NODE": "96", "SLURM_CPUS_PER_TASK": "16"}, 16),
+    ],
+)
+def test_a_job_uses_the_cpus_that_it_was_given(checkout, job, cpus):
+    _, (run, *_) = submitted(checkout, **job)
+    assert f" --cpus-per-task={cpus} " in run
+
+
 def test_each_node_stages_before_the_run(checkout):
     _, (stage, run, *_) = submitted(checkout, SLURM_NNODES="2", MIMO_STAGE="cp -r /a /b")
     assert stage == "srun --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c cp -r /a /b"

@@ -10,4 +10,9 @@ from tests.unit.configs import load
 def alone(monkeypatch, tmp_path):
     """In a folder of our own, with relative paths, so that equal overrides are composed once."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compose, "load", lambda config, overrides=(): load(config, *overrides))
+    composed = compose.load
+
+    def loaded(config, overrides=(), *, without_data=False):
+        return composed(config, overrides, without_data=True) if without_data else load(config, *overrides)
+
+    monkeypatch.setattr(compose, "load", loaded)

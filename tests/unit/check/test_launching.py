@@ -38,3 +38,10 @@ def test_a_fault_of_all_layouts_is_told_once(capsys):
 
 def test_without_layouts_there_is_no_table(capsys):
     assert checked(capsys, "")[1] == []
+
+
+def test_without_data_neither_weights_nor_tokenizer_need_be_here(capfd):
+    absent = "modules.language.pretrained=/models/vicuna"
+    overrides = [absent, "launch.layouts={1: ''}", "layout=pictures_8"]
+    assert main("recipes/llava_1_5_finetune", overrides, without_data=True) == 0
+    assert f"notice: {absent.replace('=', ': ')} is not on this machine" in capfd.readouterr().err

@@ -54,6 +54,56 @@ def test_a_trainjob_is_what_kubeflow_takes(rendered):
     assert job["spec"]["trainer"]["numNodes"] == job["spec"]["trainer"]["numProcPerNode"] == 2
 
 
+def options_of_pods(manifest: dict) -> dict:
+    """The pod with its container, in a Job or in the patch of a TrainJob."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "TrainJob":
+        (replicated,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        pod = replicated["template"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        return pod | container | {"env": spec["trainer"]["env"], "resources": spec["trainer"]["resourcesPerNode"]}
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    return pod | container
+
+
+@pytest.mark.parametrize(("form", "model"), [("job", "IoK8sApiBatchV1Job"), ("trainjob", "TrainerV1alpha1TrainJob")])
+def test_what_pods_are_given(rendered, form, model):
+    options = "--env A=b=c --secret KEY=wandb:api.key --pull-secret registry --cpus 96 --memory 900Gi --rdma rdma/ib=8"
+    *_, manifest = rendered(*KUBERNETES, "--as", form, *options.split(), "--node-selector", "gpu.example/kind=h100")
+    pod = options_of_pods(manifest)
+    assert {"name": "A", "value": "b=c"} in pod["env"]
+    assert {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "api.key"}}} in pod["env"]
+    limits = {"nvidia.com/gpu": "2", "cpu": "96", "memory": "900Gi", "rdma/ib": "8"}
+    assert pod["resources"] == {"limits": limits}
+    assert pod["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert pod["nodeSelector"] == {"gpu.example/kind": "h100"} and pod["imagePullSecrets"] == [{"name": "registry"}]
+    require_same(getattr(pytest.importorskip("kubeflow_trainer_api.models"), model), manifest)
+
+
+@pytest.mark.parametrize("cluster", ["kubernetes", "skypilot"])
+def test_the_example_of_the_help_needs_no_files(rendered, capsys, cluster):
+    with pytest.raises(SystemExit):
+        main(["launch", cluster, "--help"])
+    example = capsys.readouterr().out.partition("example")[2].partition(f"mimo-train launch {cluster} ")[2]
+    assert rendered(cluster, *example.partition(" >")[0].replace("\\\n", " ").split())
+
+
+def test_directories_of_the_pods_need_not_be_here(tmp_path, rendered, capsys):
+    """Also where the config has no other sizes."""
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        "pretrained: /models/qwen\nmodules:\n  images: {layout: {dp: 2}}\n  language: {layout: {tp: 2}}\n"
+        "placement: {mode: shared}\ndata: {shards: /data/train, tokenizer: /models/qwen}\n"
+    )
+    arguments = ["kubernetes", str(config), "--nodes", "1", *KUBERNETES[6:]]
+    assert main(["launch", *arguments]) == 1
+    assert "add --without-data" in capsys.readouterr().err
+    assert main(["launch", *arguments, "--without-data"]) == 0
+    out, err = capsys.readouterr()
+    assert "pretrained: /models/qwen is not on this machine" in err and len([*yaml.safe_load_all(out)]) == 2
+
+
 def test_the_validation_sees_a_wrong_key(rendered):
     models = pytest.importorskip("kubeflow_trainer_api.models")
     _, job = rendered(*KUBERNETES)
@@ -173,6 +223,13 @@ def test_what_skypilot_sets_up_has_python_from_uv_where_there_is_none(rendered, 
         (["skypilot", *FOUR, "--nodes", "2", "--accelerators", "H100"], ["--accelerators is 'H100'", "H100:8"]),
         (["skypilot", *FOUR, "--nodes", "1", "--accelerators", "H100:8"], ["4 processes on each of 1"]),
         (["kubernetes", *FOUR, "train.iters=-1", *KUBERNETES[4:]], ["train.iters"]),
+        ([*KUBERNETES, "--env", "A"], ["--env: expected for example", "got 'A'"]),
+        ([*KUBERNETES, "--env", "NNODES=3"], ["--env: NNODES is set by the manifest"]),
+        ([*KUBERNETES, "--env", "A=1", "--env", "A=2"], ["--env: A is given twice"]),
+        ([*KUBERNETES, "--secret", "A=b"], ["--secret: expected for example WANDB_API_KEY=wandb:key"]),
+        ([*KUBERNETES, "--memory", "512"], ["--memory must be a number with its unit"]),
+        ([*KUBERNETES, "--rdma", "ib=8"], ["--rdma: expected for example rdma/ib=8"]),
+        ([*KUBERNETES, "--node-selector", "a b=c"], ["--node-selector: expected"]),
     ],
 )
 def test_what_does_not_fit_is_told(arguments, words, capsys):
