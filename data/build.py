@@ -23,11 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from data.bad_samples import allowed_of
 from data.building.find import fingerprint
 from data.building.parts import Contents, Part, done_part, read_part, rows_of
 from data.building.samples import Source
 from data.errors import DataError
 from data.listed import listed
+from data.members import READABLE
 from data.order import GlobalOrder
 from data.processes import worker_processes
 from data.shown import plural
@@ -61,6 +63,8 @@ class Settings:
     """Of the order of samples; None: that of the source."""
     skip_bad: bool = False
     """Rows that cannot be used are left out, instead of an error."""
+    max_bad: float = 0.1
+    """Rows that `skip_bad` may leave out: a number or, below 1, a fraction of all."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class Built:
     samples: dict[str, int]
     """By part, `train` and `held_out`."""
     shards: dict[str, int]
+    media: dict[str, int]
+    """Images, videos and clips in the samples, by kind."""
     left_out: int
     """Rows that cannot be used."""
     notes: list[str] = field(default_factory=list)
@@ -115,6 +121,7 @@ def build_shards(
         built = Built(
             counts,
             dict(Counter(shard.path.parent.name for shard in planned)),
+            {kind: sum(part.media.get(kind, 0) for part in parts) for kind in READABLE},
             len(faults),
             [*notes, *_notes(parts, rows)],
         )
@@ -205,6 +212,12 @@ def _wrong(source: Source, settings: Settings, samples: int, faults: Sequence[st
         return (
             f"{len(faults)} of {samples + len(faults)} records of {source.what} cannot be used; nothing was written. "
             "Mend them, or leave them out with --skip-bad:\n" + listed(faults, NAMED, between="\n", before_more="\n")
+        )
+    if len(faults) > allowed_of(settings.max_bad, samples + len(faults)):
+        return (
+            f"{len(faults)} of {samples + len(faults)} records of {source.what} cannot be used, more than --max-bad "
+            f"{settings.max_bad:g} allows to skip; nothing was written. Repair them, or raise --max-bad:\n"
+            + listed(faults, NAMED, between="\n", before_more="\n")
         )
     if samples <= settings.held_out:
         first = f", such as: {faults[0]}" if faults else ""

@@ -47,7 +47,7 @@ _ROLES = {
     "function": "function",
     "developer": "developer",
 }
-_PART_KINDS = {
+PART_KINDS = {
     "image": "image",
     "image_url": "image",
     "video": "video",
@@ -56,6 +56,7 @@ _PART_KINDS = {
     "input_audio": "audio",
     "audio_url": "audio",
 }
+"""Type of a content part -> kind of its medium."""
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -359,9 +360,9 @@ def _typed_part(part: Any) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return Part("text", part["text"])
-    if isinstance(kind, str) and kind in _PART_KINDS:
-        return Part(_PART_KINDS[kind])
-    raise RecordError(f": unknown content part {_cut(part)}; known types are text, {', '.join(_PART_KINDS)}")
+    if isinstance(kind, str) and kind in PART_KINDS:
+        return Part(PART_KINDS[kind])
+    raise RecordError(f": unknown content part {_cut(part)}; known types are text, {', '.join(PART_KINDS)}")
 
 
 def _caption(text: str, media: Mapping[str, int], pictures: Sequence[Picture], key: Key) -> Conversation:

@@ -13,6 +13,7 @@ from data.building.samples import Source
 from data.building.tables import Tables
 from data.compressed import refuse_compressed
 from data.errors import DataError
+from data.fields import MEDIA
 from data.listed import listed
 from data.members import kind_of
 
@@ -115,6 +116,7 @@ def _of_folder(
             f"{folder} has {len(files)} files of records: name one of {listed([one.name for one in files])}"
         )
     if kind == "files":
+        _refuse_media(columns, folder)
         return Folders(folder, files, columns)
     return _made(kind, files, columns, media or folder)
 
@@ -122,7 +124,17 @@ def _of_folder(
 def _made(kind: str, files: Sequence[Path], columns: Columns, media: Path) -> Source:
     if kind == "records":
         return RecordsFile(files[0], media, columns)
-    return Tars(files, columns) if kind == "tars" else Tables(files, media, columns)
+    if kind == "table":
+        return Tables(files, media, columns)
+    _refuse_media(columns, files[0])
+    return Tars(files, columns)
+
+
+def _refuse_media(columns: Columns, path: Path) -> None:
+    """Raises DataError for columns of media where samples have them as files."""
+    for kind in MEDIA:
+        if kind in columns.names:
+            raise DataError(f"--columns {kind}={columns.names[kind]}: the media of {path} are files. Leave it out")
 
 
 def _split(folder: Path, files: Sequence[Path], wanted: str) -> Sequence[Path]:

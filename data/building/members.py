@@ -13,18 +13,9 @@ from typing import Any, NamedTuple
 
 from data.beside import Beside
 from data.building.columns import Columns
-from data.building.samples import (
-    Medium,
-    Place,
-    Sample,
-    checked,
-    counts_of,
-    extent_of,
-    picture_of,
-    require_name,
-    sample_of,
-    wrong_extent,
-)
+from data.building.media import Medium, Place, extent_of, wrong_extent
+from data.building.samples import Sample, checked, counts_of, picture_of, require_name, sample_of
+from data.building.values import require_no_media
 from data.errors import RecordError
 from data.index import build_index
 from data.members import READABLE, arrange, unread
@@ -42,7 +33,7 @@ class _Member(NamedTuple):
     kind: str
     place: Place
     extent: tuple[int, int] | None
-    """Of a medium, see `data.building.samples.extent_of`."""
+    """Of a medium, see `data.building.media.extent_of`."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +159,8 @@ def _sample(
     beside = Beside(names, [name for name, _ in unread(member.extension for member in members)])
     pictures = [picture_of(one.extension, one.kind) for one in media if one.kind != "audio"]
     checked(raw, record.extension, where, counts, beside, pictures)
+    if not media and is_json:
+        require_no_media(_record(raw, is_json, where), {}, where)
     return Sample([(member.extension, member.place) for member in members], key)
 
 

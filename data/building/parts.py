@@ -21,6 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from data.building.samples import Sample, Source
 from data.errors import DataError, NothingToLearn, RecordError, ShardError, UnknownRecord
+from data.members import arrange
 from data.storage.replace import replacing
 from data.storage.whole_read import pread_all
 from data.storage.write import ShardFile, tar_bytes
@@ -46,6 +47,8 @@ class Part:
     """Rows without anything to learn: `NothingToLearn.what` -> (how many, the first)."""
     rules: dict[str, int]
     """How many samples each rule changed."""
+    media: dict[str, int]
+    """How many images, videos and clips the samples have, by kind."""
     unknown: int = 0
     """Of `faults`, those of records with none of the names that say what they are."""
 
@@ -75,6 +78,7 @@ def read_part(source: Source, folder: Path, number: int, progress: Callable[[int
     rows = array("Q")  # of `ROW`, which has no number below 0
     faults: list[str] = []
     rules: Counter[str] = Counter()
+    media: Counter[str] = Counter()
     nulls: dict[str, tuple[int, str]] = {}
     seen, unknown = 0, 0
     with replacing(part_path(folder, number, "bytes")) as spool:
@@ -117,9 +121,10 @@ def read_part(source: Source, folder: Path, number: int, progress: Callable[[int
             rows.extend((together, spooled - together, len(line), tar_bytes(sizes), name))
             if changed:
                 rules.update(changed)
+            media.update(arrange(tuple([extension for extension, _ in members])).kinds)
     with replacing(part_path(folder, number, "rows")) as file:
         file.write(np.array(rows, dtype="<u8").tobytes())
-    part = Part(len(rows) * rows.itemsize // ROW.itemsize, faults, nulls, dict(rules), unknown)
+    part = Part(len(rows) * rows.itemsize // ROW.itemsize, faults, nulls, dict(rules), dict(media), unknown)
     with replacing(part_path(folder, number, "json")) as file:
         file.write(json.dumps(part.__dict__).encode())
     if progress:

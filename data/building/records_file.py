@@ -6,14 +6,16 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from data.building.columns import Columns
-from data.building.samples import Medium, Sample, medium_of_file, sample_of
+from data.building.media import Medium
+from data.building.samples import Sample, sample_of
+from data.building.values import media_columns, media_in
 from data.errors import DataError, RecordError
 from data.members import READABLE
 from data.shown import plural
@@ -21,12 +23,11 @@ from data.shown import plural
 TABLES = {".csv": ",", ".tsv": "\t"}
 """What separates columns, by a file's ending."""
 JSON = (".json", ".jsonl", ".ndjson")
-_FIELDS = {kind: (kind, f"{kind}s") for kind in READABLE}
 _LOOK = 4096  # characters in which a file begins
 _ANY = "file_name"  # as in Hugging Face's folders of pictures or clips
 _DOUBLED = re.compile(r'".*"".*"', re.DOTALL)
 QUOTED = 'with quotes around a cell and "" inside it, which stay: if quotes enclose cells, give --quoted'
-_NONE: tuple[Any, ...] = (None, "", [])
+_NONE: tuple[Any, ...] = (None, "", [], {})
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,8 @@ class RecordsFile:
     def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
         """Every record."""
         read = self._table() if part.suffix.lower() in TABLES else _json(part)
-        fields = {kind: self.columns.media(kind, _FIELDS[kind]) for kind in READABLE}
         for where, record in read:
-            yield where, partial(self._sample, record, fields, str(self.media), where)
+            yield where, partial(self._sample, record, where)
 
     @property
     def _quotes_are_text(self) -> bool:
@@ -96,44 +96,41 @@ class RecordsFile:
         except csv.Error as error:
             raise DataError(f"{self.file}: the row that begins in line {line} cannot be read ({error})") from error
 
-    def _sample(self, record: Any, fields: Mapping[str, Sequence[str]], folder: str, where: str) -> Sample:
+    def _sample(self, record: Any, where: str) -> Sample:
         if isinstance(record, RecordError):
             raise RecordError(f"{where}: {record}")
         if not isinstance(record, dict):
             return sample_of(record, [], self.columns, where)
         cells = [*record.values()]
         media: list[Medium] = []
-        alone = _ANY not in record
-        for kind, own in fields.items():
-            # A caption whose picture has no name is no plain text.
-            has = not record.keys().isdisjoint(own)
-            alone = alone and not has
-            if has or _ANY in record or kind in self.columns.names:
-                for name in self._names(record, kind, own, where):
-                    media.append(medium_of_file(kind, folder, name, where))
+        given, alone = record, _ANY not in record
+        for kind in READABLE:
+            columns = self.columns.media(kind, media_columns(given, kind))
+            # A caption whose image has no name is no plain text.
+            alone = alone and given.keys().isdisjoint(columns)
+            if column := self._column(given, kind, columns, where):
+                found = media_in(kind, column, given[column], str(self.media), where)
+                if names := [medium.name for medium in found]:
+                    record = record | {column: names if isinstance(given[column], list) else names[0]}
+                media += found
         called = record.get("id")
         name = called if isinstance(called, str) else ""
-        sample = sample_of(record, media, self.columns, where, name=name, alone=alone)
+        sample = sample_of(record, media, self.columns, where, name=name, alone=alone, folder=str(self.media))
         if self._quotes_are_text and any(_DOUBLED.fullmatch(cell) for cell in cells if cell):
             return sample._replace(rules=(*sample.rules, QUOTED))
         return sample
 
-    def _names(self, record: dict[str, Any], kind: str, fields: Sequence[str], where: str) -> Sequence[str]:
-        given = [name for name in fields if record.get(name) not in _NONE]
+    def _column(self, record: dict[str, Any], kind: str, columns: Sequence[str], where: str) -> str:
+        """The column with the media of a kind; empty if the record has none."""
+        if kind in self.columns.names and columns[0] not in record:
+            raise RecordError(f"{where} has no {columns[0]!r}; it has {', '.join(sorted(record)[:8])}")
+        given = [name for name in columns if record.get(name) not in _NONE]
         if len(given) > 1:
             raise RecordError(f"{where} has both {' and '.join(given)}")
-        if kind in self.columns.names and fields[0] not in record:
-            raise RecordError(f"{where} has no {fields[0]!r}; it has {', '.join(sorted(record)[:8])}")
         if not given and kind not in self.columns.names:
             named = record.get(_ANY)
-            if isinstance(named, str) and _suffix(named) in READABLE[kind]:
-                return [named]
-        value = record[given[0]] if given else []
-        if isinstance(value, str):
-            return [value]
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise RecordError(f"{where}: {given[0]} is neither the name of a file nor a list of such")
-        return value
+            given = [_ANY] if isinstance(named, str) and _suffix(named) in READABLE[kind] else []
+        return given[0] if given else ""
 
 
 @lru_cache(maxsize=16)  # asked once for each kind

@@ -11,33 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from data.building.columns import Columns
-from data.building.samples import Medium, Sample, extent_of, medium_of_file, sample_of
-from data.errors import DataError, NotDownloaded, RecordError
-from data.media.heif_headers import is_heic
+from data.building.samples import Sample, sample_of
+from data.building.values import extension_of, media_columns, media_in
+from data.errors import DataError, NotDownloaded
 from data.members import READABLE
 from data.record_checks import failed_download
 from data.shown import shown
 
 _ROWS = 32  # read at once: each may hold pictures of megabytes
-_MAGIC = (
-    (b"\xff\xd8", "jpg"),
-    (b"\x89PNG\r\n\x1a\n", "png"),
-    (b"GIF8", "gif"),
-    (b"BM", "bmp"),
-    (b"II*\0", "tif"),
-    (b"MM\0*", "tif"),
-    (b"\0\0\0\x0cjP  ", "jp2"),
-    (b"\x1aE\xdf\xa3", "webm"),
-    (b"fLaC", "flac"),
-    (b"OggS", "ogg"),
-    (b"ID3", "mp3"),
-    (b"\xff\xfb", "mp3"),
-    (b"\xff\xf3", "mp3"),
-    (b"\xff\xf2", "mp3"),
-    (b"FORM", "aiff"),
-    (b".snd", "au"),
-    (b"caff", "caf"),
-)
 
 
 @dataclass(frozen=True)
@@ -63,8 +44,17 @@ class Tables:
         return self.files
 
     def notes(self) -> Sequence[str]:
-        """The columns that no record keeps."""
-        return [f"the column {name!r} is left out: {why}" for name, why in self._layout(self.files[0]).dropped.items()]
+        """The columns that no record keeps. Raises DataError if the only media are in one of them."""
+        layout = self._layout(self.files[0])
+        if layout.dropped and not layout.media:
+            for row in next(_batches(self.files[0], [*layout.dropped])).to_pylist():
+                for name, value in row.items():
+                    if extension := extension_of(value or b""):
+                        raise DataError(
+                            f"{self.files[0]}: {name!r} holds files ({extension}) that are not read. Give --columns "
+                            f"image={name}, or video or audio"
+                        )
+        return [f"the column {name!r} is left out: {why}" for name, why in layout.dropped.items()]
 
     def rows(self, part: Path) -> Iterator[tuple[str, Callable[[], Sample | None]]]:
         """Every row of a file."""
@@ -79,55 +69,33 @@ class Tables:
     def _layout(self, part: Path) -> _Layout:
         schema = _schema(part)
         self.columns.require(schema.names, str(part))
-        found = _Layout.of(schema)
+        layout = _Layout.of(schema)
+        media = {name: kind for name, kind in layout.media.items() if kind not in self.columns.names}
         for kind in READABLE:
-            if kind in self.columns.names:
-                name = self.columns.names[kind]
-                found = _Layout(
-                    {one: other for one, other in found.media.items() if other != kind} | {name: kind},
-                    [one for one in found.kept if one != name],
-                    found.labels,
-                    {one: why for one, why in found.dropped.items() if one != name},
-                )
-        return found
+            names = self.columns.media(kind, media_columns(schema.names, kind))
+            if kind in media.values():  # image_url next to the images says where they are from
+                names = [name for name in names if name.lower() in (kind, f"{kind}s")]
+            media |= dict.fromkeys(names, kind)
+        return _Layout(
+            {name: media[name] for name in schema.names if name in media},
+            [name for name in layout.kept if name not in media],
+            layout.labels,
+            {name: why for name, why in layout.dropped.items() if name not in media},
+        )
 
     def _sample(self, layout: _Layout, row: dict[str, Any], where: str) -> Sample | None:
         media = []
         record = {name: _labelled(row[name], layout.labels.get(name)) for name in layout.kept}
         for name, kind in layout.media.items():
-            names = []
-            value = row[name]
-            several = isinstance(value, list)
-            for one in value if several else [value]:
-                if one is None or (isinstance(one, dict) and one.get("bytes") is None and not one.get("path")):
-                    if several:
-                        raise RecordError(f"{where}: an empty {kind} among those of {name!r}")
-                    continue
-                medium = self._medium(kind, name, one, where)
-                media.append(medium)
-                names.append(medium.name)
-            if any(names):
-                record[name] = names if several else names[0]
+            found = media_in(kind, name, row[name], str(self.media), where)
+            media += found
+            if names := [medium.name for medium in found]:
+                record[name] = names if isinstance(row[name], list) else names[0]
         if not media and layout.media and failed_download(row):
             raise NotDownloaded(f"{where}: {shown(str(row.get('error_message')))}")
-        record = {name: _plain(value, where) for name, value in record.items()}
         called = next((row[one] for one in ("key", "id") if isinstance(row.get(one), str)), "")
-        return sample_of(record, media, self.columns, where, name=called, alone=not layout.media)
-
-    def _medium(self, kind: str, name: str, value: Any, where: str) -> Medium:
-        if isinstance(value, str):
-            return medium_of_file(kind, str(self.media), value, where)
-        content, path = (value.get("bytes"), value.get("path") or "") if isinstance(value, dict) else (value, "")
-        if content is None:
-            return medium_of_file(kind, str(self.media), path, where)
-        if not isinstance(content, bytes):
-            raise RecordError(f"{where}: {name!r} is of type {type(content).__name__}, neither bytes nor a file")
-        extension = path.rpartition(".")[2].lower() if "." in path else ""
-        if extension not in READABLE[kind]:
-            extension = _extension_of(content)
-        if extension not in READABLE[kind]:
-            raise RecordError(f"{where}: {name!r} is no {kind} that can be decoded")
-        return Medium(kind, extension, content, path.rpartition("/")[2] or name, extent_of(kind, content))
+        alone = not layout.media
+        return sample_of(record, media, self.columns, where, name=called, alone=alone, folder=str(self.media))
 
 
 @dataclass(frozen=True)
@@ -187,8 +155,12 @@ def _media_kind(column: Any) -> str | None:
     of_name = next((one for one, known in READABLE.items() if last in known or one in column.name.lower()), None)
     if _is_binary(kind):
         return of_name
-    if pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
-        return of_name or "image"
+    if pa.types.is_struct(kind):
+        fields = {field.name for field in kind}
+        if fields >= {"array", "sampling_rate"}:
+            return "audio"
+        if fields >= {"bytes", "path"}:
+            return of_name or "image"
     return None
 
 
@@ -198,15 +170,6 @@ def _is_binary(kind: Any) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
 
 
-def _extension_of(content: bytes) -> str:
-    """By the first bytes."""
-    if content[:4] == b"RIFF":
-        return {b"WEBP": "webp", b"WAVE": "wav"}.get(content[8:12], "")
-    if content[4:8] == b"ftyp":
-        return "avif" if content[8:12] in (b"avif", b"avis") else "heic" if is_heic(content[:256]) else "mp4"
-    return next((extension for magic, extension in _MAGIC if content.startswith(magic)), "")
-
-
 def _labelled(value: Any, names: Sequence[str] | None) -> Any:
     """The name of a class, by its number; of each in a list."""
     if names is not None and isinstance(value, list):
@@ -214,19 +177,6 @@ def _labelled(value: Any, names: Sequence[str] | None) -> Any:
     if names is None or not isinstance(value, int):
         return value
     return names[value] if 0 <= value < len(names) else None
-
-
-def _plain(value: Any, where: str) -> Any:
-    """A value as JSON has it: times as text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one, where) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one, where) for one in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, bytes):
-        raise RecordError(f"{where}: bytes inside of a column, which a record has no place for")
-    return str(value)
 
 
 def _arrow() -> Any:

@@ -54,6 +54,11 @@ def add(commands: Any) -> None:
     order.add_argument("--seed", type=int, default=0, help="of the order of samples (default: 0)")
     order.add_argument("--no-shuffle", action="store_true", help="leave samples in the order of the source")
     build.add_argument("--skip-bad", action="store_true", help="leave out records that cannot be used, and list them")
+    build.add_argument(
+        "--max-bad",
+        type=float,
+        help="most records that --skip-bad may leave out, a number or a fraction below 1 (default: 0.1)",
+    )
     build.add_argument("--workers", type=positive, default=1, help="processes (default: 1)")
     build.set_defaults(handler=about_files(_build))
 
@@ -69,6 +74,8 @@ def _build(args: argparse.Namespace) -> int:
         if not equals or not column or what in names:
             raise UserError(f"--columns {given}: must be WHAT=COLUMN, such as caption=sentence, and each WHAT once")
         names[what] = column
+    if args.max_bad is not None and not args.skip_bad:
+        raise UserError("--max-bad says how many records --skip-bad may leave out: give --skip-bad too")
     columns, media = Columns(names, args.question, args.quoted), Path(args.media) if args.media else None
     source = find_source(Path(args.source), columns, args.kind or "", media, args.split)
     settings = Settings(
@@ -77,6 +84,7 @@ def _build(args: argparse.Namespace) -> int:
         shard_bytes=args.shard_mb * 1_000_000,
         seed=None if args.no_shuffle else args.seed,
         skip_bad=args.skip_bad,
+        max_bad=0.1 if args.max_bad is None else args.max_bad,
     )
     bars, to = _Bars(), Path(args.to)
     try:
@@ -89,6 +97,8 @@ def _build(args: argparse.Namespace) -> int:
         print(f"left out: {plural(built.left_out, 'record')} that cannot be used, see {to / LEFT_OUT}", file=sys.stderr)
     for part, samples in built.samples.items():
         print(f"{to / part}: {plural(samples, 'sample')} in {plural(built.shards[part], 'shard')}")
+    numbers = {"image": "image", "video": "video", "audio": "audio clip"}
+    print(f"{to}: {', '.join(plural(built.media[kind], name) for kind, name in numbers.items())}")
     return 0
 
 
