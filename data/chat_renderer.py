@@ -117,32 +117,18 @@ class ChatRenderer:
         has_media = any(part.kind != "text" for part in turn.parts)
         if as_text and not (as_parts and (turn.typed or has_media and self._knows(turn))):
             return "".join(part.text if part.kind == "text" else marks[part.kind] for part in turn.parts)
-        parts = turn.parts if turn.typed or not has_media else self._without_separators(turn.parts)
         return [
             {"type": "text", "text": part.text}
             if part.kind == "text"
             else {"type": part.kind}
             if self._written[part.kind] is not None
             else {"type": "text", "text": marks[part.kind]}
-            for part in parts
+            for part in turn.parts
         ]
 
     def _knows(self, turn: Turn) -> bool:
         """Whether it writes every medium of a turn itself."""
         return all(part.kind == "text" or self._written[part.kind] is not None for part in turn.parts)
-
-    def _without_separators(self, parts: Sequence[Part]) -> list[Part]:
-        """Of the text around a marker, as LLaVA records write it, without the line break between the two, where the
-        template writes one itself."""
-        found = list(parts)
-        for at, part in enumerate(parts):
-            if not (self._written.get(part.kind) or "").endswith("\n"):
-                continue
-            if at + 1 < len(parts) and parts[at + 1].kind == "text":
-                found[at + 1] = Part("text", found[at + 1].text.removeprefix("\n"))
-            elif at + 1 == len(parts) and at and parts[at - 1].kind == "text":
-                found[at - 1] = Part("text", found[at - 1].text.removesuffix("\n"))
-        return [part for part in found if part.kind != "text" or part.text]
 
     def _tried_forms(self) -> dict[str, tuple[bool, bool]]:
         """role -> whether a content may be text, and whether it may be a list of parts."""

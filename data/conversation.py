@@ -1,7 +1,11 @@
 """Conversations: turns of text and media, whatever they were read from.
 
-In a text the markers `<image>`, `<video>` and `<audio>` are the places of media. A video is as many pictures of an
-encoder of pictures as are read of it: before a conversation becomes tokens, its videos have become these.
+In a text the markers `<image>`, `<video>` and `<audio>` are the places of media. A line break next to a marker, as
+LLaVA records have it, separates the two and is no part of the message: a client that sends an image and a text to a
+served model does not write it either. What stands between them there is up to the chat template.
+
+A video is as many pictures of an encoder of pictures as are read of it: before a conversation becomes tokens, its
+videos have become these.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from data.shown import shown
 MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 KINDS = tuple(MARKERS.values())
 """Of media, in the order in which they are before a text that marks no places."""
-_SPLIT = re.compile("(" + "|".join(map(re.escape, MARKERS)) + ")")
+_MARKER = "|".join(map(re.escape, MARKERS))
+_SPLIT = re.compile(rf"(?:\r?\n)?({_MARKER})(?:\r?\n)?")
 _NUMBERED = re.compile(r".*\d.*[.][^.]*")  # extensions with a number before the last dot
 
 
@@ -64,7 +69,7 @@ class Turn:
     def marked_text(self) -> str:
         """The text with the markers of media inside it, without those around it."""
         whole = "".join(part.text if part.kind == "text" else f"<{part.kind}>" for part in self.parts)
-        return re.sub(rf"^(?:{_SPLIT.pattern}|\s)+|(?:{_SPLIT.pattern}|\s)+$", "", whole)
+        return re.sub(rf"^(?:{_MARKER}|\s)+|(?:{_MARKER}|\s)+$", "", whole)
 
 
 @dataclass(frozen=True)
@@ -98,25 +103,19 @@ class Conversation:
 
 
 def split_markers(text: str) -> tuple[Part, ...]:
-    """The pieces of a text, with the places of media that it marks."""
+    """Return the pieces of a text, with the places of media that it marks and without the line breaks next to these."""
     if "<" not in text:
         return (Part("text", text),) if text else ()
     return tuple([_PLACES.get(piece) or Part("text", piece) for piece in _SPLIT.split(text) if piece])
 
 
 def with_media(text: str, media: Mapping[str, int], pictures: Sequence[Picture] = ()) -> tuple[Part, ...]:
-    """The pieces of what a user says of media: at the places that it marks; without any mark, the media before it, each
-    on a line of its own. Arguments as of `media_first`."""
+    """Return the pieces of what a user says about media: at the places that it marks; without any mark, the media
+    before it. Arguments as of `media_first`."""
     parts = split_markers(text)
     if any(part.kind != "text" for part in parts):
         return parts
-    if not text:
-        return media_first(media, pictures)
-    before = [part for place in media_first(media, pictures) for part in (place, Part("text", "\n"))]
-    if before:
-        # One text: a tokenizer may join the line break with what follows.
-        return (*before[:-1], Part("text", "\n" + text))
-    return parts
+    return (*media_first(media, pictures), *parts)
 
 
 def media_first(media: Mapping[str, int], pictures: Sequence[Picture] = ()) -> tuple[Part, ...]:

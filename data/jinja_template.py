@@ -28,7 +28,7 @@ from data.errors import DataError, RecordError
 from data.placeholders import WORDS, Placeholder, Places
 from data.shown import plural
 from data.special_text import SpecialText
-from data.templates import Encoded, MediaTokens, Vocabulary, encode_plain
+from data.templates import OWN, Encoded, MediaTokens, Vocabulary, encode_plain, read_as, require_place
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,20 @@ class JinjaTemplate:
     """See `data.templates.Template`."""
 
     def __init__(
-        self, renderer: ChatRenderer, tokenizer: Any, vocabulary: Vocabulary, placeholders: Sequence[Placeholder]
+        self,
+        renderer: ChatRenderer,
+        tokenizer: Any,
+        vocabulary: Vocabulary,
+        placeholders: Sequence[Placeholder],
+        *,
+        is_own: bool = False,
     ) -> None:
         """
         Args:
             tokenizer: of transformers, with all placeholders in its vocabulary.
             vocabulary: ours around it, for texts without roles.
             placeholders: with all of their texts.
+            is_own: whether the template is that of our own format.
 
         Raises:
             DataError: the tokenizer has no Rust core, or it cannot be told what the assistant writes.
@@ -73,12 +80,12 @@ class JinjaTemplate:
         self._pads = {tokenizer.convert_tokens_to_ids(item.pad) for item in placeholders}
         self._special_ids = (special.keys() | {vocabulary.end_of_turn_id}) - self._pads
         self._special_text = SpecialText(special.values())
-        self.name = f"of {renderer.origin}"
+        self.name, self.is_own = OWN if is_own else f"of {renderer.origin}", is_own
         self.stop_ids: frozenset[int] = frozenset([vocabulary.end_of_turn_id])
         self.notes: tuple[str, ...] = ()
         self._begin = _in_front(tokenizer) if placeholders else []
         begins = f" begins with {self._begin}" if self._begin else ""
-        self.identity = f"{renderer.identity} {list(placeholders)}{begins}"
+        self.identity = f"{renderer.identity} {read_as(placeholders)}{begins}"
         self._try()
 
     def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
@@ -86,6 +93,8 @@ class JinjaTemplate:
         plain = encode_plain(conversation, self._vocabulary)
         if plain is not None:
             return plain
+        if self.is_own:
+            require_place(conversation)
         conversation, stand_ins = self._special_text.hidden(conversation)
         name, tools = self._renderer.name_for(conversation), list(conversation.tools) or None
         messages = self._renderer.messages(name, conversation.turns, conversation.tools, self._marks)
@@ -103,6 +112,8 @@ class JinjaTemplate:
 
     def prompt(self, conversation: Conversation, media: MediaTokens) -> list[int]:
         """See `data.templates.Template.prompt`."""
+        if self.is_own:
+            require_place(conversation)
         conversation, stand_ins = self._special_text.hidden(conversation)
         name, tools = self._renderer.name_for(conversation), list(conversation.tools) or None
         messages = self._renderer.messages(name, conversation.turns, conversation.tools, self._marks)

@@ -118,19 +118,29 @@ def _of_family(item: Placeholder, written: str | None) -> Placeholder:
     return item
 
 
+def place_texts(placeholders: Sequence[Placeholder]) -> dict[str, str]:
+    """Return the text at the place of a medium, with one pad of each module that takes it, by kind."""
+    texts: dict[str, str] = {}
+    for item in placeholders:
+        if item.kind:
+            texts[item.kind] = texts.get(item.kind, "") + item.text
+    return texts
+
+
 class Places:
     """Finds the places that a chat template has marked, and writes them out."""
 
     def __init__(self, placeholders: Sequence[Placeholder]) -> None:
-        self._texts: dict[str, str] = {}
+        self._texts = place_texts(placeholders)
         patterns = []
-        for kind in dict.fromkeys(item.kind for item in placeholders if item.kind):
+        for kind in self._texts:
             own = [item for item in placeholders if item.kind == kind]
             first = own[0]
-            self._texts[kind] = "".join(item.text for item in own)
-            # Start and end that the template has written are taken with the mark, so that they are not doubled.
+            # Start and end that the template has written are taken with the mark, so that they are not doubled; and so
+            # is a place that it has written whole, for all modules.
             around = [f"(?:{re.escape(text)})?" if text else "" for text in (first.start, first.end)]
-            patterns.append(f"(?P<{kind}>{around[0]}{re.escape(first.mark)}{around[1]})")
+            whole = re.escape(self._texts[kind]) + "|" if len(own) > 1 else ""
+            patterns.append(f"(?P<{kind}>{whole}{around[0]}{re.escape(first.mark)}{around[1]})")
         self._pattern = re.compile("|".join(patterns)) if patterns else None
 
     def find(self, text: str) -> list[tuple[str, int, int]]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from data.conversation import Conversation, Turn
+from data.conversation import Conversation
 from data.errors import RecordError
 from data.placeholders import Placeholder
 
@@ -46,6 +46,8 @@ class Template(Protocol):
 
     name: str
     """For people: whose it is."""
+    is_own: bool
+    """True for our own format."""
     notes: tuple[str, ...]
     """What `mimo-train check` should say of it."""
     stop_ids: frozenset[int]
@@ -85,10 +87,15 @@ def encode_plain(conversation: Conversation, vocabulary: Vocabulary) -> Encoded 
     return found
 
 
-class OwnTemplate:
-    """Ours."""
+OWN = "our own"
+"""Name of our own format."""
 
-    name = "our own"
+
+class OwnTemplate:
+    """Our own format, piece by piece: of tokenizers whose tokens do not reach across the end of a piece (bytes), and of
+    those that are not fast."""
+
+    name, is_own = OWN, True
     notes: tuple[str, ...] = ()
 
     def __init__(
@@ -104,25 +111,18 @@ class OwnTemplate:
         self._vocabulary = vocabulary
         self._around = {pad: pair for pad, pair in (around or {}).items() if any(pair)}
         self.stop_ids = frozenset([vocabulary.end_of_turn_id])
-        self.identity = f"own {list(placeholders)}"
-
-    def around(self, pad: int) -> tuple[list[int], list[int]]:
-        """Ids before and behind the places that `pad` fills."""
-        return self._around.get(pad, _NOTHING)
+        self.identity = f"own {read_as(placeholders)}"
 
     def encode(self, conversation: Conversation, media: MediaTokens) -> Encoded:
         """See `Template.encode`. Tools, calls of tools and reasoning have no place in it; a developer is the system."""
         plain = encode_plain(conversation, self._vocabulary)
         if plain is not None:
             return plain
-        if conversation.tools:
-            raise RecordError(f"the record has tools, {_NO_PLACE}")
+        require_place(conversation)
         vocabulary, found = self._vocabulary, Encoded([], [])
         remaining = {kind: iter(members) for kind, members in media.items()}
         found.add([] if vocabulary.begin_id is None else [vocabulary.begin_id], False)
         for number, turn in enumerate(conversation.turns):
-            if turn.fields or turn.role in _OF_TOOLS:
-                _require_no_extras(turn)
             learns = turn.is_learned
             found.add(vocabulary.role_ids("system" if turn.role == "developer" else turn.role), False)
             if learns:
@@ -132,7 +132,7 @@ class OwnTemplate:
                     found.add(vocabulary.encode(part.text), learns)
                     continue
                 for pad, count in next(remaining[part.kind]):
-                    start, end = self.around(pad)
+                    start, end = self._around.get(pad, _NOTHING)
                     if start:
                         found.add(start, False)
                     found.add([pad] * count, False)
@@ -156,10 +156,18 @@ _OF_TOOLS = ("tool", "function")
 _CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
-def _require_no_extras(turn: Turn) -> None:
-    """Refuses what would be lost; other fields of a message, such as a name, have always been left out."""
-    for name in _CONTENT:
-        if turn.fields.get(name):
-            raise RecordError(f"a message has {name}, {_NO_PLACE}")
-    if turn.role in _OF_TOOLS:
-        raise RecordError(f"the record has a message of the role {turn.role!r}, {_NO_PLACE}")
+def require_place(conversation: Conversation) -> None:
+    """Raise RecordError for what our own format would leave out. Other fields, such as a `name`, are ignored."""
+    if conversation.tools:
+        raise RecordError(f"the record has tools, {_NO_PLACE}")
+    for turn in conversation.turns:
+        for name in _CONTENT if turn.fields else ():
+            if turn.fields.get(name):
+                raise RecordError(f"a message has {name}, {_NO_PLACE}")
+        if turn.role in _OF_TOOLS:
+            raise RecordError(f"the record has a message of the role {turn.role!r}, {_NO_PLACE}")
+
+
+def read_as(placeholders: Sequence[Placeholder]) -> str:
+    """What changes with the tokens that records with media become: the placeholders, and how markers are read."""
+    return f"{list(placeholders)} without separators" if placeholders else "[]"

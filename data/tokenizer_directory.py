@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.templates import OwnTemplate
+from data.own_format import own_chat_template
 from data.tokens import ROLES, ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 COPIED = (
@@ -53,48 +53,24 @@ def write_tokenizer(tokenizer: Tokenizer, source: str, to: Path, media: Mapping[
 def chat_template(tokenizer: Tokenizer, media: Mapping[str, Sequence[int]]) -> str | None:
     """The chat template that a run trains with; None where it is that of the tokenizer's files, as it is there. It
     takes contents of typed parts wherever a run has media."""
-    if isinstance(tokenizer.template, OwnTemplate):
-        return _own_template(tokenizer, media)
+    if tokenizer.template.is_own:
+        return _own_template(tokenizer)
     assert isinstance(tokenizer, HuggingFaceTokenizer), type(tokenizer)
     sources = tokenizer.template_sources
     unknown = [kind for kind in media if tokenizer.writes(kind) is None]
     if not unknown and tokenizer.template_is_its_own and not tokenizer.template_variables:
         return None
     given = "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in tokenizer.template_variables.items())
-    places = {kind: "".join(tokenizer.shown([pad]) for pad in media[kind]) for kind in unknown}
+    places = {kind: tokenizer.places[kind] for kind in unknown}
     return given + (_as_texts(places) if places else "") + sources["default"]
 
 
-def _own_template(tokenizer: Tokenizer, media: Mapping[str, Sequence[int]]) -> str:
-    template = tokenizer.template
-    assert isinstance(template, OwnTemplate)
-    show = _mark if isinstance(tokenizer, ByteTokenizer) else lambda ids: tokenizer.shown(ids)
-    begin = "" if tokenizer.begin_id is None else show([tokenizer.begin_id])
-    roles = {role: show(tokenizer.role_ids(role)) for role in ROLES}
-    places = {kind: "".join(_place(tokenizer, template, pad) for pad in pads) for kind, pads in media.items()}
-    parts = "".join(
-        f"{{% elif part['type'] == '{kind}' %}}{{{{ {json.dumps(text)} }}}}" for kind, text in places.items()
-    )
-    content = (
-        "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-        "{% if part['type'] == 'text' %}{{ part['text'] }}" + parts + "{% endif %}{% endfor %}{% endif %}"
-    ) + f"{{{{ {json.dumps(show([tokenizer.end_of_turn_id]))} }}}}"
-    opened = "".join(
-        f"{{% {'if' if role == ROLES[0] else 'elif'} message['role'] == '{role}' %}}{{{{ {json.dumps(mark)} }}}}"
-        for role, mark in roles.items()
-    )
-    return (
-        f"{{{{ {json.dumps(begin)} }}}}{{% for message in messages %}}{opened}"
-        "{% else %}{{ raise_exception('no such role: ' + message['role']) }}{% endif %}"
-        f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{content}{{% endgeneration %}}"
-        f"{{% else %}}{content}{{% endif %}}{{% endfor %}}"
-        f"{{% if add_generation_prompt %}}{{{{ {json.dumps(roles['assistant'])} }}}}{{% endif %}}"
-    )
-
-
-def _place(tokenizer: Tokenizer, template: OwnTemplate, pad: int) -> str:
-    start, end = template.around(pad)
-    return tokenizer.shown(start) + tokenizer.shown([pad]) + tokenizer.shown(end)
+def _own_template(tokenizer: Tokenizer) -> str:
+    if isinstance(tokenizer, ByteTokenizer):
+        roles = {role: _mark(tokenizer.role_ids(role)) for role in ROLES}
+        return own_chat_template(_BYTE_MARKS[257], roles, _BYTE_MARKS[258], tokenizer.places)
+    assert isinstance(tokenizer, HuggingFaceTokenizer), type(tokenizer)
+    return tokenizer.own_source
 
 
 def _as_texts(places: Mapping[str, str]) -> str:

@@ -1,10 +1,11 @@
 """Tokenizers behind one protocol: bytes, or any Hugging Face tokenizer; each with its template of conversations.
 
-The template is the tokenizer's own Jinja template (`jinja_template.py`) or ours (`templates.py`). In ours the byte
-tokenizer has one special id for each marker. With a Hugging Face tokenizer begin is its BOS token (left out if it has
-none), end of turn its EOS token, and a role marker is the special token `<|user|>`, `<|assistant|>` or `<|system|>`
-where the vocabulary has all three, else the plain text "user:", "assistant:" or "system:" and a line break. Text is
-never read as special tokens, so that a record cannot forge a marker or a placeholder.
+The template is the tokenizer's own Jinja template (`jinja_template.py`) or ours (`own_format.py`; of bytes
+`templates.py`). In ours the byte tokenizer has one special id for each marker. With a Hugging Face tokenizer begin is
+its BOS token (left out if it has none), end of turn its EOS token, and a role marker is the special token `<|user|>`,
+`<|assistant|>` or `<|system|>` where the vocabulary has all three, else the plain text "user:", "assistant:" or
+"system:" and a line break. Text is never read as special tokens, so that a record cannot forge a marker or a
+placeholder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import groupby
@@ -22,7 +24,8 @@ from typing import Any, Protocol
 from data.chat_renderer import ChatRenderer
 from data.errors import DataError
 from data.jinja_template import JinjaTemplate
-from data.placeholders import Placeholder, as_placeholders, resolved
+from data.own_format import own_chat_template
+from data.placeholders import Placeholder, as_placeholders, place_texts, resolved
 from data.templates import OwnTemplate, Template
 from data.tokenizer_files import files_fingerprint, require_plain_files
 
@@ -122,6 +125,8 @@ class ByteTokenizer:
         around = {
             self._placeholders[item.name]: (self.encode(item.start), self.encode(item.end)) for item in placeholders
         }
+        # A pad is called by the name of its placeholder, see `shown`.
+        self.places = place_texts([replace(item, pad=item.name) for item in placeholders])
         self.template: Template = OwnTemplate(self, placeholders, around)
         self.vocabulary_fingerprint = "bytes"
 
@@ -160,6 +165,8 @@ class HuggingFaceTokenizer:
     """A `transformers` tokenizer. Placeholders that it lacks are added as special tokens; pad falls back to EOS.
 
     Attributes:
+        own_source: our own format as a Jinja template.
+        places: kind -> text at the place of a medium, with one pad of each module.
         template_is_its_own: whether conversations take the template of its files, if these have one.
         template_variables: `data.template_variables`.
 
@@ -198,6 +205,9 @@ class HuggingFaceTokenizer:
         known = self._tokenizer.get_vocab()
         # Also those that the vocabulary has: only as special tokens are they kept apart from text.
         marks = [text for item in placeholders for text in (item.pad, item.mark) if text]
+        roles = {role: f"<|{role}|>" for role in ROLES}
+        has_roles = known.keys() >= {*roles.values()}
+        marks += roles.values() if has_roles and renderer is None else ()
         self._tokenizer.add_tokens(list(dict.fromkeys(marks)), special_tokens=True)
         vocabulary = self._tokenizer.get_vocab()
         self._placeholders = {item.name: vocabulary[item.pad] for item in placeholders}
@@ -208,18 +218,24 @@ class HuggingFaceTokenizer:
         # Not their number: the ids of a vocabulary may have gaps.
         self.vocab_size = 1 + max(vocabulary.values())
         self.text_size = 1 + max({*vocabulary.values()} - {*self._placeholders.values()})
-        markers = {role: f"<|{role}|>" for role in ROLES}
-        if all(marker in known for marker in markers.values()):
-            self._roles = {role: [known[marker]] for role, marker in markers.items()}
+        if has_roles:
+            self._roles = {role: [known[marker]] for role, marker in roles.items()}
         else:
-            self._roles = {role: self.encode(f"{role}:\n") for role in ROLES}
+            roles = {role: f"{role}:\n" for role in ROLES}
+            self._roles = {role: self.encode(marker) for role, marker in roles.items()}
         around = {vocabulary[item.pad]: (self._special(item.start), self._special(item.end)) for item in placeholders}
         self.vocabulary_fingerprint = files_fingerprint(self._tokenizer, path)
         # The first call sets options of the shared Rust object, which must not happen while another thread encodes.
         self.encode("")
-        self.template: Template = OwnTemplate(self, placeholders, around)
-        if renderer is not None:
-            self.template = JinjaTemplate(renderer, self._tokenizer, self, placeholders)
+        self.places = place_texts(placeholders)
+        begin = self._tokenizer.bos_token or ""
+        self.own_source = own_chat_template(begin, roles, self._tokenizer.eos_token, self.places)
+        is_fast = getattr(self._tokenizer, "backend_tokenizer", None) is not None
+        if renderer is None and not is_fast:
+            self.template: Template = OwnTemplate(self, placeholders, around)
+        else:
+            used = renderer or ChatRenderer({"default": self.own_source}, {}, "our own format")
+            self.template = JinjaTemplate(used, self._tokenizer, self, placeholders, is_own=renderer is None)
 
     @cached_property
     def fingerprint(self) -> str:

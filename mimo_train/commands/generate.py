@@ -156,7 +156,6 @@ def main(
     import torch.distributed as dist
 
     adopt_torch()
-    from data.templates import OwnTemplate
     from mimo_train.generation.answers import Answers
     from mimo_train.generation.chat import Chat
     from mimo_train.generation.decoder import Decoder
@@ -168,7 +167,7 @@ def main(
         source.load(parts.pipeline, parts.tokenizer)
         prompts = Prompts(source.cfg, parts.tokenizer)
         answers = Answers(source.cfg, Decoder(parts.pipeline), parts.tokenizer, Sampler(sampling), max_new_tokens)
-        has_template = not isinstance(parts.tokenizer.template, OwnTemplate)
+        has_template = not parts.tokenizer.template.is_own
         is_auto_chat = prompt_format == "auto" and bool(asking or source.cfg.encoders or has_template)
         if prompt_format != "chat" and not is_auto_chat:
             assert prompt is not None, "--chat asks for a conversation"

@@ -197,8 +197,7 @@ def _with_frames(turns: Sequence[Turn], media: Sequence[Medium]) -> tuple[list[T
 
 def user_turn(text: str, media: Sequence[Medium]) -> Turn:
     """What a user says about media: in the places that the text marks by `<image>`, `<video>` and `<audio>`, as in the
-    records of training; without marks before the text, each on a line of its own, and without a text alone, as
-    those of a caption.
+    records of training; without marks before the text, and without a text alone, as those of a caption.
 
     Raises:
         UserError: another number of marks than of media of a kind, or a mark of what nothing takes.

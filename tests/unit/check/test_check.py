@@ -75,7 +75,7 @@ def test_samples_as_training_sees_them(capsys):
         "2 of 2 shards can be read, 5 samples",
         "5 .json, 5 .png",
         "1.0 on average, 1 to 1 a sample",
-        "32.0 on average, 32 to 32, of data.sequence_length 96",
+        "31.0 on average, 31 to 31, of data.sequence_length 96",
         "6.0 on average, 6 to 6",
         "5120.00 (25,600 samples drawn from 5)",
         "note: data.validation_shards is empty: no evaluation",

@@ -167,7 +167,7 @@ def test_tokenizers_that_cannot_serve(saved_tokenizer, tmp_path):
 
 def test_llava_and_messages_mean_the_same():
     first = parse(llava(("system", "s"), ("human", "<image>\nq"), ("gpt", "a")), images=1)
-    parts = [{"type": "image", "image": "x.jpg"}, {"type": "text", "text": "\nq"}]
+    parts = [{"type": "image", "image": "x.jpg"}, {"type": "text", "text": "q"}]
     messages = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": parts},
@@ -175,7 +175,23 @@ def test_llava_and_messages_mean_the_same():
     ]
     assert parse({"messages": messages}, images=1) == first
     assert [turn.role for turn in first.turns] == ["system", "user", "assistant"]
-    assert first.turns[1].parts == (Part("image"), Part("text", "\nq"))
+    assert first.turns[1].parts == (Part("image"), Part("text", "q"))
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("<image>\nq", [None, "q"]),
+        ("q\n<image>", ["q", None]),
+        ("<image>\n<image>\r\nq", [None, None, "q"]),
+        ("a\n<image>\nb", ["a", None, "b"]),
+        ("<image>\n\nq", [None, "\nq"]),
+        ("Is <image> like <image>?\n", ["Is ", None, " like ", None, "?\n"]),
+    ],
+)
+def test_a_line_break_next_to_a_marker_separates_and_is_no_text(text, pieces):
+    parts = tuple(Part("image") if piece is None else Part("text", piece) for piece in pieces)
+    assert parse(llava(("human", text), ("gpt", "a")), images=pieces.count(None)).turns[0].parts == parts
 
 
 def test_captions():

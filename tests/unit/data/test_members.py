@@ -140,7 +140,7 @@ def test_fields_say_what_the_record_is():
     raw = json.dumps({"qa": {"q": "What?", "a": ["red", "blue"]}, "s": "Be brief."})
     talk = fields(inner, {"json": raw}, image=2)
     assert [turn.role for turn in talk.turns] == ["system", "user", "assistant"]
-    assert talk.turns[1].parts == (Part("image"), Part("text", "\n"), Part("image"), Part("text", "\nWhat?"))
+    assert talk.turns[1].parts == (Part("image"), Part("image"), Part("text", "What?"))
     assert talk.turns[2].text == "red"
     marked = fields(inner, {"json": json.dumps({"qa": {"q": "Is <image> red?", "a": ["no"]}})}, image=1)
     assert marked.turns[0].parts == (Part("text", "Is "), Part("image"), Part("text", " red?"))

@@ -133,13 +133,13 @@ def test_a_template_of_texts_gets_the_placeholder_in_the_text(saved):
         record = messages([("user", "<image>\nq"), ("assistant", "see <image>")])
         media = {"image": [[(image, 2)], [(image, 2)]]}
         shown = shown_media(tokenizer, record, media, image=2)
-        assert f"user\n{text}\nq<|im_end|>" in shown and f"see {text}<|im_end|>" in shown
+        assert f"user\n{text}q<|im_end|>" in shown and f"see {text}<|im_end|>" in shown
         own = build_tokenizer(saved(CHATML), [given], chat_template="own")
-        assert f"user:\n{text}\nq<|im_end|>" in shown_media(own, record, media, image=2)
+        assert f"user:\n{text}q<|im_end|>" in shown_media(own, record, media, image=2)
 
 
 def test_a_template_that_separates_pictures_itself(saved):
-    """The line break of a LLaVA record is the template's own; one that is not beside the marker stays."""
+    """It writes the line break that a LLaVA record has next to the marker."""
     tokenizer = build_tokenizer(saved(LLAVA), ["<image>"])
     image = tokenizer.placeholder_id("<image>")
     media = {"image": [[(image, 2)]]}

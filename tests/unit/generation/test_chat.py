@@ -80,10 +80,10 @@ def test_turns_and_media_stay_in_a_conversation(prompts, picture):
     assert "".join(said) == "redblue and greenno"
 
     count = chat._media[0].tokens[0][1]
-    place, line = Part("image"), Part("text", "\n")
+    place = Part("image")
     turns = [
         Turn("system", (Part("text", "Be brief."),)),
-        Turn("user", (place, line, Part("text", "Colour?"))),
+        Turn("user", (place, Part("text", "Colour?"))),
         Turn("assistant", (Part("text", "red"),)),
         Turn("user", (place, Part("text", "And"), place, Part("text", "?"))),
         Turn("assistant", (Part("text", "blue and green"),)),
@@ -136,7 +136,7 @@ def test_marks_without_media_are_named(text, media, said, prompts, picture):
 
 
 def test_what_a_user_says_is_what_a_record_says(prompts, picture):
-    """The same turn, in the same pieces: a tokenizer may join a line break with what follows it."""
+    """The same turn, in the same pieces."""
     media = [prompts.medium("image", picture(colour)) for colour in ("red", "blue")]
     for text, marked in (("Which?", "<image>\n<image>\nWhich?"), ("<image>or<image>?", "<image>or<image>?")):
         assert user_turn(text, media).parts == split_markers(marked)
@@ -217,7 +217,7 @@ def test_a_video_is_its_pictures_where_it_is_marked(prompts, picture, tmp_path):
     written = prompts.of_conversation([Turn("user", tuple(same))], [still, *film.frames])
     assert own.ids == written.ids and own.rows["images"] == written.rows["images"] > 0
     assert torch.equal(own.inputs["images"]["images"]["pixels"], written.inputs["images"]["images"]["pixels"])
-    assert user_turn("q", [film]).parts == (Part("video"), Part("text", "\nq"))
+    assert user_turn("q", [film]).parts == (Part("video"), Part("text", "q"))
     (tmp_path / "film.mp4").write_bytes(make_video()[:-9])
     with pytest.raises(UserError, match="no readable header of a video"):
         prompts.medium("video", tmp_path / "film.mp4")

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.conversation import split_markers
+
 MOST = 8
 """Longest answer in tokens."""
 
@@ -98,7 +100,8 @@ class Theirs(NamedTuple):
 
 
 def answers_of_transformers(base: Path, adapter: Path | None, asked: list, most: int = MOST) -> Theirs:
-    """Greedy answers of an exported directory, with the adapter of peft."""
+    """Greedy answers of an exported directory, with the adapter of peft. Messages are those of a client: pictures, and
+    texts without the line breaks of records."""
     import torch
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -115,10 +118,10 @@ def answers_of_transformers(base: Path, adapter: Path | None, asked: list, most:
     prompts, answers, texts = [], [], []
     for text, files in asked:
         pictures = iter(Image.open(io.BytesIO(file)).convert("RGB") for file in files)
-        parts = text.split("<image>")
-        content = [{"type": "text", "text": parts[0]}] if parts[0] else []
-        for part in parts[1:]:
-            content += [{"type": "image", "image": next(pictures)}, {"type": "text", "text": part}]
+        content = [
+            {"type": "image", "image": next(pictures)} if part.kind == "image" else {"type": "text", "text": part.text}
+            for part in split_markers(text)
+        ]
         inputs = processor.apply_chat_template(
             [{"role": "user", "content": content}],
             add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
