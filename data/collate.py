@@ -33,6 +33,10 @@ class TextSample:
     positions: np.ndarray | None = None  # int64 [3, S]; None: 0, 1, 2, ...
     questions: tuple[tuple[int, str], ...] | None = None
     """(position of the first label, question before it) of each learned turn."""
+    special_text: frozenset[str] = frozenset()
+    """Special tokens that its texts have as plain text; only where the samples are inspected."""
+    has_separators: bool = False
+    """Line breaks next to markers were left out; only where the samples are inspected."""
     documents: tuple[int, ...] | None = None
     """Where its documents end, which attention stays inside of; None: it is one."""
 

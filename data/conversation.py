@@ -54,6 +54,8 @@ class Turn:
     """Whether the record has the content as a list of typed parts; None if it has none, beside calls of tools."""
     has_loss: bool = True
     """False where the record excludes the message from the loss."""
+    has_separators: bool = field(default=False, compare=False)
+    """Whether line breaks next to markers were left out."""
 
     @property
     def is_learned(self) -> bool:

@@ -129,6 +129,10 @@ class OutlinedSamples(Samples):
             self._require_words(conversation)
             where = self.sequence_length, number, outline.key
             sample = collate.to_sample(conversation, self.tokenizer, tokens, *where, keep_text=self.keep_text)
+            if self.inspects:
+                special = self.tokenizer.special_text.found(conversation)
+                separated = any(turn.has_separators for turn in conversation.turns)
+                sample = replace(sample, special_text=special, has_separators=separated)
             return self._positioned(sample, outline), None
         except Exception as error:
             skipped = self._skip_null and isinstance(error, NothingToLearn)

@@ -313,7 +313,9 @@ def _turn(turn: Any, role_field: str, content_field: str) -> Turn:
     fields, has_loss = split_loss(fields, role) if fields else (NO_FIELDS, True)
     if isinstance(content, str):
         _refuse_stray(content, "", MARKERS)
-        return Turn(role, split_markers(content), fields, has_loss=has_loss)
+        parts = split_markers(content)
+        left = sum([len(part.text) if part.kind == "text" else len(part.kind) + 2 for part in parts])
+        return Turn(role, parts, fields, has_loss=has_loss, has_separators=left < len(content))
     if role_field == "role" and isinstance(content, list):
         return Turn(role, tuple([_typed_part(part) for part in content]), fields, typed=True, has_loss=has_loss)
     if content is None and turn.get("tool_calls"):

@@ -31,6 +31,8 @@ class Samples(SourcesView, ABC):
     sequence_length: int
     keep_text: bool
     """Whether text samples carry their questions too."""
+    inspects: bool = False
+    """Whether text samples say which special tokens their texts have, and whether separators were left out."""
     modules: tuple[Media, ...] = ()
     """The encoder modules."""
     lookups: dict[str, Lookup]

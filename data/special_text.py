@@ -1,14 +1,23 @@
-"""Special tokens of a vocabulary inside the texts of records, where they must stay text."""
+"""Special tokens of a vocabulary inside the texts of records: text, but for those that a run admits."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from data.conversation import Conversation, Part
+from data.errors import DataError
 
+GROUNDING = "grounding"
+_GROUNDING = re.compile(
+    r"<\|(?:object_ref|box|quad|point|polygon)_(?:start|end)\|>|<\|(?:begin|end)_of_box\|>|<\|/?(?:ref|det|grounding)\|>"
+    r"|</?(?:ref|box|quad|point|polygon|phrase|object|grounding)>|<delimiter_of_multi_objects/>"
+    r"|<(?:loc|seg)_?\d+>|<patch_index_\d+>"
+)
+"""Special tokens of boxes, points and references (Qwen-VL, InternVL, DeepSeek-VL2, GLM-V, PaliGemma, Kosmos-2, ...)."""
 _STAND_INS = 0xF0000
 """First of the private characters that stand for special tokens while a chat template sees a record."""
 
@@ -19,6 +28,13 @@ class SpecialText:
     def __init__(self, tokens: Iterable[str]) -> None:
         texts = sorted({text for text in tokens if text.strip()}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+
+    def found(self, conversation: Conversation) -> frozenset[str]:
+        """Return the special tokens in the texts of a record."""
+        tokens: set[str] = set()
+        if pattern := self._pattern:
+            _any_text(conversation, lambda text: tokens.update(pattern.findall(text)))
+        return frozenset(tokens)
 
     def hidden(self, conversation: Conversation) -> tuple[Conversation, dict[str, str]]:
         """Return the conversation with a private character for every special token in its texts, and what each of these
@@ -39,6 +55,44 @@ class SpecialText:
 
         hidden = _changed(conversation, lambda text: pattern.sub(hide, text))
         return hidden, {char: token for token, char in stand_ins.items()}
+
+
+def admit(tokenizer: Any, given: str | Sequence[str], reserved: Collection[str]) -> tuple[str, ...]:
+    """Make special tokens of a tokenizer of transformers tokens that a text may have.
+
+    Args:
+        given: `data.special_tokens_in_text`: tokens, or "grounding" for those of boxes, points and references.
+        reserved: tokens that stand for media, which no text may have.
+
+    Returns:
+        Tokens that are admitted.
+
+    Raises:
+        DataError: a token is not in the vocabulary, or reserved; the tokenizer is not fast; it has none for grounding.
+    """
+    key = "data.special_tokens_in_text"
+    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+    tokens = [given] if isinstance(given, str) else [*given]
+    if GROUNDING in tokens and GROUNDING not in added:
+        known = sorted(token for token in added if _GROUNDING.fullmatch(token))
+        if not known:
+            raise DataError(f"{key}: data.tokenizer has no special tokens for grounding. List the tokens of your texts")
+        tokens = [*(token for token in tokens if token != GROUNDING), *known]
+    for token in tokens:
+        if token not in added:
+            raise DataError(f"{key}: {token!r} is not a special token of data.tokenizer. Remove it")
+        if token in reserved:
+            raise DataError(f"{key}: {token!r} stands for an image or a clip. Mark its place by <image> or <audio>")
+    admitted = tuple(sorted({token for token in tokens if added[token]}))
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if admitted and backend is None:
+        raise DataError(f"{key}: data.tokenizer is not a fast tokenizer. Save it as one (tokenizer.json)")
+    if admitted:
+        content = json.loads(backend.to_str())
+        for token in content["added_tokens"]:
+            token["special"] = token["special"] and token["content"] not in admitted
+        tokenizer._tokenizer = type(backend).from_str(json.dumps(content))
+    return admitted
 
 
 def _any_text(conversation: Conversation, test: Any) -> bool:

@@ -4,8 +4,8 @@ The template is the tokenizer's own Jinja template (`jinja_template.py`) or ours
 `templates.py`). In ours the byte tokenizer has one special id for each marker. With a Hugging Face tokenizer begin is
 its BOS token (left out if it has none), end of turn its EOS token, and a role marker is the special token `<|user|>`,
 `<|assistant|>` or `<|system|>` where the vocabulary has all three, else the plain text "user:", "assistant:" or
-"system:" and a line break. Text is never read as special tokens, so that a record cannot forge a marker or a
-placeholder.
+"system:" and a line break. Text is not read as special tokens, so that a record cannot forge a marker or a placeholder,
+but for the tokens that `data.special_tokens_in_text` admits.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from data.errors import DataError
 from data.jinja_template import JinjaTemplate
 from data.own_format import own_chat_template
 from data.placeholders import Placeholder, as_placeholders, place_texts, resolved
+from data.special_text import SpecialText, admit
 from data.templates import OwnTemplate, Template
 from data.tokenizer_files import files_fingerprint, require_plain_files
 
@@ -38,6 +39,7 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: one more than the largest id, without any padding.
         text_size: the same of ids that text has: all but those of placeholders.
+        special_text: finds special tokens in texts that are read as plain text.
     """
 
     pad_id: int
@@ -46,6 +48,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     text_size: int
     template: Template
+    special_text: SpecialText
 
     @property
     def fingerprint(self) -> str:
@@ -81,6 +84,7 @@ def build_tokenizer(
     *,
     chat_template: str = "auto",
     template_variables: Mapping[str, Any] | None = None,
+    special_in_text: str | Sequence[str] = (),
 ) -> Tokenizer:
     """The tokenizer of a run.
 
@@ -90,6 +94,7 @@ def build_tokenizer(
         chat_template: `data.chat_template`: "auto" (the tokenizer's own, ours if it has none), "own" (ours), or a file
             with a Jinja template.
         template_variables: `data.template_variables`: what the Jinja template may use beside the conversation.
+        special_in_text: `data.special_tokens_in_text`: special tokens that texts may have, see `special_text.admit`.
 
     Raises:
         DataError: it cannot be loaded, or its template cannot be used; with the config key.
@@ -102,7 +107,11 @@ def build_tokenizer(
         )
     found = as_placeholders(placeholders)
     if name != "bytes":
-        return HuggingFaceTokenizer(name, found, chat_template, template_variables or {})
+        return HuggingFaceTokenizer(name, found, chat_template, template_variables or {}, special_in_text)
+    if special_in_text:
+        raise DataError(
+            "data.special_tokens_in_text: the tokenizer `bytes` has no special tokens for texts. Remove the key"
+        )
     if not own:
         raise DataError(
             f"data.chat_template: is {chat_template!r}, and the tokenizer `bytes` has our own format only: give "
@@ -128,6 +137,7 @@ class ByteTokenizer:
         # A pad is called by the name of its placeholder, see `shown`.
         self.places = place_texts([replace(item, pad=item.name) for item in placeholders])
         self.template: Template = OwnTemplate(self, placeholders, around)
+        self.special_text = SpecialText(())
         self.vocabulary_fingerprint = "bytes"
 
     @property
@@ -179,6 +189,7 @@ class HuggingFaceTokenizer:
         placeholders: Sequence[Placeholder] = (),
         chat_template: str = "auto",
         template_variables: Mapping[str, Any] | None = None,
+        special_in_text: str | Sequence[str] = (),
     ) -> None:
         """See `build_tokenizer`."""
         require_plain_files(path)
@@ -202,6 +213,8 @@ class HuggingFaceTokenizer:
         self.template_is_its_own = chat_template == "auto"
         self.template_variables = dict(template_variables or {})
         placeholders = resolved(placeholders, renderer.written if renderer else _unwritten)
+        reserved = {text for item in placeholders for text in (item.pad, item.mark)}
+        self._admitted = admit(self._tokenizer, special_in_text, reserved)
         known = self._tokenizer.get_vocab()
         # Also those that the vocabulary has: only as special tokens are they kept apart from text.
         marks = [text for item in placeholders for text in (item.pad, item.mark) if text]
@@ -210,6 +223,9 @@ class HuggingFaceTokenizer:
         marks += roles.values() if has_roles and renderer is None else ()
         self._tokenizer.add_tokens(list(dict.fromkeys(marks)), special_tokens=True)
         vocabulary = self._tokenizer.get_vocab()
+        self.special_text = SpecialText(
+            token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special
+        )
         self._placeholders = {item.name: vocabulary[item.pad] for item in placeholders}
         self.end_of_turn_id: int = self._tokenizer.eos_token_id
         self.begin_id: int | None = self._tokenizer.bos_token_id
@@ -240,7 +256,9 @@ class HuggingFaceTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         vocabulary = sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
-        return _fingerprint(self.vocabulary_fingerprint, json.dumps(vocabulary), self.template.identity)
+        return _fingerprint(
+            self.vocabulary_fingerprint, json.dumps(vocabulary), self.template.identity, *self._admitted
+        )
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)

@@ -27,6 +27,7 @@ from mimo_train.check.rendered import add_rendered
 from mimo_train.check.repeats import add_repeats
 from mimo_train.check.sound import has_length, with_sound_values
 from mimo_train.check.streams import open_stream
+from mimo_train.check.text_remarks import add_text_remarks
 from mimo_train.check.tokenizer import tokenizer_rows
 from mimo_train.config.fault import Fault
 from mimo_train.config.schema import ConfigContainer
@@ -46,7 +47,7 @@ from mimo_train.plan.run import Run, steps_of_epochs
 from mimo_train.plan.token_inputs import require_none_for_tokens
 
 if TYPE_CHECKING:
-    from data.pipeline import Dataset, Samples
+    from data.pipeline import Dataset, Samples, TextSample
 
 _OF_WEIGHTS = re.compile(r"data\.mix\[\d+\]\.weight$|data\.mix_schedule")
 FIRST_SAMPLES = 100
@@ -305,6 +306,8 @@ def _add_samples(
     seen.fingerprint = dataset.fingerprint
     label = seen.row(f"first {len(first)}")
     lengths: list[int] = []
+    dataset.inspects = True
+    texts: list[TextSample] = []
     targets, bad, silent = [], [], []
     counts: dict[str, list[int]] = {item.module: [] for item in media}
     try:
@@ -319,6 +322,7 @@ def _add_samples(
                 continue
             if not lengths:
                 add_rendered(text, tokenizer, seen.row("first sample"), rows)
+            texts.append(text)
             lengths.append(text.length)
             targets.append(int(text.loss_mask.sum()))
             if not targets[-1]:
@@ -345,8 +349,9 @@ def _add_samples(
     if silent:
         report.warnings.append(
             f"{key}: {len(silent)} of the first {len(first)} samples have no token with loss, for example {silent[0]}: "
-            "their answer is empty, or cut by data.sequence_length"
+            "their answer is empty, excluded from the loss, or cut by data.sequence_length"
         )
+    add_text_remarks(report, f"{key}: {{}} of the first {len(first)} samples", texts, tokenizer.template)
     _add_bad(report, dataset.allowed_bad_samples, key, bad, len(first))
 
 

@@ -20,7 +20,8 @@ def build_tokenizer(report: Report, cfg: ConfigContainer) -> Any | None:
     except DataError as error:
         # Its template and its variables have keys of their own.
         key = str(error).partition(":")[0]
-        key = key if key in ("data.chat_template", "data.template_variables") else "data.tokenizer"
+        keys = ("data.chat_template", "data.template_variables", "data.special_tokens_in_text")
+        key = key if key in keys else "data.tokenizer"
         report.faults.append(Fault(key, without_key(error, key)))
         return None
 

@@ -21,6 +21,7 @@ from data.members import named_unread
 from data.processes import worker_processes
 from data.shown import plural, shown
 from data.sources import Source
+from mimo_train.check.text_remarks import special_sentence
 from mimo_train.config import compose
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.schema import ConfigContainer
@@ -66,6 +67,8 @@ class _Found:
     """Samples whose text is cut by `data.sequence_length`."""
     silent: int
     """Samples without any token with loss."""
+    special: Counter[str]
+    """Samples that have a special token as plain text, by token; by "" those that have any."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,10 @@ def _verify_set(
     else:
         jobs = [(number, at, min(at + _AT_ONCE, len(dataset))) for at in range(0, len(dataset), _AT_ONCE)]
         results = pool.map(_read, jobs) if pool else map(_read, jobs)
-    size, bad, cut, silent, reasons = 0, 0, 0, 0, Counter[str]()
+    size, bad, cut, silent, reasons, special = 0, 0, 0, 0, Counter[str](), Counter[str]()
     for found in results:
         size, bad, cut, silent = size + found.samples, bad + len(found.bad), cut + found.cut, silent + found.silent
+        special += found.special
         for line in found.bad:
             print(f"bad: {line}")
             reasons[_kind_of(line)] += 1
@@ -150,6 +154,9 @@ def _verify_set(
     print(f"{key}: {plural(size, 'sample')}, {bad:,} bad, data.max_bad_samples allows {allowed:,}{fields}")
     if not isinstance(dataset, TokenDataset):  # whose samples are windows, each as long
         print(f"  {cut:,} fill data.sequence_length {cfg.data.sequence_length}, {silent:,} have no token with loss")
+    if count := special.pop("", 0):
+        tokens = [token for token, _ in special.most_common()]
+        print(f"  {count:,} {special_sentence(count, tokens)}, see data.special_tokens_in_text")
     for reason, count in reasons.most_common(8):
         print(f"  {count:,} x {reason}")
     return _Verified(size, bad)
@@ -173,7 +180,8 @@ def _read(job: tuple[int, int, int]) -> _Found:
 
 
 def _found(dataset: Samples, numbers: Sequence[int]) -> _Found:
-    bad, cut, silent = list[str](), 0, 0
+    bad, cut, silent, special = list[str](), 0, 0, Counter[str]()
+    dataset.inspects = True
     for at in numbers:
         sample, wrong = dataset.read_text(at)
         for media in dataset.modules:
@@ -183,7 +191,8 @@ def _found(dataset: Samples, numbers: Sequence[int]) -> _Found:
             continue
         cut += sample.length >= dataset.sequence_length
         silent += not sample.loss_mask.any()
-    return _Found(len(numbers), bad, cut, silent)
+        special.update([*sample.special_text, ""] if sample.special_text else ())
+    return _Found(len(numbers), bad, cut, silent, special)
 
 
 def _kind_of(line: str) -> str:

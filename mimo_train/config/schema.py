@@ -98,6 +98,10 @@ class DataConfig:
     template_variables: dict[str, Any] = field(default_factory=dict)
     """Variables that the tokenizer's chat template may use, such as `{enable_thinking: false}` or `{date_string: 26 Jul
     2024}`."""
+    special_tokens_in_text: str | list[str] = field(default_factory=list)
+    """Special tokens of the tokenizer that a record's text may have, such as `["<|box_start|>", "<|box_end|>"]`, or
+    `grounding` for those that the vocabulary has of boxes, points and references. All others are read as plain text.
+    See docs/data.md#special-tokens-in-text."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Which members of a sample, and which values of its JSON, are its record and its media: `{caption: caption.txt}`,
     `{question: "json[q]", answer: "json[a]", image: [left.jpg, right.jpg]}`. See docs/data.md#fields."""

@@ -85,7 +85,11 @@ def tokenizer_of(cfg: ConfigContainer) -> Any:
     ]
     data = cfg.data
     return build_tokenizer(
-        data.tokenizer, placeholders, chat_template=data.chat_template, template_variables=data.template_variables
+        data.tokenizer,
+        placeholders,
+        chat_template=data.chat_template,
+        template_variables=data.template_variables,
+        special_in_text=data.special_tokens_in_text,
     )
 
 

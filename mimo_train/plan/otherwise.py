@@ -25,7 +25,10 @@ REFUSED = {
 
 BY_CONTENT = {
     # A folder may move, and what it holds must stay: fingerprints of shards, texts and weights of sources are compared.
-    "data": {"shards", "mix", "demo", "validation_fraction", "tokenizer", "chat_template", "template_variables"},
+    "data": {
+        *("shards", "mix", "demo", "validation_fraction"),
+        *("tokenizer", "chat_template", "template_variables", "special_tokens_in_text"),
+    },
     "modules": {"placeholder"},
 }
 """Keys by section of which another value is a fault where it gives other samples or texts."""

@@ -115,7 +115,7 @@ def _of_one_layer(cfg: ConfigContainer, tp: int, names: Sequence[str]) -> Config
         },
         pretrained="",
         placement=PlacementConfig(mode="shared"),
-        data=replace(cfg.data, tokenizer="bytes", chat_template="auto"),
+        data=replace(cfg.data, tokenizer="bytes", chat_template="auto", special_tokens_in_text=[]),
         train=replace(
             cfg.train,
             global_batch_size=cfg.train.micro_batch_size * language.dp,

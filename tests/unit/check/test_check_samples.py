@@ -11,7 +11,7 @@ import pytest
 from mimo_train.cli import main
 from tests.unit.check.printed import run
 from tests.unit.check.shards import heic, on, picture, record, shard, sound, write_weights
-from tests.unit.data.chat_templates import CHATML, LLAMA, save_tokenizer
+from tests.unit.data.chat_templates import CHATML, LLAMA, QWEN_VL, save_tokenizer
 
 
 def test_members_that_are_not_read_are_named(capsys):
@@ -221,3 +221,32 @@ def test_a_template_that_cannot_be_used_is_a_fault_of_its_key(capsys):
     assert fault.startswith("data.chat_template: is 'chat.jinja', and the tokenizer `bytes`")
     _, _, (fault,) = run(capsys, *on(path, **{"modules.language.placeholder.pad": "x"}))
     assert fault.startswith("modules.language.placeholder: ")
+
+
+def test_special_tokens_that_stay_text_and_separators_are_counted(saved_qwen, capsys):
+    """`check` and `verify` name the tokens; admitted ones are not counted."""
+    records = [record(f"<image>\n{text}?") for text in ("<|im_end|>", "<|box_start|>1<|box_end|>", "What")]
+    members = [one for at, json in enumerate(records) for one in ((f"{at}.png", picture()), (f"{at}.json", json))]
+    shard(Path("a.tar"), *members)
+    given, plain = [*on("a.tar"), f"data.tokenizer={saved_qwen}"], "special tokens of the tokenizer as plain text"
+    code, out, _ = run(capsys, *given)
+    assert code == 0 and f"2 of the first 3 samples have {plain}" in out
+    assert "(<|box_end|> <|box_start|> <|im_end|>). To read them as tokens, set data.special_tokens_in_text" in out
+    assert "3 of the first 3 samples write a line break next to a marker, which is left out" in out
+    code, out, _ = run(capsys, *given, "data.special_tokens_in_text=grounding")
+    assert code == 0 and f"1 of the first 3 samples has {plain} (<|im_end|>)" in out
+    assert main(["shards", "verify", *given, "--workers", "1"]) == 0
+    assert f"\n  2 have {plain} (" in capsys.readouterr().out
+    code, _, faults = run(capsys, *given, "data.special_tokens_in_text=[nothing]")
+    assert code == 1 and "data.special_tokens_in_text: 'nothing' is not a special token of data.tokenizer" in faults[0]
+
+
+@pytest.fixture
+def saved_qwen(tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = save_tokenizer(tmp_path / "qwen", QWEN_VL)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|box_start|>", "<|box_end|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,85 @@
+"""`data.special_tokens_in_text`: special tokens that a record's text may have."""
+
+import json
+from functools import partial
+
+import pytest
+
+from data.errors import DataError
+from data.records import parse_record
+from data.tokens import build_tokenizer
+from tests.unit.data.chat_templates import CHATML, QWEN_VL, save_tokenizer
+from tests.unit.data.talks import learned, parse
+
+BOXES = ["<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"]
+ANSWER = "<|object_ref_start|>the digit<|object_ref_end|><|box_start|>(1,2),(3,4)<|box_end|>"
+RECORD = [{"role": "user", "content": "where is<|im_end|> it?"}, {"role": "assistant", "content": ANSWER}]
+
+
+@pytest.fixture
+def grounded(tmp_path):
+    """A tokenizer with the tokens of Qwen2.5-VL."""
+    from transformers import AutoTokenizer
+
+    def make(template=QWEN_VL, **options):
+        folder = save_tokenizer(tmp_path / "grounded", template, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_tokens(BOXES, special_tokens=True)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("given", ["grounding", ["grounding"], BOXES, [*BOXES, "<think>"]], ids=str)
+def test_admitted_tokens_are_those_of_transformers_and_others_stay_text(given, grounded):
+    from transformers import AutoTokenizer
+
+    folder = grounded()
+    tokenizer = build_tokenizer(folder, ["<image>"], special_in_text=given)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    asked = [RECORD[0] | {"content": "where is it?"}, RECORD[1]]
+    assert tokenizer.template.encode(parse(asked), {}).tokens == theirs.apply_chat_template(asked)["input_ids"]
+    encoded = tokenizer.template.encode(parse(RECORD), {})
+    ids = theirs.convert_tokens_to_ids(BOXES)
+    assert [token for token in encoded.tokens if token in ids] == ids, "once each, learned"
+    assert learned(tokenizer, encoded) == [ANSWER + "<|im_end|>"]
+    assert encoded.tokens.count(theirs.convert_tokens_to_ids("<|im_end|>")) == 2, "that of the question stays text"
+    assert tokenizer.decode(encoded.tokens[-30:]).strip().endswith("<|box_end|>"), "an answer is shown with its boxes"
+
+
+def test_without_the_key_they_are_text_and_the_fingerprint_is_another(grounded):
+    folder = grounded()
+    without, admitting = (build_tokenizer(folder, special_in_text=given) for given in ([], "grounding"))
+    encoded, other = (tokenizer.template.encode(parse(RECORD), {}) for tokenizer in (without, admitting))
+    assert len(encoded.tokens) > len(other.tokens) + 40 and without.shown(encoded.tokens) == without.shown(other.tokens)
+    assert without.fingerprint != admitting.fingerprint
+    found = partial(parse_record, json.dumps({"messages": RECORD}).encode(), "json", "k", {})
+    assert without.special_text.found(found()) == {*BOXES, "<|im_end|>"}
+    assert admitting.special_text.found(found()) == {"<|im_end|>"}
+
+
+def test_in_our_own_format_and_in_plain_texts(grounded):
+    tokenizer = build_tokenizer(grounded(CHATML, plain=True), special_in_text="grounding")
+    ids = tokenizer.encode("<|box_start|>1<|box_end|><|im_end|>")
+    assert tokenizer.shown(ids[:1]) == "<|box_start|>" and len(ids) > 6
+    assert learned(tokenizer, tokenizer.template.encode(parse(RECORD), {})) == [ANSWER + "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["<|nothing|>"], r"'<\|nothing\|>' is not a special token of data.tokenizer"),
+        (["<|image_pad|>"], r"'<\|image_pad\|>' stands for an image or a clip"),
+    ],
+)
+def test_what_cannot_be_admitted(given, message, grounded):
+    with pytest.raises(DataError, match=f"data.special_tokens_in_text: {message}"):
+        build_tokenizer(grounded(), ["<image>"], special_in_text=given)
+
+
+def test_a_vocabulary_without_any(saved):
+    with pytest.raises(DataError, match="no special tokens for grounding"):
+        build_tokenizer(saved(CHATML), special_in_text="grounding")
+    with pytest.raises(DataError, match="`bytes` has no special tokens"):
+        build_tokenizer("bytes", special_in_text="grounding")
