@@ -89,8 +89,7 @@ def make(folder: Path) -> tuple[list[dict], list[str]]:
         made.append({"ids": inputs["input_ids"][0].tolist(), "logits": logits[0].detach().numpy()})
     answers = []
     for question, lengths in ASKED:
-        parts = [{"type": "audio"}, {"type": "text", "text": "\n"}] * len(lengths)
-        content = [*parts, {"type": "text", "text": question}]
+        content = [*[{"type": "audio"}] * len(lengths), {"type": "text", "text": question}]
         text_of = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         clips = [clip(length) for length in lengths]
         inputs = processor(text=text_of, audio=clips, sampling_rate=16000, return_tensors="pt")
