@@ -22,7 +22,7 @@ from tests.unit.data.chat_templates import QWEN_VL
 LENGTHS = (16000, 15700, 7001, 4801, 1000, 641)
 """Samples of clips of at most a second: full, nearly full, odd frames, and the shortest with a token."""
 MARK = "<|AUDIO|>"
-ASKED = [("What?", LENGTHS[2:3]), ("Both?", LENGTHS[3:5])]
+ASKED = [("What is it?", LENGTHS[2:3]), ("Both?", LENGTHS[3:5])]
 """Questions, and the lengths of their clips."""
 MOST = 12
 """Tokens of an answer."""
