@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO
 
 import rich.console
@@ -18,6 +18,8 @@ from mimo_train.launch.output import to_nowhere
 
 _SECONDS_BETWEEN_LINES = 1.0
 _LEARNING_RATE, _OF_SOURCE, _TIMERS = "learning_rate/", "loss/", "timers/"
+_OF_PARTS = (_OF_SOURCE, "moe/")
+"""What the names of losses of single sources and layers begin with."""
 
 
 class Console:
@@ -51,13 +53,14 @@ class Console:
         """A console that shows nothing, for ranks that do not log."""
         return cls(0, 0, view=_Nothing())
 
-    def step(self, step: int, values: dict[str, float], remark: str = "") -> None:
+    def step(self, step: int, values: dict[str, float], remark: str = "", losses: Iterable[str] = ()) -> None:
         """Show `values` of a step: `lm loss`, `grad_norm`, `learning_rate/<module>`, `tokens_per_second`,
-        `step_seconds`; those that are missing are left out. `remark` is the end of the line."""
+        `step_seconds`; those that are missing are left out. `remark` is the end of the line, `losses` are names of
+        further losses."""
         seconds = values.get("step_seconds", math.nan)
         if math.isfinite(seconds):
             self._step_seconds.append(seconds)
-        parts = step_parts(values)
+        parts = step_parts(values, losses)
         if self._step_seconds and step < self._total:
             left = (self._total - step) * statistics.median(self._step_seconds)
             parts["left"] = f"{duration(left)} left"
@@ -174,11 +177,14 @@ class _Bar:
         self._progress.stop()
 
 
-def step_parts(values: dict[str, float]) -> dict[str, str]:
-    """The values of a step as words, by short name, in the order of a line."""
+def step_parts(values: dict[str, float], losses: Iterable[str] = ()) -> dict[str, str]:
+    """Return the values of a step as words, by short name, in the order of a line. Of `losses`, those of sources and of
+    single layers are no part of their own."""
     parts = {}
-    if "lm loss" in values:
-        parts["loss"] = f"lm loss {values['lm loss']:.4f}"
+    named = [f"lm loss {values['lm loss']:.4f}"] if "lm loss" in values else []
+    named += [f"{name} {values[name]:.5g}" for name in losses if name != "lm loss" and not name.startswith(_OF_PARTS)]
+    if named:
+        parts["loss"] = "  ".join(named)
     of_sources = [
         f"{key.removeprefix(_OF_SOURCE)} {loss:.4f}" for key, loss in values.items() if key.startswith(_OF_SOURCE)
     ]

@@ -221,7 +221,8 @@ class StepLog:
         values |= layer_norms | numbers.memory | self._drawn() | timer_seconds(state.timers, numbers.steps)
         step = state.train_state.step
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
-        state.console.step(step, values, self._busiest.name(numbers.times))
+        losses = [name for name in numbers.losses if name in values]
+        state.console.step(step, values, self._busiest.name(numbers.times), losses)
         if show_memory and numbers.memory:
             state.console.message(
                 "memory: " + "  ".join(f"{name} {value:.3g}" for name, value in numbers.memory.items())

@@ -40,6 +40,17 @@ def test_a_plain_line_has_every_number():
     ]
 
 
+def test_every_named_loss_is_shown_but_those_of_layers(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    values = VALUES | {"kl": 0.0001234, "moe/z_loss_layer_0": 7.0, "loss/charts": 1.5}
+    for stream in (io.StringIO(), Terminal()):
+        console = Console(800, 0, stream, Clock())
+        console.step(20, values, losses=("kl", "lm loss", "loss/charts", "moe/z_loss_layer_0"))
+        console.close()
+        assert "lm loss 2.1345  kl 0.0001234  " in stream.getvalue() and "z_loss" not in stream.getvalue()
+
+
 def test_learning_rates_that_differ_are_named_and_missing_values_left_out():
     stream = io.StringIO()
     values = {"learning_rate/images": 1e-3, "learning_rate/language": 2e-5, "lm loss": float("nan")}
