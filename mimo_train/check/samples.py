@@ -92,7 +92,7 @@ def add_data(report: Report, cfg: ConfigContainer, tokenizer: Any | None) -> See
             Fault("data.shards", "is empty: give a folder, a glob, a brace range such as x-{000000..000127}.tar")
         )
     sets = held_out_sets(cfg)
-    if not sets:
+    if all(one.is_test for one in sets):
         report.notes.append("data.validation_shards is empty: no evaluation")
     sources = [(one.key, one, Seen(name=one.name)) for one in training_sources(cfg)]
     others = [(one.key, one.source, Seen(name=one.name)) for one in sets if not one.fraction]

@@ -190,26 +190,28 @@ def _print_error(error: BaseException, rank: int) -> None:
 def _summary(run: "Run") -> list[str]:
     """The last lines of a run: its result, the path of its report, which is written, and a command to try."""
     from mimo_train.metrics.sinks.jsonl import read_metrics
+    from mimo_train.plan.inputs import held_out_sets
     from mimo_train.report.page import write_report
 
     run_dir = run.dir
+    if not (run_dir / "metrics.jsonl").exists():  # stopped before its first step
+        return []
     report = write_report(run_dir, run)
+    prefixes = [each.prefix for each in held_out_sets(run.cfg)]  # the run may have had others before
     last: dict[str, dict[str, Any]] = {}
     for line in read_metrics(run_dir / "metrics.jsonl"):
-        last |= {key.removesuffix("loss"): line for key in line if key.startswith("eval/") and key.endswith("/loss")}
-    lines = [held_out_line(line, at) for at, line in last.items()]
+        last |= {prefix: line for prefix in prefixes if f"{prefix}samples" in line}
+    lines = [held_out_line(last[prefix], prefix) for prefix in prefixes if prefix in last]
     return [*lines, f"report: {report}", f"next: {_try_it(run)}"]
 
 
 def held_out_line(line: dict[str, float], at: str = "eval/") -> str:
-    """What the last evaluation, a line of metrics.jsonl, has measured of the set whose keys begin with `at`."""
-    of_set = f"held-out {at.removeprefix('eval/').rstrip('/')}".rstrip()
+    """Return the result of the last evaluation, a line of metrics.jsonl, on the set whose keys begin with `at`."""
+    of_set = "test" if at == "test/" else f"held-out {at.removeprefix('eval/').rstrip('/')}".rstrip()
     if not line[f"{at}samples"]:
         return f"{of_set}: no sample has a token with loss, so that nothing is measured (step {line['step']})"
-    return (
-        f"{of_set} exact match {line[f'{at}exact_match']:.3f}, loss {line[f'{at}loss']:.3f} "
-        f"({line[f'{at}samples']:.0f} samples, step {line['step']})"
-    )
+    exact = f" exact match {line[f'{at}exact_match']:.3f}," if f"{at}exact_match" in line else ""
+    return f"{of_set}{exact} loss {line[f'{at}loss']:.3f} ({line[f'{at}samples']:.0f} samples, step {line['step']})"
 
 
 def _try_it(run: "Run") -> str:

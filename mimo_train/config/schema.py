@@ -65,6 +65,8 @@ class DataConfig:
     """Held-out shards, same forms; empty: no evaluation, unless there are the two keys below."""
     validation: dict[str, ValidationConfig] = field(default_factory=dict)
     """Further held-out sets by name, `{charts: {shards: shards/charts}}`: measured as `eval/NAME/loss` and so on."""
+    test_shards: str = ""
+    """Shards of a test set, same forms: evaluated once, after the last step, as `test/loss` and so on. Empty: none."""
     validation_fraction: float = key(0.0, at_least=0, below=1)
     """Share of the training samples that is held out instead of trained on; 0: none. See docs/data.md#held-out-sets."""
     split: str = ""
@@ -173,7 +175,8 @@ class DataConfig:
                 "data.max_bad_samples",
                 f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
             )
-        places = [self.validation_shards, *([] if self.stream else [self.shards])]  # of a stream nothing is kept
+        places = [self.validation_shards, self.test_shards]
+        places += [] if self.stream else [self.shards]  # of a stream nothing is kept
         places += [one.shards for one in self.mix] + [one.shards for one in self.validation.values()]
         if self.cache_bytes and not any("://" in place for place in places):
             yield Fault(

@@ -221,7 +221,7 @@ def observe(run: Run, counts: Counts) -> dict[str, Any]:
     }
 
 
-def _count_texts(run: Run, dataset: Any) -> None:
+def _count_texts(run: Run, dataset: Any, _should_stop: Any) -> None:
     """In a run rank 0 counts them for all."""
     lengths = TextLengths(dataset)
     for _ in lengths.build():

@@ -98,6 +98,7 @@ def greedy_answers(
     max_new_tokens: int,
     *,
     keep_ends: bool = False,
+    before_token: Callable[[], None] = lambda: None,
 ) -> list[tuple[int, list[int]]]:
     """Answers of the current step's samples by greedy decoding, one forward pass of the whole pipeline per token.
 
@@ -108,6 +109,7 @@ def greedy_answers(
         data_iterator: on a step of samples with `loss_mask` on answers.
         max_new_tokens: passes, and the longest answer.
         keep_ends: whether answers have the token that ends them; those without one were cut.
+        before_token: called on every rank before each pass; may raise on all of them to end the decoding.
 
     Returns:
         (sample number, tokens of the answer) of this rank's samples, on ranks of the language model; else empty.
@@ -115,6 +117,7 @@ def greedy_answers(
     step, predict = data_iterator.current, PredictStep(pipeline)
     answers = [_OpenAnswers(microbatch, tokenizer) for microbatch in step.microbatches if "input_ids" in microbatch]
     for _ in range(max_new_tokens):
+        before_token()
         data_iterator.rewind()
         for microbatch in answers:
             microbatch.want_next()

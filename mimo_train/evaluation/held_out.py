@@ -16,15 +16,18 @@ from data.storage.replace import replacing
 from data.tokens import Tokenizer
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.bad_sample_report import BadSampleReport
+from mimo_train.evaluation.caller_losses import CallerLosses, is_default_step, writes_text
 from mimo_train.evaluation.greedy import PredictStep, greedy_answers, true_answer
 from mimo_train.evaluation.predictions import FILE as PREDICTIONS
 from mimo_train.evaluation.predictions import predictions_of, write_predictions
 from mimo_train.evaluation.shown_media import shown_media
+from mimo_train.parallel import device as devices
 from mimo_train.plan.inputs import HeldOutSet, build_dataset, held_out_sets
 from mimo_train.plan.padding import padding_of_documents
 from mimo_train.plan.run import Run
 from mimo_train.step.batches import StepIterator, open_loader
 from mimo_train.step.feature_cache import Features
+from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.step.schedule import Pipeline
 
 _logger = logging.getLogger(__name__)
@@ -33,12 +36,20 @@ SHOWN_TOKENS = 24
 """Longest answer that the report's samples are decoded to."""
 
 
-class EvaluationGivenUp(Exception):
-    """The run is to end, and the samples of an evaluation have not come; raised on all ranks alike."""
+class EvaluationStopped(Exception):
+    """A rank was asked to end the run; raised on all ranks alike.
+
+    Attributes:
+        votes: (signalled, out of time), of all ranks.
+    """
+
+    def __init__(self, votes: tuple[bool, bool] | None):
+        super().__init__()
+        self.votes = votes or (False, False)
 
 
 class Ending(NamedTuple):
-    """How an evaluation hears that the run is to end."""
+    """How an evaluation learns that the run is to end."""
 
     gives_up: GivesUp = never
     """See `StepLoader`."""
@@ -59,18 +70,24 @@ class HeldOut:
         *,
         shows: bool = True,
         ending: Ending | None = None,
+        writes_text: bool = True,
     ):
         """
         Args:
             features: lookups of cached features of frozen encoders.
             of: the set; default: the run's first.
             shows: whether its evaluations write samples.json.
-            ending: what ends an evaluation that waits for its samples; default: nothing.
+            ending: what ends an evaluation; default: nothing.
+            writes_text: whether the model ends in logits of the vocabulary. Without them there is no exact match, no
+                predictions.jsonl and no samples.json.
         """
         of = of or held_out_sets(run.cfg)[0]
         self._run, self._pipeline, self._tokenizer, self._ending = run, pipeline, tokenizer, ending or Ending()
-        self._prefix, self._shows = f"eval/{of.name}/" if of.name else "eval/", shows
-        self._predictions = f"predictions_{of.name}.jsonl" if of.name else PREDICTIONS
+        self.prefix, self.is_test, self._shows = of.prefix, of.is_test, shows and writes_text
+        self._writes_text = writes_text
+        self._predictions = f"test_{PREDICTIONS}" if of.is_test else PREDICTIONS
+        if of.name:
+            self._predictions = f"predictions_{of.name}.jsonl"
         self.dataset = build_dataset(run.cfg, tokenizer, held_out=of)
         apart = run.cfg.data.separate_documents and isinstance(self.dataset, TokenDataset)
         self._padding = padding_of_documents(run.cfg) if apart else None
@@ -105,11 +122,20 @@ class HeldOut:
             gives_up=ending.gives_up,
         )
         learned = self._run.cfg.train.logits == "learned" and not all_logits
-        return StepIterator(loader, self._pipeline, learned_logits=learned, votes=ending.votes)
+        return StepIterator(loader, self._pipeline, learned_logits=learned, votes=ending.votes, samples=self.samples)
 
-    def evaluate(self, step: int = 0) -> dict[str, float]:
-        """Loss and exact match over the samples; on the logging rank, samples.json and predictions.jsonl (of a
-        set with a name predictions_NAME.jsonl) too. Collective over all ranks.
+    def evaluate(
+        self,
+        step: int = 0,
+        step_func: ForwardStepCallable | None = None,
+        progress: Callable[[int], None] = lambda samples: None,
+    ) -> dict[str, float]:
+        """Measure losses and exact match over the samples; on the logging rank, write samples.json and
+        predictions.jsonl (predictions_NAME.jsonl of a set with a name, test_predictions.jsonl of the test set).
+        Collective over all ranks.
+
+        Losses are those of `step_func`, reduced as in training. A step of the caller's own takes a second forward pass,
+        for exact match.
 
         An answer matches exactly when greedy decoding gives the true answer to the last token. That is so
         if and only if the most likely token after every true prefix is the true one (by induction over the answer), so
@@ -117,20 +143,26 @@ class HeldOut:
 
         Args:
             step: optimizer steps done, for the files.
+            step_func: as the schedule calls it; None: the cross entropy of the learned tokens.
+            progress: called with the number of samples of each batch that is done.
 
         Raises:
             TooManyBadSamples: more of the samples are bad than `data.max_bad_samples` allows, on every rank alike; a
                 rank that has found too many by itself raises earlier.
-            EvaluationGivenUp: the run is to end, and a rank has waited for samples in vain.
+            EvaluationStopped: a rank was asked to end the run; seen between two batches.
 
         Returns:
-            {"eval/loss": nats per answer token, "eval/exact_match": share of samples, "eval/samples": their number},
-            of a set with a name `eval/NAME/loss` and so on; NaN where no held-out sample has a token with loss; empty
-            on ranks before the language model's last stage.
+            {"eval/loss": what training minimises (nats per answer token), "eval/exact_match": share of samples,
+            "eval/samples": their number}, and `eval/LOSS` for each loss that a step of the caller's own names. The
+            prefix is `eval/NAME/` of a set with a name, `test/` of the test set. NaN where no held-out sample has a
+            token with loss; empty on ranks before the language model's last stage.
         """
         pipeline = self._pipeline
         sums, predict = torch.zeros(4, dtype=torch.float64, device=pipeline.device), PredictStep(pipeline)
         bad = torch.zeros((), dtype=torch.int64, device=pipeline.device)
+        losses = None
+        if step_func is not None and not (self._writes_text and is_default_step(step_func)):
+            losses = CallerLosses(step_func, pipeline, self._run.cfg)
         run, shown, predictions = self._run, list[dict](), list[dict]()
         # Each replica of the language model decodes its own samples; one writes them.
         wanted = run.cfg.train.report_samples if self._shows else 0
@@ -140,15 +172,22 @@ class HeldOut:
             with _evaluating(pipeline.model):
                 for index in range(self.steps):
                     if iterator.advance() is None:
-                        raise EvaluationGivenUp
+                        raise EvaluationStopped(iterator.ended_by)
                     # The last step may begin again with the first samples.
                     bad += torch.count_nonzero(iterator.bad[: max(self.samples - iterator.current.first_sample, 0)])
-                    collected = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
-                    for microbatch in collected if pipeline.is_last_stage else ():
-                        sums += _score(microbatch, self.samples)
-                        predictions += predictions_of(microbatch, self.samples, self._tokenizer)
+                    if losses is not None:
+                        losses.run(iterator, self.samples)
+                        if pipeline.is_last_stage and not self._writes_text:
+                            sums[3] += iterator.answered()
+                        iterator.rewind()
+                    if self._writes_text:
+                        collected = pipeline.run(predict, iterator, forward_only=True, collect_non_loss_data=True)
+                        for microbatch in collected if pipeline.is_last_stage else ():
+                            sums += _score(microbatch, self.samples)
+                            predictions += predictions_of(microbatch, self.samples, self._tokenizer)
                     if index * of_step < wanted:  # on every rank alike
                         shown += self._answered(iterator)
+                    progress(min(self.samples - iterator.current.first_sample, iterator.current.size))
         finally:
             iterator.close()
         if wanted > 0 and dist.get_rank() == run.layout.logging_rank:
@@ -162,15 +201,15 @@ class HeldOut:
         dist.all_reduce(sums, group=replicas)
         of_replicas: list[Any] = [None] * replicas.size()
         dist.all_gather_object(of_replicas, predictions, group=replicas)
-        if dist.get_rank() == run.layout.logging_rank:
+        if dist.get_rank() == run.layout.logging_rank and self._writes_text:
             entries = [entry for of_replica in of_replicas for entry in of_replica]
             write_predictions(run.dir / self._predictions, entries, step, self.dataset)
         loss, tokens, matches, samples = sums.tolist()
-        return {
-            f"{self._prefix}loss": loss / tokens if tokens else math.nan,
-            f"{self._prefix}exact_match": matches / samples if samples else math.nan,
-            f"{self._prefix}samples": samples,
-        }
+        values = {"loss": loss / tokens if tokens else math.nan} if losses is None else losses.means()
+        if self._writes_text:
+            values["exact_match"] = matches / samples if samples else math.nan
+        values["samples"] = samples
+        return {f"{self.prefix}{name}": value for name, value in values.items()}
 
     def non_loss_data(self, step_func: Callable, give: Callable[[list], Any] | None = None) -> Any:
         """The result of `give(model)`, or without `give` of a forward pass over the first held-out step, in evaluation
@@ -193,7 +232,14 @@ class HeldOut:
     def _answered(self, iterator: StepIterator) -> list[dict]:
         """Media, questions, greedy answers and truths of the current step's samples, those of this rank's replica;
         empty on all ranks but the logging one. Collective over all ranks."""
-        answers = greedy_answers(self._pipeline, self._tokenizer, iterator, SHOWN_TOKENS, keep_ends=True)
+
+        def poll() -> None:
+            if any(votes := iterator.poll()):
+                raise EvaluationStopped(votes)
+
+        answers = greedy_answers(
+            self._pipeline, self._tokenizer, iterator, SHOWN_TOKENS, keep_ends=True, before_token=poll
+        )
         found, ends = list[dict](), self._tokenizer.template.stop_ids
         if dist.get_rank() != self._run.layout.logging_rank:
             return found
@@ -220,10 +266,13 @@ def open_held_out(
     features: Features | None = None,
     ending: Ending | None = None,
 ) -> tuple[HeldOut, ...]:
-    """All held-out sets of a run; the first one's evaluations write samples.json."""
-    sets = enumerate(held_out_sets(run.cfg))
+    """Open all held-out sets of a run, the test set last; the first one's evaluations write samples.json. Collective
+    over all ranks."""
+    sets = held_out_sets(run.cfg)
+    text = not sets or writes_text(pipeline)
     return tuple(
-        HeldOut(run, pipeline, tokenizer, features, one, shows=not number, ending=ending) for number, one in sets
+        HeldOut(run, pipeline, tokenizer, features, of, shows=of is sets[0], ending=ending, writes_text=text)
+        for of in sets
     )
 
 
@@ -238,7 +287,9 @@ def _write_samples(path: Path, shown: list[dict]) -> None:
 
 @contextlib.contextmanager
 def _evaluating(model: list) -> Iterator[None]:
-    """Chunks in evaluation mode, without gradients."""
+    """Chunks in evaluation mode, without gradients. Random numbers of a forward step leave those of training as they
+    are: a run that resumes from the checkpoint before the evaluation draws the same."""
+    before = devices.get_rng_state()
     for chunk in model:
         chunk.eval()
     try:
@@ -247,6 +298,7 @@ def _evaluating(model: list) -> Iterator[None]:
     finally:
         for chunk in model:
             chunk.train()
+        devices.set_rng_state(before)
 
 
 def _score(microbatch: dict[str, Any], samples: int) -> torch.Tensor:

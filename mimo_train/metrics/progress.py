@@ -3,7 +3,7 @@
 2026-11-21T09:30:00+00:00	start	world_size=2	step=0	flops=0
 2026-11-21T09:31:07+00:00	checkpoint	step=200	path=checkpoints/step_00000200	reason=save_interval
 2026-11-21T09:31:07+00:00	throughput	step=200	flops=2e+13	tokens=409600	job_tflops=0.16	cumulative_tflops=0.15
-2026-11-21T09:31:09+00:00	evaluation	step=200	eval/loss=0.3121	eval/exact_match=0.9121
+2026-11-21T09:31:09+00:00	evaluation	step=200	sets=5d41402abc4b2a76	eval/loss=0.3121	eval/exact_match=0.9121
 2026-11-21T09:35:40+00:00	exit	step=800	reason=finished
 """
 
@@ -23,6 +23,7 @@ from mimo_train.flight.job import scheduled_job
 PROGRESS_FILE = "progress.txt"
 START, EXIT, ENDED = "start", "exit", "ended"
 """Events that begin and end a job; the last is written by who decides whether it starts again."""
+EVALUATION = "evaluation"
 FINISHED = "finished"
 """Reason of EXIT at the last step of a run."""
 
@@ -75,10 +76,10 @@ def checkpoint_set_aside(run_dir: Path, *, path: Place, why: str) -> None:
     append_to_progress_log(run_dir, f"damaged\tpath={path}\twhy={why}")
 
 
-def evaluated(run_dir: Path, *, step: int, values: dict[str, float]) -> None:
-    """Note an evaluation with its values."""
+def evaluated(run_dir: Path, *, step: int, values: dict[str, float], sets: str) -> None:
+    """Note an evaluation with its values and a fingerprint of the held-out sets."""
     facts = "\t".join(f"{key}={value:.6g}" for key, value in values.items())
-    append_to_progress_log(run_dir, f"evaluation\tstep={step}\t{facts}")
+    append_to_progress_log(run_dir, f"{EVALUATION}\tstep={step}\tsets={sets}\t{facts}")
 
 
 def job_exited(run_dir: Path, *, step: int, reason: str) -> None:

@@ -142,6 +142,15 @@ class HeldOutSet:
     source: Source
     fraction: float = 0.0
     """Of `source` that it is, where that is trained on too."""
+    is_test: bool = False
+    """Whether it is evaluated after the last step only, as `test/loss`."""
+
+    @property
+    def prefix(self) -> str:
+        """What its names in metrics begin with."""
+        if self.is_test:
+            return "test/"
+        return f"eval/{self.name}/" if self.name else "eval/"
 
 
 def training_sources(cfg: ConfigContainer) -> list[Source]:
@@ -159,7 +168,7 @@ def training_sources(cfg: ConfigContainer) -> list[Source]:
 
 
 def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
-    """The held-out sets of a run, in the order in which they are evaluated."""
+    """Return the held-out sets of a run in the order in which they are evaluated, the test set last."""
     from data.sources import Source
 
     data, key = cfg.data, cfg.data.held_out_by
@@ -175,6 +184,9 @@ def held_out_sets(cfg: ConfigContainer) -> list[HeldOutSet]:
         own = f"data.validation.{name}"
         fields = _fields(one.fields, f"{own}.fields") if one.fields else None
         found.append(HeldOutSet(name, f"{own}.shards", Source("", one.shards, f"{own}.shards", fields=fields)))
+    if data.test_shards:
+        test = Source("", data.test_shards, "data.test_shards")
+        found.append(HeldOutSet("", "data.test_shards", test, is_test=True))
     return found
 
 

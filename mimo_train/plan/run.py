@@ -29,7 +29,7 @@ from mimo_train.plan.layout import RunLayout, lay_out
 from mimo_train.plan.padding import packing_faults
 from mimo_train.plan.placement import placement_faults
 
-INPUT_KEYS = ("data.tokenizer", "data.chat_template", "data.shards", "data.validation_shards")
+INPUT_KEYS = ("data.tokenizer", "data.chat_template", "data.shards", "data.validation_shards", "data.test_shards")
 """Keys of files that are not looked for before the data is there."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mimo_train.report.curves import Column
 
-_EVALUATION = "eval/"
+_EVALUATION = ("eval/", "test/")
 _MAX_ROWS = 50
 """Evaluations in the table."""
 
@@ -30,7 +30,7 @@ def evaluation_table(data: dict[str, Column]) -> EvaluationTable | None:
     shown = steps[-_MAX_ROWS:]
     cells = [_cells(key, data[key], shown) for key in keys]
     return EvaluationTable(
-        names=[key.removeprefix(_EVALUATION).replace("_", " ") for key in keys],
+        names=[key.removeprefix("eval/").replace("_", " ") for key in keys],
         rows=[(f"{step:,.0f}", list(row)) for step, row in zip(shown, zip(*cells, strict=True), strict=True)],
         evaluations=len(steps),
     )

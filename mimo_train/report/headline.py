@@ -23,10 +23,16 @@ class Number:
 
 def headline(data: dict[str, Column], iters: int) -> list[Number]:
     """The numbers for which there are metrics. `iters` is the number of steps that the run is to have."""
-    at = next((key.removesuffix("loss") for key in held_out_keys(data, "loss")), "eval/")
+    # Of the newest evaluation: the run may have had other sets before.
+    newest = max(held_out_keys(data, "samples"), key=lambda key: data[key].steps[-1], default="eval/samples")
+    at = newest.removesuffix("samples")
     numbers = [
-        _held_out(data, at, "exact_match", "Held-out exact match", lambda value: f"{value:.1%}"),
-        _held_out(data, at, "loss", "Held-out loss", lambda value: f"{value:.4f}"),
+        number
+        for prefix, label in ((at, "Held-out"), ("test/", "Test"))
+        for number in (
+            _held_out(data, prefix, "exact_match", f"{label} exact match", lambda value: f"{value:.1%}"),
+            _held_out(data, prefix, "loss", f"{label} loss", lambda value: f"{value:.4f}"),
+        )
     ]
     if "consumed_samples" in data:
         steps = data["consumed_samples"].steps[-1]

@@ -92,8 +92,8 @@ class StepIterator:
     that count, for the weight of the routers' losses.
 
     Attributes:
-        ended_by: which votes to end the run there were where ranks have agreed, before a step, not to wait for its
-            samples.
+        ended_by: the votes to end the run, if ranks have agreed not to make the next step: its samples are not waited
+            for or, in an evaluation, a rank has a vote.
         weighs: whether ranks exchange the positions of each sample that count.
         is_fresh: whether no microbatch of the current step was taken yet.
     """
@@ -106,6 +106,7 @@ class StepIterator:
         *,
         learned_logits: bool = False,
         votes: Callable[[], tuple[bool, bool]] | None = None,
+        samples: int | None = None,
     ):
         """
         Args:
@@ -117,10 +118,11 @@ class StepIterator:
             votes: this rank's votes to end the run, one of them at least where its loader has given up a wait; None
                 where none of any rank does. Like what is read, they belong to the next step: where a step was made
                 since, its sum has them, and it was the last.
+            samples: number of samples that count; those after them have no loss. None: all.
         """
         self._loader, self._pipeline, self._step_sum = loader, pipeline, step_sum
         self._modules = "+".join(pipeline.groups.collections)
-        self._votes, self._given_up = votes, False
+        self._votes, self._given_up, self._samples = votes, False, samples
         self.ended_by: tuple[bool, bool] | None = None
         self._position: int | None = None
         self._upcoming = self._read()
@@ -151,6 +153,8 @@ class StepIterator:
             self._require_same_samples(self._current)
         self._bad = flags
         self._good = (flags == 0).float()[:, None]
+        if self._samples is not None:
+            self._good[max(self._samples - self._current.first_sample, 0) :] = 0
         if self.weighs:
             learned = summed.sum_of("learned") if summed else self._learned_of(self._current)
             if not summed:
@@ -300,7 +304,8 @@ class StepIterator:
         dist.all_reduce(flags)
         if self._votes is not None:
             given_up, signalled, late = map(bool, flags[samples:].tolist())
-            self.ended_by = (signalled, late) if given_up else None
+            is_evaluation = self._step_sum is None
+            self.ended_by = (signalled, late) if given_up or (is_evaluation and (signalled or late)) else None
         return flags[:samples]
 
     def _learned_of(self, step: StepBatch | None) -> torch.Tensor:
@@ -318,6 +323,24 @@ class StepIterator:
                 else:
                     counts[places] = microbatch["loss_mask"].double().sum(dim=1)
         return to_device(counts, pipeline.device)
+
+    def poll(self) -> tuple[bool, bool]:
+        """Return the votes of all ranks to end the run, between two passes of a step. Collective."""
+        if self._votes is None:
+            return False, False
+        votes = to_device(torch.tensor(self._votes(), dtype=torch.int64), self._pipeline.device)
+        dist.all_reduce(votes)
+        signalled, late = map(bool, votes.tolist())
+        return signalled, late
+
+    def answered(self) -> torch.Tensor:
+        """Return how many samples of this rank's current step have a token with loss, 0-d; on ranks with texts, without
+        `data.pack`."""
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        for index, microbatch in enumerate(self.current.microbatches):
+            mask = to_device(microbatch["loss_mask"], self.device) * self._good_of(index, microbatch)
+            count += (mask > 0).any(dim=1).sum()
+        return count
 
     def _good_of(self, index: int, batch: dict[str, Any]) -> torch.Tensor:
         """1 where the loss of a microbatch counts, 0 in samples that some rank found bad: [B, 1], or [1, T] of a packed

@@ -1,14 +1,21 @@
 """When the loop evaluates, and where the values are written."""
 
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mimo_train.evaluation.held_out import EvaluationGivenUp
+import torch
+import torch.distributed as dist
+
+from mimo_train.evaluation.held_out import EvaluationStopped, HeldOut
 from mimo_train.flight.recorder import RECORDER
 from mimo_train.metrics import progress
+from mimo_train.metrics.count_bar import CountBar
 from mimo_train.step.forward_step import ForwardStepCallable
 from mimo_train.training.callbacks import Callbacks
+from mimo_train.training.exit import AgreedVotes
 from mimo_train.training.setup import Session
 
 
@@ -24,40 +31,125 @@ class EvaluationHooks:
     return with non_loss_data=True for the microbatches of the first held-out step."""
 
 
-def evaluate_when_due(
-    session: Session, step_func: ForwardStepCallable, callbacks: Callbacks, hooks: EvaluationHooks | None = None
-) -> None:
-    """Evaluate every `train.eval_interval` steps and after the last one. Collective over all ranks.
+class Evaluations:
+    """The evaluations of a loop: every `train.eval_interval` steps and after the last one, there with the test set."""
 
-    Args:
-        step_func: the run's forward step, as the schedule calls it.
-    """
-    state, held_out = session.state, session.held_out
-    interval, step = state.cfg.train.eval_interval, state.train_state.step
-    due = (interval > 0 and step % interval == 0) or step == state.last_step
-    if held_out is None or not due:
-        return
-    try:
-        with RECORDER.during("evaluate"):
-            values = {name: value for one in session.held_out_sets for name, value in one.evaluate(step).items()}
-    except EvaluationGivenUp:
-        state.console.message(
-            f"the evaluation at step {step} was given up: the run is to end, and held-out samples have not come"
+    def __init__(
+        self,
+        session: Session,
+        step_func: ForwardStepCallable,
+        callbacks: Callbacks,
+        hooks: EvaluationHooks | None = None,
+    ):
+        """
+        Args:
+            step_func: the run's forward step, as the schedule calls it.
+        """
+        self._session, self._step_func, self._callbacks, self._hooks = session, step_func, callbacks, hooks
+        self._told_no_text = False
+
+    def when_missing(self) -> AgreedVotes:
+        """Evaluate if the step that the run resumes from has no evaluation on the sets configured now: an earlier job
+        was stopped before its end, or had other sets. Collective over all ranks.
+
+        Returns:
+            As `when_due`.
+        """
+        state, sets = self._session.state, self._due()
+        if not state.train_state.step or not sets:
+            return AgreedVotes()
+        is_done = torch.tensor(
+            int(state.is_logging_rank and self._is_done(sets)), device=self._session.parts.pipeline.device
         )
-        return
-    if state.is_logging_rank:
+        dist.all_reduce(is_done)
+        return AgreedVotes() if int(is_done) else self.when_due(AgreedVotes())
+
+    def when_due(self, votes: AgreedVotes) -> AgreedVotes:
+        """Evaluate if the step is due, unless a rank was asked to end the run; the job that resumes evaluates then.
+        Collective over all ranks.
+
+        Returns:
+            The votes, with those that have ended the evaluation.
+        """
+        state, sets = self._session.state, self._due()
+        step = state.train_state.step
+        if not sets:
+            return votes
+        is_last = step == state.last_step
+        if votes.signalled or votes.out_of_time:
+            return AgreedVotes(votes.signalled, votes.out_of_time, evaluation_left=is_last)
+        bar = CountBar(
+            f"evaluation at step {step}", sum(each.samples for each in sets), "samples", write=state.console.message
+        )
+        try:
+            with RECORDER.during("evaluate"):
+                values: dict[str, float] = {}
+                for each in sets:
+                    values |= each.evaluate(step, self._step_func, bar.add)
+        except EvaluationStopped as stopped:
+            state.console.message(
+                f"evaluation at step {step} stopped after {bar.done:,} samples: the run is to end. It is repeated when "
+                "the run resumes"
+            )
+            return AgreedVotes(*stopped.votes, evaluation_left=is_last)
+        finally:
+            bar.close()
+        self._write(values, sets)
+        self._give_to_hooks(sets)
+        self._callbacks.fire("on_evaluation", state, values)
+        return votes
+
+    def _due(self) -> list[HeldOut]:
+        """The sets to evaluate after the current step."""
+        state, sets = self._session.state, self._session.held_out_sets
+        interval, step = state.cfg.train.eval_interval, state.train_state.step
+        if step == state.last_step:
+            return list(sets)
+        is_due = interval > 0 and step % interval == 0
+        return [each for each in sets if is_due and not each.is_test]
+
+    def _is_done(self, sets: list[HeldOut]) -> bool:
+        """True if progress.txt has an evaluation of the current step on `sets`."""
+        state, is_done = self._session.state, False
+        step = str(state.train_state.step)
+        with suppress(OSError):
+            for _, kind, facts in progress.events(state.run_dir):
+                if kind == progress.START and facts.get("step", step).isdigit() and int(facts["step"]) < int(step):
+                    is_done = False  # trained once more since
+                if kind == progress.EVALUATION and facts.get("step") == step:
+                    is_done = facts.get("sets") == _digest(sets)
+        return is_done
+
+    def _write(self, values: dict[str, float], sets: list[HeldOut]) -> None:
+        state, step = self._session.state, self._session.state.train_state.step
+        if not state.is_logging_rank:
+            return
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
         state.console.evaluation(step, values)
-        for name in [name for name, value in values.items() if name.endswith("/samples") and value == 0]:
-            of_set = name.removeprefix("eval/").rpartition("/")[0]
-            said = f"evaluation of {of_set}" if of_set else "evaluation"
+        for each in sets:
+            if values[f"{each.prefix}samples"] == 0:
+                name = each.prefix.removeprefix("eval/").rstrip("/")
+                state.console.message(
+                    f"evaluation{name and f' of {name}'}: no held-out sample has a token with loss. Answers are empty, "
+                    "cut by data.sequence_length, or the samples are bad"
+                )
+        if not self._told_no_text and f"{sets[0].prefix}exact_match" not in values:
+            self._told_no_text = True
             state.console.message(
-                f"{said}: no held-out sample has a token with loss: answers are empty, or cut by "
-                "data.sequence_length, or the samples are bad"
+                "exact match is skipped: the model ends in a head of its own, and no logits of the vocabulary"
             )
-        progress.evaluated(state.run_dir, step=step, values=values)
-    if hooks is not None:
-        data = held_out.non_loss_data(step_func, hooks.give)
+        progress.evaluated(state.run_dir, step=step, values=values, sets=_digest(sets))
+
+    def _give_to_hooks(self, sets: list[HeldOut]) -> None:
+        hooks, state = self._hooks, self._session.state
+        if hooks is None or sets[0].is_test:
+            return
+        data = sets[0].non_loss_data(self._step_func, hooks.give)
         if hooks.process is not None and state.is_logging_rank:
-            hooks.process(data, step, state.tensorboard_logger)
-    callbacks.fire("on_evaluation", state, values)
+            hooks.process(data, state.train_state.step, state.tensorboard_logger)
+
+
+def _digest(sets: list[HeldOut]) -> str:
+    """A fingerprint of what an evaluation measures."""
+    measured = [(each.prefix, each.dataset.fingerprint, each.samples) for each in sets]
+    return hashlib.sha256(repr(measured).encode()).hexdigest()[:16]

@@ -13,9 +13,6 @@ from mimo_train.parallel.end_notice import EndNotice
 from mimo_train.step.batches import StepIterator
 from mimo_train.step.same_samples import PARTS, parts_of, require_same
 
-EVALUATION_SECONDS = 10.0
-"""How long the samples of an evaluation, which is not made again, are waited for when the run is to end."""
-
 
 class StepsDiffer(RuntimeError):
     """Ranks are not at the same step."""
@@ -40,7 +37,6 @@ class ExitVotes:
         """
         self._signal, self._ends_waits, self._told = exit_signal, ends_waits, False
         self._notice: EndNotice | None = None
-        self._evaluation_ends = float("inf")
         began = time.monotonic() - (time.time() - start_time)
         self._deadline = began + 60 * minutes if minutes > 0 else float("inf")
 
@@ -74,14 +70,8 @@ class ExitVotes:
 
     @property
     def of_evaluations(self) -> Ending:
-        """What ends an evaluation that waits for its samples, EVALUATION_SECONDS after it has seen a vote."""
-        return Ending(self._gives_up_evaluation, self.before_a_step)
-
-    def _gives_up_evaluation(self) -> bool:
-        now = time.monotonic()
-        if self.gives_up():
-            self._evaluation_ends = min(self._evaluation_ends, now + EVALUATION_SECONDS)
-        return now >= self._evaluation_ends
+        """Ends an evaluation at its next batch."""
+        return Ending(self.gives_up, self.own)
 
     def numbers(self, step: int, digest: int | None = 0) -> tuple[float, ...]:
         """What is summed over ranks: the votes, and 1, the step and its square, and `parts_of` the digest of the
@@ -94,10 +84,12 @@ class ExitVotes:
 
 @dataclass(frozen=True)
 class AgreedVotes:
-    """The votes of all ranks in the last step, the same on every rank."""
+    """The votes of all ranks in the last step or evaluation, the same on every rank."""
 
     signalled: bool = False
     out_of_time: bool = False
+    evaluation_left: bool = False
+    """Whether they have ended the evaluation after the last step, so that the run is not finished."""
 
 
 def agreed_votes(optimizer: ModuleOptimizer, data: StepIterator | None = None) -> AgreedVotes:

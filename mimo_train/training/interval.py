@@ -31,8 +31,9 @@ take the mean of. Losses that are no token's, as those of routers, have values i
 SUM, TOKENS = "sum of ", "tokens of "
 """What the names of the sums of sources begin with: their losses of an interval are divided once."""
 
-OTHER_NUMBERS = frozenset({ADVANCED, SKIPPED, NAN, "step", "consumed_samples"})
-"""Names that no loss can have: the counters, and what every line of `metrics.jsonl` has."""
+OTHER_NUMBERS = frozenset({ADVANCED, SKIPPED, NAN, "step", "consumed_samples", "exact_match", "samples"})
+"""Names that no loss can have: the counters, what every line of `metrics.jsonl` has, and other numbers of an
+evaluation."""
 
 
 def add_step(

@@ -11,8 +11,8 @@ from mimo_train.step.result import StepResult
 from mimo_train.training.between_steps import BetweenSteps
 from mimo_train.training.callbacks import Callbacks
 from mimo_train.training.data_end import nothing_left
-from mimo_train.training.evaluating import EvaluationHooks, evaluate_when_due
-from mimo_train.training.exit import agreed_votes
+from mimo_train.training.evaluating import EvaluationHooks, Evaluations
+from mimo_train.training.exit import AgreedVotes, agreed_votes
 from mimo_train.training.garbage import manual_garbage_collection
 from mimo_train.training.log import StepLog
 from mimo_train.training.saving import Saver, exit_reason
@@ -46,12 +46,15 @@ def train(
     watched = (state, parts.pipeline, session.optimizer, session.losses, step.forward_backward)
     nan_policy = NanPolicy(*watched, save=partial(saver.save_apart, data))
     between_steps = BetweenSteps(state.run, session.model, parts.profiler)
+    evaluations = Evaluations(session, step_func, callbacks, evaluation_hooks)
     exit_code = 0
     if progress.step >= state.last_step:
         state.console.message(nothing_left(state))
     callbacks.fire("on_train_start", state, session.model)
     with manual_garbage_collection(cfg.manual_gc_interval):
-        while progress.step < state.last_step:
+        votes = evaluations.when_missing()
+        ending = votes != AgreedVotes() and saver.save_and_decide_exit(data, votes)
+        while progress.step < state.last_step and not ending:
             RECORDER.begin_step(progress.step + 1)
             parts.profiler.before_step(progress.step + 1)
             callbacks.fire("on_step_start", state)
@@ -59,7 +62,8 @@ def train(
             log.start_step()
             with parts.stopwatch("step"):
                 if data.advance() is None:  # ranks have agreed not to wait for its samples
-                    saver.save_and_decide_exit(data, agreed_votes(session.optimizer, data))
+                    votes = agreed_votes(session.optimizer, data)
+                    saver.save_and_decide_exit(data, votes)
                     break
                 passed_over = progress.step + 1 in cfg.skip_iters
                 if not passed_over:
@@ -80,18 +84,23 @@ def train(
                 log.end_step(result, data)
             callbacks.fire("on_step_end", state, result)
             between_steps(progress.step)
-            evaluate_when_due(session, step_func, callbacks, evaluation_hooks)
-            if saver.save_and_decide_exit(data, agreed_votes(session.optimizer)):
-                break
+            votes = agreed_votes(session.optimizer)
+            # The save first: an evaluation that fails or is stopped loses nothing.
+            ending = saver.save_and_decide_exit(data, votes)
+            if (after := evaluations.when_due(votes)) != votes:
+                votes, ending = after, saver.save_and_decide_exit(data, after)
     saver.finish()
-    unfinished = finish(session)
+    unfinished = finish(session, votes)
     exit_code = exit_code or unfinished
     callbacks.fire("on_train_end", state, exit_code)
     return exit_code
 
 
-def finish(session: Session) -> int:
+def finish(session: Session, votes: AgreedVotes | None = None) -> int:
     """End a loop that has not failed: stop profilers, flush the console, write the reason into progress.txt.
+
+    Args:
+        votes: the last ones of all ranks; None: those of the last step.
 
     Returns:
         The exit code, of a run that may not be finished.
@@ -99,7 +108,8 @@ def finish(session: Session) -> int:
     state = session.state
     session.parts.profiler.close()
     state.console.close()
-    reason = exit_reason(state, agreed_votes(session.optimizer, session.data)) or "asked by the step"
+    votes = votes or agreed_votes(session.optimizer, session.data)
+    reason = exit_reason(state, votes) or "asked by the step"
     if state.is_logging_rank:
         progress_log.job_exited(state.run_dir, step=state.train_state.step, reason=reason)
     return 0 if reason == progress_log.FINISHED else stopped_code()

@@ -1,5 +1,6 @@
 """Entry points: `pretrain` and `finetune` drive the same loop."""
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,11 +13,14 @@ from mimo_train.config.fault import ConfigError, Fault
 from mimo_train.config.own_code import FORWARD_STEP
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.launch.exit_signal import ExitSignal
+from mimo_train.launch.output import show
 from mimo_train.launch.processes import is_idle, numbered, say_idle, started_run
+from mimo_train.launch.restarts import stopped_code
 from mimo_train.launch.watched import note_error, watched
 from mimo_train.model.heads import ModelHook
 from mimo_train.plan.run import Run
 from mimo_train.step import gpt_step, mimo_step
+from mimo_train.step.counted_texts import CountingStopped
 from mimo_train.step.forward_step import ForwardStepCallable, load_forward_step
 from mimo_train.step.state import GlobalState
 from mimo_train.training.callbacks import Callback, Callbacks, load_callbacks
@@ -112,6 +116,10 @@ def one_life(
     try:
         session = setup(run, votes, start_time=time.time(), store=store, pre_wrap_hook=pre_wrap_hook)
         return train(session, forward_step_func, callbacks)
+    except CountingStopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            show(str(stopped))
+        return stopped_code()
     except BaseException as error:
         state = session.state if session else GlobalState(run, start_time=start_time)
         callbacks.fire("on_failure", state, error)

@@ -30,7 +30,7 @@ def exit_reason(state: GlobalState, votes: AgreedVotes) -> str | None:
     """Why the run ends after this step: finished, signal, exit_duration_minutes or exit_interval; None: it continues.
     The same on every rank."""
     train, step = state.cfg.train, state.train_state.step
-    if step >= state.last_step:
+    if step >= state.last_step and not votes.evaluation_left:
         return progress.FINISHED
     if votes.signalled:
         return "signal"

@@ -86,8 +86,8 @@ class Session:
 
     @property
     def held_out(self) -> HeldOut | None:
-        """The first held-out set, if there is one."""
-        return next(iter(self.held_out_sets), None)
+        """The first held-out set that is no test set, if there is one."""
+        return next((each for each in self.held_out_sets if not each.is_test), None)
 
     @property
     def model(self) -> list[MegatronModule]:
@@ -189,7 +189,7 @@ def _build(
     padding = padding_of(cfg)
     mixing = Mixing(cfg, run.batch, dataset.source_sizes)
     if padding is not None and isinstance(dataset, Dataset):
-        count_texts(run, dataset)
+        count_texts(run, dataset, lambda: any(votes.own()))
     saved = (pipeline.model, optimizer, schedulers, train_state, rerun)
     rows = embedding_rows(cfg.llm, parts.tokenizer.vocab_size)
     read_pretrained = partial(load_pretrained, cfg, pipeline.model, groups, rows)

@@ -65,7 +65,9 @@ def train(
     session = session_of(global_state, "train")
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=train_data_iterator)
     if valid_data_iterator is not session.held_out:  # that of `setup` stands for all held-out sets
-        session = replace(session, held_out_sets=() if valid_data_iterator is None else (valid_data_iterator,))
+        tests = [each for each in session.held_out_sets if each.is_test]
+        validation = [] if valid_data_iterator is None else [valid_data_iterator]
+        session = replace(session, held_out_sets=(*validation, *tests))
     hooks = None
     if process_non_loss_data_func is not None or non_loss_data_func is not None:
         hooks = EvaluationHooks(process_non_loss_data_func, non_loss_data_func)

@@ -144,17 +144,16 @@ def _evaluating_rank(cfg, hangs_on: int, signalled: int) -> int:
     from data.outlined import OutlinedSamples
     from mimo_train.commands.train import main
     from mimo_train.evaluation.held_out import HeldOut
-    from mimo_train.training import exit as exits
 
-    os.environ["MIMO_STOPPED_CODE"], exits.EVALUATION_SECONDS = str(STOPPED), 0.1
+    os.environ["MIMO_STOPPED_CODE"] = str(STOPPED)
     rank, evaluate, read_text, held_out = int(os.environ["RANK"]), HeldOut.evaluate, OutlinedSamples.read_text, []
 
-    def evaluate_and_signal(self, step=0):
+    def evaluate_and_signal(self, *arguments):
         if rank == hangs_on:
             held_out.append(self.dataset)
         if rank == signalled:
             threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
-        return evaluate(self, step)
+        return evaluate(self, *arguments)
 
     def hang_or_read(samples, number):
         if samples in held_out:
@@ -175,8 +174,8 @@ def test_an_evaluation_that_waits_is_given_up(digits, tmp_path, hangs_on, signal
         assert processes[hangs_on].exitcode == STOPPED, "what hangs is left behind"
         assert processes[1 - hangs_on].exitcode == 0, "of `started_ranks`"
     line = (tmp_path / "run" / "progress.txt").read_text().splitlines()[-1].split("\t")
-    assert line[1:] == ["exit", "step=3", "reason=signal"], "the step after the evaluation is the last one"
+    assert line[1:] == ["exit", "step=2", "reason=signal"], "saved at the step of the evaluation"
     assert run_ranks(_evaluating_rank, 2, cfg, -1, -1) == [0, 0]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [point[0] for point in curve(lines)] == [1, 2, 3, 4, 5]
-    assert [line["step"] for line in lines if "eval/loss" in line] == [4, 5]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [2, 4, 5], "the one that was stopped is repeated"

@@ -27,13 +27,13 @@ def test_events_are_appended_lines_of_tab_separated_columns(tmp_path):
     run_dir = tmp_path / "run"
     job_started(run_dir, world_size=2, step=0)
     checkpoint_saved(run_dir, step=200, path="checkpoints/step_00000200", reason="save_interval")
-    evaluated(run_dir, step=200, values={"eval/loss": 0.31214, "eval/samples": 512})
+    evaluated(run_dir, step=200, values={"eval/loss": 0.31214, "eval/samples": 512}, sets="5d41")
     job_exited(run_dir, step=800, reason="finished")
     rows = [line.split("\t") for line in (run_dir / "progress.txt").read_text().splitlines()]
     assert [row[1:] for row in rows] == [
         ["start", "world_size=2", "step=0", "flops=0"],
         ["checkpoint", "step=200", "path=checkpoints/step_00000200", "reason=save_interval"],
-        ["evaluation", "step=200", "eval/loss=0.31214", "eval/samples=512"],
+        ["evaluation", "step=200", "sets=5d41", "eval/loss=0.31214", "eval/samples=512"],
         ["exit", "step=800", "reason=finished"],
     ]
     assert all(datetime.fromisoformat(row[0]).tzinfo is not None for row in rows)

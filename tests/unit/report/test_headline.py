@@ -20,6 +20,15 @@ def test_the_last_finite_evaluation_counts():
     assert headline(columns(lines), 10) == [Number("Held-out loss", "0.5000", "step 5")]
 
 
+def test_of_sets_that_were_changed_the_newest_stands_at_the_top_and_the_test_set_below():
+    old = {"step": 5, "eval/loss": 0.5, "eval/samples": 8}
+    new = {"step": 9, "eval/charts/loss": 0.25, "eval/charts/samples": 4, "test/loss": 0.75, "test/samples": 2}
+    assert headline(columns([old, new]), 9) == [
+        Number("Held-out loss", "0.2500", "charts, 4 samples, step 9"),
+        Number("Test loss", "0.7500", "test, 2 samples, step 9"),
+    ]
+
+
 def test_large_counts_are_short():
     written = []
     for samples in (9_999_999, 20_480_000, 4_096_000_000):
