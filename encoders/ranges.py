@@ -1,9 +1,10 @@
 """The values that a key of a config accepts, declared beside its default. Imports no torch."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 RULES = "rules"
 """Key of a field's metadata."""
@@ -79,6 +80,25 @@ def key(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+class FixedKeys:
+    """Base of dataclasses of a config: setting an attribute that is no key raises an AttributeError."""
+
+    if not TYPE_CHECKING:  # type checkers still report unknown names
+
+        def __setattr__(self, name, value):
+            if name not in type(self).__dataclass_fields__:
+                raise AttributeError(unknown_key(type(self), name))
+            super().__setattr__(name, value)
+
+
+def unknown_key(section: type, name: str) -> str:
+    """A sentence that names the nearest keys of a dataclass."""
+    keys = [field.name for field in dataclasses.fields(section)]
+    near = sorted(difflib.get_close_matches(name, keys, n=3, cutoff=0.5), key=lambda key: key not in name)
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Its keys are {', '.join(keys)}."
+    return f"{section.__name__} has no key {name!r}. {hint}"
 
 
 def rules_of(field: dataclasses.Field) -> Rules:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from encoders.ranges import FixedKeys
 from encoders.spec import PictureTransform, number_faults
 from encoders.vit.picture import PictureSpec
 
@@ -11,7 +12,7 @@ PARTS = ("first", "second")
 
 
 @dataclass
-class JoinedSpec:
+class JoinedSpec(FixedKeys):
     """Two vision encoders that read the same picture, side by side on the same ranks; behind them the features of a
     patch are joined, those of the first encoder in front (Tong et al. 2024, arXiv 2401.06209, section 4; Karamcheti et
     al. 2024, arXiv 2402.07865). Both need pictures of one size, resized alike, and equally many tokens."""

@@ -3,14 +3,14 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from encoders.ranges import MOST_LAYERS, MOST_WIDTH, key
+from encoders.ranges import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
 from encoders.spec import ACTIVATIONS, GATED
 
 NORMS = ("LayerNorm", "RMSNorm")
 
 
 @dataclass
-class ResamplerSpec:
+class ResamplerSpec(FixedKeys):
     """A perceiver resampler behind the projection (Jaegle et al. 2021, arXiv 2103.03206; as Idefics2 has it, Laurençon
     et al. 2024, arXiv 2405.02246): learned latents attend to all features of a picture or clip and to each other, layer
     by layer. Its linear layers have no bias; it is as wide as the language model."""
@@ -91,7 +91,7 @@ class ResamplerSpec:
 
 
 @dataclass
-class ProjectorSpec:
+class ProjectorSpec(FixedKeys):
     """A projector of encoder features into the language model's embedding space."""
 
     name: str = ""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from encoders.errors import EncoderError
 from encoders.plain.spec import ClipSpec, PictureSpec
-from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
 from encoders.transformers.directory import (
     KNOWN,
     largest_dropout,
@@ -24,7 +24,7 @@ WHISPER_HOP, WHISPER_STRIDE = 160, 2
 """Samples from one window of Whisper's spectrogram to the next, and windows of one feature."""
 
 
-class FromDirectory:
+class FromDirectory(FixedKeys):
     """What the specs of pictures and clips share: the model's config, from the directory or from a config that was
     read from it earlier."""
 

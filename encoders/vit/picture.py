@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, key
+from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
 from encoders.spec import PictureTransform, built_layers, layer_faults, layer_parameters
 
 
 @dataclass
-class PictureSpec:
+class PictureSpec(FixedKeys):
     """The base of the specs of all transformers over patches: their common keys. What a family has and others lack are
     the attributes without an annotation; a family that lets the user choose has a field of that name."""
 

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 
 from encoders.errors import EncoderError
-from encoders.ranges import MOST_LAYERS, MOST_WIDTH, key
+from encoders.ranges import MOST_LAYERS, MOST_WIDTH, FixedKeys, key
 from encoders.spec import layer_faults, layer_parameters
 
 
 @dataclass
-class WhisperSpec:
+class WhisperSpec(FixedKeys):
     """A transformer over the log-mel spectrogram of a clip: two convolutions, the second with stride 2, sinusoidal
     positions, pre-norm layers, a final norm (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
 

@@ -2,12 +2,21 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from encoders.ranges import Rules, complaints, key, rules_of, shown
+from encoders.ranges import FixedKeys, Rules, complaints, key, rules_of, shown, unknown_key
 from mimo_train.config.fault import Fault
 
-__all__ = ["Rules", "changed_fields", "key", "rules_of", "shown", "value_faults"]
+__all__ = ["Rules", "Section", "changed_fields", "key", "rules_of", "shown", "value_faults"]
+
+
+class Section(FixedKeys):
+    """Base of the sections of a config. Reading or setting an unknown key raises an error with the nearest keys."""
+
+    if not TYPE_CHECKING:  # type checkers still report unknown names
+
+        def __getattr__(self, name):
+            raise AttributeError(unknown_key(type(self), name))
 
 
 def value_faults(section: Any, prefix: str) -> Iterator[Fault]:

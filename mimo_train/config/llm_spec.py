@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from encoders import ranges
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import changed_fields, key, value_faults
+from mimo_train.config.keys import Section, changed_fields, key, value_faults
 from mimo_train.config.rope_spec import RopeScaling
 
 GATED = ("swiglu", "geglu")
@@ -16,7 +16,7 @@ MOST_LAYERS, MOST_WIDTH = ranges.MOST_LAYERS, ranges.MOST_WIDTH
 
 
 @dataclass
-class LlmSpec:
+class LlmSpec(Section):
     """Sizes of a decoder-only language model built from Megatron-Core layers."""
 
     name: str = "gpt"

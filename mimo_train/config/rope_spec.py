@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, shown, value_faults
+from mimo_train.config.keys import Section, key, shown, value_faults
 
 USED_BY = {
     "factor": ("linear", "llama3", "yarn", "dynamic"),
@@ -23,7 +23,7 @@ USED_BY = {
 
 
 @dataclass
-class RopeScaling:
+class RopeScaling(Section):
     """How the frequencies of rotary position embeddings are changed for sequences that are longer than those of the
     first training."""
 

@@ -13,7 +13,7 @@ from data.indexed.split import split_parts
 from data.media.ground import colour_of
 from data.storage.url import is_url
 from mimo_train.config.fault import Fault, nearest
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
 from mimo_train.config.places import local_faults
@@ -41,7 +41,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Section):
     """Where the samples are and how they become sequences."""
 
     shards: str = ""
@@ -277,7 +277,7 @@ _MEGATRON_BRIDGE_SECTIONS = {
 
 
 @dataclass
-class ConfigContainer:
+class ConfigContainer(Section):
     """One complete run."""
 
     run: RunConfig = field(default_factory=RunConfig)

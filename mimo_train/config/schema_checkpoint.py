@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.places import place_faults
 from mimo_train.config.schema_load import LoadConfig
 
 
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When a run is saved and how it starts again."""
 
     dir: str = ""

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import Section, key, value_faults
 
 
 @dataclass
-class LaunchConfig:
+class LaunchConfig(Section):
     """What the launcher decides when it knows its nodes."""
 
     layouts: dict[int, str] = key(factory=dict)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import value_faults
+from mimo_train.config.keys import Section, value_faults
 from mimo_train.config.parts import LANGUAGE, PARTS, parts_of
 from mimo_train.config.places import place_faults
 
 
 @dataclass
-class LoadConfig:
+class LoadConfig(Section):
     """Weights that a module of a new run begins with, from a checkpoint of any run and layout."""
 
     path: str = ""

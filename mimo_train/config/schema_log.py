@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from mimo_train.config.fault import Fault
 from mimo_train.config.installed import library_faults
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import Section, key, value_faults
 
 
 @dataclass
-class LogConfig:
+class LogConfig(Section):
     """Where metrics go, besides metrics.jsonl and the console."""
 
     tensorboard: bool = True
@@ -77,7 +77,7 @@ TRACKERS = {
 
 
 @dataclass
-class ProfilingConfig:
+class ProfilingConfig(Section):
     """What is recorded of which steps on which ranks."""
 
     torch: bool = False

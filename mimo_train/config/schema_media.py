@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from data.bounds import BOUNDS
 from data.frames import SAMPLING
-from mimo_train.config.keys import key
+from mimo_train.config.keys import Section, key
 
 
 @dataclass
-class VideoConfig:
+class VideoConfig(Section):
     """How many pictures a video becomes: those in the middle of so many equal parts of it. See docs/data.md#videos."""
 
     frames_per_second: float = key(SAMPLING.frames_per_second, above=0, at_most=1000)
@@ -18,7 +18,7 @@ class VideoConfig:
 
 
 @dataclass
-class BoundsConfig:
+class BoundsConfig(Section):
     """How large the parts of a sample may be: what is above is a bad sample. See docs/data.md#bounds."""
 
     pixels: int = key(BOUNDS.pixels, at_least=1)

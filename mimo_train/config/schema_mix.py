@@ -9,7 +9,7 @@ from typing import Any
 from data.errors import DataError
 from data.fields import read_fields
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import Section, key, value_faults
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 TAKEN = ("loss", "exact_match", "samples")
@@ -17,7 +17,7 @@ TAKEN = ("loss", "exact_match", "samples")
 
 
 @dataclass
-class SourceConfig:
+class SourceConfig(Section):
     """Shards that are mixed with others."""
 
     shards: str = ""
@@ -32,7 +32,7 @@ class SourceConfig:
 
 
 @dataclass
-class MixChange:
+class MixChange(Section):
     """Other weights from a step on."""
 
     after_step: int = key(at_least=1)
@@ -42,7 +42,7 @@ class MixChange:
 
 
 @dataclass
-class ValidationConfig:
+class ValidationConfig(Section):
     """A held-out set with a name."""
 
     shards: str = ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import MOST_LAYERS, MOST_WIDTH, LlmSpec
 from mimo_train.config.parts import ADAPTED, LANGUAGE, why_no_parameter
 from mimo_train.config.schema_train import COMPILE, DECAYS, FP8, MOST_DECAY, MOST_RATE, RECOMPUTE, OptimConfig
@@ -16,7 +16,7 @@ MOST_RANKS = 2**20
 
 
 @dataclass
-class LayoutConfig:
+class LayoutConfig(Section):
     """Parallel sizes of one module. Its ranks are tp * cp * dp * pp."""
 
     tp: int = key(1, at_least=1, at_most=MOST_RANKS)
@@ -51,7 +51,7 @@ class LayoutConfig:
 
 
 @dataclass
-class ModuleOptimConfig:
+class ModuleOptimConfig(Section):
     """What one module does differently from `optim`; a value that is not set is the run's."""
 
     lr: float | None = key(None, at_least=0, at_most=MOST_RATE)
@@ -96,7 +96,7 @@ class ModuleOptimConfig:
 
 
 @dataclass
-class LoraConfig:
+class LoraConfig(Section):
     """Low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = key(0, at_least=0, at_most=MOST_WIDTH, zero_means="no adapters")
@@ -142,7 +142,7 @@ class LoraConfig:
 
 
 @dataclass
-class FeatureCacheConfig:
+class FeatureCacheConfig(Section):
     """Features of a frozen encoder, kept on disk from one epoch to the next."""
 
     dir: str = ""
@@ -152,7 +152,7 @@ class FeatureCacheConfig:
 
 
 @dataclass
-class PlaceholderConfig:
+class PlaceholderConfig(Section):
     """The tokens that a picture or a clip has in the text; its features replace the embeddings of the pads. Empty: as
     the tokenizer's chat template has them, else `<image>` or `<audio>` alone. See docs/data.md#placeholders."""
 
@@ -168,7 +168,7 @@ class PlaceholderConfig:
 
 
 @dataclass
-class ModuleConfig:
+class ModuleConfig(Section):
     """One module: an encoder with its projector, or the language model; what of it is frozen; its layout."""
 
     encoder: Any = None

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.schema_modules import MOST_RANKS
 
 
 @dataclass
-class PlacementConfig:
+class PlacementConfig(Section):
     """Which ranks the modules get."""
 
     mode: str = key("disjoint", choices=("disjoint", "shared"))

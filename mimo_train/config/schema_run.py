@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mimo_train.config.fault import Fault
 from mimo_train.config.installed import library_faults
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.places import local_faults
 
 LEAST_PATIENCE = 0.25
@@ -16,7 +16,7 @@ YEAR = 365 * 24 * 60
 
 
 @dataclass
-class RunConfig:
+class RunConfig(Section):
     """Where a run lives and what it runs on."""
 
     dir: str = key("runs/run", filled="the folder that the run writes into")

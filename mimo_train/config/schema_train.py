@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mimo_train.config.fault import Fault
-from mimo_train.config.keys import key, value_faults
+from mimo_train.config.keys import Section, key, value_faults
 
 RECOMPUTE = ("none", "selective", "full")
 """Values of `train.recompute`."""
@@ -33,7 +33,7 @@ MOST_MINUTES = 100 * 365 * 24 * 60
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Section):
     """The loop."""
 
     iters: int = key(1000, at_least=0)
@@ -124,7 +124,7 @@ class TrainConfig:
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(Section):
     """The optimizer and its schedule, the same for every module."""
 
     name: str = key("adamw", choices=("adamw",))

@@ -12,7 +12,7 @@ from data.storage.url import Place, place_of
 from encoders.plain.spec import PlainSpec
 from encoders.ranges import MOST
 from encoders.spec import encoders_in, joint_faults, most_tokens, number_faults
-from mimo_train.config.fault import ConfigError, Fault
+from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.keys import value_faults
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
@@ -86,14 +86,28 @@ def resolve(cfg: ConfigContainer, ranks_per_node: int = 0) -> Run:
             it; 0 if there is no launcher, or one node.
 
     Raises:
+        UserError: `cfg` is not a `ConfigContainer`.
         ConfigError: every one of `config_faults`.
     """
+    require_config(cfg)
     placed = on_nodes(cfg, ranks_per_node)
     found = config_faults(placed)
     if found:
         raise ConfigError(found)
     # The config stays the user's: saved with a launcher's number in it, it would not fit other nodes.
     return Run(cfg, lay_out(placed), Batch.of(cfg))
+
+
+def require_config(cfg: object) -> None:
+    """
+    Raises:
+        UserError: `cfg` is not a `ConfigContainer`, but the name of a config or its keys, for example.
+    """
+    if not isinstance(cfg, ConfigContainer):
+        raise UserError(
+            f"config: expected a ConfigContainer, got {type(cfg).__name__}. Load one with "
+            'mimo_train.config.compose.load("gpt_tiny", ["train.iters=10"])'
+        )
 
 
 def on_nodes(cfg: ConfigContainer, ranks_per_node: int) -> ConfigContainer:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.timers import Timers
 from megatron.core.utils import StragglerDetector
 
+from encoders.ranges import FixedKeys
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.metrics.console import Console
 from mimo_train.metrics.metrics_log import MetricsLog
@@ -19,8 +20,8 @@ from mimo_train.step.result import StepResult
 
 
 @dataclass
-class TrainState:
-    """The progress of a run. Saved in checkpoints."""
+class TrainState(FixedKeys):
+    """The progress of a run. Saved in checkpoints. It has no other attributes."""
 
     step: int = 0
     """Optimizer steps done."""

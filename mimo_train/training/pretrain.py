@@ -18,7 +18,7 @@ from mimo_train.launch.processes import is_idle, numbered, say_idle, started_run
 from mimo_train.launch.restarts import stopped_code
 from mimo_train.launch.watched import note_error, watched
 from mimo_train.model.heads import ModelHook
-from mimo_train.plan.run import Run
+from mimo_train.plan.run import Run, require_config
 from mimo_train.step import gpt_step, mimo_step
 from mimo_train.step.counted_texts import CountingStopped
 from mimo_train.step.forward_step import ForwardStepCallable, load_forward_step
@@ -74,6 +74,7 @@ def pretrain(
         The exit code; 0 at once on a process without a module (`placement.allow_idle`).
 
     Raises:
+        UserError: `config` is not a `ConfigContainer`.
         ConfigError: values, modules, layout or batch are impossible, or a callback or forward step cannot be loaded.
         UserError, DataError: `run.dir`, data, tokenizer or checkpoint cannot be used.
     """
@@ -148,6 +149,7 @@ def finetune(
     Raises:
         ConfigError: `checkpoint.weights` is empty. Also everything that `pretrain` raises.
     """
+    require_config(config)
     if not config.checkpoint.weights:
         raise ConfigError([Fault("checkpoint.weights", "is empty: finetune starts from the weights of a checkpoint")])
     return pretrain(

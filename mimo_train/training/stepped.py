@@ -40,10 +40,10 @@ class SteppedRun:
             forward_step_func: see `forward_step.ACCEPTED_FORMS`; default: `default_forward_step`.
             pre_wrap_hook: changes the model chunks before they are wrapped, see `mimo_train.model.heads`.
         """
-        if forward_step_func is not None:
-            require_one_forward_step(config)
         votes = ExitVotes(ExitSignal(), 0, 0)
         run = started_run(config)
+        if forward_step_func is not None:
+            require_one_forward_step(config)
         require_none_idle(run)
         self._watch = Driven()
         with self._watch.starts(run):

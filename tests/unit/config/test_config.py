@@ -8,8 +8,10 @@ import pytest
 import yaml
 
 from encoders.projectors.spec import ProjectorSpec
+from encoders.ranges import FixedKeys
 from encoders.registry import FAMILIES
 from mimo_train.config import compose
+from mimo_train.config.compose import load
 from mimo_train.config.fault import ConfigError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
@@ -156,6 +158,35 @@ def test_sections_of_megatron_bridge_are_answered_with_ours():
     with pytest.raises(AttributeError, match="no section 'trian'; did you mean train"):
         cfg.trian  # noqa: B018
     assert not hasattr(cfg, "model") and copy.deepcopy(cfg) == pickle.loads(pickle.dumps(cfg)) == cfg
+
+
+def sections(section, path: str = "") -> dict[str, object]:
+    """Every dataclass in a config, the specs of encoders and projectors included, by its key."""
+    inner = section.values() if isinstance(section, dict) else ()
+    if dataclasses.is_dataclass(section):
+        inner = [getattr(section, field.name) for field in dataclasses.fields(section)]
+    found = {type(section).__name__: section} if dataclasses.is_dataclass(section) else {}
+    for value in inner:
+        found |= sections(value)
+    return found
+
+
+def test_an_attribute_that_is_no_key_is_an_error_in_every_section():
+    cfg = load("vlm_digits")
+    cfg.train.iters = 7
+    everywhere = sections(cfg)
+    for name, family in FAMILIES.items():  # an instance as it is before its fields are set
+        assert issubclass(family.spec, FixedKeys), name
+        everywhere[family.spec.__name__] = object.__new__(family.spec)
+    assert {"TrainConfig", "LayoutConfig", "LlmSpec", "VisionSpec", "WhisperSpec", "ProjectorSpec"} <= everywhere.keys()
+    for name, section in everywhere.items():
+        with pytest.raises(AttributeError, match=f"{name} has no key 'no_such_key'"):
+            section.no_such_key = 1
+    with pytest.raises(AttributeError, match=r"TrainConfig has no key 'train_iters'. Did you mean iters"):
+        cfg.train.train_iters = 1
+    with pytest.raises(AttributeError, match=r"OptimConfig has no key 'learning_rate'. Its keys are name, lr, "):
+        cfg.optim.learning_rate  # noqa: B018
+    assert copy.deepcopy(cfg) == cfg and dataclasses.replace(cfg.train, iters=8).iters == 8 and cfg.train.iters == 7
 
 
 def test_all_unknown_keys_are_named_at_once():

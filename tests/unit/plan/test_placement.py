@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.launch import processes
 from mimo_train.plan import placement
 from mimo_train.plan.run import layout_faults, resolve
@@ -233,6 +233,19 @@ def test_pretrain_refuses_processes_before_they_meet(launcher):
     with pytest.raises(ConfigError) as raised:
         pretrain(cfg)
     assert [str(fault) for fault in raised.value.faults] == started(cfg)
+
+
+@pytest.mark.parametrize("config", ["gpt_tiny", {"train": {"iters": 1}}, None], ids=["name", "keys", "none"])
+def test_what_is_no_config_is_named_at_every_entry(launcher, config):
+    from mimo_train.bridge.training.finetune import finetune
+    from mimo_train.bridge.training.pretrain import pretrain
+    from mimo_train.bridge.training.setup import setup
+    from mimo_train.training.stepped import SteppedRun
+
+    launcher(0, 1)
+    for entry in (pretrain, finetune, setup, lambda config: SteppedRun(config, pretrain)):
+        with pytest.raises(UserError, match=f"config: expected a ConfigContainer, got {type(config).__name__}. Load"):
+            entry(config)
 
 
 def test_pretrain_ends_at_once_where_no_module_stands(launcher, capsys):
