@@ -153,7 +153,7 @@ def open_dataset(
     Args:
         config: a shipped name such as `vlm_digits`, a YAML file, or a config.
         overrides: `key=value`, with a name or a file.
-        split: `train`; `validation` for the first held-out set; `validation/NAME` for one with a name.
+        split: `train`; `validation` for the first held-out set; `validation/NAME` for one with a name; `test`.
 
     Raises:
         ConfigError: the config has errors.
@@ -173,8 +173,9 @@ def open_dataset(
     if split != "train":
         names: dict[str, HeldOutSet] = {}
         for item in held_out_sets(cfg):
-            names.setdefault("validation", item)
-            names[f"validation/{item.name}" if item.name else "validation"] = item
+            if not item.is_test:
+                names.setdefault("validation", item)
+            names["test" if item.is_test else f"validation/{item.name}".rstrip("/")] = item
         if split not in names:
             raise UserError(f"split: {split!r} does not exist. Choose one of {', '.join(['train', *names])}")
         held_out = names[split]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from data.pipeline import GivesUp, TokenDataset, never, require_budget
 from data.storage.replace import replacing
 from data.tokens import Tokenizer
+from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.evaluation.bad_sample_report import BadSampleReport
 from mimo_train.evaluation.caller_losses import CallerLosses, is_default_step, writes_text
@@ -110,6 +111,13 @@ class HeldOut:
             all_logits: whether the model gives logits everywhere, also with `train.logits=learned`.
         """
         return self._open(Ending(), all_logits=all_logits)
+
+    def __next__(self) -> Any:
+        """Raise an error with what to call instead: a set has no position of its own."""
+        raise UserError(
+            "valid_data_iterator: next() is not supported. Open an iterator for each pass: "
+            "data = valid_data_iterator(), data.advance(), then next(data)"
+        )
 
     def _open(self, ending: Ending, *, all_logits: bool = False) -> StepIterator:
         loader = open_loader(

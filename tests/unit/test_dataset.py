@@ -89,6 +89,12 @@ def test_held_out_sets_have_their_names(shards):
         first[2]
     with pytest.raises(UserError, match="no held-out samples"):
         first.step_samples(1)
+    cfg.data.test_shards = shards("third", 1)
+    assert open_dataset(cfg, split="test")[0].key == "third0"
+    assert open_dataset(cfg, split="validation")[0].key == "first0"
+    cfg.data.validation_shards = ""
+    assert open_dataset(cfg, split="validation")[0].key == "second0"
+    cfg.data.test_shards = ""
     with pytest.raises(UserError, match="'test' does not exist. Choose one of train, validation, validation/other"):
         open_dataset(cfg, split="test")
 

@@ -77,6 +77,12 @@ def _samples_and_timers(cfg) -> str:
     assert "step=0" in repr(run.state) and len(repr(run.state)) < 2000
     with pytest.raises(UserError, match=r"no step is current yet\. Call its advance\(\)"):
         next(data)
+    with pytest.raises(UserError, match="valid_data_iterator: next"):
+        next(run.valid_data_iterator)
+    opened = run.valid_data_iterator()
+    opened.advance()
+    assert torch.equal(next(opened)["input_ids"][0][:4], open_dataset(cfg, split="validation")[0].input_ids[:4])
+    opened.close()
 
     def forward_step(state: GlobalState, data_iterator, model):
         timers = state.timers
@@ -104,7 +110,14 @@ def _samples_and_timers(cfg) -> str:
 
 
 def test_a_forward_step_sees_the_samples_of_open_dataset_and_its_timers_are_logged(digits, tmp_path):
-    cfg = config("vlm_digits", tmp_path / "run", digits, "layout=one_process", "train.iters=2")
+    cfg = config(
+        "vlm_digits",
+        tmp_path / "run",
+        digits,
+        "layout=one_process",
+        "train.iters=2",
+        f"data.validation_shards={digits}/held_out",
+    )
     (step,) = run_ranks(_samples_and_timers, 1, cfg)
     assert step.startswith("StepBatch(samples 16 to 31, images ") and len(step) < 200, step
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
