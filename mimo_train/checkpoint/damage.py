@@ -1,7 +1,7 @@
 """Errors of checkpoints whose files are not those that were written, or cannot be read. Imports no torch."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,8 +22,8 @@ class FolderFailed(UserError, OSError):
 _LOOKS, _PAUSE = 5, 0.05
 """Looks at a folder without a marker, and the seconds between them."""
 _DAMAGED = " is damaged: "
-REMEDY = "; remove this folder, and checkpoint.resume=auto takes the newest that is left, or name another one"
-"""End of the message of a damaged checkpoint."""
+REMEDY = "; name another checkpoint (`mimo-train checkpoint list` shows those of a run), or remove this folder"
+"""End of the message of a damaged checkpoint: right for training, an export and any other reader."""
 
 
 def damaged(folder: Place, why: str) -> UserError:
@@ -35,6 +35,21 @@ def damaged(folder: Place, why: str) -> UserError:
             "takes the newest, or let that run keep more (checkpoint.keep, checkpoint.keep_every)"
         )
     return DamagedCheckpoint(f"checkpoint {folder}{_DAMAGED}{why}{REMEDY}")
+
+
+def all_damaged(run_dir: Place, key: str, errors: Sequence[UserError]) -> UserError:
+    """Return the error of a run of which every checkpoint is damaged: a line for each, and what to do.
+
+    Args:
+        key: config key of `run_dir`.
+        errors: of the checkpoints, the newest first.
+    """
+    lines = [str(error).removesuffix(REMEDY) for error in errors]
+    last = (
+        f"{key}: no checkpoint in {run_dir} can be read ({len(errors)} tried), and none was moved: copy the damaged "
+        f"files again, or begin a new run in another {key}"
+    )
+    return UserError("\n".join([*lines, last]))
 
 
 def _is_removed(folder: Place) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from data.storage.url import Place, Url
 from mimo_train.checkpoint import folder_changes, folders
-from mimo_train.checkpoint.damage import damage_in
+from mimo_train.checkpoint.damage import all_damaged, damage_in
 from mimo_train.config.fault import UserError
 from mimo_train.parallel.agreement import agreed
 
@@ -58,10 +58,8 @@ def newest_that_loads(run_dir: Place, load: Callable[[Place], None]) -> tuple[Pl
             before = "\n".join(str(found) for _, found in given_up)
             raise UserError(f"{before}\nand of the one before: {error}") from error
         return folder, _set_aside(given_up)
-    if len(given_up) > 1:
-        raise UserError("\n".join(str(error) for _, error in given_up))
     if given_up:
-        raise given_up[0][1]
+        raise all_damaged(run_dir, folders.key_of(run_dir), [error for _, error in given_up])
     return None, []
 
 

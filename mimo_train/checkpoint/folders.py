@@ -14,7 +14,15 @@ from typing import Any
 
 from data.storage.url import WEB, Place, Url, place_of
 from mimo_train.checkpoint import object_folders as objects
-from mimo_train.checkpoint.damage import REMEDY, DamagedCheckpoint, damage_named, damaged, failure_named, unreadable
+from mimo_train.checkpoint.damage import (
+    REMEDY,
+    DamagedCheckpoint,
+    all_damaged,
+    damage_named,
+    damaged,
+    failure_named,
+    unreadable,
+)
 from mimo_train.checkpoint.format.blocks import Blocks
 from mimo_train.checkpoint.format.files import COMPLETE, marked_file, patiently
 from mimo_train.checkpoint.other_formats import require_own_format
@@ -122,7 +130,7 @@ def newest_readable(run_dir: Place) -> tuple[Place | None, list[str]]:
             continue
         return folder, [str(error).removesuffix(REMEDY) for error in passed_over]
     if passed_over:
-        raise UserError("\n".join(map(str, passed_over)))
+        raise all_damaged(run_dir, key_of(run_dir), passed_over)
     return None, []
 
 
@@ -142,7 +150,7 @@ def _newest_of_whole(run_dir: Place, key: str) -> Place | None:
     if spoilt:
         raise UserError(
             f"{key}: {', '.join(map(str, spoilt))}: no complete checkpoint, there is no {COMPLETE} in it, but later "
-            f"than {found or 'the start of the run'}: copy what is missing, or remove it to go on from there"
+            f"than {found or 'the start of the run'}: copy what is missing, or remove it to use that one"
         )
     return found
 

@@ -4,7 +4,7 @@ With `checkpoint.trained_only` a checkpoint has no weights that its run never tr
 these as the first run did, from its `checkpoint.weights` or from its seed, and compares fingerprints.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -61,12 +61,26 @@ def require_same(record: dict[str, Any], missing: Collection[Held], folder: Plac
     """
     was, now = record[LEFT_OUT], fingerprint(missing)
     if was != now:
+        sources = _sources(record["config"])
         raise UserError(
-            f"checkpoint.weights: checkpoint {folder} has trained weights only, and the frozen ones here are not those "
-            f"of its run (fingerprint {now}, was {was}): give the weights and the seed that it began with "
-            f"(checkpoint.weights={record['config']['checkpoint']['weights'] or '(none)'}, "
-            f"run.seed={record['config']['run']['seed']}, checkpoint.load_modules), and the same config of the model"
+            f"{next(iter(sources))}: checkpoint {folder} has trained weights only, and the frozen weights differ from "
+            f"those of its run (fingerprint {now}, expected {was}). Its run took them from "
+            f"{', '.join(f'{key}={value}' for key, value in sources.items())}: restore what has changed there"
         )
+
+
+def _sources(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where a run took its frozen weights from, by key: its seed alone where from nothing else."""
+    sources = {"checkpoint.weights": config["checkpoint"]["weights"]}
+    sources |= {
+        f"checkpoint.load_modules.{name}.path": load["path"]
+        for name, load in (config["checkpoint"].get("load_modules") or {}).items()
+    }
+    for name, module in config["modules"].items():
+        encoder = module.get("encoder") or {}
+        sources[f"modules.{name}.pretrained"] = module.get("pretrained")
+        sources |= {f"modules.{name}.encoder.{key}": encoder.get(key) for key in encoder if key.endswith("pretrained")}
+    return {key: value for key, value in sources.items() if value} | {"run.seed": config["run"]["seed"]}
 
 
 def _hash(held: Held, span: Span, data: torch.Tensor) -> int:

@@ -149,9 +149,12 @@ def test_every_damage_of_every_file_is_named_and_the_one_before_is_taken(whole, 
     ranks = run_ranks(_resumed, 2, cfg, str(good), [*(str(run) for *_, run in cases), str(both)])
     (_, _, aside, fault, _), (_, _, *others, _) = (of.pop() for of in ranks)
     assert ranks[0] == ranks[1] and others == [aside, fault]
-    assert not aside and [line.partition(" is damaged: ")[0] for line in fault.splitlines()] == [
+    *damages, remedy = fault.splitlines()
+    assert not aside and [line.partition(" is damaged: ")[0] for line in damages] == [
         f"checkpoint {folders.final_folder(both, step)}" for step in (4, 2)
     ]
+    assert remedy.startswith(f"run.dir: no checkpoint in {both} can be read (2 tried), and none was moved: copy ")
+    assert "remove this folder" not in fault
     assert len(folders.newest_first(both)) == 2, "nothing is moved where nothing is left"
     for (name, file, run), (same, step, aside, fault, chosen) in zip(cases, ranks[0], strict=True):
         newest = folders.final_folder(run, 4)

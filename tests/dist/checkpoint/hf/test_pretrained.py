@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mimo_train.config.compose import load
+from mimo_train.config.pretrained.weight_files import SINGLE
+from mimo_train.plan.run import resolve
 from tests.dist.checkpoint.hf.models import TOKENS, make_llama
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import TINY, TINY_ENCODER, TOLERANCE, curve, largest_difference, train_on_ranks, train_rank
@@ -194,7 +196,15 @@ def test_adapters_alone_are_saved_and_the_directory_is_their_base(llama, digits,
     own = ("optim.decay=constant", "modules.language.lora.rank=2", "modules.language.lora.dora=true", *CUT[:2])
     own += ("checkpoint.trained_only=true", "modules.images.freeze=[encoder]", "train.micro_batch_size=4")
     runs = {name: f"train.iters={steps}" for name, steps in (("whole", 4), ("half", 2))}
-    whole, half = (pretrained("vlm_digits", tmp_path / name, digits, llama, *own, one) for name, one in runs.items())
-    rest = pretrained("vlm_digits", tmp_path / "half", digits, llama, *own, "train.iters=4")
+    base = Path(shutil.copytree(llama, tmp_path / "base"))
+    whole, half = (pretrained("vlm_digits", tmp_path / name, digits, base, *own, one) for name, one in runs.items())
+    rest = pretrained("vlm_digits", tmp_path / "half", digits, base, *own, "train.iters=4")
     train_on_ranks(half)
     assert curve(train_on_ranks(rest)) == curve(train_on_ranks(whole))
+    there = tensors(base)
+    there["model.norm.weight"][3] += 1
+    save_file(there, base / SINGLE)
+    again = pretrained("vlm_digits", tmp_path / "half", digits, base, *own, "train.iters=5")
+    said, *_ = run_ranks(_refused, resolve(again).layout.processes[-1] + 1, again)
+    assert said.startswith("modules.language.pretrained: checkpoint ") and "the frozen weights differ" in said
+    assert f"took them from modules.language.pretrained={base}, run.seed=1234: restore" in said
