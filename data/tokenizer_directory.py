@@ -19,6 +19,10 @@ COPIED = (
 """Files of a folder that belong to its tokenizer."""
 TEMPLATE = "chat_template.jinja"
 
+GENERIC_CLASS = "PreTrainedTokenizerFast"
+MODEL_INPUTS = ["input_ids", "attention_mask"]
+"""Of the generic class version 4 makes `token_type_ids` too, unless told otherwise, and `generate` rejects them."""
+
 _BYTE_MARKS = {256: "<|pad|>", 257: "<|begin|>", 258: "<|end|>"}
 
 
@@ -125,7 +129,8 @@ def _write_bytes(tokenizer: ByteTokenizer, to: Path, pads: Sequence[int]) -> Non
     }
     names = {"pad_token": tokenizer.pad_id, "bos_token": tokenizer.begin_id, "eos_token": tokenizer.end_of_turn_id}
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": GENERIC_CLASS,
+        "model_input_names": MODEL_INPUTS,
         **{name: marks[token] for name, token in names.items() if token is not None},
         "clean_up_tokenization_spaces": False,
         "added_tokens_decoder": {str(one["id"]): _without_id(one) for one in added},
@@ -164,12 +169,15 @@ def _add_special(to: Path, tokens: Mapping[int, str]) -> None:
 
 
 def make_readable_by_version_4(to: Path) -> None:
-    """Version 5 names a class that version 4 does not know, for a tokenizer that both read, and calls a list of tokens
-    by what is a mapping there, and what was its name before, which both read."""
+    """Version 5 names a class that version 4 does not know, for a tokenizer that both read, of which version 4 has other
+    inputs of models by default; and it calls a list of tokens by what is a mapping there, and what was its name before,
+    which both read."""
     config = to / "tokenizer_config.json"
     settings = found = _read(config)
     if settings.get("tokenizer_class") == "TokenizersBackend" and (to / "tokenizer.json").is_file():
-        settings = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings = settings | {"tokenizer_class": GENERIC_CLASS}
+    if settings.get("tokenizer_class") == GENERIC_CLASS:
+        settings = {"model_input_names": MODEL_INPUTS, **settings}
     if isinstance(settings.get("extra_special_tokens"), list):
         tokens = settings["extra_special_tokens"]
         settings = {name: value for name, value in settings.items() if name != "extra_special_tokens"}

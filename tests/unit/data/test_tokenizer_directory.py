@@ -75,6 +75,8 @@ def test_the_byte_tokenizer(tmp_path):
     assert names == (ours.pad_id, ours.begin_id, ours.end_of_turn_id)
     assert theirs.convert_tokens_to_ids("<image>") == ours.placeholder_id("<image>")
     same_conversations(ours, theirs, mask=True)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"]
 
 
 def test_as_a_directory_the_byte_tokenizer_is_what_it_was(tmp_path):
@@ -122,6 +124,8 @@ def test_what_version_5_has_saved_is_spelt_as_version_4_reads_it_too(tmp_path):
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert "extra_special_tokens" not in settings and settings["additional_special_tokens"] == ["<image>"]
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    # Of this class version 4 makes `token_type_ids` otherwise, which `generate` and Qwen2-Audio reject.
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"]
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert isinstance(again, PreTrainedTokenizerFast) and again.extra_special_tokens == ["<image>"]
     assert again.encode("a<image>b") == tokenizer.encode("a<image>b")
