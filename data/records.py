@@ -30,6 +30,7 @@ from data.conversation import (
 )
 from data.errors import NothingToLearn, RecordError, UnknownRecord
 from data.fields import ABSENT, LEARNED, Fields
+from data.foreign_markers import special_marker, with_our_markers
 from data.frames import Picture
 from data.message_loss import split_loss
 from data.record_checks import require_characters, require_download, text_of_file
@@ -161,8 +162,12 @@ def parse_fields(
             raise RecordError(f"key {key!r}: {fields.key}.system: a text alone has no place for a system text")
         conversation = Conversation(_with_system(record, turns, key))
     else:
+        try:
+            question = with_our_markers([{"from": "human", "value": question}], "from", "value", media)[0]["value"]
+        except RecordError as error:
+            raise RecordError(f"key {key!r}: question{error}") from None
         _refuse_stray(question, f"key {key!r}: question", MARKERS)
-        _refuse_stray(value, f"key {key!r}: {answer}", {})
+        _refuse_stray(value, f"key {key!r}: {answer}", {}, has_media=bool(media))
         turns = Turn("user", with_media(question, media, pictures)), Turn("assistant", (Part("text", value),))
         conversation = Conversation(_with_system(record, turns, key))
     return _checked(conversation, key, media, pictures, bounds)
@@ -268,6 +273,10 @@ def _from_json(
             )
         if above := bounds.of_turns(len(turns)):
             raise RecordError(f"key {key!r}: {name}: {above}")
+        try:
+            turns = with_our_markers(turns, role_field, content_field, media)
+        except RecordError as error:
+            raise RecordError(f"key {key!r}: {name}{error}") from None
         found = []
         for at, turn in enumerate(turns):
             try:
@@ -370,16 +379,17 @@ def _typed_part(part: Any) -> Part:
 def _caption(text: str, media: Mapping[str, int], pictures: Sequence[Picture], key: Key) -> Conversation:
     """Media first, as a user turn, then the caption as the assistant's; text alone is one plain turn."""
     if media:
-        _refuse_stray(text, f"key {key!r}: the caption", {})
+        _refuse_stray(text, f"key {key!r}: the caption", {}, has_media=True)
     first = media_first(media, pictures)
     if not first:
         return Conversation((Turn("plain", (Part("text", text),)),))
     return Conversation((Turn("user", first), Turn("assistant", (Part("text", text),))))
 
 
-def _refuse_stray(text: str, where: str, taken: Mapping[str, str]) -> None:
-    """Raises RecordError for a marker that would be trained as text."""
-    if marker := stray_marker(text, taken):
+def _refuse_stray(text: str, where: str, taken: Mapping[str, str], *, has_media: bool = False) -> None:
+    """Raises RecordError for a marker that would be trained as text; where a run has media, also for one that another
+    family writes as a special token."""
+    if marker := stray_marker(text, taken) or (special_marker(text) if has_media else None):
         raise RecordError(
             f"{where}: {marker} marks the place of a medium, and nothing takes it there: remove it, or write the text "
             "as a typed part of a message, which is literal"

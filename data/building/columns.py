@@ -11,6 +11,7 @@ from typing import Any
 from data.conversation import MARKERS
 from data.errors import DataError, RecordError
 from data.fields import MEDIA, TEXTS
+from data.foreign_markers import with_our_markers
 
 _FORMS = ("conversations", "messages", "caption", "text")
 """Of records, the first that one has counts."""
@@ -66,7 +67,7 @@ class Columns:
         """
         rules = []
         if not self.changes_records and "texts" not in record:
-            return (record, (MARKED,)) if _mark(record, counts) else (record, ())
+            return (record, (MARKED,)) if _mark(record, counts, where) else (record, ())
         given = {what: _value(record, column, where) for what, column in self.names.items() if what in TEXTS}
         if not given and "texts" in record and not any(name in record for name in _FORMS):
             given, rules = {"conversations": record["texts"]}, [PAIRED]
@@ -83,7 +84,7 @@ class Columns:
             if answer is not None:
                 record = self._answered(record, None, _text(record[answer], answer, where), counts, where)
         record |= {what: given[what] for what in ("system", "tools") if given.get(what) is not None}
-        if _mark(record, counts):
+        if _mark(record, counts, where):
             rules.append(MARKED)
         return record, tuple(rules)
 
@@ -93,7 +94,8 @@ class Columns:
         question = _text(question, "question", where) or self.question
         if not question or answer is None:
             return _with({"caption": answer}, record)
-        if not any(marker in question for marker in MARKERS):
+        said = [{"from": "human", "value": question}]
+        if not _is_marked(question) and not _has_foreign(said, "from", "value", counts, where):
             question = _markers(counts) + question
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
         return _with({"conversations": turns}, record)
@@ -139,7 +141,15 @@ def _markers(counts: Mapping[str, int]) -> str:
     return "".join(f"{marker}\n" * counts.get(kind, 0) for marker, kind in MARKERS.items())
 
 
-def _mark(record: dict[str, Any], counts: Mapping[str, int]) -> bool:
+def _has_foreign(turns: list[Any], role: str, content: str, counts: Mapping[str, int], where: str) -> bool:
+    """True if markers of other families stand for media. Raises RecordError as `with_our_markers` does."""
+    try:
+        return with_our_markers(turns, role, content, counts) != turns
+    except RecordError as error:
+        raise RecordError(f"{where}: its text{error}") from None
+
+
+def _mark(record: dict[str, Any], counts: Mapping[str, int], where: str) -> bool:
     """Put media before the first question, where no turn says where they are."""
     if not any(counts.values()):
         return False
@@ -150,6 +160,8 @@ def _mark(record: dict[str, Any], counts: Mapping[str, int]) -> bool:
         for turn in turns:
             if _is_marked(turn.get(content)):
                 return False
+        if _has_foreign(turns, role, content, counts, where):
+            return False
         for at, turn in enumerate(turns):
             said = turn.get(content)
             if turn.get(role) not in ("human", "user"):

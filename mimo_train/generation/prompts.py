@@ -12,6 +12,8 @@ import torch
 from data.beside import stray_marker
 from data.collate import collate_media, encode_prompt
 from data.conversation import MARKERS, Part, Turn, split_markers, with_media
+from data.errors import RecordError
+from data.foreign_markers import with_our_markers
 from data.media.decode import decode_frames, decode_media
 from data.media.ground import colour_of
 from data.media.headers import parse_extent
@@ -204,10 +206,15 @@ def user_turn(text: str, media: Sequence[Medium]) -> Turn:
     """
     # An argument of the command line may hold bytes that are no text.
     text = text.encode("utf-8", "replace").decode()
+    given = Counter(medium.kind for medium in media)
+    try:
+        counts = {kind: given[kind] for kind in NAMES}
+        text = with_our_markers([{"from": "human", "value": text}], "from", "value", counts)[0]["value"]
+    except RecordError as error:
+        raise UserError(f"the message{error}") from None
+    parts = with_media(text, given)
     if marker := stray_marker(text, MARKERS):
         raise UserError(f"the message has {marker}, and no model here takes what it marks: leave it out")
-    given = Counter(medium.kind for medium in media)
-    parts = with_media(text, given)
     marked = Counter(part.kind for part in parts)
     if len(given) > 1 and not any(part.kind != "text" for part in split_markers(text)):
         # In the order in which they are given.

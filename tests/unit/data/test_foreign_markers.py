@@ -1,0 +1,115 @@
+"""Markers of media as other families write them: places where they stand for media, text or an error where not."""
+
+import json
+
+import pytest
+
+from data.building.columns import MARKED, Columns
+from data.conversation import MARKERS, Part
+from data.errors import RecordError
+from data.fields import read_fields
+from data.frames import Picture
+from data.records import parse_fields, parse_record
+
+IMAGE = (
+    "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|><|image_pad|>",
+    "<img><IMG_CONTEXT><IMG_CONTEXT></img>",
+    "<IMG_CONTEXT>", "<start_of_image>", "<start_of_image><image_soft_token><end_of_image>", "<|image|>", "<|image_1|>",
+    "<|begin_of_image|><|image|><|end_of_image|>", "<image_0>", "<image 1>",
+    "<Img><ImageHere></Img>", "<image_placeholder>",
+    "<|media_start|>image<|media_content|><|media_pad|><|media_end|>", "<image>./</image>",
+    "<img>coco/1.jpg</img>", "<Image>", "<Image></Image>", "[IMG]",
+)  # fmt: skip
+AUDIO = ("<|audio_bos|><|AUDIO|><|audio_eos|>", "<|AUDIO|>", "<|audio_start|><|audio_pad|><|audio_end|>", "<|audio_1|>",
+    "<audio>a.wav</audio>", "<|audio|>", "[AUDIO]", "<Audio>")  # fmt: skip
+VIDEO = ("<|vision_start|><|video_pad|><|vision_end|>", "<|video|>", "<video>a.mp4</video>", "<Video>")
+CASES = [(kind, marker) for kind, own in (("image", IMAGE), ("audio", AUDIO), ("video", VIDEO)) for marker in own]
+
+
+def record(question: str, answer: str = "a", form: str = "conversations") -> dict:
+    if form == "messages":
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+
+
+def parts(question: str, media: dict[str, int], answer: str = "a", form: str = "conversations"):
+    raw = json.dumps(record(question, answer, form)).encode()
+    return parse_record(raw, "json", "k", media).turns[0].parts
+
+
+@pytest.mark.parametrize("form", ["conversations", "messages"])
+@pytest.mark.parametrize(("kind", "marker"), CASES)
+def test_they_are_places_of_media_where_they_stand(kind, marker, form):
+    media = {"image": 0, "audio": 0, kind: 1}
+    if kind == "video":
+        # Its pictures, of which the sample has one.
+        media, kind = {"image": 1}, "image"
+        marker = marker.replace("<Video>", "<|video_pad|>")
+        raw = json.dumps(record(f"what is {marker}\nthis?", form=form)).encode()
+        found = parse_record(raw, "json", "k", media, pictures=[Picture("0.jpg", 0)]).turns[0].parts
+    else:
+        found = parts(f"what is {marker}\nthis?", media, form=form)
+    assert found == (Part("text", "what is "), Part(kind), Part("text", "this?"))
+
+
+def test_several_in_order_and_beside_ours():
+    place = Part("image")
+    assert parts("<image_1><image_2>\nq", {"image": 2}) == (place, place, Part("text", "q"))
+    assert parts("<image>\n[IMG]q", {"image": 2}) == (place, place, Part("text", "q"))
+    two = "<|vision_start|><|image_pad|><|vision_end|>" * 2
+    assert parts(f"{two}q", {"image": 2}) == (place, place, Part("text", "q"))
+
+
+@pytest.mark.parametrize("marker", ["[IMG]", "<img>a</img>", "<Image>", "[IMG]http://a.b/c.png[/IMG]", "<|image_pad|>"])
+def test_without_media_they_are_text(marker):
+    """In a run without encoders, and in one that has media what is not a special token."""
+    assert parts(f"say {marker}", {}) == (Part("text", f"say {marker}"),)
+    if marker != "<|image_pad|>":
+        assert parts(f"say {marker}", {"image": 0}) == (Part("text", f"say {marker}"),)
+    else:
+        with pytest.raises(RecordError, match="1 image placeholder, but the sample has 0"):
+            parts(f"say {marker}", {"image": 0})
+
+
+def test_those_that_may_be_text_stay_text_where_our_markers_are_enough():
+    found = parts("<image>\nWhat is [IMG]?", {"image": 1}, answer="<Image></Image>")
+    assert found == (Part("image"), Part("text", "What is [IMG]?"))
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "media", "message"),
+    [
+        ("[IMG] or [IMG]?", "a", {"image": 1}, r"0 <image> and 2 markers such as '\[IMG\]', but the sample has"),
+        ("q", "[IMG]", {"image": 1}, "0 image placeholders, but the sample has 1"),  # an answer is no place for these
+        ("<image_2> or <image_1>?", "a", {"image": 2}, "<image_2> marks the place"),
+        ("<image_1> or <image_1>?", "a", {"image": 2}, "<image_1> marks the place"),
+        ("<image>\nq", "<|image_pad|>", {"image": 1}, "2 image placeholders, but the sample has 1"),
+    ],
+)
+def test_what_does_not_fit_the_media_is_an_error(question, answer, media, message):
+    with pytest.raises(RecordError, match=message):
+        parts(question, media, answer)
+
+
+def test_captions_and_named_fields():
+    with pytest.raises(RecordError, match=r"the caption: <\|vision_start\|>.* marks the place of a medium"):
+        parse_record(b"<|vision_start|><|image_pad|><|vision_end|>A cat", "txt", "k", {"image": 1})
+    fields = read_fields({"question": "json[q]", "answer": "json[a]"})
+    raws = {"json": json.dumps({"q": "Is [IMG] red?", "a": "no"}).encode()}
+    turns = parse_fields(raws, fields, "k", {"image": 1}).turns
+    assert turns[0].parts == (Part("text", "Is "), Part("image"), Part("text", " red?"))
+    with pytest.raises(RecordError, match="question has 0 <image> and 1 marker such as"):
+        parse_fields(raws, fields, "k", {"image": 2})
+
+
+def test_a_build_puts_no_media_in_front_of_them():
+    counts = dict.fromkeys(MARKERS.values(), 0) | {"image": 1}
+    for question in ("<|vision_start|><|image_pad|><|vision_end|>q", "<img>1.jpg</img>q"):
+        given = record(question)
+        assert Columns().applied(given, counts, "row 1") == (given, ())
+        asked, _ = Columns({"question": "q", "answer": "a"}).applied({"q": question, "a": "x"}, counts, "row 1")
+        assert asked["conversations"][0]["value"] == question
+    made, rules = Columns().applied(record("q"), counts, "row 1")
+    assert made["conversations"][0]["value"] == "<image>\nq" and rules == (MARKED,)
+    with pytest.raises(RecordError, match="row 1: its text has 0 <image> and 2 markers"):
+        Columns().applied(record("[IMG][IMG]q"), counts, "row 1")
