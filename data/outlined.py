@@ -151,7 +151,7 @@ class OutlinedSamples(Samples):
                 return self._decode_all(spec, outline, list(zip(members, extents, strict=True))), None
             except Exception as error:
                 outline = replace(outline, bad_reason=self._reason(outline, error))
-        dtype = torch.uint8 if spec.kind == "image" else torch.float32
+        dtype = torch.uint8 if spec.kind == "image" and spec.resize.rounded else torch.float32
         zeros = [torch.zeros(spec.blank_shape(extent), dtype=dtype) for extent in extents]
         return zeros, None if outline.bad_reason is None else self._bad(outline, outline.bad_reason)
 

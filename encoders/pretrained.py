@@ -189,9 +189,10 @@ def preprocessor_config(spec: PictureSpec) -> dict[str, Any]:
         raise EncoderError(f"resize is {spec.resize}, and transformers' class has pictures of one size")
     side = {"height": spec.image_size, "width": spec.image_size}
     is_cut = spec.resize == "crop"
+    rounding = "CLIPImageProcessorFast" if is_cut else "SiglipImageProcessorFast"
     resample = {ours: theirs for theirs, ours in _RESAMPLE.items()}[spec.interpolation]
     return {
-        "image_processor_type": "CLIPImageProcessorFast" if is_cut else "SiglipImageProcessorFast",
+        "image_processor_type": rounding if spec.transform.rounded else "DINOv3ViTImageProcessorFast",
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": spec.shortest_edge or spec.image_size} if is_cut else side,

@@ -24,6 +24,8 @@ class PictureTransform:
     """Side in pixels of the tiles that it is cut into; 0: it is not."""
     background: tuple[int, int, int] = (0, 0, 0)
     """Of a square around a picture that is not cut where others are: red, green, blue."""
+    rounded: bool = True
+    """Whether resized pixels are rounded to whole numbers (uint8); otherwise they are float32, from 0 to 255."""
 
 
 class Merging(Protocol):

@@ -1,6 +1,7 @@
 """Bytes -> tensors: pictures as uint8 [3, H, W], audio as float32 [samples].
 
-Pictures stay uint8: they are a quarter of float32 on their way to the device, which normalises them. Orientation is
+Pictures stay uint8 where the encoder's preprocessing rounds them (`Resize.rounded`): they are a quarter of float32 on
+their way to the device, which normalises them. Orientation is
 applied by our own header parser and not by the decoder, so that sizes agree with the index for every format.
 """
 
@@ -53,8 +54,9 @@ def decode_media(
     bounds: Bounds = BOUNDS,
     ground: Colour | None = WHITE,
 ) -> torch.Tensor:
-    """A picture as uint8 [3, height, width], or a clip as float32 [samples], of `Media.size`; a picture with a `canvas`
-    (`Media.canvas`) as tiles, [tiles, 3, side, side]. `ground`: see `decode_picture`. Raises DecodeError."""
+    """A picture as uint8 [3, height, width] (float32 if `resize.rounded` is False), or a clip as float32 [samples], of
+    `Media.size`; a picture with a `canvas` (`Media.canvas`) as tiles, [tiles, 3, side, side]. `ground`: see
+    `decode_picture`. Raises DecodeError."""
     if canvas is not None:
         return decode_tiles(raw, canvas, resize, bounds, ground)
     if kind == "image":
@@ -209,14 +211,14 @@ def _mono_blocks(raw: bytes, bounds: Bounds) -> Iterator[tuple[np.ndarray, int]]
 def _resized(picture: torch.Tensor, size: list[int], resize: Resize) -> torch.Tensor:
     """A picture [3, H, W] stretched to `size`, (height, width)."""
     if list(picture.shape[1:]) == size:
-        return picture
-    return resize_picture(picture, size[0], size[1], resize.interpolation)
+        return picture if resize.rounded else picture.float()
+    return resize_picture(picture, size[0], size[1], resize.interpolation, resize.rounded)
 
 
 def _centred(picture: torch.Tensor, size: Sequence[int], colour: tuple[int, int, int]) -> torch.Tensor:
     """A picture [3, H, W] in the middle of one of `size`; of an odd border the larger part is at its right or below."""
     top, left = ((whole - own) // 2 for whole, own in zip(size, picture.shape[1:], strict=True))
-    found = torch.tensor(colour, dtype=torch.uint8)[:, None, None].repeat(1, *size)
+    found = torch.tensor(colour, dtype=picture.dtype)[:, None, None].repeat(1, *size)
     found[:, top : top + picture.shape[1], left : left + picture.shape[2]] = picture
     return found
 

@@ -6,7 +6,7 @@ import re
 
 from data.errors import DataError
 
-READING = 2
+READING = 3
 """Changes when the same file gives other pixels or samples than before."""
 
 Colour = tuple[int, int, int]

@@ -16,6 +16,8 @@ class Resize:
     """Side in pixels of the tiles that it is cut into; 0: it is not."""
     background: tuple[int, int, int] = (0, 0, 0)
     """Of a square around a picture that is not cut where others are: red, green, blue."""
+    rounded: bool = True
+    """Whether resized pixels are rounded to whole numbers (uint8); otherwise they are float32, from 0 to 255."""
 
     def whole(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) of a picture before its middle is cut out, from its own."""

@@ -23,16 +23,20 @@ def decode_image(raw: torch.Tensor) -> torch.Tensor:
     return torch.ops.image.decode_image(raw, _RGB, False)
 
 
-def resize(picture: torch.Tensor, height: int, width: int, interpolation: str) -> torch.Tensor:
-    """A picture, uint8 [3, H, W] -> uint8 [3, height, width], with antialiasing.
+def resize(picture: torch.Tensor, height: int, width: int, interpolation: str, rounded: bool = True) -> torch.Tensor:
+    """A picture, uint8 or float32 [3, H, W] -> uint8 [3, height, width], with antialiasing.
 
     Args:
         interpolation: `bilinear` or `bicubic`.
+        rounded: False: float32 instead, from 0 to 255.
     """
     batch = picture[None]
     if batch.is_contiguous(memory_format=torch.channels_last):
         # With the stride of a batch that torch expects: otherwise it gives the result another layout.
         batch = batch.as_strided(batch.shape, (batch.numel(), *batch.stride()[1:]))
+    if not rounded:
+        batch, size = batch.float(), [height, width]
+        return torch.nn.functional.interpolate(batch, size, mode=interpolation, align_corners=False, antialias=True)[0]
     in_bytes = interpolation == "bicubic" or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     found = torch.nn.functional.interpolate(
         batch if in_bytes else batch.float(), [height, width], mode=interpolation, align_corners=False, antialias=True

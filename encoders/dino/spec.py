@@ -56,8 +56,7 @@ class Dinov2Spec(TowerSpec):
 class Dinov3Spec(TowerSpec):
     """DINOv3's vision transformers (Simeoni et al. 2025, arXiv 2508.10104): class token, register tokens, positions by
     rotation of queries and keys, keys without a bias, a learned scale behind each branch of a layer. The random changes
-    of scale that its training gives to positions are not made. Its published preprocessing resizes in floating point;
-    ours rounds each pixel to one of 256 values."""
+    of scale that its training gives to positions are not made. Resized pixels are not rounded."""
 
     name: str = "dinov3"
     """Free name, shown in tables."""
@@ -83,6 +82,7 @@ class Dinov3Spec(TowerSpec):
     class_token = True
     class_token_dims = 3
     embedding_dims = 3
+    rounded_pixels = False
     learned_positions = False
     rotary_positions = True
     key_bias = False

@@ -1,6 +1,6 @@
 """Two encoders of the same pictures, and the arithmetic derived from them. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from encoders.ranges import FixedKeys
@@ -55,8 +55,8 @@ class JoinedSpec(FixedKeys):
 
     @property
     def transform(self) -> PictureTransform:
-        """How a picture becomes one of `input_size`."""
-        return self.first.transform
+        """How a picture becomes one of `input_size`. Its pixels are rounded if those of either encoder are."""
+        return replace(self.first.transform, rounded=any(part.transform.rounded for part in self.parts.values()))
 
     @property
     def leading_tokens(self) -> int:
@@ -133,7 +133,7 @@ class JoinedSpec(FixedKeys):
         if first.image_size != second.image_size:
             text = f"is {second.image_size}, and that of the first is {first.image_size}: both read the same picture"
             return [("encoder.second.image_size", f"{text}, make them equal")]
-        if first.transform != second.transform:
+        if replace(first.transform, rounded=True) != replace(second.transform, rounded=True):
             how = [f"{one.resize}, {one.interpolation}, {one.transform.shortest_edge}" for one in (first, second)]
             text = f"resize, interpolation and shortest_edge are {how[1]}, and those of the first {how[0]}: both read"
             return [("encoder.second.resize", f"{text} the same picture, make them equal")]

@@ -58,6 +58,8 @@ class PictureSpec(FixedKeys):
 
     resizes: ClassVar[tuple[str, ...]] = ("fixed", "crop", "native")
     """What `resize` may be."""
+    rounded_pixels = True
+    """Whether resized pixels are whole numbers, as in the published preprocessing of most families."""
     normalization = "LayerNorm"
     whole_patches = True
     """Whether patches cover a picture; otherwise pixels that are left over at its right and lower edge are not read."""
@@ -119,7 +121,7 @@ class PictureSpec(FixedKeys):
     def transform(self) -> PictureTransform:
         """How a picture becomes one of `input_size`."""
         edge = (self.shortest_edge or self.image_size) if self.resize == "crop" else 0
-        return PictureTransform(interpolation=self.interpolation, shortest_edge=edge)
+        return PictureTransform(self.interpolation, shortest_edge=edge, rounded=self.rounded_pixels)
 
     @property
     def position_grid(self) -> tuple[int, int]:

@@ -44,7 +44,10 @@ class TowerSpec(PictureSpec):
         if not is_tiled(self):
             return super().transform
         red, green, blue = (int(255 * mean) for mean in self.pixel_mean)
-        return PictureTransform(self.interpolation, tile=self.image_size, background=(red, green, blue))
+        ground = red, green, blue
+        return PictureTransform(
+            self.interpolation, tile=self.image_size, background=ground, rounded=self.rounded_pixels
+        )
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) in pixels of what is cut into tiles; `UNCUT` if nothing is.

@@ -39,11 +39,13 @@ def shown_media(
 
 
 def _png(picture: torch.Tensor) -> str:
-    """uint8 [3, height, width] as base64 of a PNG file; of tiles, [tiles, 3, height, width], the first: all of it."""
+    """uint8 or float32 [3, height, width] as base64 of a PNG file; of tiles, [tiles, 3, height, width], the first."""
     from PIL import Image
 
     buffer = io.BytesIO()
     picture = picture[0] if picture.ndim == 4 else picture
+    if picture.is_floating_point():
+        picture = picture.round().clamp(0, 255).to(torch.uint8)
     Image.fromarray(picture.permute(1, 2, 0).numpy()).save(buffer, format="PNG")
     return base64.b64encode(buffer.getvalue()).decode()
 

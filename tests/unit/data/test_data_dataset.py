@@ -1,3 +1,4 @@
+import base64
 import io
 import json
 import logging
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from PIL import Image
 
 from data.errors import DataError, ShardError, TooManyBadSamples
+from data.media.resize import Resize
 from data.pipeline import Dataset, Media
 from data.tokens import build_tokenizer
+from mimo_train.evaluation.shown_media import shown_media
 from tests.tars import write_tar
 from tests.unit.data.helpers import chat, encode_picture, images
 
@@ -162,13 +166,13 @@ def damaged_shard(folder):
     return write_tar(folder / "bad-000000.tar", members)
 
 
-def picky():
+def picky(**options):
     def num_tokens(height, width):
         if width < 4:
             raise ValueError(f"width {width} is less than one patch (4)")
         return 4
 
-    return Media("images", "image", "<image>", num_tokens, lambda height, width: (16, 16))
+    return Media("images", "image", "<image>", num_tokens, lambda height, width: (16, 16), **options)
 
 
 # key -> (found by whom, tokens that the stand-in keeps, words of the reason)
@@ -210,6 +214,18 @@ def test_stand_ins_keep_the_shapes_and_carry_no_loss(damaged, number, caplog):
         assert not any(picture.any() for picture in pictures)
     (record,) = caplog.records
     assert "bad-000000.tar" in record.message and f"key {key!r}" in record.message and re.search(reason, record.message)
+
+
+def test_pixels_that_are_not_rounded_are_float32_in_stand_ins_and_reports_too(dataset, tmp_path):
+    modules = [picky(), picky(resize=Resize("bilinear", rounded=False))]
+    shard = damaged_shard(tmp_path)
+    data = [dataset(shards=shard, media=(one,), max_bad_samples=1, shuffle=False) for one in modules]
+    (whole,), (exact,) = (one.media(0, "images") for one in data)
+    assert exact.dtype == torch.float32 and whole.dtype == torch.uint8 and 0 < (exact - exact.round()).abs().max()
+    (blank,) = data[1].media(1, "images")
+    assert blank.dtype == torch.float32 and not blank.any()
+    shown = Image.open(io.BytesIO(base64.b64decode(shown_media(data[1], 0)["images"][0])))
+    assert np.array_equal(np.asarray(shown), exact.round().to(torch.uint8).permute(1, 2, 0).numpy())
 
 
 def test_the_first_bad_sample_ends_a_run_without_a_budget(damaged):

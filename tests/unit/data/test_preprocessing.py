@@ -1,7 +1,9 @@
 """Pixels of our data path are those of transformers' default image processors, bit for bit."""
 
 import io
+import json
 from collections import Counter
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from PIL import Image
 
 from data.media.decode import Resize, decode_resized
 from encoders.errors import EncoderError
+from encoders.pretrained import preprocessor_config
 from encoders.registry import FAMILIES
 from encoders.vit.model import VisionTransformer
 from encoders.vit.picture import PictureSpec
@@ -52,7 +55,7 @@ def spec_of(model_type: str, config: dict, preprocessor: dict) -> PictureSpec:
 
 def ours(spec: PictureSpec, raw: bytes, size: tuple[int, int], merge: int) -> torch.Tensor:
     """Patches as the encoder multiplies them."""
-    resize = Resize(spec.transform.interpolation, spec.transform.shortest_edge)
+    resize = Resize(**asdict(spec.transform))
     encoder, pixels = embedder(spec), decode_resized(raw, *spec.input_size(*size, merge), resize)
     return encoder._patches(pixels[None], Counter([encoder._grid(pixels.shape[1:])]))
 
@@ -82,6 +85,19 @@ def test_squares(processor, options, model_type, config, size):
     spec = spec_of(model_type, config, processor.to_dict())
     assert spec.input_size(*size) == tuple(pixels.shape[1:])
     assert torch.equal(ours(spec, raw, size, 1), patches_of(pixels, spec))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (64, 64)])
+def test_dinov3_keeps_fractions_of_pixels(size, tmp_path):
+    import transformers
+
+    processor, raw = transformers.DINOv3ViTImageProcessor(size={"height": 64, "width": 64}), picture(*size)
+    pixels = processor(Image.open(io.BytesIO(raw)), return_tensors="pt").pixel_values[0]
+    spec = spec_of("dinov3_vit", {"image_size": 64, "patch_size": 16}, processor.to_dict())
+    torch.testing.assert_close(ours(spec, raw, size, 1), patches_of(pixels, spec), rtol=0, atol=1e-5)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor_config(spec)))
+    written = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    assert torch.equal(written(Image.open(io.BytesIO(raw)), return_tensors="pt").pixel_values[0], pixels)
 
 
 @pytest.mark.parametrize("size", [*SIZES, (9, 700)])

@@ -1,9 +1,11 @@
 """Two encoders side by side: tokens, faults, and the arithmetic of both."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from encoders.dino.spec import Dinov3Spec
 from encoders.joined.spec import JoinedSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.spec import joined_width, num_tokens
@@ -44,6 +46,15 @@ def test_features_are_as_wide_as_both_together(cfg):
     stages = [encoder_parameters(spec, stage=stage, stages=2) for stage in (0, 1)]
     assert sum(stages) == spec.num_parameters()
     assert from_dict(to_dict(cfg)) == cfg
+
+
+def test_pixels_are_rounded_if_those_of_either_encoder_are(cfg):
+    spec, exact = cfg.modules["images"].encoder, Dinov3Spec(image_size=336, patch_size=14, interpolation="bicubic")
+    crop = replace(exact, resize="crop")
+    assert spec.transform.rounded and not exact.transform.rounded
+    assert not replace(spec, first=exact, second=exact).transform.rounded
+    mixed = replace(spec, second=crop)
+    assert mixed.transform == spec.transform and not mixed.joint_faults(1)
 
 
 def test_what_is_computed_and_kept_is_that_of_both(cfg):
