@@ -19,7 +19,7 @@ from mimo_train.plan.batch import Batch
 from mimo_train.plan.layout import lay_out
 from mimo_train.plan.mixture import Mixing
 from mimo_train.plan.parameters import embedding_rows, vocabulary_faults
-from mimo_train.plan.run import INPUT_KEYS, Run, config_faults, with_iters
+from mimo_train.plan.run import INPUT_KEYS, Run, config_faults, with_config_faults, with_iters
 
 LAYOUT_KEYS = ("modules", "placement", "train.global_batch_size", "train.micro_batch_size", "train.iters")
 """With faults below these keys there is no layout."""
@@ -37,7 +37,7 @@ def main(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
     try:
         cfg = compose.load(config, overrides, without_data=without_data)
     except ConfigError as error:
-        show(Report(faults=error.faults), "", sys.stdout, sys.stderr)
+        show(Report(faults=_looked_at(with_config_faults(error).faults, without_data)), "", sys.stdout, sys.stderr)
         return 1
     report = check(cfg, without_data=without_data)
     launching.add_layouts(report, config, overrides, cfg, without_data=without_data)
@@ -60,9 +60,7 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     Args:
         without_data: leave out tokenizer, weights and shards. The vocabulary is that of the language model's config.
     """
-    report = Report(faults=config_faults(cfg))
-    if without_data:
-        report.faults = [fault for fault in report.faults if fault.key not in INPUT_KEYS]
+    report = Report(faults=_looked_at(config_faults(cfg), without_data))
     layout = None if _any_below(report.faults, LAYOUT_KEYS) else lay_out(cfg)
     specs_are_sound = LANGUAGE in cfg.modules and not any(_is_of_spec(fault) for fault in report.faults)
     run = Run(cfg, layout, Batch.of(cfg)) if layout and not _any_below(report.faults, BATCH_KEYS) else None
@@ -92,6 +90,11 @@ def check(cfg: ConfigContainer, *, without_data: bool = False) -> Report:
     if run and vocab is not None and not report.faults:
         advice.add_advice(report, run, vocab, seen.media_per_sample)
     return report
+
+
+def _looked_at(faults: list[Fault], without_data: bool) -> list[Fault]:
+    """Faults without those of files that need not be there."""
+    return [fault for fault in faults if not without_data or fault.key not in INPUT_KEYS]
 
 
 def _any_below(faults: list[Fault], keys: Sequence[str]) -> bool:

@@ -23,7 +23,7 @@ def add_promises(report: Report, cfg: ConfigContainer) -> None:
     for name, module in cfg.modules.items():
         until = [entry for entry in module.freeze_until if entry not in PARTS]
         for key, patterns in (("freeze", freeze_patterns(module)), ("freeze_until", until)):
-            if patterns:
+            if patterns and f"modules.{name}.{key}" not in known:
                 report.notes.append(
                     f"modules.{name}.{key}: whether {', '.join(patterns)} match parameters is seen when the model is "
                     "built, as with --dry-run"

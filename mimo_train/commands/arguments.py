@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.shown import shown
-from mimo_train.config.fault import UserError
+from mimo_train.config.fault import ConfigError, UserError
 
 CONFIG_HELP = "name of a shipped config, such as vlm_digits, or path to a YAML file"
 OVERRIDE_HELP = "changes to the config: train.iters=100, or a file of a group: layout=one_process"
@@ -125,5 +125,9 @@ def users_faults() -> tuple[type[Exception], ...]:
 
 def print_fault(error: Exception, prefix: str = "") -> None:
     """A line for each fault, on standard error."""
+    if isinstance(error, ConfigError):
+        from mimo_train.plan.run import with_config_faults
+
+        error = with_config_faults(error)
     for line in str(error).splitlines():
         print(f"error: {prefix}{shown(line)}", file=sys.stderr)

@@ -12,13 +12,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from encoders.errors import EncoderError
-from encoders.joined.spec import PARTS as JOINED
 from encoders.joined.spec import JoinedSpec
 from encoders.projectors.spec import ProjectorSpec
 from encoders.registry import Family, family_of, is_path
 from mimo_train.config.energon import fill_in_energon
 from mimo_train.config.fault import ConfigError, Fault, nearest
-from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.own_code import say_imports, search_working_directory
 from mimo_train.config.pretrained.absent import leave_out_absent
 from mimo_train.config.pretrained.directory import Directory
@@ -33,14 +31,10 @@ from mimo_train.config.run_files import (
     search_folders,
     shipped_configs,
 )
-from mimo_train.config.schema import ConfigContainer, DataConfig
-from mimo_train.config.schema_checkpoint import CheckpointConfig
-from mimo_train.config.schema_load import LoadConfig
-from mimo_train.config.schema_mix import MixChange, SourceConfig, ValidationConfig
-from mimo_train.config.schema_modules import ModuleConfig
+from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.slips import left_open, override_slips, value_slips, wrong_removals
 from mimo_train.config.sources import resolver_faults, source_faults
-from mimo_train.config.typed import shown_plain, structured
+from mimo_train.config.typed import structured
 from mimo_train.config.yaml_numbers import without_marks
 
 _IN_LIST = re.compile(r"\[\d+\]|\.\d+(\.|$)")
@@ -69,9 +63,30 @@ def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
     if faults:
         raise ConfigError(faults)
     files = run_files(path)
-    choices, values = _sort_overrides(overrides, files)
-    _require_no_gaps(files, values)
-    plain = _composed(path, choices, values)
+    choices, values, slips = _sort_overrides(overrides, files)
+    faults = [*slips, *_gaps(files, values)]
+    cfg = None
+    try:
+        plain = _composed(path, choices, values)
+        try:
+            _fill_in_all(plain, files, choices, values, without_data)
+            cfg, wrong = _read(plain)
+        except ConfigError as error:  # keys are looked at all the same
+            wrong = [*error.faults, *_read(plain)[1]]
+    except ConfigError as error:
+        wrong = error.faults
+    known = {fault.key for fault in faults}
+    faults += [fault for fault in wrong if fault.key not in known]
+    if faults or cfg is None:
+        has_every_choice = all("." in slip.key for slip in slips)
+        raise ConfigError(faults, cfg if has_every_choice else None)
+    return cfg
+
+
+def _fill_in_all(
+    plain: dict[str, Any], files: Sequence[Path], choices: Sequence[str], values: Sequence[str], without_data: bool
+) -> None:
+    """Fill in what directories and Energon datasets say, in place."""
     if without_data:
         leave_out_absent(plain)
     found = directories(plain)
@@ -79,26 +94,26 @@ def load(config: str, overrides: Sequence[str] = (), *, without_data: bool = Fal
         replaced = replaced_parts(found)
         _require_no_choice(choices, replaced, found)
         picked = [key for key in picked_groups(files) if key.partition("@")[2] in replaced]
-        plain = _composed(path, [*choices, *(f"~{key}" for key in picked)], values)
+        without = _composed(files[-1], [*choices, *(f"~{key}" for key in picked)], values)
+        plain.clear()
+        plain.update(without)
         if without_data:
             leave_out_absent(plain)
         fill_in(plain, found, tokenizer_is_given=_tokenizer_is_given(files, values))
     fill_in_joined(plain)
     fill_in_energon(plain)
-    return from_dict(plain)
 
 
-def _require_no_gaps(files: Sequence[Path], values: Sequence[str]) -> None:
-    """Raises ConfigError for values that a file leaves open, and neither one that extends it nor an override gives:
-    merged over a default they would be dropped."""
+def _gaps(files: Sequence[Path], values: Sequence[str]) -> Iterable[Fault]:
+    """Faults of values that a file leaves open, and neither one that extends it nor an override gives: merged over a
+    default they would be dropped."""
     gaps: dict[str, Fault] = {}
     for file in files:
         content = content_of(file)
         gaps = {key: gap for key, gap in gaps.items() if not _sets(content, key)}
         gaps |= {gap.key: gap for gap in left_open(content)}
-    gaps = {key: gap for key, gap in gaps.items() if key not in [value.partition("=")[0] for value in values]}
-    if gaps:
-        raise ConfigError(gaps.values())
+    given = [value.partition("=")[0] for value in values]
+    return [gap for key, gap in gaps.items() if key not in given]
 
 
 def _sets(content: Any, key: str) -> bool:
@@ -149,8 +164,7 @@ def _lists_for_mappings(path: Path, values: Sequence[str]) -> Iterable[Fault]:
         return
     for plain in given:
         own = {key: value for key, value in plain.items() if key != "defaults"} if isinstance(plain, dict) else {}
-        faults = _unknown_keys(own, ConfigContainer, "")
-        yield from (fault for fault in faults if fault.message.startswith("must be a mapping"))
+        yield from (fault for fault in _read(own)[1] if fault.message.startswith("must be a mapping"))
 
 
 def _no_entry(merged: DictConfig | ListConfig, at: str) -> Fault:
@@ -185,32 +199,50 @@ def from_dict(plain: dict[str, Any]) -> ConfigContainer:
     users that it names are imported, which is said before.
 
     Raises:
-        ConfigError: every unknown key, or else every value of a wrong type, each by its full key.
+        ConfigError: every unknown key and every value of a wrong type, each by its full key.
     """
+    cfg, faults = _read(plain)
+    if faults or cfg is None:
+        raise ConfigError(faults, cfg)
+    return cfg
+
+
+def _read(plain: dict[str, Any]) -> tuple[ConfigContainer | None, list[Fault]]:
+    """Return the config of nested dicts, with defaults in the place of what is wrong, and every fault; None if a part
+    of it cannot be built."""
     say_imports(plain)
-    faults = [*left_open(plain), *value_slips(plain)] or list(_unknown_keys(plain, ConfigContainer, ""))
-    if faults:
-        raise ConfigError(faults)
-    train = plain.get("train")
+    slips = {fault.key: fault for fault in (*left_open(plain), *value_slips(plain))}
+    faults = dict(slips)
+    train, modules = plain.get("train"), plain.get("modules")
     if isinstance(train, Mapping) and train.get("epochs") and "iters" not in train:
         plain = {**plain, "train": {**train, "iters": 0}}  # without its default
-    modules = {name: dict(module or {}) for name, module in (plain.get("modules") or {}).items()}
-    specs = {name: {key: module.pop(key, None) for key in ("encoder", "projector")} for name, module in modules.items()}
-    cfg, faults = structured(ConfigContainer, {**plain, "modules": modules}, "")
-    for name, parts in specs.items():
-        prefix = f"modules.{name}"
-        found: dict[str, tuple[Any, list[Fault]]] = {"encoder": (None, []), "projector": (None, [])}
-        if parts["encoder"] is not None:
-            found["encoder"] = _encoder(parts["encoder"], f"{prefix}.encoder")
-        if parts["projector"] is not None:
-            found["projector"] = structured(ProjectorSpec, parts["projector"], f"{prefix}.projector")
-        for part, (spec, wrong) in found.items():
-            faults += wrong
-            if not faults:
-                setattr(cfg.modules[name], part, spec)
-    if faults:
-        raise ConfigError(faults)
-    return cfg
+    parts: dict[tuple[str, str], Any] = {}
+    if isinstance(modules, Mapping):
+        modules = {name: {} if module is None else module for name, module in modules.items()}
+        for name, module in modules.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                text = f"the name of a module is a word of letters, digits and _, one is {name!r}"
+                faults.setdefault("modules", Fault("modules", text))
+            elif isinstance(module, Mapping):
+                parts |= {(name, part): module[part] for part in _PARTS if module.get(part) is not None}
+                modules[name] = {key: value for key, value in module.items() if key not in _PARTS}
+    cfg, wrong = structured(ConfigContainer, {**plain, "modules": modules or {}}, "")
+    is_whole = cfg is not None
+    for (name, part), keys in parts.items():
+        prefix = f"modules.{name}.{part}"
+        spec, more = _encoder(keys, prefix) if part == "encoder" else structured(ProjectorSpec, keys, prefix)
+        wrong += more
+        is_whole &= spec is not None and name in cfg.modules
+        if is_whole:
+            setattr(cfg.modules[name], part, spec)
+    for fault in wrong:
+        if not any(fault.key.startswith((f"{slip}.", f"{slip}[")) for slip in slips):
+            faults.setdefault(fault.key, fault)
+    return cfg if is_whole else None, list(faults.values())
+
+
+_PARTS = ("encoder", "projector")
+"""Keys of a module whose classes depend on other keys."""
 
 
 def to_dict(cfg: ConfigContainer) -> dict[str, Any]:
@@ -264,80 +296,39 @@ def _missing_choice(error: MissingConfigException, path: Path) -> Fault:
     return Fault(group, f"no {group} named {choice!r}{nearest(choice, error.options)}")
 
 
-def _sort_overrides(overrides: Sequence[str], files: Sequence[Path]) -> tuple[list[str], list[str]]:
-    """Hydra's overrides (group choices, and what begins with ~), and values to set as they are written."""
+def _sort_overrides(overrides: Sequence[str], files: Sequence[Path]) -> tuple[list[str], list[str], list[Fault]]:
+    """Hydra's overrides (group choices, and what begins with ~), values to set as they are written, and the faults of
+    overrides that are neither."""
     roots = search_folders(files)
     groups = {folder.name for root in roots for folder in root.iterdir() if folder.is_dir()} - {RECIPES}
     picked = picked_groups(files)
     named = picked | {key.partition("@")[0] for key in picked}
-    slips = list(override_slips(overrides, groups, picked))
-    if slips:
-        raise ConfigError(slips)
-    choices, values = [], []
+    choices: list[str] = []
+    values: list[str] = []
+    faults: list[Fault] = []
     for override in overrides:
         key, separator, value = override.partition("=")
         name = key.lstrip("+")
+        slips = list(override_slips([override], groups, picked))
+        faults += slips
+        if slips:
+            continue
         if key[:1] == "~":
             choices.append(override)
         elif not separator or not name:
-            raise ConfigError([Fault(override, "an override reads key=value, for example train.iters=100")])
-        elif name.partition("@")[0] in groups and "." not in name.partition("@")[0]:
+            faults.append(Fault(override, "an override reads key=value, for example train.iters=100"))
+        elif (group := name.partition("@")[0]) in groups and "." not in group:
+            options = {file.stem for root in roots for file in (root / group).glob("*.yaml")}
+            if value.strip("'\"") not in options and "/" not in value:
+                faults.append(Fault(group, f"no {group} named {value!r}{nearest(value, sorted(options))}"))
+                continue
             # A group that the file does not pick from is added to it.
             is_picked = name.replace(" ", "") in named
             choices.append(override if is_picked or key != name else f"+{override}")
         else:
             # An empty value is the empty string, not YAML's null.
             values.append(f"{name}={value}" if value else f'{name}=""')
-    return choices, values
-
-
-def _unknown_keys(plain: Any, cls: type, prefix: str) -> Iterable[Fault]:
-    """Faults of the keys of `plain` that are no field of `cls`, and below."""
-    if not isinstance(plain, dict):
-        yield Fault(prefix, f"must be a mapping of keys, is {shown_plain(plain)}")
-        return
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for key, value in plain.items():
-        full = f"{prefix}.{key}" if prefix else str(key)
-        if key not in fields:
-            yield Fault(full, f"unknown key{nearest(str(key), fields)}")
-        elif cls is ConfigContainer and key == "modules":
-            if not isinstance(value, dict):
-                yield Fault(full, f"must be a mapping of module names to modules, is {shown_plain(value)}")
-                continue
-            for name, module in value.items():
-                if not isinstance(name, str) or not name.isidentifier():
-                    yield Fault(full, f"the name of a module is a word of letters, digits and _, one is {name!r}")
-                yield from _unknown_keys({} if module is None else module, ModuleConfig, f"modules.{name}")
-        elif cls is ModuleConfig and value is not None and key in ("encoder", "projector", "llm"):
-            yield from _unknown_spec_keys(value, key, full)
-        elif cls is CheckpointConfig and key == "load_modules" and isinstance(value, dict):
-            for name, load in value.items():
-                yield from _unknown_keys(load or {}, LoadConfig, f"{full}.{name}")
-        elif cls is DataConfig and key == "validation" and isinstance(value, dict):
-            for name, one in value.items():
-                yield from _unknown_keys(one or {}, ValidationConfig, f"{full}.{name}")
-        elif cls is DataConfig and key in ("mix", "mix_schedule") and isinstance(value, list):
-            of_each = SourceConfig if key == "mix" else MixChange
-            for at, one in enumerate(value):
-                yield from _unknown_keys(one, of_each, f"{full}[{at}]")
-        elif isinstance(of := fields[key].type, type) and dataclasses.is_dataclass(of) and value is not None:
-            yield from _unknown_keys(value, of, full)
-
-
-def _unknown_spec_keys(value: Any, part: str, full: str) -> Iterable[Fault]:
-    spec = {"projector": ProjectorSpec, "llm": LlmSpec}.get(part)
-    if part == "encoder" and isinstance(value, dict):
-        try:
-            spec = _family(value).spec
-        except EncoderError as error:
-            yield Fault(f"{full}.family", str(error))
-            return
-    yield from _unknown_keys(value, spec or LlmSpec, full)
-    if spec is JoinedSpec:
-        for name in JOINED:
-            if isinstance(value.get(name), dict):
-                yield from _unknown_spec_keys(value[name], "encoder", f"{full}.{name}")
+    return choices, values, faults
 
 
 def _family(encoder: dict[str, Any]) -> Family:
@@ -348,9 +339,13 @@ def _family(encoder: dict[str, Any]) -> Family:
     return family_of(name)
 
 
-def _encoder(plain: dict[str, Any], prefix: str) -> tuple[Any, list[Fault]]:
+def _encoder(plain: Any, prefix: str) -> tuple[Any, list[Fault]]:
     """The spec of an encoder, with those of the encoders that are joined in it, and faults of their values."""
-    spec, faults = structured(_family(plain).spec, plain, prefix)
+    try:
+        cls = _family(plain if isinstance(plain, dict) else {}).spec
+    except EncoderError as error:
+        return None, [Fault(f"{prefix}.family", str(error))]
+    spec, faults = structured(cls, plain, prefix)
     if isinstance(spec, JoinedSpec):
         for part, keys in spec.parts.items():
             if isinstance(keys, dict):

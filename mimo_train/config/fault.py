@@ -2,7 +2,8 @@
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 class UserError(ValueError):
@@ -30,6 +31,8 @@ class Fault:
 
     key: str
     message: str
+    meant: tuple[str, ...] = field(default=(), compare=False)
+    """Keys that may be meant by an unknown one."""
 
     def __str__(self) -> str:
         # `data` may be another package until `mimo_train.launch.own_packages` has looked, which imports this module.
@@ -39,17 +42,32 @@ class Fault:
 
 
 class ConfigError(UserError):
-    """A run that cannot start, with all faults."""
+    """A run that cannot start, with all faults.
 
-    def __init__(self, faults: Iterable[Fault]):
-        self.faults = list(faults)
+    Attributes:
+        cfg: the config with defaults in the place of wrong values; None where it cannot be built.
+    """
+
+    def __init__(self, faults: Iterable[Fault], cfg: Any = None):
+        self.faults, self.cfg = list(faults), cfg
         super().__init__("\n".join(str(fault) for fault in self.faults))
+
+
+def unknown_key(prefix: str, name: str, fields: Iterable[str]) -> Fault:
+    """The fault of a key that is no field of its section."""
+    fields = list(fields)
+    meant = tuple(f"{prefix}{field}" for field in _near(name, fields))
+    return Fault(f"{prefix}{name}", f"unknown key{nearest(name, fields)}", meant)
+
+
+def _near(word: str, choices: list[str]) -> list[str]:
+    return difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A clause that names the nearest of `choices`, or all of them when none is near."""
     choices = list(choices)
-    near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
+    near = _near(word, choices)
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f"; choose from {', '.join(choices)}" if choices else ""

@@ -163,14 +163,25 @@ class DataConfig(Section):
         found = [*value_faults(self, "data")]
         found += [fault for name, section in inside.items() for fault in value_faults(section, name)]
         yield from found
-        if found:
-            return  # paths that are none
-        yield from mix_faults(self.mix, self.mix_schedule, self.shards)
-        names = source_names(self.mix)
-        yield from self._split_faults()
-        yield from validation_faults(self.validation, self.validation_shards, self.held_out_by, names)
-        yield from self._tokenizer_faults()
-        if self.max_bad_samples >= 1 and self.max_bad_samples != int(self.max_bad_samples):
+        wrong = {fault.key for fault in found}
+
+        def are_sound(*names: str) -> bool:
+            return wrong.isdisjoint(f"data.{name}" for name in names)
+
+        if are_sound("mix", "mix_schedule", "shards"):
+            yield from mix_faults(self.mix, self.mix_schedule, self.shards)
+        if are_sound("split", "validation_fraction"):
+            yield from self._split_faults()
+            if are_sound("mix", "validation", "validation_shards"):
+                names = source_names(self.mix)
+                yield from validation_faults(self.validation, self.validation_shards, self.held_out_by, names)
+        if are_sound("tokenizer"):
+            yield from self._tokenizer_faults()
+        if (
+            are_sound("max_bad_samples")
+            and self.max_bad_samples >= 1
+            and self.max_bad_samples != int(self.max_bad_samples)
+        ):
             yield Fault(
                 "data.max_bad_samples",
                 f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
@@ -178,19 +189,22 @@ class DataConfig(Section):
         places = [self.validation_shards, self.test_shards]
         places += [] if self.stream else [self.shards]  # of a stream nothing is kept
         places += [one.shards for one in self.mix] + [one.shards for one in self.validation.values()]
-        if self.cache_bytes and not any("://" in place for place in places):
-            yield Fault(
-                "data.cache_bytes", f"is {self.cache_bytes}, and no shards are remote: there is nothing to keep"
-            )
+        if self.cache_bytes > 0 and not any("://" in place for place in places):
+            text = f"is {self.cache_bytes}, and no shards are remote: there is nothing to keep"
+            yield Fault("data.cache_bytes", text)
         if self.shuffle_block > 1 and not self.shuffle:
             yield Fault(
                 "data.shuffle_block", f"is {self.shuffle_block}, and data.shuffle is false: set only one of them"
             )
-        try:
-            colour_of(self.background)
-        except DataError as error:
-            yield Fault("data.background", str(error))
-        yield from fields_faults(self.fields, "data.fields")
+        if are_sound("background"):
+            try:
+                colour_of(self.background)
+            except DataError as error:
+                yield Fault("data.background", str(error))
+        if are_sound("fields"):
+            yield from fields_faults(self.fields, "data.fields")
+        if not are_sound("demo", "shards", "validation_shards"):
+            return
         if self.demo and not self.shards:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
         elif self.demo:

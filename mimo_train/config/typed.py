@@ -12,7 +12,7 @@ from typing import Any
 
 from data.shown import shown_lines
 from encoders.ranges import rules_of
-from mimo_train.config.fault import Fault
+from mimo_train.config.fault import Fault, unknown_key
 from mimo_train.config.yaml_numbers import plain_numbers
 
 LONGEST_SHOWN = 80
@@ -27,7 +27,7 @@ def structured(cls: type, plain: Any, prefix: str) -> tuple[Any, list[Fault]]:
     """An instance of the dataclass `cls`, and the faults of values that are of no use; these have their defaults in it.
 
     Args:
-        plain: nested dicts and lists, with no key that is no field.
+        plain: nested dicts and lists.
         prefix: the config key of the whole.
     """
     if not isinstance(plain, Mapping):
@@ -35,7 +35,10 @@ def structured(cls: type, plain: Any, prefix: str) -> tuple[Any, list[Fault]]:
     hints, values, faults = _hints(cls), {}, []
     rules = {field.name: rules_of(field) for field in dataclasses.fields(cls)}
     for name, value in plain.items():
-        key = f"{prefix}.{name}" if prefix else name
+        key = f"{prefix}.{name}" if prefix else str(name)
+        if name not in rules:
+            faults.append(unknown_key(key.removesuffix(str(name)), str(name), rules))
+            continue
         try:
             found, wrong = _value(hints.get(name, Any), value, key)
         except _Misfit as misfit:

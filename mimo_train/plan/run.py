@@ -117,6 +117,21 @@ def on_nodes(cfg: ConfigContainer, ranks_per_node: int) -> ConfigContainer:
     return dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, ranks_per_node=ranks_per_node))
 
 
+def with_config_faults(error: ConfigError) -> ConfigError:
+    """Add to the errors of reading a config those that `config_faults` finds in the rest of it. Left out are those that
+    may follow from a default in the place of a wrong value: they name its key, or are of the same module."""
+    if error.cfg is None:
+        return error
+    doubtful = [key for fault in error.faults for key in (fault.key, *fault.meant)]
+    modules = [".".join(key.split(".")[:2]) + "." for key in doubtful if key.startswith("modules.")]
+    rest = [
+        fault
+        for fault in config_faults(error.cfg)
+        if not fault.key.startswith(tuple(modules)) and not any(key in str(fault) for key in doubtful)
+    ]
+    return ConfigError([*error.faults, *rest])
+
+
 def config_faults(cfg: ConfigContainer) -> list[Fault]:
     """All faults of a config that can be found without its data, each with key and numbers."""
     found = [*layout_faults(cfg)]
@@ -155,6 +170,9 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             "set it to 1",
         )
     if of_modules:
+        sections = tuple(f"modules.{name}.layout" for name in cfg.modules)
+        if not stray and not any(fault.key.startswith(sections) for fault in of_modules):
+            yield from batch_faults(cfg)
         return
     too_many = [*_world_faults(cfg)]
     yield from too_many

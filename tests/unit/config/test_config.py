@@ -16,7 +16,7 @@ from mimo_train.config.fault import ConfigError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.schema import ConfigContainer
-from mimo_train.plan.run import layout_faults, resolve
+from mimo_train.plan.run import config_faults, layout_faults, resolve, with_config_faults
 
 CONFIGS = compose.shipped_configs()
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
@@ -192,6 +192,53 @@ def test_an_attribute_that_is_no_key_is_an_error_in_every_section():
 def test_all_unknown_keys_are_named_at_once():
     found = faults("vlm_digits", "train.iter=5", "modules.images.encoder.patch=4", "foo.bar=1")
     assert set(found) == {"train.iter", "modules.images.encoder.patch", "foo"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["train.iter=5", "optim.lr=fast"], {"train.iter", "optim.lr"}),
+        (["layout=two_proceses", "llm@modules.language.llm=gpt_tny", "train.iter=5"], {"layout", "llm", "train.iter"}),
+        (["data.shards=*.tar", "train.iters", "optim.lr=fast"], {"data.shards", "train.iters", "optim.lr"}),
+        (["modules.language.lora.alpha=32", "optm.lr=1"], {"modules.language.lora.rank", "optm"}),
+        (["modules.images.encoder.family=clap", "optim.lr=fast"], {"modules.images.encoder.family", "optim.lr"}),
+        (["modules.language.pretrained=nowhere", "train.iter=5"], {"modules.language.pretrained", "train.iter"}),
+        (["placement.first_rank={images:1}", "run.seed=x"], {"placement.first_rank", "run.seed"}),
+    ],
+)
+def test_faults_of_all_kinds_are_named_at_once(overrides, keys):
+    assert set(faults("vlm_digits", *overrides)) == keys
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (
+            ["optm.lr=2", "train.itres=3", "train.global_batch_size=30"],
+            {"optm", "train.itres", "train.global_batch_size"},
+        ),
+        (["optim.lr=fast", "modules.images.freeze=[encodr]"], {"optim.lr", "modules.images.freeze"}),
+        (
+            ["optim.lr=x", "data.background=redd", "data.max_bad_samples=-1"],
+            {"optim.lr", "data.background", "data.max_bad_samples"},
+        ),
+        # A default in the place of a wrong value proves nothing.
+        (["train.micro_batch_sise=15", "train.global_batch_size=30"], {"train.micro_batch_sise"}),
+        (["modules.language.llm.num_layers=two", "modules.language.layout.pp=5"], {"modules.language.llm.num_layers"}),
+        (["layout=two_proceses", "train.global_batch_size=30"], {"layout"}),
+    ],
+)
+def test_values_and_arithmetic_are_looked_at_beside_wrong_keys(overrides, keys):
+    with pytest.raises(ConfigError) as raised:
+        compose.load("vlm_digits", overrides)
+    assert {fault.key for fault in with_config_faults(raised.value).faults} == keys
+
+
+def test_a_batch_is_looked_at_beside_sizes_that_cannot_be():
+    cfg = compose.load("vlm_digits", ["modules.images.encoder.patch_size=5", "train.global_batch_size=30"])
+    assert {"modules.images.encoder.patch_size", "train.global_batch_size"} <= {
+        fault.key for fault in config_faults(cfg)
+    }
 
 
 @pytest.mark.parametrize(
