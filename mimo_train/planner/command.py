@@ -15,11 +15,12 @@ from mimo_train.config.fault import UserError
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.plan.inputs import tokenizer_of
 from mimo_train.plan.parameters import embedding_rows
+from mimo_train.planner.alternatives import alternatives
 from mimo_train.planner.counts import KnownStep, steps_at_hand
 from mimo_train.planner.devices import DEVICES, Device
 from mimo_train.planner.profile import read_profile
 from mimo_train.planner.report import data_of, lines_of
-from mimo_train.planner.search import Plan, Request, plan, require_sound
+from mimo_train.planner.search import NothingFits, Plan, Request, plan, require_sound
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ def main(config: str, overrides: Sequence[str], options: Options) -> int:
         measure(cfg, _rows(cfg), options.node).write(options.profile)
     steps, missing = ((), "--without-data") if options.without_data else steps_at_hand(cfg)
     request = _request(cfg, options, steps, missing)
-    found = plan(cfg, request)
+    try:
+        found = plan(cfg, request)
+    except NothingFits as error:
+        raise UserError(f"{error}. {alternatives(cfg, request)}") from error
     if options.as_json:
         print(json.dumps(data_of(found, cfg, request), indent=1))
     else:

@@ -107,11 +107,21 @@ def require_sound(cfg: ConfigContainer) -> None:
         raise ConfigError(found)
 
 
+class NothingFits(UserError):
+    """Every legal layout needs more memory than there is."""
+
+
+def fullest_rank(cfg: ConfigContainer, request: Request) -> int | None:
+    """Return the bytes of the fullest rank of the fastest layout that fits; None if none fits."""
+    return _Search(cfg, request).fullest_rank()
+
+
 def plan(cfg: ConfigContainer, request: Request) -> Plan:
     """The best layouts of a run that `require_sound` accepts.
 
     Raises:
-        UserError: no layout fits, or a check refuses the best.
+        NothingFits: no layout fits.
+        UserError: no layout is legal, or a check refuses the best.
     """
     return _Search(cfg, request).run()
 
@@ -153,13 +163,18 @@ class _Search:
         options = [*self._options()]
         best, bounded, fitting = self._bounded(options, SIMULATED, math.inf)
         if not best:
-            raise UserError(self._nothing_fits(len(options)))
+            raise self._nothing_fits(len(options))
         proposals, simulated, refused = self._chosen(best, self._request.top)
         if not proposals:
             raise UserError(
                 f"--gpus: the {simulated} layouts that would be the best are refused, the last one since {refused[0]}"
             )
         return Plan(tuple(proposals[: self._request.top]), len(options), bounded, fitting, simulated)
+
+    def fullest_rank(self) -> int | None:
+        """Bytes of the fullest rank of the fastest layout that fits; None if none fits."""
+        best, *_ = self._bounded([*self._options()], 1, math.inf)
+        return best[0][-1] if best else None
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Of any layout of the run."""
@@ -315,17 +330,16 @@ class _Search:
                 taken[kind] = taken.get(kind, 0) + 1
                 yield least, candidate, memory
 
-    def _nothing_fits(self, legal: int) -> str:
+    def _nothing_fits(self, legal: int) -> UserError:
         least, room = self._fullest.least / GIB, self._room / GIB
         if not legal:
-            return (
+            return UserError(
                 f"--gpus: no layout of the language model has at most {self._request.gpus} ranks and divides "
                 f"train.global_batch_size {self._cfg.train.global_batch_size}: change one of them"
             )
-        return (
+        return NothingFits(
             f"--gpus: no layout fits on {self._request.gpus} x {self._request.device.name}: the one that needs least "
-            f"has ranks of {least:.3g} GiB, and {room:.3g} GiB are there ({self._request.margin:.0%} kept free): use "
-            "more or larger GPUs"
+            f"has ranks of {least:.3g} GiB, and {room:.3g} GiB are there ({self._request.margin:.0%} kept free)"
         )
 
 

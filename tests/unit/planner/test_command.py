@@ -1,6 +1,7 @@
 """The options of the command, what it prints, and what it refuses."""
 
 import json
+import re
 
 import pytest
 
@@ -95,3 +96,15 @@ def test_wrong_usage(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
         main((*CONFIG, *SMALL, *arguments))
     assert ended.value.code == 2
+
+
+def test_what_does_not_fit_says_what_does(capsys):
+    """A full run of 7B on one GPU: with adapters, or on more of them."""
+    recipe = ("plan", "recipes/llava_1_5_finetune", "--without-data")
+    code, _, said = run(capsys, *recipe, "--gpus", "1")
+    assert code == 1 and "With LoRA on the language model (modules.language.lora.rank=16) it fits, with " in said
+    more = re.search(r"On (\d+) x h100 it fits as it is", said)
+    for fitting in (("--gpus", "1", "modules.language.lora.rank=16"), ("--gpus", more[1])):
+        assert run(capsys, *recipe, *fitting)[0] == 0
+    code, _, said = run(capsys, *recipe, "--gpus", "1", "--memory", "0.001")
+    assert code == 1 and said.rstrip().endswith("kept free). Use more or larger GPUs.")
