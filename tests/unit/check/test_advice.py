@@ -69,10 +69,11 @@ def test_on_gpus_it_says_which_are_assumed(capsys, layout):
 
 
 def test_a_recipe(capsys):
-    recipe = "recipes/llava_1_5_finetune", "layout=pictures_64", "--without-data"
+    full = ("modules.language.layout.tp=4", "modules.language.layout.dp=16", "train.recompute=full")
+    recipe = "recipes/llava_1_5_finetune", "layout=pictures_64", *full, "train.micro_batch_size=4", "--without-data"
     line, overrides = said(capsys, *recipe)
     assert "64 x h100" in line and "train.recompute=none" in overrides
-    cfg = load(recipe[0], recipe[1])
+    cfg = load(*recipe[:-1])
     own = Candidate.of(cfg, 8)
     request = Request(64, 8, advice.DEVICES["h100"], 32_000, {"images": 1.0}, top=1)
     (best,) = plan(cfg, request).proposals

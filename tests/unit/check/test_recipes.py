@@ -28,24 +28,29 @@ WORKSPACE = 12 * GIB
 """What the estimate does not count: workspaces, buffers of communication, the CUDA context."""
 
 
-def layouts_of(name: str) -> list[str]:
-    """Layouts of the modules of a recipe."""
+def layouts_of(name: str) -> dict[int, str]:
+    """Layouts of the modules of a recipe, by their GPUs."""
+    if name == "qwen2_5_vl_sft":  # all of it is trained, which a GPU alone has no memory for
+        return {8: "pictures_8_tp2", 64: "pictures_64_tp2", 512: "pictures_512"}
     kind = "pictures_and_sound" if "audio" in load(f"{RECIPES}/{name}").modules else "pictures"
-    return [f"{kind}_{gpus}" for gpus in GPUS]
+    return {gpus: f"{kind}_{gpus}" for gpus in GPUS}
 
 
 def test_all_are_there():
     assert len(NAMES) >= 6
-    assert {layout for name in NAMES for layout in layouts_of(name)} == set(LAYOUTS), "each layout is of some recipe"
+    assert {layout for name in NAMES for layout in layouts_of(name).values()} == set(LAYOUTS), (
+        "each layout is of some recipe"
+    )
 
 
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_can_start_on_so_many_gpus(name, gpus):
-    layout = next(layout for layout in layouts_of(name) if layout.endswith(f"_{gpus}"))
-    cfg = load(f"{RECIPES}/{name}", [f"layout={layout}"])
+    cfg = load(f"{RECIPES}/{name}", [f"layout={layouts_of(name)[gpus]}"])
     report = check(cfg, without_data=True)
     assert not report.faults and not report.warnings
+    # At 512 GPUs the batches are too small for any layout to be good for all recipes.
+    assert gpus == 512 or not [note for note in report.notes if "is predicted to take" in note]
     # With a tokenizer, which a check without data does not look for.
     cfg.data.tokenizer = "bytes"
     run = resolve(cfg)
@@ -80,7 +85,7 @@ def test_what_is_trained_is_what_the_page_says(name):
         assert config.freeze_until == later.get(module, {}), module
         assert all(0 < step < cfg.train.iters for step in config.freeze_until.values())
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `recipes/{name}`"))
-    assert set(LAYOUT_OF_ROW.findall(row)) == set(layouts_of(name)) or row.endswith("| the same |")
+    assert set(LAYOUT_OF_ROW.findall(row)) == set(layouts_of(name).values()) or row.endswith("| the same |")
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
