@@ -1,6 +1,7 @@
 """Faults of keys that name places, on file systems or elsewhere. Imports no torch."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from data.errors import DataError
 from data.storage.stores import EXTRA
@@ -41,3 +42,36 @@ def local_faults(key: str, text: str, remedy: str) -> Iterator[Fault]:
     """The fault of a URL where only a folder on a file system can be."""
     if is_url(text):
         yield Fault(key, f"is the URL {text}, and must be a folder on a file system of this machine: {remedy}")
+
+
+def demo_faults(demo: str, given: dict[str, str]) -> Iterator[Fault]:
+    """Faults of the folders of a demo. Making it replaces every *.tar of them: never where other shards are.
+
+    Args:
+        given: `shards` and `validation_shards`.
+    """
+    from data.demo.make import DEMOS, MARKER
+
+    if demo not in DEMOS:
+        return
+    for name, text in given.items():
+        yield from local_faults(f"data.{name}", text, "the demo is made there")
+    if any(is_url(text) for text in given.values()):
+        return
+    folder = Path(given["shards"]).parent
+    places = {"shards": folder / "train", "validation_shards": folder / "held_out"}
+    for name, place in places.items():
+        if given[name] and Path(given[name]) != place:
+            yield Fault(
+                "data.demo",
+                f"the {demo} demo would be made in {places['shards']} and {places['validation_shards']}, but "
+                f"data.{name} is {given[name]}: set data.demo= (empty) to train on shards of your own",
+            )
+            return
+        if any(place.glob("*.tar")) and not (folder / MARKER).is_file():
+            yield Fault(
+                "data.demo",
+                f"the {demo} demo would replace the shards of {place}, which are not a demo's (there is no "
+                f"{folder / MARKER}): set data.demo= (empty) to train on them",
+            )
+            return

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from data.errors import DataError
 from data.indexed.split import split_parts
 from data.media.ground import colour_of
-from data.storage.url import is_url
 from mimo_train.config.fault import Fault, nearest
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
-from mimo_train.config.places import local_faults
+from mimo_train.config.places import demo_faults
 from mimo_train.config.schema_checkpoint import CheckpointConfig
 from mimo_train.config.schema_launch import LaunchConfig
 from mimo_train.config.schema_log import LogConfig, ProfilingConfig
@@ -208,7 +207,7 @@ class DataConfig(Section):
         if self.demo and not self.shards:
             yield Fault("data.shards", f"data.demo={self.demo} needs a folder to make the shards in, is empty")
         elif self.demo:
-            yield from self._demo_faults()
+            yield from demo_faults(self.demo, {"shards": self.shards, "validation_shards": self.validation_shards})
 
     def _split_faults(self) -> Iterator[Fault]:
         if self.split and self.validation_fraction:
@@ -244,35 +243,6 @@ class DataConfig(Section):
                 f"there is no tokenizer in {self.tokenizer}, no tokenizer.json and no vocabulary: give the folder in "
                 "which AutoTokenizer.save_pretrained wrote one, or bytes",
             )
-
-    def _demo_faults(self) -> Iterator[Fault]:
-        """Making a demo replaces every *.tar of its two folders: never where other shards are."""
-        from data.demo.make import DEMOS, MARKER
-
-        if self.demo not in DEMOS:
-            return
-        for name in ("shards", "validation_shards"):
-            yield from local_faults(f"data.{name}", getattr(self, name), "the demo is made there")
-        if is_url(self.shards) or is_url(self.validation_shards):
-            return
-        folder = Path(self.shards).parent
-        places = {"shards": folder / "train", "validation_shards": folder / "held_out"}
-        for name, place in places.items():
-            given = getattr(self, name)
-            if given and Path(given) != place:
-                yield Fault(
-                    "data.demo",
-                    f"the {self.demo} demo would be made in {places['shards']} and {places['validation_shards']}, but "
-                    f"data.{name} is {given}: set data.demo= (empty) to train on shards of your own",
-                )
-                return
-            if any(place.glob("*.tar")) and not (folder / MARKER).is_file():
-                yield Fault(
-                    "data.demo",
-                    f"the {self.demo} demo would replace the shards of {place}, which are not a demo's (there is no "
-                    f"{folder / MARKER}): set data.demo= (empty) to train on them",
-                )
-                return
 
 
 _MEGATRON_BRIDGE_SECTIONS = {
