@@ -108,6 +108,7 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
     from mimo_train.launch.cpp_log import errors_only
     from mimo_train.launch.library_log import adopt_torch, divert
     from mimo_train.launch.output import show
+    from mimo_train.launch.processes import is_on_first_node
     from mimo_train.launch.rank_log import log_of
     from mimo_train.launch.watched import is_lost_peer, note_error
 
@@ -149,7 +150,7 @@ def _watched_main(run: "Run", exit_signal: "ExitSignal") -> int:
         # Destroying process groups would wait for peers that are stuck in a collective.
         os._exit(1)
     dist.barrier()
-    if rank == run.layout.logging_rank:
+    if rank == (run.layout.logging_rank if is_on_first_node(run.layout, run.layout.logging_rank) else 0):
         try:
             lines = _summary(run)
         except OSError as error:  # a full disk, or a folder that was removed: what was trained is saved

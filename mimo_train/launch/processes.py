@@ -87,6 +87,12 @@ def is_first_of_node(layout: RunLayout, rank: int) -> bool:
     return rank == 0 or layout.processes[rank - 1] < first_here
 
 
+def is_on_first_node(layout: RunLayout, rank: int) -> bool:
+    """True if `rank` is on the node of the first process; the same on every rank."""
+    here = _number("LOCAL_WORLD_SIZE", 0)
+    return not here or layout.processes[rank] < here
+
+
 def _started_per_node() -> int:
     """Processes that the launcher has started on each node; 0 where there is one node, or no launcher."""
     started, here = (_number(name, 0) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))

@@ -35,18 +35,15 @@ class Console:
         done_steps: int,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        view: "_View | None" = None,
+        view: "View | None" = None,
     ):
         """Show `total_steps` optimizer steps, of which `done_steps` are done, on `stream` (standard output), or by
         `view` if it is given."""
         # A process that was started with a closed one has none.
         self._stream = stream = (sys.stdout or io.StringIO()) if stream is None else stream
-        on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._total = total_steps
         self._step_seconds: deque[float] = deque(maxlen=50)
-        if view is None:
-            view = _Bar(stream, total_steps, done_steps) if on_terminal else _Lines(stream, clock)
-        self._view: _View = view
+        self._view = view or view_on(stream, total_steps, done_steps, clock)
 
     @classmethod
     def silent(cls) -> "Console":
@@ -99,7 +96,9 @@ class Console:
             to_nowhere(self._stream)
 
 
-class _View(Protocol):
+class View(Protocol):
+    """Where a console shows things."""
+
     def step(self, step: int, total: int, parts: dict[str, str]) -> None: ...
 
     def print(self, text: str) -> None: ...
@@ -175,6 +174,12 @@ class _Bar:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def view_on(stream: TextIO, total_steps: int, done_steps: int, clock: Callable[[], float] = time.monotonic) -> View:
+    """A progress bar on a terminal, else plain lines."""
+    on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    return _Bar(stream, total_steps, done_steps) if on_terminal else _Lines(stream, clock)
 
 
 def step_parts(values: dict[str, float], losses: Iterable[str] = ()) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """The log of a run that begins or goes on: its files, and what the reader hears first."""
 
+import io
+import sys
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -7,9 +9,12 @@ import torch.distributed as dist
 from data.storage.url import Place
 from mimo_train.checkpoint.checkpointer import Checkpointer
 from mimo_train.config.compose import to_yaml
+from mimo_train.launch.processes import is_on_first_node
 from mimo_train.metrics import progress
-from mimo_train.metrics.console import Console
+from mimo_train.metrics.console import Console, view_on
+from mimo_train.metrics.console_relay import ReceivedView, SentView
 from mimo_train.metrics.metrics_log import build_metrics_log
+from mimo_train.parallel import device as devices
 from mimo_train.plan.compiling import compile_remark
 from mimo_train.plan.run import Run
 from mimo_train.plan.warm_up import warm_up_warnings
@@ -30,12 +35,16 @@ def open_state(
     `stops` where the data ends it."""
     data_ends = None if stops is None else stops.step
     state = GlobalState(run, train_state, start_time=start_time, data_ends=data_ends)
-    if dist.get_rank() != run.layout.logging_rank:
+    rank, step = dist.get_rank(), train_state.step
+    is_remote = not is_on_first_node(run.layout, run.layout.logging_rank)
+    if is_remote and rank == 0:
+        local = view_on(sys.stdout or io.StringIO(), state.last_step, step)
+        return replace(state, console=Console(state.last_step, step, view=ReceivedView(devices.meeting(), local)))
+    if rank != run.layout.logging_rank:
         return state
-    step = train_state.step
     (run.dir / "config.yaml").write_text(to_yaml(given.cfg))
     metrics = build_metrics_log(run.cfg, run.dir, resumed_step=step)
-    console = Console(state.last_step, step)
+    console = Console(state.last_step, step, view=SentView(devices.meeting()) if is_remote else None)
     flops = train_state.floating_point_operations_so_far
     progress.job_started(run.dir, world_size=run.layout.world_size, step=step, flops=flops)
     for loaded in checkpointer.loaded:

@@ -179,3 +179,28 @@ def test_an_evaluation_that_waits_is_given_up(digits, tmp_path, hangs_on, signal
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [point[0] for point in curve(lines)] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in lines if "eval/loss" in line] == [2, 4, 5], "the one that was stopped is repeated"
+
+
+def _counting_rank(cfg, signalled: int) -> int:
+    """One rank as `mimo-train train` runs it; rank `signalled` has a signal before it counts texts."""
+    from mimo_train.commands.train import main
+    from mimo_train.training import setup as setting_up
+
+    os.environ["MIMO_STOPPED_CODE"], rank, count_texts = str(STOPPED), int(os.environ["RANK"]), setting_up.count_texts
+
+    def signal_and_count(*arguments):
+        if rank == signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        count_texts(*arguments)
+
+    setting_up.count_texts = signal_and_count
+    return main(resolve(cfg))
+
+
+def test_a_stop_while_texts_are_counted_ends_every_rank(digits, tmp_path):
+    options = ("layout=two_processes", "train.iters=2", f"data.cache_dir={tmp_path}/cache")
+    cfg = config("vlm_digits", tmp_path / "run", digits, *options)
+    assert run_ranks(_counting_rank, 2, cfg, 0) == [STOPPED, STOPPED]
+    assert not (tmp_path / "run" / "progress.txt").exists(), "nothing has begun"
+    assert run_ranks(_counting_rank, 2, cfg, -1) == [0, 0]
+    assert [point[0] for point in curve(read_metrics(tmp_path / "run" / "metrics.jsonl"))] == [1, 2]
