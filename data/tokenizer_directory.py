@@ -169,9 +169,10 @@ def _add_special(to: Path, tokens: Mapping[int, str]) -> None:
 
 
 def make_readable_by_version_4(to: Path) -> None:
-    """Version 5 names a class that version 4 does not know, for a tokenizer that both read, of which version 4 has other
-    inputs of models by default; and it calls a list of tokens by what is a mapping there, and what was its name before,
-    which both read."""
+    """Rewrite what version 5 has saved so that version 4 reads it too.
+
+    Version 5 names a class that version 4 does not know, for a tokenizer that both read. Of that class version 4 makes
+    other inputs. Version 5 calls a list of tokens by what is a mapping in version 4; both read its older name."""
     config = to / "tokenizer_config.json"
     settings = found = _read(config)
     if settings.get("tokenizer_class") == "TokenizersBackend" and (to / "tokenizer.json").is_file():

@@ -32,7 +32,7 @@ class Published:
     (length, value of every entry)."""
 
 
-_RESAMPLE = {2: "bilinear", 3: "bicubic"}
+RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """`resample`, as Pillow numbers it."""
 
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
@@ -111,10 +111,10 @@ def picture_values(
         raise EncoderError(f"{file.name}: do_pad is {file['do_pad']!r}, and pictures are not padded here")
     if abs(file["rescale_factor"] * 255 - 1) > 1e-6:
         raise EncoderError(f"{file.name}: rescale_factor is {file['rescale_factor']}, and only 1/255 can be built")
-    if file["resample"] not in _RESAMPLE:
+    if file["resample"] not in RESAMPLE:
         raise EncoderError(f"{file.name}: resample is {file['resample']}, must be 2 (bilinear) or 3 (bicubic)")
     values: dict[str, Any] = {
-        "interpolation": _RESAMPLE[file["resample"]],
+        "interpolation": RESAMPLE[file["resample"]],
         "pixel_mean": list(file["image_mean"]),
         "pixel_std": list(file["image_std"]),
     }
@@ -190,7 +190,7 @@ def preprocessor_config(spec: PictureSpec) -> dict[str, Any]:
     side = {"height": spec.image_size, "width": spec.image_size}
     is_cut = spec.resize == "crop"
     rounding = "CLIPImageProcessorFast" if is_cut else "SiglipImageProcessorFast"
-    resample = {ours: theirs for theirs, ours in _RESAMPLE.items()}[spec.interpolation]
+    resample = {ours: theirs for theirs, ours in RESAMPLE.items()}[spec.interpolation]
     return {
         "image_processor_type": rounding if spec.transform.rounded else "DINOv3ViTImageProcessorFast",
         "do_convert_rgb": True,

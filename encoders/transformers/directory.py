@@ -132,6 +132,12 @@ def preprocessing(path: str, kind: str) -> dict[str, Any]:
     return _read(whole).get(part) or {} if whole.is_file() else {}
 
 
+def resample(preprocessor: Mapping[str, Any]) -> Any:
+    """Return how a preprocessor resizes, as Pillow numbers it; the default of its class where its config has none."""
+    is_bilinear = str(preprocessor.get("image_processor_type")).startswith(("ViTImage", "DINOv3"))
+    return preprocessor.get("resample", 2 if is_bilinear else 3)
+
+
 def value_of(config: Mapping[str, Any], key: str) -> Any:
     """A key of a model's config, or its default; None if neither is known."""
     known = KNOWN.get(str(config.get("model_type")))

@@ -6,6 +6,7 @@ Shape suffixes: N media, T tokens of the model, H width, W samples.
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Tower(torch.nn.Module):
         """Load the weights of the directory, if the run starts with them.
 
         Raises:
-            EncoderError: the directory has no safetensors, or tensors are missing or of other shapes.
+            EncoderError: the directory has no weights that can be read, or tensors are missing or of other shapes.
         """
         if self.spec.weights != "load":
             return
@@ -66,14 +67,14 @@ class Tower(torch.nn.Module):
                 dtype=torch.float32,
                 local_files_only=True,
                 trust_remote_code=False,
-                use_safetensors=True,
+                weights_only=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, UnpicklingError, SafetensorError) as error:
             raise EncoderError(
                 f"encoder.path: transformers cannot load {self.spec.path}: {str(error).splitlines()[0]}; give a "
-                "directory with safetensors, or set encoder.weights=random"
+                "directory with safetensors, or with tensors alone in .bin files, or set encoder.weights=random"
             ) from error
         tensors = self._encoder_of(loaded).state_dict()
         # Names in the whole model: what is loaded but not in the encoder does not matter.

@@ -6,13 +6,16 @@ from typing import Any, ClassVar
 
 from encoders.errors import EncoderError
 from encoders.plain.spec import ClipSpec, PictureSpec
+from encoders.pretrained import RESAMPLE
 from encoders.ranges import MOST_LAYERS, MOST_PIXELS, MOST_WIDTH, FixedKeys, key
+from encoders.spec import PictureTransform
 from encoders.transformers.directory import (
     KNOWN,
     largest_dropout,
     number_of,
     preprocessing,
     require_sizes,
+    resample,
     size_of,
     square,
     tower_config,
@@ -139,8 +142,7 @@ class TransformersSpec(FromDirectory, PictureSpec):
     path: str = ""
     """Directory as `save_pretrained` writes it: of a vision model, or of one with a `vision_config`."""
     weights: str = "load"
-    """`load`: a run starts with the weights of the directory (safetensors). `random`: with random ones, of
-    `config.json` alone."""
+    """`load`: a run starts with the weights of the directory. `random`: with random ones, of `config.json` alone."""
     hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
     """Which of the model's `hidden_states` are the features, such as -2; not set: its `last_hidden_state`."""
     keep_prefix: bool = False
@@ -158,6 +160,8 @@ class TransformersSpec(FromDirectory, PictureSpec):
     """Largest probability of dropout of any kind; -1: as `config.json` says. 0 switches all of them off."""
     image_size: int = key(0, at_least=0, at_most=MOST_PIXELS)
     """Height and width in pixels that every picture is resized to; 0: as the directory's preprocessing says."""
+    interpolation: str = ""
+    """How pictures are resized: `bicubic` or `bilinear`; empty: as the directory's preprocessing says (`resample`)."""
     pixel_scale: float = key(0.0, at_least=0, at_most=1e6)
     """What pixels, 0 to 255, are multiplied with; 0: as the directory's preprocessing says."""
     pixel_mean: list[float] = key(factory=list, at_least=-1e6, at_most=1e6)
@@ -181,6 +185,11 @@ class TransformersSpec(FromDirectory, PictureSpec):
         rows, columns = height // self.patch_size, width // self.patch_size
         return (1, rows * columns + max(self.prefix_tokens, 0)) if self.keep_prefix else (rows, columns)
 
+    @property
+    def transform(self) -> PictureTransform:
+        """How a picture becomes one of `input_size`."""
+        return PictureTransform(self.interpolation)
+
     def dropped_tokens(self) -> int:
         """Tokens that are taken off the front of the model's output."""
         return 0 if self.keep_prefix else max(self.prefix_tokens, 0)
@@ -197,15 +206,11 @@ class TransformersSpec(FromDirectory, PictureSpec):
         """What of the directory's preprocessing is done otherwise here."""
         with suppress(EncoderError):
             given = preprocessing(self.path, self.KIND) if self.path else {}
-            found = []
             if given.get("do_center_crop"):
-                found.append(
+                return [
                     f"pictures are resized to {self.image_size} x {self.image_size} whole, where {self.path} resizes "
                     "the shorter side and crops the middle"
-                )
-            if given.get("resample", 3) != 3:
-                found.append(f"pictures are resized bicubically, where {self.path} says resample {given['resample']}")
-            return found
+                ]
         return []
 
     def faults(self) -> list[tuple[str, str]]:
@@ -218,6 +223,9 @@ class TransformersSpec(FromDirectory, PictureSpec):
             found.append(
                 ("image_size", f"{self.path or 'model_config'} does not say one square size: give it in pixels")
             )
+        if self.interpolation not in RESAMPLE.values():
+            is_given = f"is {self.interpolation!r}" if self.interpolation else f"{self.path} has another resample"
+            found.append(("interpolation", f"{is_given}: set {' or '.join(RESAMPLE.values())}"))
         for name, zero in (("pixel_scale", 0.0), ("pixel_mean", []), ("pixel_std", [])):
             if getattr(self, name) == zero:
                 found.append((name, f"{self.path or 'model_config'} has no preprocessing that says it: give it"))
@@ -257,6 +265,7 @@ class TransformersSpec(FromDirectory, PictureSpec):
         given = preprocessing(self.path, self.KIND) if self.path else {}
         size = given.get("crop_size") if given.get("do_center_crop") else given.get("size")
         self.image_size = self.image_size or square(size) or square(value_of(config, "image_size"))
+        self.interpolation = self.interpolation or RESAMPLE.get(resample(given), "")
         if not given:
             return
         scales, normalises = given.get("do_rescale", True), given.get("do_normalize", True)
@@ -279,8 +288,7 @@ class TransformersAudioSpec(FromDirectory, ClipSpec):
     path: str = ""
     """Directory as `save_pretrained` writes it."""
     weights: str = "load"
-    """`load`: a run starts with the weights of the directory (safetensors). `random`: with random ones, of
-    `config.json` alone."""
+    """`load`: a run starts with the weights of the directory. `random`: with random ones, of `config.json` alone."""
     hidden_state: int | None = key(None, at_least=-MOST_LAYERS, at_most=MOST_LAYERS)
     """Which of the model's `hidden_states` are the features; not set: its `last_hidden_state`."""
     hidden_size: int = key(0, at_least=0, at_most=MOST_WIDTH)

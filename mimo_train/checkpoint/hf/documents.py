@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 
 from data.tokenizer_directory import COPIED as TOKENIZER_FILES
 from data.tokens import Tokenizer
@@ -22,6 +23,7 @@ from encoders.weight_map import WeightMap
 from mimo_train.checkpoint.hf.directory import copy_files, write_json, write_run_tokenizer
 from mimo_train.checkpoint.hf.fill import Reader
 from mimo_train.checkpoint.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
+from mimo_train.checkpoint.hf.plain import plain_model
 from mimo_train.checkpoint.hf.tensors import TensorFolder
 from mimo_train.config.fault import ConfigError, UserError
 from mimo_train.config.llm_spec import LlmSpec
@@ -77,6 +79,9 @@ class Whole:
 
     module: str
     begins: str
+    rename: Callable[[MegatronModule, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+    """(module, its tensors without `begins`) -> the tensors that are written, all in memory; None: by their own
+    names."""
 
 
 @dataclass
@@ -254,6 +259,16 @@ def why_no_family(spec: LlmSpec) -> str:
 
 
 def _encoder(name: str, spec: Any) -> Document:
+    plain = plain_model(name, spec)
+    if plain is not None:
+        config = dict(spec.model_config)
+        return Document(
+            name,
+            f"encoder of {name} ({config['model_type']})",
+            config,
+            whole=[Whole(name, plain.begins, plain.rename)],
+            write_files=lambda to: write_json(to / "preprocessor_config.json", plain.preprocessor),
+        )
     try:
         family = FAMILIES.get(spec.family)
         if family is None:

@@ -71,6 +71,7 @@ class Weights:
     """The tensors of one module in a checkpoint.
 
     Attributes:
+        model: the module, whose tensors lend names and shapes.
         tensors: parameters and stored buffers of the module by name. They lend names and shapes.
     """
 
@@ -80,7 +81,8 @@ class Weights:
             module: its name.
             merge: put adapters into the weights that they are beside.
         """
-        self._stored, model = stored, stored.modules[module]
+        self._stored, self.model = stored, stored.modules[module]
+        model = self.model
         layers = adapted_layers(model) if merge else ()
         self._adapted: dict[str, Any] = {f"{path}.weight": layer for path, layer in layers}
         own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -218,7 +220,14 @@ def write_document(
 
 
 def _whole(part: Whole, source: Weights, dtype: torch.dtype) -> Iterator[tuple[Planned, Callable[[], torch.Tensor]]]:
-    """What is written for tensors by our own names."""
+    """What is written for tensors by our own names, or as `Whole.rename` has them."""
+    if part.rename is not None:
+        names = [name for name in source.tensors if name.startswith(part.begins) and not is_adapter(name)]
+        own = {name.removeprefix(part.begins): source.load(name) for name in names}
+        for name, value in part.rename(source.model, own).items():
+            value = value.to(dtype) if value.is_floating_point() else value
+            yield Planned(name, tuple(value.shape), value.dtype), partial(lambda value: value, value)
+        return
     for name, value in source.tensors.items():
         if name.startswith(part.begins) and not is_adapter(name):
             kind = dtype if value.is_floating_point() else value.dtype

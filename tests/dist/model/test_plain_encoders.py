@@ -8,6 +8,7 @@ import pytest
 
 from mimo_train.checkpoint import folders
 from mimo_train.metrics.sinks.jsonl import read_metrics
+from tests.dist.checkpoint.hf.test_export import command
 from tests.dist.ranks import run_ranks
 from tests.dist.runs import BOUNDS, config, curve, largest_difference, train_on_ranks
 
@@ -83,12 +84,29 @@ def test_a_model_of_transformers_starts_with_its_weights_and_goes_on_without_its
     frozen = plain(tmp_path / "frozen", digits, keys, flat, "modules.images.freeze=[encoder]", DP2)
     frozen_one = plain(tmp_path / "frozen_one", digits, keys, flat, "modules.images.freeze=[encoder]")
     assert max(largest_difference(*(curve(train_on_ranks(cfg)) for cfg in (frozen_one, frozen)))) < BOUNDS.norm
+    came = load_file(path / "model.safetensors")
     shutil.rmtree(path)
+    # Frozen, it leaves as the directory that it was, which transformers reads.
+    ((code, said),) = run_ranks(command, 1, ["export", str(tmp_path / "frozen_one"), "--to", str(tmp_path / "out")])
+    assert code == 0 and f"encoder of images (dinov2): {tmp_path}/out/images" in said, said
+    went = load_file(tmp_path / "out" / "images" / "model.safetensors")
+    assert came.keys() == went.keys() and all(value.equal(went[name]) for name, value in came.items())
+    assert run_ranks(_read_again, 1, tmp_path / "out" / "images") == [("Dinov2Model", [], 48, 3)]
     kept = tmp_path / "two" / "config.yaml"
     resume = (f"run.dir={tmp_path / 'rest'}", f"checkpoint.resume={folders.newest(tmp_path / 'two')}", "train.iters=4")
     rest = train_on_ranks(config(str(kept), tmp_path / "rest", digits, flat, *resume))
     loss, norm = largest_difference(curve(one), curve(two) + curve(rest))
     assert loss < BOUNDS.loss and norm < BOUNDS.norm
+
+
+def _read_again(folder: Path) -> tuple[str, list[str], int, int]:
+    """Class, missing and unexpected weights, side of pictures, and how they are resized."""
+    from transformers import AutoImageProcessor, AutoModel
+
+    model, found = AutoModel.from_pretrained(folder, output_loading_info=True)
+    pictures = AutoImageProcessor.from_pretrained(folder)
+    wrong = [*found["missing_keys"], *found["unexpected_keys"]]
+    return type(model).__name__, wrong, pictures.size["height"], int(pictures.resample)
 
 
 def first_weight(cfg) -> list[float]:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from encoders.errors import EncoderError
 from encoders.plain.model import dropout_rates
+from encoders.spec import picture_transform
 from encoders.transformers.directory import KNOWN, tower_config
 from encoders.transformers.model import AudioTower, VisionTower
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
@@ -164,6 +166,31 @@ def test_wrong_weights_are_named_with_both_shapes(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("given", "interpolation"),
+    [
+        ({"resample": 2}, "bilinear"),
+        ({"resample": 3}, "bicubic"),
+        ({"image_processor_type": "ViTImageProcessor"}, "bilinear"),
+        ({}, "bicubic"),
+    ],
+)
+def test_pictures_are_resized_as_the_directory_says(tmp_path, given, interpolation):
+    config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
+    path = saved(tmp_path, transformers.ViTModel(config), **PIXELS, size={"height": 32, "width": 32}, **given)
+    spec = TransformersSpec(path=path)
+    assert not spec.faults() and picture_transform(spec).interpolation == interpolation
+    assert picture_transform(TransformersSpec(path=path, interpolation="bilinear")).interpolation == "bilinear"
+
+
+def test_another_way_to_resize_is_a_fault(tmp_path):
+    config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
+    path = saved(tmp_path, transformers.ViTModel(config), **PIXELS, size={"height": 32, "width": 32}, resample=1)
+    ((field, sentence),) = TransformersSpec(path=path).faults()
+    assert field == "interpolation" and "has another resample: set bilinear or bicubic" in sentence
+    assert not TransformersSpec(path=path, interpolation="bicubic").faults()
+
+
+@pytest.mark.parametrize(
     ("keys", "fields"),
     [
         ({"path": ""}, ["path"]),
@@ -233,7 +260,10 @@ def test_no_code_of_a_directory_is_run(tmp_path, monkeypatch):
     built(TransformersSpec(path=str(path)), VisionTower)
     assert not ran.exists()
 
+    tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
+    torch.save(tensors, path / "pytorch_model.bin")
+    built(TransformersSpec(path=str(path)), VisionTower)
     torch.save(Hostile(ran), path / "pytorch_model.bin")
     torch.load(path / "pytorch_model.bin", weights_only=False).close()
     assert ran.exists()
