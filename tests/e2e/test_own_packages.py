@@ -62,6 +62,8 @@ def test_scripts_import_none_of_them_and_load_callbacks_and_forward_step_from_th
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["lm loss"] for line in steps if "lm loss" in line}
     assert [*losses] == [1, 2] and losses[1] > 1.5 * math.log(256)
+    (held_out,) = [line["eval/loss"] for line in steps if "eval/loss" in line]
+    assert held_out > 1.5 * math.log(256), "evaluation uses it too"
     assert (folder / "run" / "report.html").exists()
     assert (folder / "noted").read_text() == "2"
 
