@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.compressed import refuse_compressed
-from data.errors import DataError, ShardError
+from data.errors import DataError, MissingLibrary, ShardError
 from data.fields import NO_FIELDS, Fields
 from data.media.audio_headers import parse_audio_header
 from data.media.headers import parse_header
@@ -340,8 +340,11 @@ def _build(shard: Place, version: ShardVersion, read: ReadRange) -> ShardIndex:
         return (offset, size, *measure(read, extension, offset, size))
 
     with READS.of(shard):
-        for sample in grouped(walk_tar(shard, read, version.size), take):
-            builder.add(*sample)
+        try:
+            for sample in grouped(walk_tar(shard, read, version.size), take):
+                builder.add(*sample)
+        except MissingLibrary as error:
+            raise MissingLibrary(f"{shard}: {error}") from error
     return builder.index(shard, version)
 
 

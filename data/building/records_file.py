@@ -103,9 +103,9 @@ class RecordsFile:
             return sample_of(record, [], self.columns, where)
         cells = [*record.values()]
         media: list[Medium] = []
-        given, alone = record, _ANY not in record
+        given, alone, fields = record, _ANY not in record, tuple(record)
         for kind in READABLE:
-            columns = self.columns.media(kind, media_columns(given, kind))
+            columns = self.columns.media(kind, media_columns(fields, kind))
             # A caption whose image has no name is no plain text.
             alone = alone and given.keys().isdisjoint(columns)
             if column := self._column(given, kind, columns, where):

@@ -72,7 +72,7 @@ class Tables:
         layout = _Layout.of(schema)
         media = {name: kind for name, kind in layout.media.items() if kind not in self.columns.names}
         for kind in READABLE:
-            names = self.columns.media(kind, media_columns(schema.names, kind))
+            names = self.columns.media(kind, media_columns(tuple(schema.names), kind))
             if kind in media.values():  # image_url next to the images says where they are from
                 names = [name for name in names if name.lower() in (kind, f"{kind}s")]
             media |= dict.fromkeys(names, kind)

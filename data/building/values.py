@@ -6,7 +6,8 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -52,9 +53,10 @@ _MAGIC = (
 )
 
 
-def media_columns(names: Iterable[str], kind: str) -> list[str]:
+@lru_cache(maxsize=256)  # most records of a file have the same names
+def media_columns(names: tuple[str, ...], kind: str) -> list[str]:
     """Return the columns whose name says that they hold media of a kind, such as `images` or `Image_Path`."""
-    by_name = {name.lower(): name for name in names if isinstance(name, str)}
+    by_name = {name.lower(): name for name in names}
     first = [by_name[name] for name in _FIRST[kind] if name in by_name]
     return first or [by_name[name] for name in _OTHERS[kind] if name in by_name][:1]
 

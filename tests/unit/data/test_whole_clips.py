@@ -113,9 +113,10 @@ def test_the_missing_decoder_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "av", None)
     raw = mp3_without_header = sound(tone(1), "MP3").replace(b"Xing", b"????", 1)
     assert mp3_without_header != sound(tone(1), "MP3")
-    for reading in (parse_audio_header, lambda raw: decode_audio(raw, RATE)):
-        with pytest.raises(MissingLibrary, match=r"PyAV, which decodes mp3 .*mimo-train\[video\]"):
+    for reading in (parse_audio_header, lambda raw: decode_audio(raw, RATE), lambda raw: read(raw, "mp3", tmp_path)):
+        with pytest.raises(MissingLibrary, match=r"PyAV, which decodes mp3 .*mimo-train\[video\]") as error:
             reading(raw)
+    assert str(tmp_path / "x.tar") in str(error.value)
 
 
 def test_libsndfile_reads_them_wrong_still():
