@@ -9,6 +9,7 @@ _INCLUDES = ("loss", "weight", "train", "training", "trainable", "loss_weight", 
 _FIELDS = dict.fromkeys(_INCLUDES, True) | {"masked": False}
 """Name -> whether true or 1 includes the message (as OpenAI, ms-swift, Axolotl and torchtune spell it)."""
 _OF_PARTS = ("train_detail", "training_detail")
+LOSS_FIELDS = (*_FIELDS, *_OF_PARTS)
 
 
 def split_loss(fields: Mapping[str, Any], role: str) -> tuple[Mapping[str, Any], bool]:

@@ -11,7 +11,8 @@ from typing import Any
 from data.conversation import MARKERS
 from data.errors import DataError, RecordError
 from data.fields import MEDIA, TEXTS
-from data.foreign_markers import with_our_markers
+from data.foreign_markers import special_marker, with_our_markers
+from data.message_loss import LOSS_FIELDS
 
 _FORMS = ("conversations", "messages", "caption", "text")
 """Of records, the first that one has counts."""
@@ -132,9 +133,11 @@ def _turns(value: Any, where: str) -> list[Any]:
         raise RecordError(f"{where}: its turns are of type {type(value).__name__}, not a list")
     if not value or not all(isinstance(one, dict) and {"user", "assistant"} <= one.keys() for one in value):
         return value
-    return [
-        {"from": role, "value": one[key]} for one in value for role, key in (("human", "user"), ("gpt", "assistant"))
-    ]
+    turns = []
+    for one in value:
+        of_loss = {name: one[name] for name in LOSS_FIELDS if name in one}
+        turns += [{"from": "human", "value": one["user"]}, {"from": "gpt", "value": one["assistant"], **of_loss}]
+    return turns
 
 
 def _markers(counts: Mapping[str, int]) -> str:
@@ -169,6 +172,7 @@ def _mark(record: dict[str, Any], counts: Mapping[str, int], where: str) -> bool
             if isinstance(said, str):
                 said = _markers(counts) + said
             elif isinstance(said, list):
+                _require_no_special(said, where)
                 said = [{"type": kind} for kind in MARKERS.values() for _ in range(counts.get(kind, 0))] + said
             else:
                 return False
@@ -176,6 +180,15 @@ def _mark(record: dict[str, Any], counts: Mapping[str, int], where: str) -> bool
             return True
         return False
     return False
+
+
+def _require_no_special(parts: list[Any], where: str) -> None:
+    """Raises RecordError for a typed text with a marker that would stay text behind the media."""
+    for text in (part.get("text") for part in parts):
+        if isinstance(text, str) and (marker := special_marker(text)):
+            raise RecordError(
+                f"{where}: a typed text has {marker}, and typed text is literal. Make it a typed part"
+            )
 
 
 def _is_marked(content: Any) -> bool:

@@ -113,3 +113,14 @@ def test_a_build_puts_no_media_in_front_of_them():
     assert made["conversations"][0]["value"] == "<image>\nq" and rules == (MARKED,)
     with pytest.raises(RecordError, match="row 1: its text has 0 <image> and 2 markers"):
         Columns().applied(record("[IMG][IMG]q"), counts, "row 1")
+    typed = record("q", form="messages")
+    typed["messages"][0]["content"] = [{"type": "text", "text": "<|image_pad|>q"}]
+    with pytest.raises(RecordError, match=r"row 1: a typed text has <\|image_pad\|>, and typed text is literal"):
+        Columns().applied(typed, counts, "row 1")
+
+
+def test_a_build_keeps_what_pairs_exclude_from_the_loss():
+    pairs = [{"user": "q", "assistant": "a", "loss": False}, {"user": "r", "assistant": "b", "source": "x"}]
+    made, _ = Columns().applied({"texts": pairs}, {"image": 0}, "row 1")
+    turns = parse_record(json.dumps(made).encode(), "json", "k", {}).turns
+    assert [turn.is_learned for turn in turns] == [False, False, False, True]
