@@ -2,7 +2,7 @@
 
 In a text the markers `<image>`, `<video>` and `<audio>` are the places of media. A line break next to a marker, as
 LLaVA records have it, separates the two and is no part of the message: a client that sends an image and a text to a
-served model does not write it either. What stands between them there is up to the chat template.
+served model does not write it either. The chat template decides what is between them.
 
 A video is as many pictures of an encoder of pictures as are read of it: before a conversation becomes tokens, its
 videos have become these.

@@ -16,7 +16,7 @@ import numpy as np
 from data.errors import DecodeError, MissingLibrary
 
 _TAGS = (b"ID3", b"TAG", b"APETAGEX", b"LYRICSBEGIN")
-"""What may stand behind or between the frames of a file."""
+"""Beginnings of tags, which may follow or separate the frames of a file."""
 _SIDE_INFO = 64  # bytes of the first frame in which its header begins
 
 
@@ -24,7 +24,7 @@ _UNKNOWN = 1 << 62  # libsndfile gives more as the length of a FLAC file that ha
 
 
 def container_to_decode(form: str, frames: int, raw: bytes) -> str:
-    """Return the container that PyAV is told if the header of a file does not give its length; empty if it does.
+    """Return the container format to decode a file as if its header does not give its length; empty if it does.
 
     Args:
         form: its format, as libsndfile calls it.

@@ -148,8 +148,8 @@ def _add_pretrained(report: Report, cfg: ConfigContainer) -> None:
             matched.append((part, MatchedPart(part.folder, tensors[part.folder], part.weights, key)))
         require_no_others(matched)
     except (UserError, EncoderError) as error:
-        found, _, message = str(error).partition(": ")
-        report.faults.append(Fault(found, message) if found.startswith("modules.") else Fault(key, str(error)))
+        named, _, message = str(error).partition(": ")
+        report.faults.append(Fault(named, message) if named.startswith("modules.") else Fault(key, str(error)))
 
 
 def _add_module(report: Report, cfg: ConfigContainer, name: str, vocabulary: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What the texts of samples have that is not trained as it is written."""
+"""Remarks on texts that are not trained as they are written."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,6 +36,6 @@ def add_text_remarks(report: Report, samples: str, texts: Sequence["TextSample"]
     separated = sum(text.has_separators for text in texts)
     if separated and not template.is_own:
         report.notes.append(
-            f"{samples.format(separated)} write a line break next to a marker, which is left out: what stands there is "
-            "up to the chat template, as in messages of clients (docs/data.md#records)"
+            f"{samples.format(separated)} have a line break next to a marker. It is left out: the chat template "
+            "decides what is between media and text, as for messages of clients (docs/data.md#records)"
         )

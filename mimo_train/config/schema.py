@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from data.errors import DataError
 from data.indexed.split import split_parts
 from data.media.ground import colour_of
-from mimo_train.config.fault import Fault, nearest
+from mimo_train.config.fault import Fault
 from mimo_train.config.keys import Section, key, value_faults
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE, parts_of
@@ -292,9 +292,9 @@ class ConfigContainer(Section):
 
         def __getattr__(self, name):
             """Raise an AttributeError that names the section to use. Python calls this for unknown names only."""
-            here = _MEGATRON_BRIDGE_SECTIONS.get(name)
-            hint = f": use {here} instead" if here else nearest(name, self.__dataclass_fields__)
-            raise AttributeError(f"the config has no section {name!r}{hint}")
+            if here := _MEGATRON_BRIDGE_SECTIONS.get(name):
+                raise AttributeError(f"ConfigContainer has no key {name!r}. Use {here}")
+            super().__getattr__(name)
 
     @property
     def encoders(self) -> dict[str, ModuleConfig]:

@@ -143,11 +143,11 @@ class HeldOutSet:
     fraction: float = 0.0
     """Of `source` that it is, where that is trained on too."""
     is_test: bool = False
-    """Whether it is evaluated after the last step only, as `test/loss`."""
+    """True if it is evaluated after the last step only, as `test/loss`."""
 
     @property
     def prefix(self) -> str:
-        """What its names in metrics begin with."""
+        """Prefix of its metrics."""
         if self.is_test:
             return "test/"
         return f"eval/{self.name}/" if self.name else "eval/"

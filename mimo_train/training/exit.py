@@ -89,7 +89,7 @@ class AgreedVotes:
     signalled: bool = False
     out_of_time: bool = False
     evaluation_left: bool = False
-    """Whether they have ended the evaluation after the last step, so that the run is not finished."""
+    """True if they ended the evaluation after the last step: the run is not finished."""
 
 
 def agreed_votes(optimizer: ModuleOptimizer, data: StepIterator | None = None) -> AgreedVotes:

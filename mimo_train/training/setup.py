@@ -86,7 +86,7 @@ class Session:
 
     @property
     def held_out(self) -> HeldOut | None:
-        """The first held-out set that is no test set, if there is one."""
+        """The first held-out set other than the test set; None without one."""
         return next((each for each in self.held_out_sets if not each.is_test), None)
 
     @property

@@ -232,7 +232,7 @@ def test_special_tokens_that_stay_text_and_separators_are_counted(saved_qwen, ca
     code, out, _ = run(capsys, *given)
     assert code == 0 and f"2 of the first 3 samples have {plain}" in out
     assert "(<|box_end|> <|box_start|> <|im_end|>). To read them as tokens, set data.special_tokens_in_text" in out
-    assert "3 of the first 3 samples write a line break next to a marker, which is left out" in out
+    assert "3 of the first 3 samples have a line break next to a marker. It is left out" in out
     code, out, _ = run(capsys, *given, "data.special_tokens_in_text=grounding")
     assert code == 0 and f"1 of the first 3 samples has {plain} (<|im_end|>)" in out
     assert main(["shards", "verify", *given, "--workers", "1"]) == 0

@@ -151,11 +151,13 @@ def test_unknown_names_are_faults_with_the_nearest(override, key, said):
 
 def test_sections_of_megatron_bridge_are_answered_with_ours():
     cfg = ConfigContainer()
-    with pytest.raises(AttributeError, match=r"the config has no section 'model': use llm, or modules\[NAME\].encoder"):
+    with pytest.raises(
+        AttributeError, match=r"ConfigContainer has no key 'model'. Use llm, or modules\[NAME\].encoder"
+    ):
         cfg.model  # noqa: B018
-    with pytest.raises(AttributeError, match="no section 'dataset': use data instead"):
+    with pytest.raises(AttributeError, match="no key 'dataset'. Use data"):
         cfg.dataset  # noqa: B018
-    with pytest.raises(AttributeError, match="no section 'trian'; did you mean train"):
+    with pytest.raises(AttributeError, match="no key 'trian'. Did you mean train"):
         cfg.trian  # noqa: B018
     assert not hasattr(cfg, "model") and copy.deepcopy(cfg) == pickle.loads(pickle.dumps(cfg)) == cfg
 
