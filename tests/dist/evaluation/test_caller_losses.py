@@ -25,6 +25,7 @@ def _form(form: str, output, batch, cp):
     mask = own_part({"loss_mask": batch["loss_mask"]}, cp)["loss_mask"]
     total, tokens = (output * mask).sum(), mask.sum()
     if form == "sum":
+        torch.rand(1)  # as a step with noise of its own does
         pair = torch.stack([3 * total.detach(), tokens])
         return 3 * total, tokens.to(torch.int), {"lm loss": pair, "squares": [(output.square() * mask).sum(), tokens]}
     if form == "mean":  # of the whole sequence: context-parallel ranks add up
@@ -51,13 +52,17 @@ def _caller_step(form: str, state, data_iterator, model):
 
 def _evaluations(cfg) -> list[dict[str, float]]:
     """Evaluations of a new model: with the shipped step, and with each form."""
+    import torch
+
     from mimo_train.bridge.training.setup import setup
     from mimo_train.training.pretrain import default_forward_step
 
     run = setup(cfg)
     steps = [partial(default_forward_step(cfg), run.state)]
     steps += [partial(_caller_step, form, run.state) for form in ("sum", "mean", "named")]
+    before = torch.get_rng_state()
     values = [run.valid_data_iterator.evaluate(0, step) for step in steps]
+    assert torch.equal(torch.get_rng_state(), before), "training goes on with its own random numbers"
     run.close()
     return values
 
