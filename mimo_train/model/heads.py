@@ -118,7 +118,9 @@ def freeze_moe_router(model: ModelList | MegatronModule) -> ModelList:
 
 
 def _ensure_model_list(model: ModelList | MegatronModule) -> ModelList:
-    return list(model) if isinstance(model, list | tuple | torch.nn.ModuleList) else [model]
+    if isinstance(model, list):
+        return model
+    return list(model) if isinstance(model, tuple | torch.nn.ModuleList) else [model]
 
 
 def _freeze_parameter_if_present(module: object, name: str) -> None:

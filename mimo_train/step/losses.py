@@ -40,7 +40,9 @@ def masked_token_loss(
     output_tensor_BS: torch.Tensor,
     sources_BS: torch.Tensor | None = None,
     names: Sequence[str] = (),
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    *,
+    non_loss_data: bool = False,
+) -> Any:
     """Sum of the losses of the tokens that count.
 
     Args:
@@ -48,10 +50,15 @@ def masked_token_loss(
         output_tensor_BS: loss per token, in nats.
         sources_BS: which of the sources `names` each token is of; None: the samples are not of a mixture.
 
+        non_loss_data: return {"losses": loss per token, "loss_mask": `loss_mask_BS`} instead, the data of a
+            `process_non_loss_data_func`.
+
     Returns:
         (sum of losses, number of tokens as int, {"lm loss": [sum, number]}): the token-aware pattern; the optimizer
         step divides by the tokens of the whole global batch. With `loss/NAME` of every source beside it.
     """
+    if non_loss_data:
+        return {"losses": output_tensor_BS.detach(), "loss_mask": loss_mask_BS}
     loss_mask = loss_mask_BS.reshape(-1).float()
     loss = torch.sum(output_tensor_BS.reshape(-1).float() * loss_mask)
     num_tokens = loss_mask.sum()

@@ -27,18 +27,20 @@ def loss_func(
     *,
     sources: torch.Tensor | None = None,
     names: Sequence[str] = (),
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    non_loss_data: bool = False,
+) -> Any:
     """Loss at the language model's last stage.
 
     Args:
         loss_mask: [batch, sequence], 1 where a token is learned from.
         output_tensor: [batch, sequence], loss per token.
+        non_loss_data: return {"losses": `output_tensor`, "loss_mask": `loss_mask`} instead.
         sources: [batch, sequence], which of the sources `names` of a mixture each token is of.
 
     Returns:
         (sum of losses, number of tokens, {"lm loss": [sum, number]}), with `loss/NAME` of every source.
     """
-    return masked_token_loss(loss_mask, output_tensor, sources, names)
+    return masked_token_loss(loss_mask, output_tensor, sources, names, non_loss_data=non_loss_data)
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:

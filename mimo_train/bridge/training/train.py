@@ -57,7 +57,9 @@ def train(
         valid_data_iterator: that of `setup`, or None: no evaluation.
         checkpointing_context: not needed: the session of the state has a `Checkpointer`.
         process_non_loss_data_func: called at evaluations with (data, step, writer) on the logging rank.
-        non_loss_data_func: called at evaluations with the model; gives that data.
+        non_loss_data_func: called at evaluations with the model; gives that data. Without it, the data is a list of
+            what the loss function returns with `non_loss_data=True` for each microbatch of the first held-out step:
+            of the shipped steps {"losses": loss per token, "loss_mask": where it counts}, both [batch, sequence].
 
     Returns:
         The exit code.

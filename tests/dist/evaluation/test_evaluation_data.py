@@ -37,10 +37,11 @@ def _forward_step(state, data_iterator, model):
     return output, either
 
 
-def _train(cfg, given: bool) -> tuple[list, list, list, bool]:
+def _train(cfg, given: bool, shipped: bool = False) -> tuple[list, list, list, bool]:
     """(steps with values, data that was processed, calls of the function that gives data, trained after) of a rank."""
     from mimo_train.bridge.training.setup import setup
     from mimo_train.bridge.training.train import train
+    from mimo_train.training.pretrain import default_forward_step
 
     evaluations, processed, asked = Evaluations(), [], []
     run = setup(cfg, callbacks=[evaluations])
@@ -51,10 +52,13 @@ def _train(cfg, given: bool) -> tuple[list, list, list, bool]:
 
     def process(data, step, writer):
         writer.add_scalar("mine", len(data), step)
+        if shipped:
+            losses = sum((each["losses"] * each["loss_mask"]).sum() for each in data)
+            data = float(losses / sum(each["loss_mask"].sum() for each in data))
         processed.append((step, data))
 
     code = train(
-        _forward_step,
+        default_forward_step(cfg) if shipped else _forward_step,
         run.model,
         run.optimizer,
         run.scheduler,
@@ -93,6 +97,15 @@ def test_the_last_stage_gives_data_without_a_function_for_it(digits, tmp_path):
     assert [step for step, _ in seen] == [2, 3] and all(loss > 0 for _, loss in seen) and training
     # Two microbatches of eight samples, in the order of the held-out ones.
     assert processed == [(step, [{"shape": (8, 72)}] * 2) for step in (2, 3)]
+
+
+@pytest.mark.parametrize("name", ["vlm_digits", "gpt_tiny"])
+def test_the_shipped_steps_give_the_loss_of_every_token(name, digits, prose, tmp_path):
+    demo, layout = (digits, "two_processes") if name == "vlm_digits" else (prose, "language_pp2")
+    held_out = (f"data.validation_shards={demo}/held_out", "train.eval_samples=16", "log.tensorboard=true")
+    cfg = config(name, tmp_path, demo, f"layout={layout}", "train.iters=1", *held_out)
+    _, (seen, processed, _, _) = run_ranks(_train, 2, cfg, False, True)
+    assert [(step, pytest.approx(loss)) for step, loss in seen] == processed
 
 
 def test_a_function_gives_data_instead_on_every_rank_in_evaluation_mode(digits, tmp_path):

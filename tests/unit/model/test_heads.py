@@ -49,8 +49,9 @@ def test_gradients_of_a_head_are_marked_for_the_sum_over_parts_of_the_sequence(s
 
 def test_the_hook_replaces_the_output_layer_of_the_last_stage_only():
     first, middle, last = Language(True, False), Language(False, False), Language(False, True)
-    chunks = create_value_head_hook(8, sequence_parallel=False, output_size=2)([first, middle, last])
-    assert chunks == [first, middle, last]
+    given = [first, middle, last]
+    chunks = create_value_head_hook(8, sequence_parallel=False, output_size=2)(given)
+    assert chunks is given and chunks == [first, middle, last]
     assert not hasattr(first, "output_layer") and not hasattr(middle, "output_layer")
     assert isinstance(last.output_layer, LinearForLastLayer) and last.output_layer.weight.shape == (2, 8)
     assert not any(chunk.share_embeddings_and_output_weights for chunk in chunks)
@@ -76,7 +77,8 @@ def test_checkpoints_are_told_how_the_head_is_stored():
 def test_a_model_becomes_a_list_of_chunks():
     chunk = torch.nn.Linear(1, 1)
     assert _ensure_model_list(chunk) == [chunk]
-    assert _ensure_model_list([chunk, chunk]) == [chunk, chunk]
+    several = [chunk, chunk]
+    assert _ensure_model_list(several) is several and freeze_moe_router(several) is several
     assert _ensure_model_list((chunk,)) == [chunk]
 
 
