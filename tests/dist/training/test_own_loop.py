@@ -10,18 +10,19 @@ import pytest
 
 from mimo_train.metrics.sinks.jsonl import read_metrics
 from tests.dist.ranks import RankFailure, run_ranks
-from tests.dist.runs import TINY, TINY_ENCODER, config, train_on_ranks
+from tests.dist.runs import TINY, TINY_ENCODER, TOLERANCE, config, train_on_ranks
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "training-api.md"
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def _program(
-    text: str, folder: Path, demo: Path, steps: int, *, interrupted: bool = False, goes_on: bool = False
+    text: str, folder: Path, demo: Path, steps: int, *layout: str, interrupted: bool = False, goes_on: bool = False
 ) -> list[str]:
     """Run a program of the page, on a tiny model; returns the names of its checkpoints.
 
     Args:
+        layout: overrides, instead of the layout of the page.
         interrupted: Ctrl-C is pressed before the first step.
         goes_on: the program does not end its loop then.
     """
@@ -35,10 +36,11 @@ def _program(
         assert ends == 1, "the page ends its loop in another way"
     os.chdir(folder)
     overrides = (*TINY, *TINY_ENCODER, "run.dir=run", f"data.shards={demo}/train", "data.demo=")
-    added = ", ".join(map(repr, (*overrides, "data.validation_shards=", f"train.iters={steps}")))
+    layout = layout or ("layout=one_process",)
+    added = ", ".join(map(repr, (*layout, *overrides, "data.validation_shards=", f"train.iters={steps}")))
     before, found, after = text.partition('"layout=one_process"')
     assert found, "the page shows another config"
-    program = compile(f"{before}{found}, {added}{after.replace(', "run.dir=runs/own"', '')}", PAGE.name, "exec")
+    program = compile(f"{before}{added}{after.replace(', "run.dir=runs/own"', '')}", PAGE.name, "exec")
     if goes_on:
         with pytest.raises(SystemExit) as ended:
             exec(program, {})
@@ -53,7 +55,23 @@ def test_what_the_page_shows_runs(number, digits, tmp_path):
     run_ranks(_program, 1, PROGRAMS[number], tmp_path, digits, 10)
 
 
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_the_forward_step_of_the_page_gives_the_same_numbers_at_any_layout(digits, tmp_path):
+    (program,) = [text for text in PROGRAMS if "def loss_func" in text]
+
+    def losses(ranks: int, *layout: str) -> list[tuple[float, float, float]]:
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        run_ranks(_program, ranks, program, folder, digits, 4, *layout)
+        lines = read_metrics(folder / "run" / "metrics.jsonl")
+        return [(line["focal loss"], line["lm loss"], line["grad_norm"]) for line in lines]
+
+    one = losses(1)
+    assert all(0 < focal < cross_entropy for focal, cross_entropy, _ in one) and one[-1][0] < one[0][0]
+    piped = losses(3, "layout=two_processes", "modules.language.layout.pp=2")
+    assert piped == [pytest.approx(line, rel=TOLERANCE) for line in one]
+
+
+@pytest.mark.parametrize("number", [number for number, text in enumerate(PROGRAMS) if "setup(" in text])
 def test_ctrl_c_saves_in_the_programs_of_the_page(number, digits, tmp_path):
     interrupted = partial(_program, PROGRAMS[number], tmp_path, digits, 10, interrupted=True)
     assert run_ranks(interrupted, 1) == [["step_00000001"]]

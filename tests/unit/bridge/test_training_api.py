@@ -133,7 +133,7 @@ def rows() -> list[tuple[str, str, str]]:
     table = []
     for line in (ROOT / "docs" / "training-api.md").read_text().splitlines():
         cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
-        if line.startswith("| `") and len(cells) == 3:
+        if line.startswith("| `") and len(cells) == 3 and cells[1].startswith("mimo_train."):
             table.append(tuple(cells))
     return table
 
