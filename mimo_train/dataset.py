@@ -39,7 +39,8 @@ class Sample:
     position_ids: torch.Tensor
     """int64 [L], or [3, L] for models with positions on three axes."""
     media: Mapping[str, Sequence[torch.Tensor]]
-    """Module -> its inputs: images uint8 [3, height, width] or [tiles, 3, side, side], audio float32 [samples]."""
+    """Module -> its inputs: images [3, height, width] or [tiles, 3, side, side], uint8 (float32 from 0 to 255 if the
+    encoder's preprocessing does not round), audio float32 [samples]."""
     bad: str = ""
     """Why the sample cannot be read; training then reads this stand-in, whose loss is 0 everywhere."""
 

@@ -186,9 +186,7 @@ def _require_no_special(parts: list[Any], where: str) -> None:
     """Raises RecordError for a typed text with a marker that would stay text behind the media."""
     for text in (part.get("text") for part in parts):
         if isinstance(text, str) and (marker := special_marker(text)):
-            raise RecordError(
-                f"{where}: a typed text has {marker}, and typed text is literal. Make it a typed part"
-            )
+            raise RecordError(f"{where}: a typed text has {marker}, and typed text is literal. Make it a typed part")
 
 
 def _is_marked(content: Any) -> bool:
