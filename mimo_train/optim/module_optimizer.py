@@ -18,6 +18,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradS
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mimo_train.model.norms import squares_of
 from mimo_train.optim.adam import GroupStepAdamW
 
 _LEAST_NORM = 1e-6
@@ -211,7 +212,7 @@ class ModuleOptimizer(MimoOptimizer):
             ]
             if not gradients:
                 continue
-            message[index] = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            message[index] = squares_of(gradients).sum()
             if self.config.log_num_zeros_in_grad:
                 message[-1] += sum(gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients)
         message[-2] = overflow[0]
