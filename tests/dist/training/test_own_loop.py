@@ -219,7 +219,13 @@ def _step_beyond(cfg) -> None:
     from mimo_train.training.pretrain import default_forward_step
 
     run = setup(cfg)
-    step_func = prepare_forward_step_func(default_forward_step(cfg), run.state)
-    for _ in range(2):
-        train_step(step_func, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
-        run.state.train_state.step += 1
+    step_func, data = prepare_forward_step_func(default_forward_step(cfg), run.state), run.train_data_iterator
+    parts = (step_func, data, run.model, run.optimizer, run.scheduler, run.state)
+    train_step(*parts)
+    assert run.state.train_state.consumed_train_samples == data.consumed_samples == 16
+    data.put_back()  # as a step is that asks to exit: it is made again
+    assert data.consumed_samples == 0
+    train_step(*parts)
+    assert data.current.first_sample == 0 and data.consumed_samples == 16
+    run.state.train_state.step += 1
+    train_step(*parts)
