@@ -174,6 +174,8 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
             faults += _contradictions(f"modules.{name}.placeholder", "placeholder", given, keys, directory)
             module["placeholder"] = {**keys, **given}
         faults += _fill_in_adapter(name, module, directory)
+        if name == LANGUAGE:
+            faults += _frozen_rows(module, _parts(name, directory)["llm"]["vocab_size"], directory)
     language = found.get(LANGUAGE)
     if language is not None and not tokenizer_is_given:
         if not language.has_tokenizer:
@@ -186,6 +188,18 @@ def fill_in(plain: dict[str, Any], found: Mapping[str, Directory], *, tokenizer_
         plain["data"] = {**(plain.get("data") or {}), "tokenizer": str(language.folder)}
     if faults:
         raise ConfigError(faults)
+
+
+def _frozen_rows(module: Mapping[str, Any], rows: int, directory: Directory) -> Iterator[Fault]:
+    """The fault of rows that are added to an embedding next to adapters, which freeze it: they would stay random."""
+    given, rank = module["llm"]["vocab_size"], (module.get("lora") or {}).get("rank")
+    if isinstance(given, int) and isinstance(rank, int) and rank > 0 and given > rows:
+        yield Fault(
+            f"modules.{LANGUAGE}.llm.vocab_size",
+            f"adds {given - rows} rows to the {rows} of {directory.folder}, and they would stay random: "
+            f"modules.{LANGUAGE}.lora.rank {rank} freezes the embedding. Use a tokenizer with at most {rows} tokens of "
+            f"text, set modules.{LANGUAGE}.lora.rank=0, or train the rows first without adapters and export that model",
+        )
 
 
 def fill_in_joined(plain: dict[str, Any]) -> None:

@@ -203,6 +203,17 @@ def test_the_vocabulary_may_get_more_rows_and_not_fewer(directory):
     assert "vocab_size: is 290, and " in said(folder, "modules.language.llm.vocab_size=290")
 
 
+def test_rows_that_adapters_would_leave_random_are_a_fault(directory):
+    folder, more, lora = directory(), "modules.language.llm.vocab_size=310", "modules.language.lora={rank: 4}"
+    found = said(folder, more, lora)
+    assert (
+        "modules.language.llm.vocab_size: adds 10 rows to the 300 of" in found
+        and "set modules.language.lora.r" in found
+    )
+    for overrides in ([lora], [more, "modules.language.lora={rank: 0}"], [more, "modules.images.lora={rank: 4}"]):
+        load("vlm_digits", [f"pretrained={folder}", *overrides])
+
+
 def test_check_needs_no_torch(directory, tmp_path):
     folder = directory()
     (folder / "tokenizer.json").unlink()
