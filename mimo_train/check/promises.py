@@ -4,6 +4,7 @@ only known later."""
 from pathlib import Path
 
 from mimo_train.check.findings import Report
+from mimo_train.checkpoint.hf.llava_limits import why_several
 from mimo_train.config.own_code import missing_code
 from mimo_train.config.parts import PARTS
 from mimo_train.config.schema import ConfigContainer
@@ -28,6 +29,10 @@ def add_promises(report: Report, cfg: ConfigContainer) -> None:
                     f"modules.{name}.{key}: whether {', '.join(patterns)} match parameters is seen when the model is "
                     "built, as with --dry-run"
                 )
+    reason = "" if any(key.startswith("modules") for key in known) else why_several(cfg)
+    if reason:
+        several = "an export of this run is a directory for each part, since transformers has no model for all"
+        report.notes.append(f"{several}: {reason}")
     if cfg.run.device == "cuda" and not DRIVER.exists() and not OF_WINDOWS.exists():
         report.warnings.append(
             "run.device is cuda, and this machine has no driver for GPUs: the run starts on others only, here with "

@@ -137,7 +137,7 @@ def _add_pretrained(report: Report, cfg: ConfigContainer) -> None:
         except UserError as error:
             faults.append(Fault(key, str(error).removeprefix(f"{key}: ")))
     report.faults += faults
-    if faults or any(fault.key.startswith("modules.") for fault in report.faults):
+    if faults or any(fault.key.startswith("modules") for fault in report.faults):
         return
     key = ""
     try:

@@ -45,7 +45,8 @@ def add(commands: Any) -> None:
     option(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="folder or URL of a run or of one of its checkpoints, or folder of a model of transformers",
+        help="folder or URL of a run or of one of its checkpoints, or folder of a model of transformers or of a peft "
+        "adapter",
     )
     option("--prompt", metavar="TEXT", help="what to ask; with --chat the first message")
     option("--chat", action="store_true", help="go on with messages from the input, line by line")

@@ -84,10 +84,14 @@ def _load(folder: Place, cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: 
 
 
 def _load_directory(cfg: ConfigContainer, pipeline: "Pipeline", tokenizer: "Tokenizer") -> None:
-    from mimo_train.checkpoint.hf.load import load_pretrained
+    from mimo_train.checkpoint.hf.load import load_pretrained, load_start_adapters
+    from mimo_train.model.lora import merge_lora
     from mimo_train.plan.parameters import embedding_rows
 
-    load_pretrained(cfg, pipeline.model, pipeline.groups, embedding_rows(cfg.llm, tokenizer.vocab_size))
+    rows = embedding_rows(cfg.llm, tokenizer.vocab_size)
+    load_pretrained(cfg, pipeline.model, pipeline.groups, rows)
+    load_start_adapters(cfg, pipeline.model, rows)
+    merge_lora(pipeline.model)
 
 
 def on_one_process(cfg: ConfigContainer) -> ConfigContainer:

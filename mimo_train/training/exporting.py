@@ -11,7 +11,8 @@ from mimo_train.checkpoint.folders import LEFT_OUT
 from mimo_train.checkpoint.hf.adapters import ModuleAdapters, is_base, module_adapters, named_in_hub
 from mimo_train.checkpoint.hf.documents import Document, separate
 from mimo_train.checkpoint.hf.export import Stored, write_document
-from mimo_train.checkpoint.hf.joined import NoLlava, llava
+from mimo_train.checkpoint.hf.joined import llava
+from mimo_train.checkpoint.hf.llava_limits import NoLlava
 from mimo_train.checkpoint.hf.peft import write_adapters
 from mimo_train.checkpoint.integrity import opened
 from mimo_train.config.fault import UserError

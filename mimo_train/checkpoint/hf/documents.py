@@ -22,10 +22,11 @@ from encoders.spec import joined_width
 from encoders.weight_map import WeightMap
 from mimo_train.checkpoint.hf.directory import copy_files, write_json, write_run_tokenizer
 from mimo_train.checkpoint.hf.fill import Reader
+from mimo_train.checkpoint.hf.llava_limits import why_no_family
 from mimo_train.checkpoint.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.checkpoint.hf.plain import plain_model
 from mimo_train.checkpoint.hf.tensors import TensorFolder
-from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.fault import UserError
 from mimo_train.config.llm_spec import LlmSpec
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES, Composite
@@ -246,16 +247,6 @@ def _language(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document
 
     document.write_files = write_files
     return document
-
-
-def why_no_family(spec: LlmSpec) -> str:
-    """Why no family of `transformers` has such a language model: what the first of them lacks."""
-    try:
-        language_config_json(spec, "llama")
-    except ConfigError as error:
-        fault = error.faults[0]
-        return f"{fault.key} {fault.message}"
-    return ""
 
 
 def _encoder(name: str, spec: Any) -> Document:

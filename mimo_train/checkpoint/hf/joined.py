@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from data.tokens import Tokenizer
-from encoders.errors import EncoderError
-from encoders.pretrained import ACTIVATION_NAMES, preprocessor_config
+from encoders.pretrained import preprocessor_config
 from encoders.registry import FAMILIES
-from encoders.spec import is_tiled
 from encoders.weight_map import WeightMap
 from mimo_train.checkpoint.hf.directory import write_json, write_run_tokenizer
 from mimo_train.checkpoint.hf.documents import (
@@ -19,13 +17,19 @@ from mimo_train.checkpoint.hf.documents import (
     constant,
     generation_config,
     special_ids,
-    why_no_family,
     with_sizes,
 )
 from mimo_train.checkpoint.hf.fill import Reader
+from mimo_train.checkpoint.hf.llava_limits import (
+    ACTIVATIONS,
+    SCALES_FEATURES,
+    TOWERS,
+    NoLlava,
+    require_llava,
+    why_no_family,
+)
 from mimo_train.checkpoint.hf.parts import ENCODER, PROJECTOR, Part, pretrained_parts
 from mimo_train.checkpoint.hf.tensors import TensorFolder
-from mimo_train.config.keys import changed_fields
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.pretrained.composites.llava import LANGUAGE_NAMES, LLAVA
@@ -36,16 +40,8 @@ from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.model.llm.weights import HEAD, TABLE, language_map
 from mimo_train.plan.inputs import placeholders_of
 
-TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "vit": "siglip_vision_model"}
-"""`model_type` of the vision tower, by the family of the encoder."""
 TOWER = "vision_tower.vision_model."
 """In front of a tower's names, as hubs have it: version 4 reads no other."""
-_SCALES_FEATURES = ("gemma2",)
-"""Language models that multiply features by sqrt(hidden size) too, where they are part of LLaVA; ours do not."""
-
-
-class NoLlava(Exception):
-    """Why the parts of a run make no LLaVA: a sentence."""
 
 
 def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
@@ -57,13 +53,9 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
     Raises:
         NoLlava: it is none.
     """
-    if cfg.llm.mrope_section:
-        raise NoLlava("its language model has positions of several axes (mrope_section), and LLaVA's has one")
-    if len(cfg.encoders) != 1:
-        raise NoLlava(f"it has {len(cfg.encoders)} encoders, and LLaVA one")
+    require_llava(cfg)
     ((name, module),) = cfg.encoders.items()
     encoder = module.encoder
-    _require_llava(name, module, cfg.llm.hidden_size)
     place = placeholders_of(cfg)[name]
     pad = tokenizer.placeholder_id(place)
     _require_mark(tokenizer, pad, name)
@@ -83,7 +75,7 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
         "text_config": text,
         "image_token_index": pad,
         "image_seq_length": encoder.most_tokens(1),
-        "projector_hidden_act": _activations()[module.projector.activation],
+        "projector_hidden_act": ACTIVATIONS[module.projector.activation],
         "multimodal_projector_bias": module.projector.bias,
         "vision_feature_layer": encoder.feature_layer if module.pretrained else -1,
         "vision_feature_select_strategy": strategy,
@@ -118,38 +110,6 @@ def llava(cfg: ConfigContainer, tokenizer: Tokenizer, rows: int) -> Document:
     )
 
 
-def _require_llava(name: str, module: ModuleConfig, width: int) -> None:
-    """Raises NoLlava for parts that LLaVA has not."""
-    encoder, projector, prefix = module.encoder, module.projector, f"modules.{name}"
-    if getattr(encoder, "kind", "") != "image":
-        raise NoLlava(f"{name} reads no pictures")
-    if encoder.family not in TOWERS:
-        raise NoLlava(f"{prefix}.encoder.family is {encoder.family}, and towers of {', '.join(TOWERS)} are written")
-    if is_tiled(encoder):
-        raise NoLlava(f"{prefix}.encoder.resize is tiles, and LLaVA reads pictures in one piece")
-    if encoder.final_norm:
-        raise NoLlava(
-            f"{prefix}.encoder.final_norm is true, and LLaVA reads its tower without the norm behind the layers: "
-            "train with false"
-        )
-    wrong = {
-        "projector.kind": (projector.kind, "mlp"),
-        "projector.merge": (projector.merge, 1),
-        "projector.norm": (projector.norm, ""),
-        "projector.resampler.latents": (projector.latents, 0),
-        "projector.ffn_hidden_size": (projector.ffn_hidden_size or width, width),
-    }
-    for key, (value, needed) in wrong.items():
-        if value != needed:
-            raise NoLlava(f"{prefix}.{key} is {value}, and LLaVA's projector has {needed}")
-    known = {"name", "kind", "ffn_hidden_size", "activation", "merge", "bias"}
-    for one in changed_fields(projector):
-        if one not in known:
-            raise NoLlava(f"{prefix}.projector.{one} is set, which LLaVA's projector has not")
-    if projector.activation not in _activations():
-        raise NoLlava(f"{prefix}.projector.activation is {projector.activation}, which transformers has not")
-
-
 def _require_mark(tokenizer: Tokenizer, pad: int, name: str) -> None:
     """Raises NoLlava where LLaVA's processor would write a picture's place in another way."""
     text = tokenizer.shown([pad])
@@ -161,18 +121,11 @@ def _require_mark(tokenizer: Tokenizer, pad: int, name: str) -> None:
         )
 
 
-def _activations() -> dict[str, str]:
-    return {ours: theirs for theirs, ours in reversed(ACTIVATION_NAMES.items())}
-
-
 def _tower(name: str, module: ModuleConfig, part: Part | None) -> tuple[dict[str, Any], WeightMap, list[Extra]]:
     """The vision tower's part of config.json, its weights, and the tensors of it that ours has not."""
     encoder, family = module.encoder, FAMILIES[module.encoder.family]
     weights = family.weight_map(encoder).named(f"{ENCODER}{name}.").under(TOWER)
-    try:
-        published = family.published(encoder)
-    except EncoderError as error:
-        raise NoLlava(f"modules.{name}.encoder: {error}") from error
+    published = family.published(encoder)
     if part is None:
         return published.config, weights, [constant(TOWER + one, *value) for one, value in published.unread.items()]
     directory = read_directory(str(part.folder), part.key)
@@ -205,13 +158,13 @@ def _language(
         kind, weights = config["model_type"], part.written
     else:
         spec = with_sizes(cfg, tokenizer)
-        kinds = [kind for kind in model_types(spec) if kind not in _SCALES_FEATURES]
+        kinds = [kind for kind in model_types(spec) if kind not in SCALES_FEATURES]
         if not kinds:
             raise NoLlava(f"transformers has no such language model: {why_no_family(spec)}")
         kind = kinds[0]
         config = language_config_json(spec, kind) | special_ids(tokenizer)
         weights = language_map(spec, rows, kind)
-    if kind in _SCALES_FEATURES:
+    if kind in SCALES_FEATURES:
         raise NoLlava(
             f"a language model of family {kind} scales the features of pictures in LLaVA, and here it does not"
         )

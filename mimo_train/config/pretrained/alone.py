@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from mimo_train.config.compose import from_dict
+from mimo_train.config.fault import UserError
 from mimo_train.config.parts import LANGUAGE
+from mimo_train.config.pretrained.adapter import CONFIG, adapted_paths, paths_of
 from mimo_train.config.pretrained.composites import COMPOSITES
 from mimo_train.config.pretrained.directory import read_directory
 from mimo_train.config.pretrained.fill_in import directories, fill_in
+from mimo_train.config.pretrained.safetensors_header import Unreadable, parsed, read_error
 from mimo_train.config.schema import ConfigContainer
 
 LONGEST = 4096
@@ -19,16 +22,24 @@ _PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def config_of_directory(folder: Path) -> ConfigContainer:
-    """A run of the model of a directory, with no data.
+    """A run of the model of a directory, or of an adapter with the model that it is for, with no data.
 
     Raises:
         ConfigError: it is no directory of a language model, or of one with encoders, that can be built.
+        UserError: it holds an adapter that cannot be read, or whose model is not here.
     """
+    adapter, base = folder, base_of_adapter(folder)
+    folder = base or folder
     directory = read_directory(str(folder), "CHECKPOINT")
     composite = COMPOSITES.get(directory.model_type)
     encoder = _MODULES.get(composite.encoder) if composite is not None and composite.projector is not None else None
     names = [*([encoder] if encoder else []), LANGUAGE]
     plain: dict[str, Any] = {"modules": {name: {"pretrained": str(folder)} for name in names}, "data": {}}
+    paths = adapted_paths(adapter) if base else []
+    of_language = set(paths_of(paths, LANGUAGE))
+    for name in names:
+        if any((path in of_language) == (name == LANGUAGE) for path in paths):
+            plain["modules"][name]["lora"] = {"adapter": str(adapter)}
     fill_in(plain, directories(plain), tokenizer_is_given=False)
     length = plain["modules"][LANGUAGE]["llm"].get("max_positions") or LONGEST
     plain["data"] |= {"shards": str(folder), "sequence_length": length}
@@ -38,5 +49,25 @@ def config_of_directory(folder: Path) -> ConfigContainer:
 
 
 def is_directory_of_a_model(folder: Path) -> bool:
-    """Whether a folder is a directory of `transformers`, and not that of a run or of a checkpoint."""
-    return (folder / "config.json").is_file()
+    """Whether a folder is a directory of `transformers` or of PEFT, and not that of a run or of a checkpoint."""
+    return (folder / "config.json").is_file() or (folder / CONFIG).is_file()
+
+
+def base_of_adapter(folder: Path) -> Path | None:
+    """Return the folder of the model that an adapter of PEFT is for; None where `folder` holds a model itself.
+
+    Raises:
+        UserError: the adapter cannot be read, or its model is no folder of this machine.
+    """
+    if (folder / "config.json").is_file():
+        return None
+    try:
+        name = parsed((folder / CONFIG).read_bytes()).get("base_model_name_or_path")
+    except (Unreadable, OSError) as error:
+        raise UserError(f"CHECKPOINT: {read_error(folder / CONFIG, error)}") from error
+    if not isinstance(name, str) or not Path(name).is_dir():
+        raise UserError(
+            f"CHECKPOINT: {folder} holds an adapter of PEFT for {name!r}, which is no folder here: set "
+            f"base_model_name_or_path in its {CONFIG} to the folder of that model"
+        )
+    return Path(name)

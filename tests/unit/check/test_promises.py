@@ -72,3 +72,17 @@ def test_what_only_the_start_can_show_is_a_note(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(promises, there, tmp_path)
             assert check(load("vlm_digits", "run.device=cuda")).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ((), ""),
+        (("modules.images.encoder.final_norm=true",), "modules.images.encoder.final_norm is true, and LLaVA reads"),
+        (("encoder@modules.images.encoder=dinov2_large",), "modules.images.encoder.family is dinov2, and towers of"),
+        (("modules.images.projector.kind=linear",), "modules.images.projector.kind is linear, and LLaVA's projector"),
+    ],
+)
+def test_what_no_export_can_have_in_one_directory_is_a_note(overrides, why):
+    notes = [note for note in check(load("vlm_digits", *overrides), without_data=True).notes if "an export" in note]
+    assert len(notes) == bool(why) and all(f"since transformers has no model for all: {why}" in note for note in notes)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from mimo_train.config.compose import from_dict, load, to_dict
-from mimo_train.config.fault import ConfigError
+from mimo_train.config.fault import ConfigError, UserError
+from mimo_train.config.pretrained.alone import base_of_adapter, config_of_directory
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
@@ -168,3 +169,16 @@ def test_of_a_gemma_3_with_pictures_the_language_model_is_read(llama):
     assert load("gpt_tiny", [f"pretrained={llama}", "data.tokenizer=bytes"]).llm == llm
     with pytest.raises(ConfigError, match="tokens of a picture see each other.*only its language model can be read"):
         load("vlm_digits", [f"pretrained={llama}"])
+
+
+def test_an_adapter_whose_model_is_not_here_is_named(llama, tmp_path):
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": "org/name"}))
+    with pytest.raises(
+        UserError, match=f"^CHECKPOINT: {tmp_path} holds an adapter of PEFT for 'org/name', which is no"
+    ):
+        config_of_directory(tmp_path)
+    config.write_text("{")
+    with pytest.raises(UserError, match=f"^CHECKPOINT: {config} is damaged"):
+        config_of_directory(tmp_path)
+    assert base_of_adapter(llama) is None

@@ -145,3 +145,5 @@ def test_adapters_alone_generate_beside_their_directory_and_leave_merged(made, p
     assert code == 0, said
     (before,), (after,) = (run_ranks(_greedy, 1, folder) for folder in (llama, tmp_path / "out"))
     assert before != after and generated(tmp_path / "run") == after
+    # The adapter names the folder of its model.
+    assert generated(adapter) == after
