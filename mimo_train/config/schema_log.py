@@ -21,11 +21,6 @@ class LogConfig(Section):
     """MLflow, at `MLFLOW_TRACKING_URI`, else in `mlflow/` of the run's folder. Needs the extra `track`."""
     comet: bool = False
     """Comet; offline in `comet/` of the run's folder when no key is configured. Needs the extra `track`."""
-    prometheus: bool = False
-    """The newest numbers in `metrics.prom` of the run's folder, for the textfile collector of Prometheus'
-    node_exporter. Needs the extra `prometheus`. See docs/metrics.md#prometheus."""
-    prometheus_port: int = key(0, at_least=0, at_most=65535, zero_means="none")
-    """Port of an endpoint for Prometheus on the node of the logging rank; 0: none. With `prometheus`."""
     module_times: bool = True
     """Seconds of compute, bubble, bridge wait, data wait, reduction and optimizer, for every module. See
     docs/metrics.md#where-the-time-goes."""
@@ -57,8 +52,6 @@ class LogConfig(Section):
         """
         yield from value_faults(self, "log")
         yield from library_faults(self, "log", TRACKERS)
-        if self.prometheus_port and not self.prometheus:
-            yield Fault("log.prometheus_port", f"is {self.prometheus_port} without log.prometheus: set it to true")
         if self.router_losses_per_layer and not experts:
             yield Fault(
                 "log.router_losses_per_layer",
@@ -71,7 +64,6 @@ TRACKERS = {
     "wandb": ("wandb", "wandb"),
     "mlflow": ("mlflow", "'mimo-train[track]'"),
     "comet": ("comet_ml", "'mimo-train[track]'"),
-    "prometheus": ("prometheus_client", "'mimo-train[prometheus]'"),
 }
 """Modules that keys of `log` need when they are true, and what pip installs them by."""
 

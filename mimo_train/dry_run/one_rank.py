@@ -79,7 +79,6 @@ def prepared(run: Run, folder: Path) -> Run:
     cfg.train.skip_iters, cfg.train.exit_interval, cfg.train.callbacks = [], 0, []
     cfg.checkpoint.dir, cfg.checkpoint.weights, cfg.checkpoint.resume = "", "", "auto"
     cfg.log = replace(cfg.log, tensorboard=False, wandb=False, mlflow=False, comet=False)
-    cfg.log.prometheus, cfg.log.prometheus_port = False, 0
     for module in cfg.modules.values():
         module.feature_cache = FeatureCacheConfig()
     cfg.checkpoint.load_modules, cfg.profiling = {}, ProfilingConfig()

@@ -15,7 +15,6 @@ from mimo_train.config.schema import ConfigContainer
 from mimo_train.metrics.sinks.comet import CometSink
 from mimo_train.metrics.sinks.jsonl import JsonlSink
 from mimo_train.metrics.sinks.mlflow import MlflowSink
-from mimo_train.metrics.sinks.prometheus import PrometheusSink
 from mimo_train.metrics.sinks.tensorboard import TensorboardSink
 from mimo_train.metrics.sinks.wandb import WandbSink
 
@@ -27,7 +26,7 @@ class Sink(Protocol):
 
     handle: Any
     """What it writes with, for those who want to add more than numbers: the path of metrics.jsonl, a `SummaryWriter`, a
-    W&B run, an `MlflowHandle` (client and run id), a Comet experiment, a `CollectorRegistry`."""
+    W&B run, an `MlflowHandle` (client and run id), a Comet experiment."""
 
     def log(self, step: int, consumed_samples: int, values: dict[str, float]) -> None:
         """Write `values` of optimizer step `step`."""
@@ -68,10 +67,6 @@ SINKS: dict[str, SinkKind] = {
     "comet": SinkKind(
         wanted=lambda cfg: cfg.log.comet,
         open=lambda cfg, run_dir, resumed_step: CometSink(run_dir, to_dict(cfg), resumed_step),
-    ),
-    "prometheus": SinkKind(
-        wanted=lambda cfg: cfg.log.prometheus,
-        open=lambda cfg, run_dir, resumed_step: PrometheusSink(run_dir, cfg.log.prometheus_port),
     ),
 }
 """Every sink, by name."""
