@@ -216,7 +216,6 @@ def _breaks(layout: Layout) -> list[Broken]:
         _with(layout, "train.global_batch_size", BATCH + 1),
         _with(layout, "train.micro_batch_size", 0),
         _with(layout, "placement.mode", "stacked"),
-        _with(layout, "placement.bridge", "wooden"),
         _with(layout, "placement.ranks_per_node", -1),
         _with(layout, "data.sequence_length", 71 if layout.sizes["language"].get("cp", 1) > 1 else 0),
     ]

@@ -331,7 +331,7 @@ class ConfigContainer(Section):
         yield from value_faults(self, "")
         yield from self.run.faults(self.checkpoint.resume)
         for name, module in self.modules.items():
-            yield from module.faults(name, self.optim, self.placement.bridge)
+            yield from module.faults(name, self.optim)
             if module.lora.adapter and self.checkpoint.weights:
                 yield Fault(
                     f"modules.{name}.lora.adapter",

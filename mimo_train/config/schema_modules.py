@@ -215,13 +215,12 @@ class ModuleConfig(Section):
     (equal numbers of tokens inside the encoder, as nearly as whole samples in order allow). Order and numbers do not
     change."""
 
-    def faults(self, name: str, optim: OptimConfig, bridge: str) -> Iterator[Fault]:
+    def faults(self, name: str, optim: OptimConfig) -> Iterator[Fault]:
         """What is wrong with what is trained and how; sizes and layout are looked at by `mimo_train.plan`.
 
         Args:
             name: of this module.
             optim: the run's optimizer.
-            bridge: `placement.bridge`.
         """
         prefix = f"modules.{name}"
         yield from value_faults(self, prefix)
@@ -244,11 +243,6 @@ class ModuleConfig(Section):
             yield Fault(f"{prefix}.feature_cache.dir", f"{unfixed}, or leave it empty")
         if self.prefetch_microbatches > 0 and unfixed:
             yield Fault(f"{prefix}.prefetch_microbatches", f"{unfixed}, or set it to 0")
-        elif self.prefetch_microbatches > 0 and bridge != "native":
-            yield Fault(
-                f"{prefix}.prefetch_microbatches",
-                f"needs placement.bridge=native, which is {bridge}; or set it to 0",
-            )
 
     def _freeze_faults(self, name: str) -> Iterator[Fault]:
         prefix = f"modules.{name}"

@@ -26,10 +26,6 @@ class PlacementConfig(Section):
     each."""
     tp_across_nodes: bool = False
     """Whether a tensor-parallel group may have ranks on several nodes."""
-    bridge: str = key("native", choices=("native", "megatron"))
-    """How features reach the language model: `native` (sizes are known from the data index; any layouts and counts) or
-    `megatron` (Megatron-Core's own communicators, to compare; they exchange sizes, and need counts of equal parts and
-    data-parallel sizes that divide each other). Same numbers."""
 
     def faults(self) -> Iterator[Fault]:
         """Values that cannot be. Ranks and modules are looked at together in `mimo_train.plan.placement`."""

@@ -50,8 +50,6 @@ def refused(cfg: ConfigContainer, *, engine: bool = False) -> Iterator[Fault]:
     """
     if (names := ", ".join(has_fp8(cfg))) and not engine:
         yield Fault("train.fp8", f"layers of {names} have fp8, which Transformer Engine's do: add --transformer-engine")
-    if cfg.placement.bridge == "megatron":
-        yield Fault("placement.bridge", "megatron exchanges shapes, which no other rank sends in a dry run: use native")
 
 
 def device_kind(cfg: ConfigContainer) -> str:

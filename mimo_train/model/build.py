@@ -31,7 +31,7 @@ from mimo_train.model.layers import layer_spec, norm_class, projector_submodules
 from mimo_train.model.llm.gpt import SeededGPTModel
 from mimo_train.model.llm.layers import language_layers
 from mimo_train.model.lora import freeze_base, start_magnitudes
-from mimo_train.model.mimo import MegatronMimoModel, PlacedMimoModel
+from mimo_train.model.mimo import PlacedMimoModel
 from mimo_train.model.names import modules_of
 from mimo_train.model.own_gradients import OwnGradients
 from mimo_train.model.projector import Projector
@@ -87,8 +87,7 @@ def build_model(
             compile_layers(chunks, cfg, LANGUAGE, device.type)
             return [_wrap(chunk, groups, LANGUAGE, cfg) for chunk in chunks]
         (language_spec,) = language_specs
-        kind = PlacedMimoModel if cfg.placement.bridge == "native" else MegatronMimoModel
-        model = kind(
+        model = PlacedMimoModel(
             MimoModelConfig(
                 language_model_spec=language_spec,
                 modality_submodules_spec={

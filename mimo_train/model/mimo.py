@@ -1,6 +1,6 @@
 """Several modules as one model: Megatron-Core's `MimoModel`, at any placement of its modules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from megatron.core.utils import unwrap_model
 from encoders.spec import EncoderSpec, deepstack_layers
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.model.documents import documents_of
-from mimo_train.model.marks import mark
 from mimo_train.parallel.bridge.exchange import SharedBridge
 from mimo_train.parallel.bridge.shapes import StepShapes
 from mimo_train.parallel.context import sum_gradients
@@ -179,21 +178,3 @@ class PlacedMimoModel(MimoModel):
     def _to_language(self, name: str, features: torch.Tensor) -> torch.Tensor:
         bridge = self.shared_bridges.get(name)
         return features if bridge is None else bridge(features)
-
-
-class MegatronMimoModel(MimoModel):
-    """`MimoModel` on Megatron-Core's own paths, for `placement.bridge=megatron`.
-
-    Attributes:
-        sizes: encoder module -> rows of every sample of this rank in the microbatch that goes forward; set by the
-            pipeline. Megatron-Core reads them from the text, which ranks of an encoder do not have here.
-    """
-
-    sizes: Callable[[str], list[int]] = staticmethod(lambda name: [])
-
-    def _attach_modality_split_sizes(
-        self, output: torch.Tensor, input_ids: torch.Tensor | None, encoder_name: str
-    ) -> None:
-        sizes = self.sizes(encoder_name)
-        if len(set(sizes)) > 1:  # equal sizes are the default
-            mark(output, _mimo_bridge_split_sizes=sizes)

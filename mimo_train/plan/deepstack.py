@@ -42,5 +42,3 @@ def deepstack_faults(cfg: ConfigContainer) -> Iterator[Fault]:
                 f"makes {module.projector.latents} tokens of each {module.encoder.medium}, and features of encoder."
                 "deepstack belong to those of patches: use mlp or linear, or set encoder.deepstack to []",
             )
-        if cfg.placement.bridge != "native":
-            yield Fault("placement.bridge", f"{key} gives features to layers, which native alone carries: use it")

@@ -92,12 +92,6 @@ def packing_faults(cfg: ConfigContainer) -> Iterator[Fault]:
             f"{data.pack_length} tokens do not hold the longest sample, of data.sequence_length "
             f"{data.sequence_length}: use at least that, better twice",
         )
-    if cfg.encoders and cfg.placement.bridge != "native":
-        yield Fault(
-            "placement.bridge",
-            f"is {cfg.placement.bridge}, which takes as many samples from every rank, and rows of data.pack are other "
-            "numbers of them: use native",
-        )
     if _balances(llm) and llm.router_balancing != "aux_loss":
         what = "each row" if llm.router_balancing == "seq_aux_loss" else "ranks with as many tokens in each microbatch"
         yield Fault(

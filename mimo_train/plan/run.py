@@ -20,7 +20,6 @@ from mimo_train.config.schema_modules import MOST_RANKS, ModuleConfig
 from mimo_train.config.schema_train import TrainConfig
 from mimo_train.plan.adapters import adapter_faults
 from mimo_train.plan.batch import Batch, batch_faults
-from mimo_train.plan.bridge_limits import bridge_faults
 from mimo_train.plan.compiling import compile_faults
 from mimo_train.plan.deepstack import deepstack_faults
 from mimo_train.plan.divisibility import encoder_faults, language_faults, projector_faults
@@ -182,10 +181,7 @@ def layout_faults(cfg: ConfigContainer) -> Iterator[Fault]:
     yield from (fault for name, module in cfg.modules.items() for fault in adapter_faults(name, module, width))
     yield from (fault for name, module in cfg.encoders.items() for fault in projector_faults(module, width, name))
     yield from deepstack_faults(cfg)
-    misplaced = list(placement_faults(cfg))
-    yield from misplaced
-    if not misplaced:
-        yield from bridge_faults(cfg, lay_out(cfg))
+    yield from placement_faults(cfg)
     yield from batch_faults(cfg)
 
 

@@ -21,17 +21,14 @@ from megatron.core.utils import unwrap_model
 
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.model.fp8 import renew_copies
-from mimo_train.model.mimo import MegatronMimoModel
 from mimo_train.model.moe import RouterLosses
 from mimo_train.model.names import modules_of
 from mimo_train.parallel.bridge.communicator import (
-    MegatronCommunicator,
     ModuleCommunicator,
     TextShapes,
     TimedP2PCommunicator,
 )
 from mimo_train.parallel.bridge.exchange import SharedBridge, Watch, not_timed
-from mimo_train.parallel.bridge.megatron import MegatronSizes
 from mimo_train.parallel.bridge.shapes import StepShapes, features_width
 from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
@@ -72,7 +69,6 @@ class Pipeline:
             self._counts_tokens = self.is_last_stage and language.tp.rank() == 0
         self._num_tokens: torch.Tensor | None = None
         self._when_done: Callable[[], None] = lambda: None
-        self._megatron_sizes: MegatronSizes | None = None
         # The schedule reads the language model's config, which a MimoModel has on every rank.
         config = model[0].config
         self.router_losses = RouterLosses(
@@ -106,8 +102,6 @@ class Pipeline:
             data_iterator = data_iterator.views(len(self.model))
         renew_copies(self._with_copies)
         num_microbatches = num_microbatches or len(self.shapes.texts) or self.batch.num_microbatches
-        if self._megatron_sizes:
-            self._megatron_sizes.require_possible()
         if not forward_only:
             self.router_losses.begin(num_microbatches)
         return self._schedule(
@@ -170,10 +164,7 @@ class Pipeline:
             )
 
     def _connect(self, model: MimoModel, config: TransformerConfig) -> None:
-        """Set the bridges of the model's shared edges, or the sizes that Megatron-Core's bridges need."""
-        if isinstance(model, MegatronMimoModel):
-            self._megatron_sizes = model.sizes = MegatronSizes(self.layout, self.shapes)
-            return
+        """Set the bridges of the model's shared edges."""
         widths = self._hidden_sizes(model, config)
         model.shapes = self.shapes
         model.shared_bridges = {
@@ -193,8 +184,6 @@ class Pipeline:
 
     def _communicator_of(self, model: MimoModel, config: TransformerConfig) -> MultiModulePipelineCommunicator:
         """The communicator for features and activations between the steps of the schedule."""
-        if self._megatron_sizes:
-            return MegatronCommunicator(self.layout, self.groups.grids, config, self.stopwatch)
         return ModuleCommunicator(
             self._run,
             self.groups,

@@ -93,7 +93,6 @@ ONE = "one"
 VLM = (
     apart(ONE, ONE),
     same("dp2", "dp2", WHOLE_ROWS, ALL_LOGITS),
-    apart(ONE, ONE, "placement.bridge=megatron"),
     Row({"images": ONE, "language": "tp2"}, "{images: 2, language: 0}"),
     Row({"images": "dp2", "language": "pp2"}, "{images: 2, language: 0}"),
     Row({"images": "dp2", "language": "tp2 pp2"}, "{images: 0, language: 0}"),

@@ -76,7 +76,7 @@ def test_the_default_rows_have_what_any_row_has():
     axes = {f"language {axis}" for axis in ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")}
     axes |= {f"images {axis}" for axis in ("tp", "sp", "pp", "dp")}
     ways = {f"uneven, {way}, {fan}" for way in ("apart", "same ranks") for fan in ("fan-in", "fan-out")}
-    places = {"disjoint", "shared", "first ranks", "placement.allow_idle=true", "placement.bridge=megatron"}
+    places = {"disjoint", "shared", "first ranks", "placement.allow_idle=true"}
     axes |= {f"packed, {axis}" for axis in ("one", "tp", "sp", "pp", "vpp", "cp", "dp", "ep")}
     changes = {"optim.distributed_optimizer=false", "train.recompute=full", "images.balance=patches"}
     assert axes | ways | places | changes | MODELS.keys() <= tried

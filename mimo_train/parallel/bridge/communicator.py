@@ -261,22 +261,6 @@ class ModuleCommunicator(MultiModulePipelineCommunicator):
             )
 
 
-class MegatronCommunicator(MultiModulePipelineCommunicator):
-    """Megatron-Core's communicator unchanged, with the waits between stages timed."""
-
-    def __init__(
-        self, layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig, watch: Watch = not_timed
-    ):
-        self._watch = watch
-        super().__init__(*_piped(layout, grids, config))
-
-    def _build_rank_module_info_map(self) -> None:
-        super()._build_rank_module_info_map()
-        for name, info in self.rank_module_map.items():
-            pp_group = info.p2p_communicator.pp_group
-            info.p2p_communicator = TimedP2PCommunicator(pp_group, self.config, self._watch, name)
-
-
 def _piped(layout: RunLayout, grids: dict[str, HyperCommGrid], config: TransformerConfig) -> tuple:
     """Arguments of `MultiModulePipelineCommunicator`: grids, topology, config, dimension names and counts."""
     topology: dict[str, list[str]] = {name: [] for name in layout.piped_modules}

@@ -266,12 +266,3 @@ def test_an_error_of_the_user_is_said_without_a_trace(tmp_path):
     keys = ("data.demo=", f"data.shards={tmp_path}/nowhere", "data.validation_shards=", f"run.dir={tmp_path}/run")
     ((code, said),) = run_ranks(_command, 1, "gpt_tiny", list(keys), "0")
     assert code == 1 and "FAILS: data.shards: no such file or folder: " in said and "Traceback" not in said
-
-
-def test_what_cannot_be_tried_is_refused_by_name():
-    from mimo_train.config.compose import load
-    from mimo_train.dry_run.one_rank import refused
-
-    assert not list(refused(load("vlm_digits")))
-    (fault,) = refused(load("vlm_digits", ("placement.bridge=megatron",)))
-    assert fault.key == "placement.bridge" and "use native" in fault.message

@@ -177,7 +177,7 @@ def test_what_is_left_out_could_not_be_better(name):
     more=st.sampled_from([
         {}, {"modules.images.balance": "patches"}, {"train.recompute": "selective"}, {"data.pack": True},
         {"modules.images.freeze": ["encoder"]}, {"modules.language.freeze": ["llm"]}, {"modules.language.lora.rank": 4},
-        {"placement.bridge": "megatron"}, {"optim.distributed_optimizer": False}, {"placement.ranks_per_node": 2},
+        {"optim.distributed_optimizer": False}, {"placement.ranks_per_node": 2},
         {"modules.language.llm.dropout": 0.1}, {"modules.images.freeze_until": {"encoder": 9}},
         {"modules.language.llm.num_experts": 4, "modules.language.llm.experts_per_token": 2,
          "modules.language.llm.bias": False},

@@ -90,7 +90,6 @@ def test_features_for_layers_need_these_layers_on_the_first_stage(tmp_path):
     assert faults(whole) == []
     assert faults(composed(tmp_path, QWEN3, *keys, "modules.language.layout.pp=3")) == ["modules.language.layout.pp"]
     assert faults(composed(tmp_path, QWEN3, *keys, "modules.images.layout.pp=2")) == ["modules.images.layout.pp"]
-    assert "placement.bridge" in faults(composed(tmp_path, QWEN3, *keys, "placement.bridge=megatron"))
     wider = QWEN3 | {"vision_config": QWEN3["vision_config"] | {"out_hidden_size": 64}}
     assert faults(composed(tmp_path, wider, *keys)) == ["modules.images.encoder.deepstack_width"]
 

@@ -61,7 +61,6 @@ def test_impossible_values_of_cache_and_prefetch_are_refused():
     assert "above 0" in faults(FROZEN | {bounds: 0.0})[bounds]
     ahead = "modules.images.prefetch_microbatches"
     assert "at least 0" in faults(FROZEN | {ahead: -1})[ahead]
-    assert "bridge=native" in faults(FROZEN | {ahead: 1, "placement.bridge": "megatron"})[ahead]
     assert (
         "only encoders"
         in faults({"modules.language.prefetch_microbatches": 1})["modules.language.prefetch_microbatches"]

@@ -69,7 +69,6 @@ def test_layouts_describe_themselves():
 
 LANGUAGE, IMAGES, FIRST = "modules.language", "modules.images", "placement.first_rank"
 SHARED = {"placement.mode": "shared"}
-MEGATRON = {"placement.bridge": "megatron"}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,6 @@ MEGATRON = {"placement.bridge": "megatron"}
             ["any size have multiples of 1 tokens", "projector.merge"],
         ),
         ({f"{IMAGES}.layout.pp": 4}, f"{IMAGES}.layout.pp", ["pp 4", "3 layers", "each stage needs one"]),
-        ({**MEGATRON, f"{IMAGES}.layout.pp": 2}, "placement.bridge", ["encoders of one stage", "images has pp 2"]),
         ({f"{LANGUAGE}.layout.ep": 2}, f"{LANGUAGE}.layout.ep", ["ep is 2", "num_experts is 0"]),
         ({f"{LANGUAGE}.layout.etp": 2}, f"{LANGUAGE}.layout.etp", ["etp is 2", "num_experts is 0"]),
         ({f"{LANGUAGE}.layout.etp": 0}, f"{LANGUAGE}.layout.etp", ["at least 1", "is 0"]),
@@ -186,20 +184,6 @@ MEGATRON = {"placement.bridge": "megatron"}
         ),
         ({**SHARED, FIRST: {"images": 0, "language": 0}}, FIRST, ["shared"]),
         ({f"{IMAGES}.balance": "pixels"}, f"{IMAGES}.balance", ["samples or patches", "'pixels'"]),
-        ({"placement.bridge": "wooden"}, "placement.bridge", ["native or megatron", "'wooden'"]),
-        (
-            {
-                **MEGATRON,
-                f"{IMAGES}.layout.dp": 3,
-                f"{LANGUAGE}.layout.dp": 2,
-                "train.micro_batch_size": 3,
-                "train.global_batch_size": 6,
-            },
-            "placement.bridge",
-            ["images has dp 3", "language dp 2"],
-        ),
-        ({**MEGATRON, **SHARED, f"{LANGUAGE}.layout.pp": 2}, "placement.bridge", ["pp 2"]),
-        ({**MEGATRON, f"{IMAGES}.balance": "patches"}, f"{IMAGES}.balance", ["is patches"]),
         ({"modules.sounds": ModuleConfig()}, "modules.sounds.encoder", ["missing"]),
         ({f"{IMAGES}.projector": None}, f"{IMAGES}.projector", ["missing"]),
         ({f"{LANGUAGE}.llm": None}, f"{LANGUAGE}.llm", ["llm@modules.language.llm=gpt_tiny"]),

@@ -35,11 +35,6 @@ def test_what_cannot_be_packed_is_refused_by_its_key(overrides, key):
     assert [fault.key for fault in config_faults(cfg)] == ([key] if key else [])
 
 
-def test_bridges_of_megatron_core_carry_no_packs():
-    cfg = load("vlm_digits", ("layout=one_process", "data.pack=true", "placement.bridge=megatron"))
-    assert [fault.key for fault in config_faults(cfg)] == ["placement.bridge"]
-
-
 def test_rows_are_what_the_layout_can_divide():
     sizes = ("data.pack=true", "train.micro_batch_size=2", "data.sequence_length=96", "train.global_batch_size=16")
     one = load("gpt_tiny", ("layout=language_one", *sizes))

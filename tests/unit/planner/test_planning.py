@@ -90,7 +90,7 @@ def test_each_recipe_has_a_proposal_that_a_check_accepts(name, gpus):
     more=st.sampled_from([
         {}, {"modules.images.balance": "patches"}, {"train.recompute": "selective"},
         {"train.rampup_batch_size": [1, 1, 9]},
-        {"modules.language.llm.dropout": 0.1}, {"placement.bridge": "megatron"}, {"optim.distributed_optimizer": False},
+        {"modules.language.llm.dropout": 0.1}, {"optim.distributed_optimizer": False},
         {"modules.images.freeze": ["encoder"]}, {"data.sequence_length": 97}, {"placement.first_rank": {"images": 0,
          "language": 1}},
     ]),
