@@ -6,7 +6,7 @@
 # Reads MIMO_VENV    folder of the environment, where the checkout must stay untouched  (default: .venv in the checkout)
 #       MIMO_EXTRAS  extras of pyproject.toml to install, besides those that are there  (default: demo,dev)
 #       MIMO_NEEDS   modules that the caller needs beside those of training, as test.sh needs pytest
-#       MIMO_WHEELS  folder that scripts/wheels.sh has filled: all is installed from there, and nothing is downloaded
+#       MIMO_WHEELS  folder that `pip download` has filled: everything is installed from it, nothing is downloaded
 #
 # The first of these is used: without MIMO_VENV, the active interpreter (a container, a cluster module, a virtual
 # environment), where mimo_train is installed in it; an environment that an earlier start has set up; a new one. A
@@ -93,28 +93,6 @@ _mimo_lock() {
   trap "rm -rf '$lock.d'" EXIT
 }
 
-# Prints a Python that can make the environment from MIMO_WHEELS; says of each that was tried why it cannot.
-_mimo_python_for_wheels() {
-  local candidate path why tried=" " reasons=()
-  if [[ ! -d "$_mimo_wheels" ]]; then
-    _mimo_say "MIMO_WHEELS is $_mimo_wheels, which is no folder: give the one that scripts/wheels.sh has filled."
-    return 1
-  fi
-  for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3.12 python3.13 python3 python \
-    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3; do
-    path="$(type -P "$candidate")" && [[ "$tried" != *" $path "* ]] || continue
-    tried+="$path "
-    if why="$("$path" "$MIMO_ROOT/scripts/wheels/install.py" suits "$_mimo_wheels" 2>/dev/null)"; then
-      printf '%s\n' "$path"
-      return 0
-    fi
-    reasons+=("  $path: ${why:-it does not run}")
-  done
-  _mimo_say "no Python was found that the wheels in $_mimo_wheels suit:"
-  printf '%s\n' "${reasons[@]:-  none is on PATH}" >&2
-  return 1
-}
-
 # Prints the pin of torch. What is compiled for it, as Transformer Engine's half for torch, asks for any version to build
 # with: it would be built for the newest one, and could not be imported beside the one that is installed.
 _mimo_built_for() {
@@ -142,11 +120,12 @@ for section in (":env:", "install", "global"):
 _mimo_install() {
   local python="$_mimo_venv/bin/python" what="${MIMO_ROOT}[$_mimo_extras]" quiet=() built="$_mimo_venv/.mimo-built-for"
   local own own_to_build constraints=(--build-constraints "$_mimo_venv/.mimo-built-for")
+  [[ -t 2 ]] || quiet=(--quiet)
   if [[ -n "$_mimo_wheels" ]]; then
-    "$python" "$MIMO_ROOT/scripts/wheels/install.py" install "$_mimo_wheels" "$_mimo_extras"
+    "$python" -P -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
+      --no-index --find-links "$_mimo_wheels" -e "$what"
     return
   fi
-  [[ -t 2 ]] || quiet=(--quiet)
   _mimo_built_for >"$built" || return 1
   if [[ "$("$python" -P -m uv --version 2>/dev/null)" != "uv $_mimo_uv"* ]]; then
     "$python" -P -m pip --version >/dev/null 2>&1 || "$python" -P -m ensurepip >/dev/null 2>&1
@@ -184,22 +163,18 @@ _mimo_set_up() (
   _mimo_ready && exit 0 # set up by another start while this one waited for the lock
 
   if [[ -e "$_mimo_venv.unfinished" ]] || ! _mimo_makes_venvs "$python" '3\.(1[2-9]|[2-9][0-9])'; then
+    base="$(_mimo_find_python)" || {
+      _mimo_say "no Python 3.12 or later that can make a virtual environment was found: install one, for example" \
+        "with 'apt install python3.12-venv', 'pyenv install 3.12' or 'uv python install 3.12', and start again."
+      exit 3
+    }
     if [[ -n "$_mimo_wheels" ]]; then
-      base="$(_mimo_python_for_wheels)" || exit 3
       _mimo_say "setting up $_mimo_venv with $base, from the wheels in $_mimo_wheels"
-      : >"$_mimo_venv.unfinished"
-      "$base" -P -m venv --clear --without-pip "$_mimo_venv" &&
-        "$base" "$MIMO_ROOT/scripts/wheels/install.py" see "$python" "$_mimo_wheels" || exit 1
     else
-      base="$(_mimo_find_python)" || {
-        _mimo_say "no Python 3.12 or later that can make a virtual environment was found: install one, for example" \
-          "with 'apt install python3.12-venv', 'pyenv install 3.12' or 'uv python install 3.12', and start again."
-        exit 3
-      }
       _mimo_say "setting up $_mimo_venv with $base (the first time, several gigabytes are downloaded)"
-      : >"$_mimo_venv.unfinished"
-      "$base" -P -m venv --clear "$_mimo_venv" || exit 1
     fi
+    : >"$_mimo_venv.unfinished"
+    "$base" -P -m venv --clear "$_mimo_venv" || exit 1
   else
     # Complete, or made by hand: what is missing is added, nothing is thrown away.
     _mimo_say "updating $_mimo_venv to this checkout's pyproject.toml"

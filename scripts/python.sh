@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Finds a Python to make an environment with. env.sh and wheels.sh read this file.
+# Finds a Python to make an environment with. env.sh reads this file.
 
 _mimo_say() { printf 'mimo-train: %s\n' "$*" >&2; }
 

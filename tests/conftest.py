@@ -24,7 +24,7 @@ _by_hydra = compose.composed_files
 _of_shipped = functools.cache(_by_hydra)
 compose.composed_files = lambda path, choices: (_of_shipped if _SHIPPED in path.parents else _by_hydra)(path, choices)
 
-LONGEST = ("dist/test_layout_parity.py", "e2e/test_wheels.py", "dist", "e2e")
+LONGEST = ("dist/test_layout_parity.py", "dist", "e2e")
 """Files and folders with the longest tests, the longest first."""
 
 

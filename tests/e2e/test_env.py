@@ -119,6 +119,13 @@ def test_the_tests_install_what_they_need_and_training_leaves_it(checkout):
     assert checkout.run(STRICT).stderr == ""
 
 
+def test_wheels_are_installed_without_a_registry(checkout, tmp_path):
+    checkout.program("python3.12")
+    assert checkout.run(STRICT, MIMO_WHEELS=str(tmp_path)).returncode == 0
+    expected = f"--no-index --find-links {tmp_path} -e {checkout.root}[demo,dev]"
+    assert (checkout.calls(expected), checkout.calls("uv pip install")) == (1, 0)
+
+
 def test_a_change_that_is_no_dependency_installs_nothing(ready):
     ready.append("pyproject.toml", "\n[tool.something]\nkey = 1\n")
     assert ready.run(STRICT).stderr == ""
