@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from data.errors import TooManyBadSamples
 from data.shown import shown
-from data.storage.streams import Origin
+from data.storage.url import Place
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class BadSample(NamedTuple):
     """A sample that cannot be read: its global number, where it is, why, and its source in a mixture."""
 
     number: int
-    shard: Origin
+    shard: Place
     key: str
     reason: str
     source: str = ""

@@ -30,8 +30,6 @@ class Bounds:
     """Of a conversation."""
     placeholders: int = 4096
     """Pictures and clips of a sample; a video is as many as are read of it."""
-    sample_bytes: int = 1_073_741_824
-    """Of all members of a sample of a stream (`data.streams`), with their headers."""
 
     def of_picture(self, height: int, width: int) -> str | None:
         """What is too large of a picture; None if nothing is."""
@@ -76,10 +74,6 @@ class Bounds:
     def of_placeholders(self, number: int) -> str | None:
         """What is wrong with that many pictures and clips; None if nothing is."""
         return self._above("its pictures and clips are", number, "placeholders")
-
-    def of_sample(self, size: int) -> str | None:
-        """What is wrong with members of `size` bytes, held in memory; None if nothing is."""
-        return self._above("the bytes of its members are", size, "sample_bytes")
 
     def _above(self, what: str, value: float, name: str) -> str | None:
         bound = getattr(self, name)

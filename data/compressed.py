@@ -1,4 +1,4 @@
-"""Compressed tars, which have no index: refused by name where shards are read by it, and never left out."""
+"""Compressed tars cannot be indexed: each is an error that names it, and none is left out."""
 
 import os
 from collections.abc import Sequence
@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from data.errors import ShardError
 from data.storage.url import Place
 
-READ = (".tar.gz", ".tgz", ".tar.zst", ".tzst")
-"""Endings of what is read from beginning to end, by `data.stream`."""
-_ENDS = (*READ, ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+_ENDS = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 
 def refuse_compressed(path: str | os.PathLike[str]) -> None:
     """Raises ShardError if `path` is named like a compressed tar."""
-    name = os.fspath(path).lower()
-    if name.endswith(_ENDS):
-        stream = ", or read it from beginning to end: data.stream=true (docs/data.md#streams)"
+    if os.fspath(path).lower().endswith(_ENDS):
         raise ShardError(
             f"{path}: compressed tars cannot be indexed, because their members have no fixed place in the file. "
-            "Decompress it (for example `gunzip FILE.tar.gz`; pictures and audio are compressed already)"
-            f"{stream if name.endswith(READ) else ''}."
+            "Decompress it once (for example `gunzip FILE.tar.gz`; images and audio are compressed already)."
         )
 
 
@@ -36,10 +31,8 @@ def refuse_left_out(folder: Place, taken: Sequence[str], names: Sequence[str]) -
     others = [name for name in compressed if name not in known and name[: name.lower().rindex(".t")] not in known]
     if others:
         one, few = len(others) == 1, len(taken) == 1
-        stream = all(name.endswith(READ) for name in others)
         raise ShardError(
             f"{folder}: {len(others)} compressed tar{'' if one else 's'}, such as {others[0]}, beside {len(taken)} "
             f"shard{'' if few else 's'} would be left out: decompress {'it' if one else 'them'}, "
-            f"{'read all from beginning to end (data.stream=true), ' if stream else ''}"
             f"or name what is to be read, such as '{folder}/*.tar'"
         )

@@ -78,7 +78,7 @@ class StepLoader:
         self._fields = {item.module: item.field for item in dataset.modules} | dict.fromkeys(self._sizes_only, "sizes")
         self._tiled = {item.module for item in dataset.modules if item.canvas} - self._sizes_only
         self._next, self._issued, self._closed = consumed_samples, 0, False
-        self._gives_up = dataset.gives_up = gives_up
+        self._gives_up = gives_up
         self._given_up, self._wait = False, Wait(gives_up)
         self._workers = workers
         self._threads = ReadingThreads(workers) if workers else None
@@ -255,7 +255,7 @@ class StepLoader:
             {module: [values[places].tolist() for places in order] for module, values in of.items()}
             for of in (samples.tokens, samples.loads, samples.pairs)
         )
-        return StepBatch(plan, microbatches, step.own, tokens, loads, pairs, bad, samples.digest)
+        return StepBatch(plan, microbatches, step.own, tokens, loads, pairs, bad)
 
     def _microbatch(
         self,

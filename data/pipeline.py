@@ -14,7 +14,6 @@ from data.samples import Samples
 from data.sources import MixedOrder, Source
 from data.step import Batching, Microbatch, Reader, StepBatch
 from data.step_plan import Padding, StepPlan
-from data.streams.dataset import StreamDataset
 from data.text_lengths import TextLengths
 from data.waiting import GivesUp, WaitGivenUp, never
 
@@ -41,7 +40,6 @@ __all__ = [
     "StepBatch",
     "StepLoader",
     "StepPlan",
-    "StreamDataset",
     "TextLengths",
     "TextSample",
     "TokenDataset",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from data.compressed import refuse_left_out
+from data.compressed import refuse_compressed, refuse_left_out
 from data.errors import DataError, ReadError
 from data.storage.base import Found
 from data.storage.retry import retrying
@@ -18,29 +18,26 @@ from data.storage.url import WEB, Url
 _FEW = 4  # objects of a folder that are looked at one by one, instead of a list of all
 
 
-def find_remote(names: Sequence[str], refuse: Callable[[str], None], suffixes: Sequence[str] = (".tar",)) -> list[Url]:
+def find_remote(names: Sequence[str]) -> list[Url]:
     """The shards that URLs name, in their order, with sizes and tags: each a file, a folder with them, or a glob in
     its last part (both sorted).
 
-    Args:
-        refuse: raises ShardError for a name of what cannot be indexed.
-        suffixes: of the files of a folder.
-
     Raises:
+        ShardError: one is a compressed tar.
         DataError: one names nothing.
         ReadError: a server does not answer.
     """
     urls = [Url.parse(name) for name in names]
     files = [url for url in urls if url.name.endswith(".tar") and not _is_glob(url)]
     for url in urls:
-        refuse(str(url))
+        refuse_compressed(str(url))
     known = _looked_at(files)
     found: list[Url] = []
     for url in urls:
         if url in known:
             found.append(_seen(known[url]))
         else:
-            found += _found(url, refuse, tuple(suffixes))
+            found += _found(url)
     return found
 
 
@@ -63,7 +60,7 @@ def _looked_at(files: Sequence[Url]) -> dict[Url, Found]:
     return known
 
 
-def _found(url: Url, refuse: Callable[[str], None], suffixes: tuple[str, ...]) -> list[Url]:
+def _found(url: Url) -> list[Url]:
     of_folder = not _is_glob(url)
     folder = url if of_folder else url.parent
     if url.scheme in WEB:
@@ -74,17 +71,16 @@ def _found(url: Url, refuse: Callable[[str], None], suffixes: tuple[str, ...]) -
     found = [
         _seen(one)
         for one in there
-        if (one.url.name.endswith(suffixes) if of_folder else fnmatchcase(one.url.name, url.name))
+        if (one.url.name.endswith(".tar") if of_folder else fnmatchcase(one.url.name, url.name))
     ]
     if not found and of_folder and not there:
         return [_seen(_look(url))]  # a shard without .tar in its name
     for one in found or there:
-        refuse(str(one if isinstance(one, Url) else one.url))
+        refuse_compressed(str(one if isinstance(one, Url) else one.url))
     if not found:
         for one in there:
             refuse_tokens(str(one.url))
-        wanted = f"*{' or *'.join(suffixes)}" if of_folder else url.name
-        raise DataError(f"data.shards: {folder} holds nothing that matches {wanted}")
+        raise DataError(f"data.shards: {folder} holds nothing that matches {'*.tar' if of_folder else url.name}")
     if of_folder:
         refuse_left_out(folder, [one.name for one in found], [one.url.name for one in there])
     return found

@@ -44,8 +44,6 @@ class StepSamples:
     """Tokens of the whole sequence, cut; None where they have not been counted."""
     documents: list[np.ndarray] | None = None
     """Of each sample its documents' tokens, int64, where attention stays inside them; None: each is one."""
-    digest: int = 0
-    """Of all samples up to the last of the step as this rank has read them, where ranks might read other ones."""
 
 
 def lengths_key(read_as: str, sequence_length: int, bounds: Bounds, modules: Sequence[Media]) -> str:

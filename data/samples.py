@@ -16,9 +16,8 @@ from data.outline import Media
 from data.pace import Pace
 from data.sample_table import StepSamples
 from data.sources import SourcesView
-from data.storage.streams import Origin
+from data.storage.url import Place
 from data.tokens import Tokenizer
-from data.waiting import GivesUp, never
 
 
 class Samples(SourcesView, ABC):
@@ -40,7 +39,7 @@ class Samples(SourcesView, ABC):
     ahead; set before they begin."""
     lengths: np.ndarray | None
     """int32 [samples], by row: tokens of each sample; None until they have been counted (`TextLengths.serve`)."""
-    shards: Sequence[Origin]
+    shards: Sequence[Place]
     """Files that hold the samples."""
     fingerprint: str
     """Of what the order of samples follows from, but for seed and weights."""
@@ -48,8 +47,6 @@ class Samples(SourcesView, ABC):
     """Of everything that the tokens of a record follow from: vocabulary, chat template, placeholders."""
     is_at_hand: bool = True
     """Whether any sample can be read at any time, from files of this machine."""
-    gives_up: GivesUp = staticmethod(never)
-    """Asked by a `plan_step` that waits for samples. Of the loader that plans steps, which sets it."""
     allowed_bad_samples: int
     bad_samples: BadSamples
     """Those that this process has found."""
@@ -68,7 +65,7 @@ class Samples(SourcesView, ABC):
         return number in self.bad_samples
 
     @abstractmethod
-    def locate(self, number: int) -> tuple[Origin, str]:
+    def locate(self, number: int) -> tuple[Place, str]:
         """(file, where in it) of a global sample number, of any epoch."""
 
     @abstractmethod

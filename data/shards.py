@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from data.storage.retry import retrying
 from data.storage.url import Place, Url, is_url
 from data.storage.version import require_file
 
+_SUFFIX = ".tar"
+
 
 def find_shards(
-    pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url], suffixes: Sequence[str] = (".tar",)
+    pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url],
 ) -> PlaceList:
     """Paths and URLs of the shards that `pattern` names.
 
@@ -30,9 +32,6 @@ def find_shards(
     by commas, or a sequence of them (in the order given); a folder of an energon dataset, `FOLDER:SPLIT` for one of its
     splits. Any may be a URL (s3, gs, az, http, https, or of a file
     system of fsspec); a web server lists nothing, so that there each shard is named.
-
-    Args:
-        suffixes: of the files of a folder; with others than `.tar`, for `data.stream`, compressed tars are found too.
 
     Raises:
         DataError: nothing matches, or a named shard is missing (names `data.shards` and what was looked for).
@@ -43,7 +42,7 @@ def find_shards(
         raise DataError(
             "data.shards is empty: give a folder, a glob, a brace range such as 'x-{000000..000003}.tar', or a list"
         )
-    found = [_find_one(part, suffixes) for part in parts]
+    found = [_find_one(part) for part in parts]
     return PlaceList.joined([one if isinstance(one, PlaceList) else PlaceList(one) for one in found])
 
 
@@ -61,27 +60,21 @@ def _text(item: str | os.PathLike[str] | Url) -> str:
     return str(item) if isinstance(item, Url) else os.fspath(item)
 
 
-def _take_any(path: str | os.PathLike[str]) -> None:
-    """What `data.stream` refuses by its name: nothing."""
-
-
-def _find_one(part: str, suffixes: Sequence[str]) -> Sequence[Place | str]:
-    refuse = refuse_compressed if len(suffixes) == 1 else _take_any
+def _find_one(part: str) -> Sequence[Place | str]:
     if part.startswith("pipe:"):
         raise DataError(
-            f"data.shards: {part!r} is a command. Its output cannot be indexed, so that samples could not be read by "
-            "number: give a path or a URL, such as s3://bucket/x-{000000..000003}.tar, or read it from beginning to "
-            "end: data.stream=true (docs/data.md#streams)"
+            f"data.shards: {part!r} is a command, whose output cannot be indexed. Give the path or URL that it reads, "
+            f"such as {_source_of(part)}"
         )
     if is_url(part) and not part.startswith("file://"):
-        return [*find_remote(expand_braces(part), refuse, suffixes)]
+        return [*find_remote(expand_braces(part))]
     if (of_energon := energon_part(part.removeprefix("file://"))) is not None:
         return _files(energon_shards(*of_energon))
     path = Path(part.removeprefix("file://")).expanduser()
     if path.is_dir():
-        return _of_folder(path, suffixes, refuse)
+        return _of_folder(path)
     if path.exists():
-        refuse(path)
+        refuse_compressed(path)
         return _files([path])
     found: list[Path] = []
     for name in expand_braces(str(path)):
@@ -91,34 +84,39 @@ def _find_one(part: str, suffixes: Sequence[str]) -> Sequence[Place | str]:
             hint = "" if name == str(path) else f" (from {part!r})"
             raise DataError(f"data.shards: {kind} {name}{hint}; looked from {os.getcwd()}")
         for match in matches:
-            refuse(match)
+            refuse_compressed(match)
         found.extend(matches)
     return _files(found)
 
 
-def _holds(folder: Path, ends: tuple[str, ...]) -> bool:
+def _source_of(command: str) -> str:
+    """Return the first URL in `command`, or an example of one."""
+    urls = [word for word in command.split() if is_url(word)]
+    return urls[0] if urls else "s3://bucket/x-{000000..000003}.tar"
+
+
+def _holds_shards(folder: Path) -> bool:
     try:
         with os.scandir(folder) as entries:
-            return any(entry.name.endswith(ends) for entry in entries)
+            return any(entry.name.endswith(_SUFFIX) for entry in entries)
     except OSError:
         return False
 
 
-def _of_folder(folder: Path, suffixes: Sequence[str], refuse: Callable[[str | os.PathLike[str]], None]) -> PlaceList:
-    ends = tuple(suffixes)
+def _of_folder(folder: Path) -> PlaceList:
     with os.scandir(folder) as found:
         entries = [*found]
-    names = sorted(name for name in map(attrgetter("name"), entries) if name.endswith(ends) and name[0] != ".")
+    names = sorted(name for name in map(attrgetter("name"), entries) if name.endswith(_SUFFIX) and name[0] != ".")
     if not names:
         for name in sorted(os.listdir(folder)):
-            refuse(folder / name)
-        inside = sorted(entry.name for entry in entries if entry.is_dir() and _holds(Path(entry.path), ends))
+            refuse_compressed(folder / name)
+        inside = sorted(entry.name for entry in entries if entry.is_dir() and _holds_shards(Path(entry.path)))
         remedy = (
             f"give a folder inside of it that does: {listed([str(folder / name) for name in inside])}"
             if inside
             else "`mimo-train shards build` makes shards"
         )
-        raise DataError(f"data.shards: the folder {folder} holds no *{' and no *'.join(suffixes)} file: {remedy}")
+        raise DataError(f"data.shards: the folder {folder} holds no *{_SUFFIX} file: {remedy}")
     refuse_left_out(folder, names, [entry.name for entry in entries])
     # What the folder itself says is a file needs no look of its own here: the catalogue looks at each.
     try:

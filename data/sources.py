@@ -24,7 +24,6 @@ from data.shards import find_shards
 from data.shown import plural
 from data.storage.place_list import PlaceList
 from data.storage.url import Url
-from data.streams.order import StreamOrder
 
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Url]
 
@@ -227,9 +226,9 @@ class SourcesView:
 
     sources: tuple[Source, ...]
     """Where the samples are from: one without a name, or those that are mixed."""
-    order: GlobalOrder | MixedOrder | StreamOrder
+    order: GlobalOrder | MixedOrder
     """Sample number -> row of all shards. A `MixedOrder` if there are several sources or some samples are held out;
-    other weights of it may be set before readers begin. A `StreamOrder` of shards that are not indexed."""
+    other weights of it may be set before readers begin."""
 
     @property
     def source_sizes(self) -> list[int]:

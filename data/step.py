@@ -118,7 +118,6 @@ class StepBatch:
     token_counts: module -> per microbatch -> per sample of the WHOLE microbatch, over all data-parallel ranks: tokens
     in the sequence. loads: the same of the tokens inside the encoder; pairs: of those that attend to each other.
     bad: bool [size], samples of the step that this rank found bad (a rank sees only what it reads), by place.
-    digest: see `StepSamples`.
     """
 
     plan: StepPlan
@@ -128,7 +127,6 @@ class StepBatch:
     loads: dict[str, list[list[int]]]
     pairs: dict[str, list[list[int]]]
     bad: np.ndarray
-    digest: int = 0
 
     def __repr__(self) -> str:
         shapes = [list(batch["input_ids"].shape) for batch in self.microbatches if "input_ids" in batch]

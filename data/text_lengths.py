@@ -37,7 +37,6 @@ from data.fields import Fields
 from data.processes import worker_processes
 from data.shown import plural
 from data.storage.replace import cannot_write
-from data.storage.streams import Origin
 from data.storage.url import Place
 
 if TYPE_CHECKING:
@@ -347,7 +346,7 @@ def _lengths_of(dataset: Dataset, shard: int) -> bytes:
     return lengths.tobytes()
 
 
-def require_planned(found: int, planned: int, where: tuple[Origin, str]) -> None:
+def require_planned(found: int, planned: int, where: tuple[Place, str]) -> None:
     """Raises DataError for a text that is not as long as the plan of its step says: its row may have no room for it."""
     if found != planned:
         shard, key = where

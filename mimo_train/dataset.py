@@ -168,8 +168,6 @@ def open_dataset(
     else:
         cfg = load(str(config), overrides)
     run = resolve(cfg)
-    if cfg.data.stream:
-        raise UserError("data.stream: the samples of a stream have no numbers. Set data.stream=false")
     held_out = None
     if split != "train":
         names: dict[str, HeldOutSet] = {}

@@ -6,7 +6,7 @@
 # Reads MIMO_VENV    folder of the environment, where the checkout must stay untouched  (default: .venv in the checkout)
 #       MIMO_EXTRAS  extras of pyproject.toml to install, besides those that are there  (default: demo,dev)
 #       MIMO_NEEDS   modules that the caller needs beside those of training, as test.sh needs pytest
-#       MIMO_WHEELS  folder that `pip download` has filled: everything is installed from it, nothing is downloaded
+#       MIMO_WHEELS  folder that `pip wheel` has filled: everything is installed from it, nothing is downloaded
 #
 # The first of these is used: without MIMO_VENV, the active interpreter (a container, a cluster module, a virtual
 # environment), where mimo_train is installed in it; an environment that an earlier start has set up; a new one. A

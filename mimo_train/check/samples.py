@@ -26,7 +26,6 @@ from mimo_train.check.leakage import add_demo_beside_own, add_leakage
 from mimo_train.check.rendered import add_rendered
 from mimo_train.check.repeats import add_repeats
 from mimo_train.check.sound import has_length, with_sound_values
-from mimo_train.check.streams import open_stream
 from mimo_train.check.text_remarks import add_text_remarks
 from mimo_train.check.tokenizer import tokenizer_rows
 from mimo_train.config.fault import Fault
@@ -228,11 +227,6 @@ def _add_shards(
     pattern = str(source.shards)
     held_out = next((one for one in held_out_sets(cfg) if one.key == key), None)
     try:
-        if cfg.data.stream and held_out is None:
-            if tokenizer is not None:
-                stream, first = open_stream(report, cfg, source, tokenizer, FIRST_SAMPLES, rows)
-                _add_samples(report, cfg, key, stream, first, tokenizer, seen, rows)
-            return 0
         if is_indexed(source.shards):
             indexed = look_at_indexed(report, cfg, key, source, held_out, tokenizer, rows)
             seen.complete, seen.fingerprint = indexed.complete, indexed.fingerprint

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -129,18 +129,13 @@ def _verify_set(
     """Read the samples of a set."""
     from data.dataset import Dataset
     from data.indexed.dataset import TokenDataset
-    from data.streams.dataset import StreamDataset
 
     for file in dataset.files if isinstance(dataset, TokenDataset) else ():
         file.require_whole()
     key, read = one.key, fields_of(cfg, one.source).members
     allowed = dataset.allowed_bad_samples
-    results: Iterator[_Found]
-    if isinstance(dataset, StreamDataset):
-        results = (_found(dataset, one_by_one) for one_by_one in dataset.first_epoch())
-    else:
-        jobs = [(number, at, min(at + _AT_ONCE, len(dataset))) for at in range(0, len(dataset), _AT_ONCE)]
-        results = pool.map(_read, jobs) if pool else map(_read, jobs)
+    jobs = [(number, at, min(at + _AT_ONCE, len(dataset))) for at in range(0, len(dataset), _AT_ONCE)]
+    results = pool.map(_read, jobs) if pool else map(_read, jobs)
     size, bad, cut, silent, reasons, special = 0, 0, 0, 0, Counter[str](), Counter[str]()
     for found in results:
         size, bad, cut, silent = size + found.samples, bad + len(found.bad), cut + found.cut, silent + found.silent
@@ -166,8 +161,6 @@ def _open(config: str, overrides: Sequence[str]) -> None:
     """Build the datasets of this process."""
     cfg = compose.load(config, overrides)
     for number, one in enumerate(_sets_of(cfg)):
-        if cfg.data.stream and not one.held_out:
-            continue  # the main process reads it
         try:
             _readers[number] = _dataset_of(cfg, one)
         except DataError:

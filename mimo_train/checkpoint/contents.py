@@ -51,8 +51,7 @@ class Fingerprints:
     @classmethod
     def of(cls, dataset: Samples, vocabulary: str) -> "Fingerprints":
         """Those of a run's training samples."""
-        sizes = dataset.source_sizes  # none of a stream
-        size = (len(dataset.shards), sum(sizes)) if sizes else None
+        size = (len(dataset.shards), sum(dataset.source_sizes))
         return cls(dataset.fingerprint, dataset.text_fingerprint, vocabulary, size)
 
     def record(self) -> dict[str, Any]:

@@ -78,7 +78,6 @@ def resume_faults(
         found.append(fault)
     for name, old, new in (
         ("run.seed", before["run"]["seed"], cfg.run.seed),
-        ("data.stream", before["data"].get("stream", False), cfg.data.stream),
         ("data.shuffle", before["data"]["shuffle"], cfg.data.shuffle),
         # Records of before the key was there were in an order without blocks.
         ("data.shuffle_block", before["data"].get("shuffle_block", 1), cfg.data.shuffle_block),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.shown import plural, shown
 from data.storage.url import Place, is_url
-from mimo_train.commands import shards_build, shards_page, shards_streams, shards_tokens
+from mimo_train.commands import shards_build, shards_page, shards_tokens
 from mimo_train.commands.arguments import CONFIG_HELP, OVERRIDE_HELP, about_files, positive, whole
 from mimo_train.config.fault import UserError
 
@@ -28,7 +28,6 @@ def add(subparsers: Any) -> None:
     )
     commands = shards.add_subparsers(dest="shards_command", required=True, metavar="COMMAND")
     pattern_help = "a folder, a glob, a range such as 'x-{000000..000003}.tar', or several separated by commas"
-    any_help = f"{pattern_help}; compressed tars and pipe:COMMAND too"
 
     index = commands.add_parser("index", help="build the indexes that training reads, and count the texts of a run")
     index.add_argument(
@@ -45,7 +44,7 @@ def add(subparsers: Any) -> None:
     index.set_defaults(handler=about_files(_index))
 
     inspect = commands.add_parser("inspect", help="show what the shards hold")
-    inspect.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{any_help}; or a config: {CONFIG_HELP}")
+    inspect.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{pattern_help}; or a config: {CONFIG_HELP}")
     inspect.add_argument("overrides", metavar="key=value", nargs="*", help=f"of a CONFIG: {OVERRIDE_HELP}")
     inspect.add_argument("--samples", type=whole, help="samples to print in full (default: 3), or of a page (20)")
     inspect.add_argument("--html", metavar="FILE", help="of a CONFIG: write a page with samples as training reads them")
@@ -60,7 +59,7 @@ def add(subparsers: Any) -> None:
         "data.max_bad_samples allows.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verify.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{any_help}; or a config: {CONFIG_HELP}")
+    verify.add_argument("pattern", metavar="PATTERN|CONFIG", help=f"{pattern_help}; or a config: {CONFIG_HELP}")
     verify.add_argument("overrides", metavar="key=value", nargs="*", help=f"of a CONFIG: {OVERRIDE_HELP}")
     verify.add_argument("--cache-dir", help="folder of the indexes, if they are not beside the shards")
     verify.add_argument(
@@ -93,11 +92,7 @@ def _index(args: argparse.Namespace) -> int:
     cfg = load(args.pattern, args.overrides)
     if args.cache_dir:
         cfg.data.cache_dir = args.cache_dir
-    if cfg.data.stream:
-        print("data.stream: the training shards are read from beginning to end, without an index")
-    sources = ([] if cfg.data.stream else training_sources(cfg)) + [
-        one.source for one in held_out_sets(cfg) if not one.fraction
-    ]
+    sources = training_sources(cfg) + [one.source for one in held_out_sets(cfg) if not one.fraction]
     tars = [source for source in sources if source.shards and not is_indexed(source.shards)]
     paths = [path for source in tars for path in found_shards(source)]
     code = _index_all(list(dict.fromkeys(paths)), cfg.data.cache_dir or None, args.workers) if paths else 0
@@ -244,11 +239,7 @@ def _indexes(args: argparse.Namespace) -> Iterator[tuple[Any, int, ShardIndex]]:
     """(shard, its bytes, index of some or all of its samples)."""
     from data.catalogue.catalogue import open_catalogue
     from data.shards import find_shards
-    from data.streams.find import is_stream
 
-    if is_stream(args.pattern):
-        yield from shards_streams.indexes(args.pattern)
-        return
     paths = find_shards(args.pattern)
     catalogue = open_catalogue(paths, args.cache_dir)
     for number, path in enumerate(paths):
@@ -291,7 +282,6 @@ def _is_config(name: str) -> bool:
 
 def _verify(args: argparse.Namespace) -> int:
     from data.indexed.find import is_indexed
-    from data.streams.find import is_stream
 
     if _is_config(args.pattern):
         from mimo_train.check.verify_run import verify_run
@@ -300,8 +290,6 @@ def _verify(args: argparse.Namespace) -> int:
         return verify_run(args.pattern, [*args.overrides, *given], args.workers)
     if args.overrides:
         raise UserError(f"{args.overrides[0]}: changes are those of a config, and {args.pattern} is none")
-    if is_stream(args.pattern):
-        return shards_streams.verify(args.pattern)
     if is_indexed(args.pattern):
         return shards_tokens.verify(args.pattern)
     return _verify_shards(args)

@@ -32,7 +32,6 @@ from mimo_train.config.schema_mix import (
 from mimo_train.config.schema_modules import ModuleConfig
 from mimo_train.config.schema_placement import PlacementConfig
 from mimo_train.config.schema_run import RunConfig
-from mimo_train.config.schema_stream import stream_faults
 from mimo_train.config.schema_train import OptimConfig, TrainConfig
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -47,10 +46,6 @@ class DataConfig(Section):
     """Training shards, required unless there is a `mix`: a folder, a glob, a brace range `x-{000000..000127}.tar`, or
     several with commas; paths or URLs (`s3://`, `gs://`, `az://`, `https://`, ...); or a folder of an Energon dataset,
     or the YAML of a metadataset; or for texts the prefix of `.bin` and `.idx` files. See docs/data.md#what-you-have."""
-    stream: bool = False
-    """Whether `shards` are read from beginning to end, without an index: compressed tars (`.tar.gz`, `.tar.zst`), files
-    of a web server that knows no ranges, and `pipe:COMMAND`, which each rank runs in a shell. Held-out shards are
-    indexed all the same. See docs/data.md#streams for what is lost."""
     mix: list[SourceConfig] = field(default_factory=list)
     """Sources of samples and their weights, in place of `shards`. See docs/data.md#mixtures."""
     mix_schedule: list[MixChange] = field(default_factory=list)
@@ -185,8 +180,7 @@ class DataConfig(Section):
                 "data.max_bad_samples",
                 f"must be a whole number, or a fraction below 1, is {self.max_bad_samples:g}",
             )
-        places = [self.validation_shards, self.test_shards]
-        places += [] if self.stream else [self.shards]  # of a stream nothing is kept
+        places = [self.shards, self.validation_shards, self.test_shards]
         places += [one.shards for one in self.mix] + [one.shards for one in self.validation.values()]
         if self.cache_bytes > 0 and not any("://" in place for place in places):
             text = f"is {self.cache_bytes}, and no shards are remote: there is nothing to keep"
@@ -342,7 +336,6 @@ class ConfigContainer(Section):
         yield from self.launch.faults()
         yield from self._nothing_to_train()
         yield from self.data.faults()
-        yield from stream_faults(self.data, self.train.epochs)
         yield from self.train.faults()
         yield from self.optim.faults(self.train.precision)
         yield from self.checkpoint.faults()

@@ -42,5 +42,3 @@ class BoundsConfig(Section):
     """Of a conversation."""
     placeholders: int = key(BOUNDS.placeholders, at_least=1)
     """Pictures and clips of a sample, together; a video is as many pictures as are read of it."""
-    sample_bytes: int = key(BOUNDS.sample_bytes, at_least=1, at_most=2**60)
-    """Of all members of a sample of a stream (`data.stream`), which are held in memory. See docs/data.md#streams."""

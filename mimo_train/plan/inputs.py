@@ -27,7 +27,6 @@ from encoders.spec import (
 )
 from mimo_train.config.schema import ConfigContainer
 from mimo_train.config.schema_mix import source_names
-from mimo_train.plan.stream_inputs import stream_dataset
 from mimo_train.plan.token_inputs import of_tokens, require_none_for_tokens, token_dataset
 
 if TYPE_CHECKING:
@@ -206,18 +205,6 @@ def build_dataset(
         DataError: no shards, or one that cannot be used.
     """
     sources = shards or ([held_out.source] if held_out else training_sources(cfg))
-    if cfg.data.stream and held_out is None:
-        require_none_for_tokens(cfg, sources[0].key)
-        (source,) = sources
-        return stream_dataset(
-            cfg,
-            tokenizer,
-            source,
-            media=media_of(cfg),
-            bounds=bounds_of(cfg),
-            fields=_fields(cfg.data.fields, "data.fields"),
-            sampling=sampling_of(cfg),
-        )
     if of_tokens(sources):
         fraction = held_out.fraction if held_out else 0.0
         return token_dataset(cfg, tokenizer, sources, held_out=held_out is not None, fraction=fraction)

@@ -15,7 +15,7 @@ from mimo_train.plan.model_changes import MAY_CHANGE, SPECS
 
 REFUSED = {
     "data": {
-        *("stream", "shuffle", "shuffle_block"),  # the order of samples
+        *("shuffle", "shuffle_block"),  # the order of samples
         *("fields", "null_captions", "background", "video", "blind", "separate_documents"),  # what they are
     },
     "modules": {"freeze_until"},

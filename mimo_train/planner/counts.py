@@ -228,8 +228,6 @@ def steps_at_hand(cfg: ConfigContainer) -> tuple[tuple[KnownStep, ...], str]:
     data = cfg.data
     if not data.shards and not data.mix:
         return (), "data.shards is empty"
-    if data.stream:
-        return (), "data.stream has no catalogue"
     try:
         for source in training_sources(cfg):
             find_any(source.shards)  # before the data path imports torch for nothing

@@ -32,7 +32,6 @@ from mimo_train.parallel.groups import RunGroups
 from mimo_train.parallel.step_sum import StepSum
 from mimo_train.plan.layout import RunLayout
 from mimo_train.plan.run import Run
-from mimo_train.step.same_samples import parts_of, require_same
 from mimo_train.step.schedule import Pipeline
 
 WANTED = "wanted"
@@ -149,8 +148,6 @@ class StepIterator:
         if self._current is None or self.ended_by is not None:
             self._current = None
             return None
-        if not summed:
-            self._require_same_samples(self._current)
         self._bad = flags
         self._good = (flags == 0).float()[:, None]
         if self._samples is not None:
@@ -249,13 +246,6 @@ class StepIterator:
         """1 for each sample of the next step that this rank could not read, for the step's sum."""
         return [] if self._upcoming is None else self._upcoming.bad.tolist()
 
-    def own_digest(self) -> int | None:
-        """Of the samples up to the next step's last as this rank has read them, for the step's sum; 0 at the end, None
-        where it has not waited for them."""
-        if self._given_up:
-            return None
-        return 0 if self._upcoming is None else self._upcoming.digest
-
     def own_learned(self) -> torch.Tensor:
         """Positions of each sample of the next step that count, for the step's sum."""
         return self._learned_of(self._upcoming)
@@ -273,13 +263,6 @@ class StepIterator:
             except WaitGivenUp:
                 self._given_up = True
                 return None
-
-    def _require_same_samples(self, step: StepBatch) -> None:
-        """Before the first step what the sums of steps say later. Collective where ranks might read other samples."""
-        if step.digest:
-            sums = torch.tensor(parts_of(step.digest), dtype=torch.float64, device=self._pipeline.device)
-            dist.all_reduce(sums)
-            require_same(sums.tolist())
 
     def _with_learned(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         if not self._finds_learned:

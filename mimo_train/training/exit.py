@@ -11,7 +11,6 @@ from mimo_train.launch.exit_signal import ExitSignal
 from mimo_train.optim.module_optimizer import ModuleOptimizer
 from mimo_train.parallel.end_notice import EndNotice
 from mimo_train.step.batches import StepIterator
-from mimo_train.step.same_samples import PARTS, parts_of, require_same
 
 
 class StepsDiffer(RuntimeError):
@@ -26,7 +25,7 @@ class ExitVotes:
     """Votes of a rank: it received a signal; its time limit has passed."""
     SAME_STEP = 3
     """Numbers beside them by which ranks see that they sum the same step, see `numbers`."""
-    ALL = NUMBER + SAME_STEP + PARTS
+    ALL = NUMBER + SAME_STEP
 
     def __init__(self, exit_signal: ExitSignal, minutes: float, start_time: float, *, ends_waits: bool = False):
         """
@@ -73,13 +72,12 @@ class ExitVotes:
         """Ends an evaluation at its next batch."""
         return Ending(self.gives_up, self.own)
 
-    def numbers(self, step: int, digest: int | None = 0) -> tuple[float, ...]:
-        """What is summed over ranks: the votes, and 1, the step and its square, and `parts_of` the digest of the
-        samples that this rank has read, if it has. Sums n, a and b of the step's three are those of one step only if
-        n * b is a * a.
+    def numbers(self, step: int) -> tuple[float, ...]:
+        """Return what is summed over ranks: the votes, and 1, the step and its square. Sums n, a and b of the last
+        three come from one step only if n * b is a * a.
         """
         short = step % 1024  # so that sums of squares stay whole in float64
-        return (*self.own(), 1, short, short * short, *parts_of(digest))
+        return (*self.own(), 1, short, short * short)
 
 
 @dataclass(frozen=True)
@@ -100,18 +98,14 @@ def agreed_votes(optimizer: ModuleOptimizer, data: StepIterator | None = None) -
 
     Raises:
         StepsDiffer: ranks have summed different steps.
-        SamplesDiffer: ranks have read different samples.
     """
     if data is not None and data.ended_by is not None:
         return AgreedVotes(*data.ended_by)
-    votes, others = optimizer.arrived[: ExitVotes.NUMBER], optimizer.arrived[ExitVotes.NUMBER :]
-    same_step = others[: ExitVotes.SAME_STEP]
+    votes, same_step = optimizer.arrived[: ExitVotes.NUMBER], optimizer.arrived[ExitVotes.NUMBER : ExitVotes.ALL]
     if same_step and same_step[0] * same_step[2] != same_step[1] ** 2:
         raise StepsDiffer(
             f"{same_step[0]:.0f} ranks have summed different steps at the end of backward (their mean modulo 1024 "
             f"is {same_step[1] / same_step[0]:g}): a rank has left out a collective, or made one too many. Nothing of "
             "this step is saved; `mimo-train hang` with the run.dir says which rank"
         )
-    if same_samples := others[ExitVotes.SAME_STEP : ExitVotes.SAME_STEP + PARTS]:
-        require_same(same_samples)
     return AgreedVotes(*(bool(number) for number in votes))

@@ -265,7 +265,7 @@ def _open_sections(
     read by section name."""
     samples = run.batch.global_batch_size
     step_sum.open("tokens", 1, pipeline.own_tokens)
-    step_sum.open("votes", votes.ALL, lambda: votes.numbers(train_state.step + 1, data.own_digest()))
+    step_sum.open("votes", votes.ALL, lambda: votes.numbers(train_state.step + 1))
     step_sum.open("save in flight", checkpointer.NUMBER, checkpointer.own)
     step_sum.open("losses", losses.numbers, losses.own)
     step_sum.open("bad samples", samples, data.own_bad_samples)

@@ -1,5 +1,6 @@
 """Runs a function on several ranks: processes forked from one that has imported Megatron-Core, joined over gloo."""
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -7,11 +8,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from tests.hang import HANG_SECONDS
 
+ROOT = Path(__file__).resolve().parents[2]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.dist.preload"])
 
@@ -49,6 +53,8 @@ def started_ranks(function: Callable[..., Any], world_size: int, *arguments: Any
 def _start(function: Callable[..., Any], world_size: int, arguments: tuple) -> tuple[list, list, Any]:
     from torch.distributed import TCPStore
 
+    with contextlib.chdir(ROOT):  # its preload imports this checkout, whichever is installed
+        forkserver.ensure_running()
     # Held open by this process for all ranks: a port that is looked for first and opened later can be gone by then.
     meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []

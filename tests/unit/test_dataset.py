@@ -99,13 +99,10 @@ def test_held_out_sets_have_their_names(shards):
         open_dataset(cfg, split="test")
 
 
-def test_a_config_object_takes_no_overrides_and_a_stream_has_no_numbers(shards):
+def test_a_config_object_takes_no_overrides(shards):
     cfg = config(shards("train", 1))
     with pytest.raises(UserError, match="overrides: a config object takes none"):
         open_dataset(cfg, ["train.iters=1"])
-    cfg.data.stream = True
-    with pytest.raises(UserError, match=r"data\.stream"):
-        open_dataset(cfg)
 
 
 def test_a_decoded_sample_shows_text_image_and_what_is_learned(shards):

@@ -16,24 +16,14 @@ from mimo_train.training.callbacks import Callback
 from tests.dist.ranks import run_ranks, started_ranks
 from tests.dist.runs import config, curve
 from tests.hang import HANG_SECONDS
-from tests.tars import in_parts, standing_still
 
 ENCODER, LANGUAGE = 0, 1
 BOTH = (ENCODER, LANGUAGE)
 STOPPED = 75
 STEPS, SIZE = 9, 16
-AHEAD = 3
-"""Steps behind the one that is being made which the loader has planned when the next one is in hand."""
 
 
-@pytest.fixture(scope="module")
-def parts(digits, tmp_path_factory):
-    """(a folder with shards of half a step each, their number)."""
-    folder = tmp_path_factory.mktemp("parts")
-    return folder, in_parts(sorted((digits / "train").glob("*.tar"))[:1], SIZE // 2, folder)
-
-
-def cfg_of(digits, run_dir, command: str, *overrides: str):
+def cfg_of(digits, run_dir, *overrides: str):
     return config(
         "vlm_digits",
         run_dir,
@@ -41,8 +31,7 @@ def cfg_of(digits, run_dir, command: str, *overrides: str):
         "layout=two_processes",
         "data.pad=sequence",
         "data.shuffle=false",
-        "data.stream=true",
-        f"data.shards='pipe:{command}'",
+        "data.workers=2",
         f"train.global_batch_size={SIZE}",
         "train.micro_batch_size=4",
         f"train.iters={STEPS}",
@@ -60,21 +49,43 @@ class Steps(Callback):
         self.step = state.train_state.step + 1
 
 
-def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), signalled: tuple[int, ...] = ()) -> int:
-    """One rank as `mimo-train train` runs it. When one of `stalls` has waited in step `ends_at` for as long as it takes
-    until it looks whether to go on, it leaves a file, at which those of `signalled` signal themselves."""
-    from data.waiting import LOOK_SECONDS, Wait
+def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), signalled: tuple[int, ...] = ()) -> None:
+    """Run one rank as `mimo-train train` does. On ranks `stalls` no sample behind step `ends_at` can be read. When one
+    of them has waited in that step for long enough to look whether to go on, it leaves a file, at which the ranks
+    `signalled` signal themselves."""
+    from data.outlined import OutlinedSamples
+    from data.pace import Pace
+    from data.samples import Samples
+    from data.waiting import LOOK_SECONDS, Wait, WaitGivenUp
     from mimo_train.commands.train import main
     from mimo_train.training import pretrain
 
     os.environ["MIMO_STOPPED_CODE"] = str(STOPPED)
     rank, look, train, steps = int(os.environ["RANK"]), Wait.look, pretrain.pretrain, Steps()
+    given_up = threading.Event()
     pretrain.pretrain = lambda run, **options: train(run, callbacks=[steps], **options)
+
+    def stalling(read):
+        def stall_and_read(samples, number, *module):
+            if number >= ends_at * SIZE:
+                given_up.wait()
+            return read(samples, number, *module)
+
+        return stall_and_read
+
+    if rank in stalls:
+        Samples.pace = Pace(takes_turns=False)
+        OutlinedSamples.read_text = stalling(OutlinedSamples.read_text)
+        OutlinedSamples.read_media = stalling(OutlinedSamples.read_media)
 
     def look_and_tell(wait):
         if rank in stalls and steps.step == ends_at and time.monotonic() > wait._began + LOOK_SECONDS:
             (folder / f"waits_{rank}").touch()
-        look(wait)
+        try:
+            look(wait)
+        except WaitGivenUp:
+            given_up.set()
+            raise
 
     def signal_itself():
         while not list(folder.glob("waits_*")):
@@ -85,24 +96,29 @@ def _rank(cfg, folder: Path, ends_at: int = -1, stalls: tuple[int, ...] = (), si
     Wait.look = look_and_tell
     if rank in signalled:
         threading.Thread(target=signal_itself, daemon=True).start()
-    return main(resolve(cfg))
+    os._exit(main(resolve(cfg)))
+
+
+def exit_codes(cfg, *arguments) -> list[int | None]:
+    """Return how two ranks that call `_rank` end."""
+    with started_ranks(_rank, 2, cfg, *arguments) as processes:
+        for process in processes:
+            process.join(HANG_SECONDS)
+        return [process.exitcode for process in processes]
 
 
 @pytest.fixture(scope="module")
-def unbroken(parts, digits, tmp_path_factory):
-    """Curve of a run that nothing has stopped, with its overrides."""
-    found = {}
+def unbroken(digits, tmp_path_factory):
+    """Return the curve of a run that nothing has stopped, with its overrides."""
+    curves = {}
 
     def of(*overrides):
-        if overrides not in found:
+        if overrides not in curves:
             run_dir = tmp_path_factory.mktemp("unbroken")
-            assert run_ranks(_rank, 2, cfg_of(digits, run_dir, standing_still(*parts, at=-1), *overrides), run_dir) == [
-                0,
-                0,
-            ]
-            found[overrides] = curve(read_metrics(run_dir / "metrics.jsonl"))
-            assert found[overrides][-1][0] == STEPS
-        return found[overrides]
+            assert exit_codes(cfg_of(digits, run_dir, *overrides), run_dir) == [0, 0]
+            curves[overrides] = curve(read_metrics(run_dir / "metrics.jsonl"))
+            assert curves[overrides][-1][0] == STEPS
+        return curves[overrides]
 
     return of
 
@@ -110,7 +126,7 @@ def unbroken(parts, digits, tmp_path_factory):
 @pytest.mark.parametrize(
     ("ends_at", "stalls", "signalled", "overrides"),
     [
-        pytest.param(4, BOTH, BOTH, ("data.workers=2",), id="every rank waits and is asked"),
+        pytest.param(4, BOTH, BOTH, (), id="every rank waits and is asked"),
         pytest.param(4, BOTH, (LANGUAGE,), (), id="every rank waits and one is asked"),
         pytest.param(4, (ENCODER,), (LANGUAGE,), (), id="one waits and the other is asked inside of its step"),
         pytest.param(4, (LANGUAGE,), (ENCODER,), (), id="the same the other way round"),
@@ -118,23 +134,18 @@ def unbroken(parts, digits, tmp_path_factory):
         pytest.param(0, (ENCODER,), BOTH, (), id="before the first step"),
     ],
 )
-def test_a_run_that_waits_for_a_stream_saves_and_ends(
-    digits, parts, unbroken, tmp_path, ends_at, stalls, signalled, overrides
+def test_a_run_that_waits_for_its_samples_saves_and_ends(
+    digits, unbroken, tmp_path, ends_at, stalls, signalled, overrides
 ):
-    folder, number = parts
-    (folder / "go").unlink(missing_ok=True)
-    ranks = " || ".join(f"[ $RANK = {rank} ]" for rank in stalls)
-    last = 2 * (ends_at + AHEAD) - 1 if ends_at else 1  # the second half of a step
-    cfg = cfg_of(digits, tmp_path, standing_still(folder, number, last, f"{{ {ranks}; }}"), *overrides)
-    assert run_ranks(_rank, 2, cfg, tmp_path, ends_at, stalls, signalled) == [STOPPED, STOPPED]
+    cfg = cfg_of(digits, tmp_path, *overrides)
+    assert exit_codes(cfg, tmp_path, ends_at, stalls, signalled) == [STOPPED, STOPPED]
     assert {path.name for path in tmp_path.glob("waits_*")} == {f"waits_{rank}" for rank in stalls}
     newest = folders.newest(tmp_path)
     assert (newest and newest.name) == (f"step_{ends_at:08d}" if ends_at else None)
     line = (tmp_path / "progress.txt").read_text().splitlines()[-1].split("\t")
     assert line[1:] == ["exit", f"step={ends_at}", "reason=signal"]
 
-    (folder / "go").touch()
-    assert run_ranks(_rank, 2, cfg, tmp_path) == [0, 0]
+    assert exit_codes(cfg, tmp_path) == [0, 0]
     assert curve(read_metrics(tmp_path / "metrics.jsonl")) == unbroken(*overrides)
 
 

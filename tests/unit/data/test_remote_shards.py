@@ -215,7 +215,7 @@ def test_shards_are_found(remote, small, server):
     assert [found.url.name for found in store_of(remote).list(remote)] == [*names, "z.tar"]
     assert [url.seen[0] for url in find_shards(str(remote))] == [path.stat().st_size for path in find_shards(small)]
     many = [f"{remote}/{name}" for name in (*names, *names, *names)]  # from one list
-    assert [str(url) for url in find_remote(many, print)] == many
+    assert [str(url) for url in find_remote(many)] == many
     assert find_shards([f"file://{small}/{names[0]}", every[1]]) == [small / names[0], Url.parse(every[1])]
     web = server.url("right", "a.tar")
     assert [url.seen for url in find_shards(web)] == [(3000, '"one"')]

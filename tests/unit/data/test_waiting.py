@@ -1,4 +1,4 @@
-"""Waits for data that are given up: of a stream that stands still, a server that does, a reader that is slow."""
+"""Waits for data that are given up: for a server that does not answer, or a slow reader."""
 
 import subprocess
 import sys
@@ -9,14 +9,13 @@ from concurrent.futures import Future
 import pytest
 
 import data.waiting
-from data.pipeline import Batching, Dataset, Reader, Source, StepLoader, StreamDataset, WaitGivenUp
+from data.pipeline import Batching, Dataset, Reader, StepLoader, WaitGivenUp
 from data.storage import io_thread
 from data.threads import ReadingThreads, still_reading
 from data.tokens import build_tokenizer
 from data.waiting import Wait, never
 from tests.hang import HANG_SECONDS
 from tests.http_server import serving
-from tests.tars import in_parts, standing_still
 from tests.unit.data.helpers import images
 
 BATCHING = Batching(2, 2)
@@ -27,57 +26,6 @@ READERS = [Reader("language", 0, 1), Reader("images", 0, 1)]
 def soon(monkeypatch):
     """Waits look early, so that tests take no half seconds."""
     monkeypatch.setattr(data.waiting, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("data.streams.reading.LOOK_SECONDS", 0.05)
-
-
-def stream(command):
-    media = (images(),)
-    tokenizer = build_tokenizer("bytes", [item.placeholder for item in media])
-    source = Source("", f"pipe:{command}")
-    return StreamDataset(source, tokenizer=tokenizer, media=media, sequence_length=24, shuffle=False)
-
-
-def texts_of(steps):
-    return [microbatch["input_ids"].tolist() for step in steps for microbatch in step.microbatches]
-
-
-def test_a_stream_that_stands_still_is_given_up_and_continued_exactly(small, tmp_path):
-    command = standing_still(tmp_path, in_parts(sorted(small.glob("*.tar")), 1, tmp_path), 9)
-
-    def steps(consumed, limit, gives_up=never):
-        dataset = stream(command)
-        try:
-            with StepLoader(
-                dataset, BATCHING, READERS, consumed_samples=consumed, limit=limit, gives_up=gives_up
-            ) as loader:
-                yield from loader
-        finally:
-            dataset.close()
-
-    found = []
-    with pytest.raises(WaitGivenUp):
-        for step in steps(0, 6, lambda: len(found) == 2):
-            found.append(step)
-    assert len(found) == 2, "two more are planned than are given, and of the fifth a sample is missing"
-    (tmp_path / "go").touch()
-    rest = [*steps(2 * len(found), 6 - len(found))]
-    assert texts_of([*found, *rest]) == texts_of(steps(0, 6))
-
-
-def test_a_stream_that_trickles_is_given_up(small):
-    """Every sample comes before a wait for it alone would look."""
-    asked = []
-
-    def gives_up():
-        asked.append(True)
-        return len(asked) == 2
-
-    dataset = stream(f"cat {small}/a-000000.tar; sleep 0.01")  # again for each epoch
-    with pytest.raises(WaitGivenUp):
-        dataset.gives_up = gives_up
-        dataset.plan_step(0, 1_000_000)
-    dataset.close()
-    assert len(asked) == 2
 
 
 def test_a_server_that_stands_still_is_given_up_and_nobody_waits_for_the_threads(small, monkeypatch):
