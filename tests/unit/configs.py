@@ -28,9 +28,9 @@ SIZES = {
 the group whose choice sets them aside."""
 
 
-def load(config: str, *overrides: str) -> ConfigContainer:
+def load(config: str, *overrides: str, without_data: bool = False) -> ConfigContainer:
     """`compose.load`, once for each set of arguments; the result is the caller's own."""
-    return copy.deepcopy(_composed(config, overrides))
+    return copy.deepcopy(_composed(config, overrides, without_data))
 
 
 def changed(values: dict[str, Any], config: str = "vlm_digits") -> ConfigContainer:
@@ -49,8 +49,8 @@ def changed(values: dict[str, Any], config: str = "vlm_digits") -> ConfigContain
 
 
 @functools.lru_cache
-def _composed(config: str, overrides: tuple[str, ...]) -> ConfigContainer:
+def _composed(config: str, overrides: tuple[str, ...], without_data: bool = False) -> ConfigContainer:
     chosen = {override.partition("=")[0] for override in overrides}
     sizes = {group: values for group, values in SIZES.items() if config == "vlm_digits" and group not in chosen}
     base = [f"{key}={value}" for values in sizes.values() for key, value in values.items()]
-    return compose_load(config, [*base, *overrides])
+    return compose_load(config, [*base, *overrides], without_data=without_data)

@@ -10,9 +10,8 @@ from tests.unit.configs import load
 def alone(monkeypatch, tmp_path):
     """In a folder of our own, with relative paths, so that equal overrides are composed once."""
     monkeypatch.chdir(tmp_path)
-    composed = compose.load
 
     def loaded(config, overrides=(), *, without_data=False):
-        return composed(config, overrides, without_data=True) if without_data else load(config, *overrides)
+        return load(config, *overrides, without_data=without_data)
 
     monkeypatch.setattr(compose, "load", loaded)
