@@ -188,7 +188,8 @@ class TransformersSpec(FromDirectory, PictureSpec):
     @property
     def transform(self) -> PictureTransform:
         """How a picture becomes one of `input_size`."""
-        return PictureTransform(self.interpolation)
+        # As its processor, which alone keeps fractions of resized pixels.
+        return PictureTransform(self.interpolation, rounded=self.model_config.get("model_type") != "dinov3_vit")
 
     def dropped_tokens(self) -> int:
         """Tokens that are taken off the front of the model's output."""

@@ -59,7 +59,7 @@ def _hub_state(
 def _of_pictures(spec: TransformersSpec) -> dict[str, Any]:
     side = {"height": spec.image_size, "width": spec.image_size}
     return {
-        "image_processor_type": "SiglipImageProcessorFast",
+        "image_processor_type": f"{'Siglip' if spec.transform.rounded else 'DINOv3ViT'}ImageProcessorFast",
         "do_convert_rgb": True,
         "do_resize": True,
         "size": side,

@@ -17,6 +17,7 @@ from encoders.spec import picture_transform
 from encoders.transformers.directory import KNOWN, tower_config
 from encoders.transformers.model import AudioTower, VisionTower
 from encoders.transformers.spec import TransformersAudioSpec, TransformersSpec
+from mimo_train.checkpoint.hf.plain import plain_model
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 PIXELS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7], "rescale_factor": 1 / 255}
@@ -180,6 +181,15 @@ def test_pictures_are_resized_as_the_directory_says(tmp_path, given, interpolati
     spec = TransformersSpec(path=path)
     assert not spec.faults() and picture_transform(spec).interpolation == interpolation
     assert picture_transform(TransformersSpec(path=path, interpolation="bilinear")).interpolation == "bilinear"
+
+
+def test_resized_pixels_of_dinov3_are_not_rounded(tmp_path):
+    config = transformers.DINOv3ViTConfig(**SIZES, image_size=32, patch_size=8)
+    path = saved(tmp_path, transformers.DINOv3ViTModel(config), **PIXELS, size={"height": 32, "width": 32}, resample=2)
+    spec = TransformersSpec(path=path)
+    assert not picture_transform(spec).rounded
+    assert plain_model("images", spec).preprocessor["image_processor_type"] == "DINOv3ViTImageProcessorFast"
+    assert picture_transform(TransformersSpec(path=dinov2(tmp_path / "other"))).rounded
 
 
 def test_another_way_to_resize_is_a_fault(tmp_path):
