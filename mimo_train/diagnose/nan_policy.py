@@ -32,7 +32,11 @@ class NonFiniteStep(UserError):
 
 
 class NanPolicy:
-    """Checks the steps of a loop. A good step costs neither a message nor a copy from the device."""
+    """Checks the steps of a loop. A good step costs neither a message nor a copy from the device.
+
+    Attributes:
+        forward_backward: runs the microbatches of the next step; `train.on_nan=bisect` runs them again.
+    """
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class NanPolicy:
             save: called as (folder, reason); saves the run and returns the checkpoint's folder. Collective.
         """
         self._state, self._pipeline, self._optimizer, self._losses = state, pipeline, optimizer, losses
-        self._forward_backward, self._save = forward_backward, save
+        self.forward_backward, self._save = forward_backward, save
         self._in_a_row = 0
         self._generators: dict[str, Any] = {}
         self._scale: torch.Tensor | None = None
@@ -103,7 +107,7 @@ class NanPolicy:
 
     def _bisect(self, data: StepIterator) -> Origin | None:
         device.set_rng_state(self._generators)
-        return bisect(self._forward_backward, self._pipeline, self._losses, data)
+        return bisect(self.forward_backward, self._pipeline, self._losses, data)
 
 
 def _told(origin: Origin | None) -> str:

@@ -2,10 +2,13 @@
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from mimo_train.diagnose.nan_policy import NanPolicy
+from mimo_train.step.forward_backward import ForwardBackward
 from mimo_train.step.result import StepResult
 from mimo_train.step.state import GlobalState, TrainState
 from mimo_train.training.callbacks import Callbacks
@@ -33,6 +36,7 @@ class SessionState(GlobalState):
     result: StepResult = field(init=False, default_factory=StepResult)
     step_is_empty: torch.Tensor | None = field(init=False, default=None)
     step_seconds: deque[float] = field(init=False)
+    _nan_policy: NanPolicy | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +64,16 @@ class SessionState(GlobalState):
             session=session,
             callbacks=callbacks,
         )
+
+    def nan_policy(self, forward_backward: ForwardBackward) -> NanPolicy:
+        """Return what applies `train.on_nan` to the next step, whose microbatches `forward_backward` runs."""
+        session = self.session
+        if self._nan_policy is None:
+            parts = (session.parts.pipeline, session.optimizer, session.losses)
+            save = partial(self.saver.save_apart, session.data)
+            self._nan_policy = NanPolicy(self, *parts, forward_backward, save)
+        self._nan_policy.forward_backward = forward_backward
+        return self._nan_policy
 
     def count_step(self, result: StepResult, seconds: float) -> None:
         """Count what a step has consumed. The number of steps is the caller's to count.

@@ -88,6 +88,7 @@ def train_step(
     """Make one step: forward and backward over the microbatches of the next step, then the update.
 
     It counts the samples and tokens that it consumes in `train_state`. `train_state.step` is the caller's to count.
+    `train.on_nan` applies as in `train`.
 
     Args:
         forward_step_func: as the schedule calls it (see `prepare_forward_step_func`).
@@ -95,8 +96,9 @@ def train_step(
             `advance`, to look at the samples, that step is made.
 
     Raises:
-        UserError: the steps of the run have been made, or more of them had no token with loss than
-            `train.max_empty_steps` allows.
+        UserError: the steps of the run have been made, more of them had no token with loss than
+            `train.max_empty_steps` allows, or `train.skip_iters` is set.
+        NonFiniteStep: a gradient was not finite, and `train.on_nan` ends the run.
         TooManyBadSamples: more samples were bad than `data.max_bad_samples` allows, on every rank at the same step.
         SystemExit: a signal has asked the run to end, and this loop has not; a checkpoint is saved.
 
@@ -107,13 +109,20 @@ def train_step(
     session = session_of(global_state, "train_step")
     _require_own(session, model=model, optimizer=optimizer, scheduler=scheduler, data=data_iterator)
     progress, began = global_state.train_state, time.perf_counter()
+    if skipped := global_state.cfg.train.skip_iters:
+        raise UserError(f"train.skip_iters: is {skipped}, and train_step skips no step. Call train() or remove the key")
     with Driven.calls():
         _end_if_stopped(global_state)
         RECORDER.begin_step(progress.step + 1)
         session.freeze_stages.apply(progress.step)
         with session.parts.stopwatch("step"):
-            ready = data_iterator.is_fresh or data_iterator.advance() is not None
-            result = TrainStep(session, forward_step_func)() if ready else None
+            result = None
+            if data_iterator.is_fresh or data_iterator.advance() is not None:
+                step = TrainStep(session, forward_step_func)
+                nan_policy = global_state.nan_policy(step.forward_backward)
+                nan_policy.start_step()
+                result = step()
+                nan_policy.end_step(result, data_iterator)
         if result is None:
             _end_if_stopped(global_state)
             raise UserError(

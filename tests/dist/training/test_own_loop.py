@@ -229,3 +229,30 @@ def _step_beyond(cfg) -> None:
     assert data.current.first_sample == 0 and data.consumed_samples == 16
     run.state.train_state.step += 1
     train_step(*parts)
+
+
+def _step_with_infinite_loss(cfg) -> None:
+    from mimo_train.bridge.training.mimo_step import forward_step
+    from mimo_train.bridge.training.setup import setup
+    from mimo_train.bridge.training.train import train_step
+
+    run = setup(cfg)
+
+    def infinite_step(data_iterator, model):
+        output, loss_func = forward_step(run.state, data_iterator, model)
+        return output, loss_func and (lambda tensor: (loss_func(tensor)[0] * float("inf"), *loss_func(tensor)[1:]))
+
+    train_step(infinite_step, run.train_data_iterator, run.model, run.optimizer, run.scheduler, run.state)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.on_nan=raise", "NonFiniteStep: train.on_nan=raise: step 1: a gradient is not finite"),
+        ("train.skip_iters=[1]", r"UserError: train.skip_iters: is \[1\], and train_step skips no step"),
+    ],
+)
+def test_a_step_of_ones_own_ignores_no_key(override, message, digits, tmp_path):
+    cfg = config("vlm_digits", tmp_path, digits, "layout=two_processes", "train.iters=1", override)
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(_step_with_infinite_loss, 2, cfg)
