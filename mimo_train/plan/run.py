@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass, replace
 from fractions import Fraction
@@ -126,9 +127,14 @@ def with_config_faults(error: ConfigError) -> ConfigError:
     rest = [
         fault
         for fault in config_faults(error.cfg)
-        if not fault.key.startswith(tuple(modules)) and not any(key in str(fault) for key in doubtful)
+        if not fault.key.startswith(tuple(modules)) and not any(_names(key, str(fault)) for key in doubtful)
     ]
     return ConfigError([*error.faults, *rest])
+
+
+def _names(key: str, text: str) -> bool:
+    """True if `text` contains `key` as a whole, not as the beginning of a longer key."""
+    return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None
 
 
 def config_faults(cfg: ConfigContainer) -> list[Fault]:

@@ -224,6 +224,7 @@ def test_faults_of_all_kinds_are_named_at_once(overrides, keys):
             ["optim.lr=x", "data.background=redd", "data.max_bad_samples=-1"],
             {"optim.lr", "data.background", "data.max_bad_samples"},
         ),
+        (["data.validation=5", "data.validation_fraction=2"], {"data.validation", "data.validation_fraction"}),
         # A default in the place of a wrong value proves nothing.
         (["train.micro_batch_sise=15", "train.global_batch_size=30"], {"train.micro_batch_sise"}),
         (["modules.language.llm.num_layers=two", "modules.language.layout.pp=5"], {"modules.language.llm.num_layers"}),
