@@ -25,12 +25,12 @@ SECTIONS = {"data": DataConfig, "modules": ModuleConfig, "train": TrainConfig, "
 SAID = {
     "data": {
         *("sequence_length", "bounds", "exhausted", "mix_schedule"),
-        *("validation_shards", "validation", "split"),
+        *("validation_shards", "validation", "test_shards", "split"),
     },
     "modules": {"freeze", "optim"},
     "train": {
         *("iters", "epochs", "global_batch_size", "rampup_batch_size", "skip_iters", "loss_weights", "precision"),
-        *("eval_samples", "callbacks", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        *("eval_samples", "callbacks", "forward_step", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     },
     "optim": {
         *("name", "lr", "min_lr", "warmup_iters", "decay", "weight_decay", "beta1", "beta2", "eps", "clip_grad"),
