@@ -1,9 +1,9 @@
 """Jinja chat templates as Hugging Face tokenizers have them: compiled in a sandbox, rendered with generation blocks.
 
-The environment is that of transformers 5.23.0 (utils/chat_template_utils.py), with three differences. Blocks are
+The environment is that of transformers 5.23.0 (utils/chat_template_utils.py), with two differences. Blocks are
 kept per thread: transformers' tracker serves one rendering at a time, and the loader renders in several threads.
 `strftime_now` gives one fixed day, because tokens that change at midnight would differ between ranks and after a
-restart; a template that takes `date_string` can be given another. And a rendering ends (`jinja_bounds`).
+restart; a template that takes `date_string` can be given another.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-
-from data.jinja_bounds import BoundedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 DAY = datetime.datetime(2024, 7, 26)
 """What `strftime_now` formats: the day that Llama 3.x templates take where there is no clock."""
@@ -62,14 +61,15 @@ class ChatJinja:
     """One compiled chat template. Raises jinja2.TemplateSyntaxError for one that is none."""
 
     def __init__(self, source: str) -> None:
-        environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
         self._spans = _Spans()
         environment.extend(spans=self._spans)
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = DAY.strftime
-        environment.bound()
-        self._environment, self._template = environment, environment.from_string(source)
+        self._template = environment.from_string(source)
         self.has_markers = bool(_MARKER.search(source))
         """Whether it says itself what the assistant writes."""
 
@@ -82,8 +82,7 @@ class ChatJinja:
         prompt: bool = False,
     ) -> str:
         """The conversation as text; with `prompt` up to where the assistant's next answer begins. Raises whatever the
-        template does; EndlessTemplate if it does too much."""
-        self._environment.begin()
+        template does."""
         return self._template.render(**_arguments(messages, tools, variables, prompt))
 
     def render_spans(
@@ -95,7 +94,6 @@ class ChatJinja:
             MisplacedMarker: a block is inside a macro or a variable, where its place in the text is not known.
         """
         spans, pieces = self._spans, []
-        self._environment.begin()
         spans.length, spans.found = 0, []
         try:
             for piece in self._template.generate(**_arguments(messages, tools, variables, False)):

@@ -16,7 +16,6 @@ from jinja2 import TemplateError
 from data.chat_jinja import ChatJinja
 from data.conversation import Conversation, Part, Turn
 from data.errors import DataError, RecordError
-from data.jinja_bounds import EndlessTemplate
 from data.tool_forms import ToolForms
 
 _WORDS = {"system": "mimosystemwords", "user": "mimoquestion", "assistant": "mimoanswer"}
@@ -166,8 +165,6 @@ class ChatRenderer:
         """Whether every word arrives, and no list was written as it stands."""
         try:
             text = self._rendered(forms)
-        except EndlessTemplate as error:
-            raise DataError(f"data.chat_template: {self.origin}: {error}: {_OTHER}") from error
         except Exception:  # of a template, anything
             return False
         return all(text.count(_WORDS[role]) == 1 for role in forms) and not _shows_list(text)

@@ -12,7 +12,6 @@ from typing import Any
 from mimo_train.config.fault import ConfigError, Fault, UserError
 from mimo_train.config.parts import LANGUAGE
 from mimo_train.config.pretrained.bin_header import read_bin_header
-from mimo_train.config.pretrained.layer_patterns import fits
 from mimo_train.config.pretrained.safetensors_header import Unreadable, read_error, read_header
 from mimo_train.config.schema_modules import LoraConfig
 
@@ -157,7 +156,7 @@ def read_config(folder: Path, paths: Iterable[str]) -> LoraConfig:
         alpha = float(_one(file, config, "lora_alpha", "alpha_pattern", paths))
         rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
     except (
-        OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
+        OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, re.error
     ) as error:  # fmt: skip
         if isinstance(error, UserError):
             raise
@@ -184,7 +183,9 @@ def _one(file: Path, config: Mapping[str, Any], key: str, pattern: str, paths: I
     """The one value that all these layers have: that of the first pattern that fits, else that of `key`."""
     others = config.get(pattern) or {}
     values = {
-        path: next((value for one, value in others.items() if fits(one, path)), config[key]) for path in paths
+        # As peft.utils.other.get_pattern_key matches them.
+        path: next((value for part, value in others.items() if re.match(rf"(.*\.)?({part})$", path)), config[key])
+        for path in paths
     } or {"": config[key]}
     if len(set(values.values())) > 1:
         first, *_, last = sorted(values, key=lambda path: values[path])
