@@ -71,7 +71,7 @@ def _of_file(path: Path, columns: Columns, kind: str, media: Path | None) -> Sou
     if suffix not in (*JSON, *TABLES, *_ARROW, ".tar") or (kind and kind != of_file):
         known = ", ".join((*JSON, *TABLES, *_ARROW, ".tar"))
         raise DataError(f"{path} cannot be read{f' as --kind {kind}' if kind else ''}: files are {known}, or a folder")
-    return _made(of_file, [path], columns, media or path.parent)
+    return _made(of_file, [path], columns, media, path.parent)
 
 
 def _kinds_in(folder: Path) -> dict[str, list[Path]]:
@@ -116,22 +116,24 @@ def _of_folder(
             f"{folder} has {len(files)} files of records: name one of {listed([one.name for one in files])}"
         )
     if kind == "files":
-        _refuse_media(columns, folder)
+        _require_no_media_options(columns, media, folder)
         return Folders(folder, files, columns)
-    return _made(kind, files, columns, media or folder)
+    return _made(kind, files, columns, media, folder)
 
 
-def _made(kind: str, files: Sequence[Path], columns: Columns, media: Path) -> Source:
+def _made(kind: str, files: Sequence[Path], columns: Columns, media: Path | None, folder: Path) -> Source:
     if kind == "records":
-        return RecordsFile(files[0], media, columns)
+        return RecordsFile(files[0], media or folder, columns)
     if kind == "table":
-        return Tables(files, media, columns)
-    _refuse_media(columns, files[0])
+        return Tables(files, media or folder, columns)
+    _require_no_media_options(columns, media, files[0])
     return Tars(files, columns)
 
 
-def _refuse_media(columns: Columns, path: Path) -> None:
-    """Raises DataError for columns of media where samples have them as files."""
+def _require_no_media_options(columns: Columns, media: Path | None, path: Path) -> None:
+    """Raise DataError for options that say where media are, where samples have them as files."""
+    if media is not None:
+        raise DataError(f"--media {media}: the media of {path} are files next to their texts. Leave it out")
     for kind in MEDIA:
         if kind in columns.names:
             raise DataError(f"--columns {kind}={columns.names[kind]}: the media of {path} are files. Leave it out")

@@ -38,8 +38,11 @@ class ExitSignal:
         return self.listen()
 
     def listen(self) -> "ExitSignal":
-        """Record signals from now on; a second call has no effect."""
-        for number in self.SIGNALS if not self._previous else ():
+        """Record signals from now on; a second call has no effect, nor has one outside the main thread, where Python
+        sets no handlers."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return self
+        for number in self.SIGNALS:
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if not (ignored and number in (signal.SIGINT, signal.SIGHUP)):
                 self._previous[number] = signal.signal(number, self._note)

@@ -160,6 +160,8 @@ def test_a_table_of_addresses_is_an_error(tmp_path):
         build(tar, tmp_path / "out")
     with pytest.raises(DataError, match="--columns image=url: the media of .*x.tar are files"):
         build(tar, tmp_path / "out", columns={"image": "url"})
+    with pytest.raises(DataError, match="--media .*: the media of .*x.tar are files"):
+        build(tar, tmp_path / "out", media=tmp_path)
     folder = hugging_face(tmp_path / "table", {"blob": [None, picture(8)], "caption": ["A.", "B."]}, {})
     with pytest.raises(DataError, match="'blob' holds files .png. that are not read. Give --columns image=blob"):
         build(folder, tmp_path / "out")

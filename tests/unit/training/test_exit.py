@@ -6,6 +6,7 @@ import queue
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,12 @@ def test_ignored_signals_of_a_terminal_stay_ignored(interruptible):
         for number in (signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), number)
         assert not listening.requested()
+
+
+def test_outside_the_main_thread_no_handler_is_set():
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(ExitSignal().listen).result()
+    assert not listening.requested() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_handler_that_python_did_not_set_fails_no_run(interruptible, monkeypatch):
