@@ -10,6 +10,7 @@ from mimo_train.checkpoint.damage import damaged
 from mimo_train.checkpoint.folders import RECORD, read_record
 from mimo_train.config.compose import from_dict
 from mimo_train.config.own_code import require_trusted
+from mimo_train.config.removed import without_removed
 from mimo_train.config.schema import ConfigContainer
 
 _REMEDY = (
@@ -19,7 +20,8 @@ _REMEDY = (
 
 
 def recorded_config(folder: Place, *, trust_code: bool) -> ConfigContainer:
-    """The config in the record of a complete checkpoint, without callbacks and forward step, which only training uses.
+    """The config in the record of a complete checkpoint, without callbacks and forward step, which only training uses,
+    and without the keys of earlier versions.
 
     Args:
         trust_code: import the encoders that it names by their paths.
@@ -47,5 +49,6 @@ def _plain(folder: Place, record: dict[str, Any]) -> dict[str, Any]:
     plain = record["config"]
     if not isinstance(plain, dict):
         raise damaged(folder, f"{RECORD} holds no config, but {type(plain).__name__}")
+    plain = without_removed(plain)
     train = plain.get("train")
     return {**plain, "train": {**train, "callbacks": [], "forward_step": ""}} if isinstance(train, dict) else plain

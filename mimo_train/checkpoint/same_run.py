@@ -61,8 +61,9 @@ def resume_faults(
         folder,
         record.get("text_fingerprint"),  # one of before it was recorded has none
         text_fingerprint,
-        "give the same data.tokenizer, data.chat_template, data.template_variables and modules.*.placeholder, or begin "
-        f"a new run in another {home}",
+        "give the same data.tokenizer, data.chat_template, data.template_variables and modules.*.placeholder. If they "
+        "are the same, an earlier version saved it, which read records with media as other tokens: continue with that "
+        f"version, or begin a new run in another {home} with its weights: checkpoint.weights={folder}",
     )
     was = record.get("data_fingerprint")
     if data_fingerprint is not None and data_fingerprint != was:

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mimo_train.config.removed import REMOVED
+
 
 class UserError(ValueError):
     """Base of this package's errors that a user can cause; the message contains the remedy.
@@ -57,6 +59,8 @@ def unknown_key(prefix: str, name: str, fields: Iterable[str]) -> Fault:
     """The fault of a key that is no field of its section."""
     fields = list(fields)
     meant = tuple(f"{prefix}{field}" for field in _near(name, fields))
+    if f"{prefix}{name}" in REMOVED:
+        return Fault(f"{prefix}{name}", "was a key of an earlier version. Remove it")
     return Fault(f"{prefix}{name}", f"unknown key{nearest(name, fields)}", meant)
 
 

@@ -15,8 +15,10 @@ from mimo_train.check import check
 from mimo_train.checkpoint.format.index import WEIGHT, Key
 from mimo_train.checkpoint.format.spans import Span
 from mimo_train.checkpoint.format.write import Part, complete, write_rank
+from mimo_train.checkpoint.recorded_config import recorded_config
 from mimo_train.checkpoint.same_run import resume_faults
 from mimo_train.config import compose
+from mimo_train.config.fault import ConfigError
 from mimo_train.config.pretrained.weight_files import BIN
 from tests.records import write_record
 from tests.unit.check.shards import on, shard, sound, write_weights
@@ -137,6 +139,21 @@ def test_a_key_that_a_checkpoint_lacks_means_its_default(tmp_path):
     write_record(path.parent, json.dumps(record).replace('"bias": ', '"biases": '))
     (fault,) = check(load("vlm_digits", override)).faults
     assert "modules.language.llm.biases was False, and is no key of this version" in fault.message
+
+
+def test_keys_that_were_removed_change_nothing_in_a_checkpoint(tmp_path):
+    """`export` and `generate` read the config of a checkpoint; a config file that has such a key is told."""
+    override = saved(tmp_path)
+    path = tmp_path / "checkpoints" / "step_00000200" / "run.json"
+    record = json.loads(path.read_text())
+    record["config"]["data"] |= {"stream": False, "bounds": record["config"]["data"]["bounds"] | {"sample_bytes": 9}}
+    record["config"]["placement"]["bridge"] = "native"
+    record["config"]["log"] |= {"prometheus": False, "prometheus_port": 0}
+    write_record(path.parent, record)
+    assert recorded_config(path.parent, trust_code=False).data.bounds == load("vlm_digits").data.bounds
+    assert check(load("vlm_digits", override)).faults == []
+    with pytest.raises(ConfigError, match="log.prometheus: was a key of an earlier version. Remove it"):
+        load("vlm_digits", "log.prometheus=false")
 
 
 def test_modules_come_in_their_order(tmp_path):
