@@ -35,6 +35,9 @@ OTHER_NUMBERS = frozenset({ADVANCED, SKIPPED, NAN, "step", "consumed_samples", "
 """Names that no loss can have: the counters, what every line of `metrics.jsonl` has, and other numbers of an
 evaluation."""
 
+OF_EVALUATIONS = ("eval/", "test/")
+"""What the names of an evaluation's numbers begin with."""
+
 
 def add_step(
     totals: dict[str, Any],
@@ -57,11 +60,8 @@ def add_step(
     """
     losses = {name: _scalar(name, loss) for name, loss in losses.items()}
     for name in losses:
-        if name in OTHER_NUMBERS or name.startswith((EMPTY, SUM, TOKENS)):
-            raise UserError(
-                f"the loss function returns a loss named {name!r}, under which the log keeps another number: give it"
-                " another name"
-            )
+        if name in OTHER_NUMBERS or name.startswith((EMPTY, SUM, TOKENS, *OF_EVALUATIONS)):
+            raise taken_name(name)
     totals[ADVANCED] = totals.get(ADVANCED, 0) + 1 - skipped_iter
     totals[SKIPPED] = totals.get(SKIPPED, 0) + skipped_iter
     totals.setdefault(NAN, 0)
@@ -76,6 +76,14 @@ def add_step(
     elif losses:
         finite = torch.stack([value.isfinite().all() for value in losses.values()]).all()
         totals[NAN] = totals[NAN] + (~finite).double()
+
+
+def taken_name(name: str) -> UserError:
+    """The error of a loss that has the name of another number of the log."""
+    return UserError(
+        f"the loss function returns a loss named {name!r}, under which the log keeps another number. Give it another "
+        "name"
+    )
 
 
 def _scalar(name: str, loss: Any) -> torch.Tensor:

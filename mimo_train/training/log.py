@@ -31,6 +31,7 @@ from mimo_train.training.interval import (
     sums_on_device,
     sums_on_host,
     take_means,
+    taken_name,
 )
 from mimo_train.training.setup import Session
 
@@ -198,7 +199,8 @@ class StepLog:
 
         Raises:
             TooManyBadSamples: more bad samples than `data.max_bad_samples`; on every rank at the same step.
-            UserError: more steps without any token with loss than `train.max_empty_steps`, likewise.
+            UserError: more steps without any token with loss than `train.max_empty_steps`, likewise; on the logging
+                rank, a loss has the name of another number.
         """
         state, cfg = self._state, self._state.cfg
         numbers = self._interval.collect(take_means(totals))
@@ -213,15 +215,16 @@ class StepLog:
         layer_norms = grad_l2_norms(self._pipeline.model) if cfg.log.grad_norms else {}
         if not state.is_logging_rank:
             return show_memory
-        values = dict(numbers.losses) | step_numbers.values()
-        nan_steps = values.pop(NAN, 0.0)
+        losses = dict(numbers.losses)
+        nan_steps, values = losses.pop(NAN, 0.0), step_numbers.values()
         so_far = {name: getattr(state.train_state, name) for name in ("bad_samples", "empty_steps", "skipped_iters")}
         values |= {name: float(count) for name, count in (so_far | {"nan_iters": nan_steps}).items() if count}
         values |= self._speed(numbers, sequence_length, history)
         values |= layer_norms | numbers.memory | self._drawn() | timer_seconds(state.timers, numbers.steps)
-        step = state.train_state.step
+        if taken := sorted(losses.keys() & values.keys()):
+            raise taken_name(taken[0])
+        values, step = losses | values, state.train_state.step
         state.metrics.log(step, state.train_state.consumed_train_samples, values)
-        losses = [name for name in numbers.losses if name in values]
         state.console.step(step, values, self._busiest.name(numbers.times), losses)
         if show_memory and numbers.memory:
             state.console.message(

@@ -165,6 +165,26 @@ def test_a_loss_with_an_axis_and_without_a_name_trains_several_modules(digits, t
     assert [(line["loss"], line["grad_norm"]) for line in lines] == expected
 
 
+def _named_as_the_norm(state, data_iterator, model):
+    """The shipped step of a GPT, whose loss has the name of another number of the log."""
+    from mimo_train.step.gpt_step import forward_step
+
+    output, loss_func = forward_step(state, data_iterator, model)
+    return output, lambda losses: (*loss_func(losses)[:2], {"grad_norm": losses.mean()})
+
+
+def _train_named_as_the_norm(cfg) -> None:
+    from mimo_train.training.pretrain import pretrain
+
+    pretrain(cfg, _named_as_the_norm)
+
+
+def test_a_loss_is_not_written_over_by_another_number(prose, tmp_path):
+    cfg = config("gpt_tiny", tmp_path, prose, "layout=language_one", "train.iters=1")
+    with pytest.raises(RankFailure, match="a loss named 'grad_norm', under which the log keeps another number"):
+        run_ranks(_train_named_as_the_norm, 1, cfg)
+
+
 def test_means_are_averaged_over_microbatches_and_ranks():
     for losses, totals, counts in run_ranks(_sum_over_ranks, 2, "mean", {}):
         assert losses == {"mean": pytest.approx((4 + 0 + 2 + 5.5) / 4)}
