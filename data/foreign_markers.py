@@ -15,7 +15,8 @@ from data.conversation import MARKERS
 from data.errors import RecordError
 from data.shown import plural
 
-_PATH = r"[^<>\n]{0,300}"
+_PATH = r"(?:[^<>\s]{0,300}|[^<>\n]{0,300}\.\w{1,5})"
+"""A path or an address; other words between two markers are a text."""
 _SPECIAL = {
     "image": (
         r"(?:<\|vision_start\|>)?(?:<\|image_pad\|>)+(?:<\|vision_end\|>)?",  # Qwen2-VL to Qwen3-VL

@@ -133,9 +133,14 @@ class JinjaTemplate:
         if blocks == len(assistants) and all(conversation.turns[at].has_loss for at in assistants):
             return assistants
         turns: list[int] = []
+        before: list[int] = []
         for at in assistants:
-            so_far = len(self._renderer.render_spans(name, messages[: at + 1], tools)[1])
-            turns += [at] * (so_far - len(turns))
+            firsts = [first for first, _ in self._renderer.render_spans(name, messages[: at + 1], tools)[1]]
+            kept = len(turns)
+            if len(firsts) <= kept:  # the message has no block, or one in the place of an earlier message's
+                moved = (n for n, pair in enumerate(zip(before, firsts, strict=False)) if len(set(pair)) > 1)
+                kept = next(moved, len(firsts))
+            turns, before = [*turns[:kept], *[at] * (len(firsts) - kept)], firsts
         if len(turns) != blocks:
             raise RecordError(
                 f"the chat template writes {blocks} generation blocks, and {len(turns)} while the messages are added "

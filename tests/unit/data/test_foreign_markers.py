@@ -52,6 +52,13 @@ def test_they_are_places_of_media_where_they_stand(kind, marker, form):
     assert found == (Part("text", "what is "), Part(kind), Part("text", "this?"))
 
 
+def test_words_between_two_markers_are_kept():
+    assert parts("<image>what is it</image>", {"image": 1}) == (Part("image"), Part("text", "what is it</image>"))
+    assert parts("<image>my pictures/a 1.jpg</image>\nq", {"image": 1}) == (Part("image"), Part("text", "q"))
+    with pytest.raises(RecordError, match="0 image placeholders, but the sample has 1"):
+        parts("<img>what is it</img>", {"image": 1})
+
+
 def test_several_in_order_and_beside_ours():
     place = Part("image")
     assert parts("<image_1><image_2>\nq", {"image": 2}) == (place, place, Part("text", "q"))

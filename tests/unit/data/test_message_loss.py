@@ -74,6 +74,19 @@ def test_blocks_belong_to_the_message_that_wrote_them(saved):
     assert runs == ["first", "<|im_end|>", "third", "<|im_end|>"]
 
 
+@pytest.mark.parametrize(("at", "runs"), [(3, ["third<|im_end|>"]), (5, [])])
+def test_a_template_with_a_block_around_the_last_answer_only(at, runs, saved):
+    """Each message was the last one while messages were added."""
+    block = "[{{- message.content + '<|im_end|>' -}}]"
+    inside = "{{- message.content + '<|im_end|>' -}}"
+    either = f"{{%- if loop.last -%}}[{inside}]{{%- else -%}}{inside}{{%- endif -%}}"
+    tokenizer = build_tokenizer(saved(CHATML, chat_template=marked(CHATML.replace(block, either))))
+    record = messages(TALK)
+    record[at]["loss"] = False
+    encoded = tokenizer.template.encode(parse(record), {})
+    assert learned(tokenizer, encoded) == runs and [turn for _, turn in encoded.answers] == [5] * len(runs)
+
+
 def test_fields_in_a_config_keep_what_messages_exclude():
     fields = read_fields({"messages": "json[talk]"})
     raw = json.dumps({"talk": talk({"weight": 0})["messages"]}).encode()
