@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.dry_run.engine_runs import DEFAULT, RUNS, WITHIN_OTHERS
+from tests.hang import HANG_SECONDS
 
 ROOT = str(Path(__file__).resolve().parents[3])
 NAMES = tuple(RUNS) if os.environ.get("MIMO_ALL_LAYOUTS") else DEFAULT
@@ -20,7 +21,11 @@ def found(digits, prose, tmp_path_factory):
     """What each run found; by a process of its own: Megatron-Core looks for Transformer Engine as it is imported."""
     command = [sys.executable, "-m", "tests.dist.dry_run.engine_runs", digits, prose, tmp_path_factory.mktemp("engine")]
     done = subprocess.run(
-        [*map(str, command), *NAMES], env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=300
+        [*map(str, command), *NAMES],
+        env=os.environ | {"PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hang import HANG_SECONDS
+
 ROOT = str(Path(__file__).resolve().parents[3])
 
 
@@ -17,7 +19,11 @@ def curves(digits, tmp_path_factory):
     """Loss and gradient norm of every step, and losses of evaluations, of each run."""
     command = [sys.executable, "-m", "tests.dist.dry_run.engine_curves", digits, tmp_path_factory.mktemp("fp8")]
     done = subprocess.run(
-        [*map(str, command)], env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=300
+        [*map(str, command)],
+        env=os.environ | {"PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

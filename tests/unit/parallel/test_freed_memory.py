@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mimo_train.parallel import freed_memory
+from tests.hang import HANG_SECONDS
 
 FAULTS = """
 import ctypes, json, os, resource
@@ -34,7 +35,7 @@ def _faults(install: str, **variables: str) -> int:
         capture_output=True,
         text=True,
         check=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     return json.loads(ran.stdout)
 
